@@ -1,0 +1,34 @@
+"""The two ways a command of the kit ends badly, and the exit code of each."""
+
+import sys
+from collections.abc import Callable
+
+DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
+
+
+class KitError(Exception):
+    """Base of every error the kit raises on purpose; the message is the whole report, no traceback is needed."""
+
+    exit_code = CHECK_FAILED
+
+
+class BadInput(KitError):
+    """The user's input cannot work: a typo, a missing file, a mismatch. Raised before any weight is loaded."""
+
+    exit_code = BAD_INPUT
+
+
+class CheckFailed(KitError):
+    """The input was fine and a check said no: a gate, a hash that changed, a NaN, a spent budget."""
+
+    exit_code = CHECK_FAILED
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a command's `main` and exit: 0 done, 1 a check said no, 2 bad input; a `KitError` prints one message."""
+    try:
+        code = main()
+    except KitError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    sys.exit(code or DONE)

@@ -1,0 +1,170 @@
+"""The run directory: where everything of a run lies, and how an artifact becomes whole or does not exist.
+
+Covers: atomic publication of directories and JSON files, manifests with sizes and content hashes, finding the newest
+whole adapter or checkpoint of a run. Needs only the standard library, so every room may import it.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.errors import BadInput
+
+MANIFEST = "manifest.json"
+
+
+def file_hash(path: Path) -> str:
+    """BLAKE2b-256 of a file's bytes, as hex."""
+    digest = hashlib.blake2b(digest_size=32)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON so that a reader sees the old file or the new one, never half of it."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w") as file:
+            json.dump(value, file, indent=2, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """The parsed JSON file; `BadInput` names the file when it is missing or not JSON."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not JSON: {error}") from None
+
+
+@contextlib.contextmanager
+def publish(final: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary directory beside `final`, renamed to it when the block ends well and removed when it does not.
+
+    Whatever interrupts the block (disk full, Ctrl-C, an exception), `final` is absent or whole. A process killed
+    outright leaves a `.partial-…` directory that no tool reads and the next `publish` of the same name removes.
+    Raises `BadInput` when `final` exists and `overwrite` is false.
+    """
+    final = Path(final)
+    if final.exists() and not overwrite:
+        raise BadInput(f"{final} exists already. Choose another place, or remove it first.")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.parent / f".partial-{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_manifest(directory: Path, kind: str, **fields: Any) -> dict:
+    """Write `manifest.json`, last, with the size and hash of every file in `directory`; return it."""
+    directory = Path(directory)
+    files = {
+        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "blake2b": file_hash(file)}
+        for file in sorted(directory.rglob("*"))
+        if file.is_file() and file.name != MANIFEST
+    }
+    manifest = {"kind": kind, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields, "files": files}
+    write_json(directory / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) -> dict:
+    """The manifest of a whole artifact.
+
+    Every listed file must be there with its listed size, and with its listed hash when `deep`; otherwise `BadInput`
+    says which file is off. `kind` ("adapter", "checkpoint", "base", …) must match when given.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise BadInput(f"{directory} does not exist.")
+    if not (directory / MANIFEST).is_file():
+        raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not to the end.")
+    manifest = read_json(directory / MANIFEST)
+    if kind is not None and manifest.get("kind") != kind:
+        raise BadInput(f"{directory} holds a {manifest.get('kind')!r}, expected a {kind!r}.")
+    for name, listed in manifest["files"].items():
+        file = directory / name
+        if not file.is_file():
+            raise BadInput(f"{directory} is not whole: {name} is missing.")
+        if (size := file.stat().st_size) != listed["bytes"]:
+            raise BadInput(f"{directory} is not whole: {name} has {size} bytes, its manifest says {listed['bytes']}.")
+        if deep and file_hash(file) != listed["blake2b"]:
+            raise BadInput(f"{directory} is damaged: the content of {name} is not what its manifest says.")
+    return manifest
+
+
+class RunDir:
+    """Paths and readers of one run directory (layout in README.md)."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config_file = self.path / "config.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.ledger_file = self.path / "ledger.jsonl"
+        self.base_file = self.path / "base.json"
+        self.eval_file = self.path / "eval.json"
+        self.adapters = self.path / "adapters"
+        self.checkpoints = self.path / "checkpoints"
+        self.completions = self.path / "completions"
+        self.merged = self.path / "merged"
+        self.logs = self.path / "logs"
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunDir":
+        """An existing run; `BadInput` when `path` is not one."""
+        run = cls(path)
+        if not run.path.is_dir():
+            raise BadInput(f"no run directory at {run.path}.")
+        if not run.config_file.is_file():
+            raise BadInput(f"{run.path} has no config.json, so it is not a run directory.")
+        return run
+
+    def config(self) -> dict:
+        """The resolved configuration, as nested dictionaries (`read_json(config.json)["config"]`)."""
+        return read_json(self.config_file)["config"]
+
+    def adapter_dir(self, version: int) -> Path:
+        return self.adapters / f"v{version:06d}"
+
+    def newest_adapter(self) -> Path:
+        """The whole adapter with the highest version; half-written ones are never looked at."""
+        return _newest_whole(self.adapters, "v", "adapter")
+
+    def newest_checkpoint(self) -> Path:
+        """The whole training checkpoint with the highest step."""
+        return _newest_whole(self.checkpoints, "step-", "training-state")
+
+
+def _newest_whole(folder: Path, prefix: str, kind: str) -> Path:
+    for candidate in sorted(folder.glob(f"{prefix}[0-9]*"), reverse=True):
+        with contextlib.suppress(BadInput):
+            read_manifest(candidate, kind)
+            return candidate
+    raise BadInput(f"no whole {kind} under {folder}. Train first, or pass one by path.")
