@@ -1,0 +1,365 @@
+"""The configuration of a run: one YAML, strict, checked before any weight is loaded. Imports no torch.
+
+Precedence: default < YAML < command line (`--train.learning_rate 1e-4`). An unknown key, a wrong type or a wrong
+choice is an error that names the key, where it stands and the nearest valid key. Checks that involve several keys are
+in `checks.py`.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from recipes.parts.errors import BadInput
+
+
+def _option(default: Any = MISSING, help: str = "") -> Any:
+    """A dataclass field with its help string; without a default the YAML or the command line must give it."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    name: str = _option(help="name of the run; its directory is runs/<name> unless output_dir says otherwise")
+    output_dir: str | None = _option(None, "run directory; must not hold another run")
+    seed: int = _option(0, "seed of sampling, adapter initialization and data order")
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.output_dir or f"runs/{self.name}")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    id: str = _option(help="hub id of the 16-bit base model, e.g. Qwen/Qwen3-8B")
+    path: str | None = _option(None, "local directory of the base model; overrides id")
+    revision: str | None = _option(None, "hub revision (branch, tag or commit)")
+    dtype: Literal["bfloat16", "float32"] = _option("bfloat16", "type of activations and of dequantized weights")
+    attn_implementation: str = _option("sdpa", "attention kernel, as transformers names it")
+
+    @property
+    def source(self) -> str:
+        return self.path or self.id
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    quantization: Literal["nf4"] = _option("nf4", "storage of the frozen base (bitsandbytes, blocks of 64)")
+    double_quantization: bool = _option(True, "quantize the block scales too: 4.13 instead of 4.5 bits a weight")
+    lora_rank: int = _option(16, "rank of the adapter")
+    lora_alpha: int = _option(32, "the adapter's update is scaled by alpha / rank")
+    lora_dropout: float = _option(0.0, "dropout on the adapter's input; 0 keeps the policy equal to the sampler")
+    use_rslora: bool = _option(False, "scale by alpha / sqrt(rank) instead")
+    target_modules: str | list[str] = _option("all-linear", "all-linear, or names of linear layers")
+    adapter_dtype: Literal["float32", "bfloat16"] = _option("float32", "type of the trained adapter weights")
+    reference: str = _option("adapter_off", "KL reference; adapter_off is the same model without the adapter")
+    init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    backend: Literal["in_process", "server"] = _option("in_process", "who generates: the trainer, or a vLLM server")
+    group_size: int = _option(8, "completions per prompt (num_generations)")
+    max_prompt_length: int = _option(512, "longest prompt in tokens, chat template included; longer ones are errors")
+    max_completion_length: int = _option(256, "longest completion in tokens; cut ones count as truncated")
+    temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature")
+    top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy")
+    top_k: int = _option(0, "0 = off")
+    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = _option(
+        "token_truncate", "importance correction for the sampler-trainer mismatch"
+    )
+    correction_cap: float = _option(2.0, "cap C of the importance ratio")
+    server_urls: list[str] = _option(["http://127.0.0.1:8000"], "base URLs of the vLLM replicas")
+    request_timeout_s: float = _option(600.0, "longest wait for one generation request")
+    server_wait_s: float = _option(300.0, "longest wait for a server to answer at the start")
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    functions: list[str] = _option(["math"], "reward functions by name (reward/README.md)")
+    weights: list[float] | None = _option(None, "one weight per function; default 1 each")
+    timeout_s: float = _option(2.0, "wall-clock limit per answer comparison")
+    workers: int = _option(2, "killable worker processes for comparisons that need a parser")
+    max_unknown_fraction: float = _option(0.02, "stop when more rewards than this could not be computed")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    id: str | None = _option(None, "hub id of the problem set, e.g. openai/gsm8k")
+    config: str | None = _option(None, "hub configuration name, e.g. main")
+    path: str | None = _option(None, "local jsonl/json/parquet file, or a folder of <split>.jsonl; overrides id")
+    train_split: str = _option("train", "split to train on")
+    eval_split: str = _option("test", "split that is held out")
+    eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
+    question_column: str = _option("question", "column of the problem text")
+    answer_column: str = _option("answer", "column of the reference answer")
+    answer_format: Literal["gsm8k", "boxed", "plain"] = _option("plain", "where the answer is: #### 42, \\boxed{42}, 42")
+    system_prompt: str | None = _option(None, "system message; null sends none")
+    prompt_suffix: str = _option("", "appended to every question")
+    max_bad_fraction: float = _option(0.0, "share of rows that may be unusable before loading fails")
+    max_train_problems: int | None = _option(None, "use only the first N training problems")
+    max_eval_problems: int | None = _option(None, "use only the first N held-out problems")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    max_steps: int = _option(help="optimizer steps")
+    learning_rate: float = _option(1e-5, "peak learning rate; a LoRA wants about 10x that of full fine-tuning")
+    lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = _option("constant", "schedule")
+    warmup_steps: int = _option(0, "steps of linear warm-up")
+    loss_type: Literal["dr_grpo", "dapo", "grpo"] = _option("dr_grpo", "how token losses are averaged")
+    scale_rewards: Literal["group", "batch", "none"] | None = _option(
+        None, "divide advantages by the spread of the group or batch; default none for dr_grpo, group otherwise"
+    )
+    beta: float = _option(0.01, "weight of the KL to the reference")
+    epsilon: float = _option(0.2, "lower clip of the probability ratio")
+    epsilon_high: float | None = _option(None, "upper clip; default epsilon (DAPO: 0.28)")
+    num_iterations: int = _option(1, "updates per batch of rollouts")
+    mask_truncated: bool = _option(False, "leave truncated completions out of the loss")
+    per_device_train_batch_size: int = _option(8, "completions per forward on one device")
+    gradient_accumulation_steps: int = _option(1, "forwards per optimizer step")
+    max_grad_norm: float = _option(1.0, "gradient clipping norm")
+    weight_decay: float = _option(0.0, "AdamW weight decay")
+    optimizer: str = _option("adamw_torch", "optimizer, as transformers names it")
+    gradient_checkpointing: bool = _option(True, "recompute activations in the backward pass: less memory, slower")
+    save_steps: int = _option(50, "steps between checkpoints and published adapters")
+    keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept")
+    trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")
+
+
+@dataclass(kw_only=True)
+class WatchConfig:
+    completions_every: int = _option(10, "steps between samples of completions; 0 = never")
+    completions_per_step: int = _option(64, "completions written per sampled step")
+    report_to: list[str] = _option([], "trackio, tensorboard, wandb")
+
+
+@dataclass(kw_only=True)
+class GateConfig:
+    format: Literal["bf16", "fp8", "w4a16", "nf4"] = _option("fp8", "the format that would be deployed")
+    min_gain: float = _option(0.0, "least accuracy gain over the base, at the lower end of its interval")
+    max_quantization_loss: float = _option(0.05, "most accuracy that the format may lose against bf16")
+    min_parse_rate: float = _option(0.9, "least share of completions with an answer that can be read")
+    max_prompt_leak: float = _option(0.01, "most share of completions that repeat the prompt")
+    min_end_of_turn_rate: float = _option(0.9, "least share of completions that end by the stop token")
+    max_policy_kl: float = _option(0.05, "most KL(policy || artifact) per token, nats")
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    max_problems: int = _option(300, "held-out problems per cell of the matrix")
+    batch_size: int = _option(64, "prompts generated together")
+    max_new_tokens: int | None = _option(None, "default: rollout.max_completion_length")
+    formats: list[str] = _option(["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix")
+    bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals")
+    gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "thresholds for promotion"})
+
+
+@dataclass(kw_only=True)
+class Config:
+    run: RunConfig
+    model: ModelConfig
+    policy: PolicyConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    data: DataConfig
+    train: TrainConfig
+    watch: WatchConfig
+    eval: EvalConfig
+
+
+def to_dict(config: Config) -> dict:
+    """The configuration as nested plain dictionaries, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def config_from_dict(values: dict, where: str = "config") -> Config:
+    """A checked `Config` from nested dictionaries; `BadInput` lists every wrong key, type and choice at once."""
+    problems: list[str] = []
+    config = _build(Config, values, "", where, problems)
+    if problems:
+        raise BadInput("\n".join(problems))
+    return config
+
+
+def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
+    """The configuration of a YAML file with command-line overrides (`--group.key value` or `--group.key=value`)."""
+    values: dict = {}
+    if path is not None:
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except FileNotFoundError:
+            raise BadInput(f"no config file at {path}.") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise BadInput(f"{path} is not YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise BadInput(f"{path} must hold the groups {', '.join(_names(Config))}; it holds {values!r:.60}.")
+    for key, value in _split_overrides(list(overrides)):
+        *groups, leaf = key.split(".")
+        target = values
+        for group in groups:
+            target = target.setdefault(group, {})
+            if not isinstance(target, dict):
+                raise BadInput(f"--{key}: {group} is not a group of keys.")
+        target[leaf] = value
+    return config_from_dict(values, str(path or "command line"))
+
+
+def parse_command(description: str, arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
+    """The configuration and the flags (`dry_run`, `resume`) of a recipe's command line."""
+    parser = argparse.ArgumentParser(
+        description=description.strip(),
+        epilog="Every key of the YAML can be given as --group.key value:\n" + describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
+    parser.add_argument("--dry_run", action="store_true", help="resolve and check everything, train nothing")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
+    flags, overrides = parser.parse_known_args(arguments)
+    return load_config(flags.config, overrides), flags
+
+
+def describe() -> str:
+    """One line per key: name, default, meaning."""
+    lines = []
+
+    def visit(kind: type, prefix: str) -> None:
+        hints = typing.get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            if dataclasses.is_dataclass(hints[item.name]):
+                visit(hints[item.name], f"{prefix}{item.name}.")
+                continue
+            default = item.default if item.default is not MISSING else None
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            required = item.default is MISSING and item.default_factory is MISSING
+            shown = "required" if required else f"default {default!r}"
+            lines.append(f"  {prefix}{item.name} ({shown}): {item.metadata['help']}")
+
+    visit(Config, "")
+    return "\n".join(lines)
+
+
+def _names(kind: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(kind)]
+
+
+def _all_keys(kind: type = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        keys += _all_keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{name}"]
+    return keys
+
+
+def _nearest(key: str, group: list[str]) -> str:
+    """The valid key meant by a misspelled one: in its own group first, then the same leaf name in any group."""
+    prefix, _, leaf = key.rpartition(".")
+    near = difflib.get_close_matches(leaf, group, n=1)
+    if near:
+        return f" Did you mean {prefix + '.' if prefix else ''}{near[0]}?"
+    elsewhere = [name for name in _all_keys() if name.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return f" Did you mean {elsewhere[0]}?"
+    return f" Valid keys: {', '.join(group)}."
+
+
+def _build(kind: type, values: Any, prefix: str, where: str, problems: list[str]) -> Any:
+    if not isinstance(values, dict):
+        problems.append(f"{where}: {prefix.rstrip('.') or 'the file'} must be a group of keys, it is {values!r:.60}.")
+        return None
+    hints, known, arguments = typing.get_type_hints(kind), _names(kind), {}
+    for key in values:
+        if key not in known:
+            problems.append(f"{where}: unknown key {prefix}{key}.{_nearest(f'{prefix}{key}', known)}")
+    for item in dataclasses.fields(kind):
+        name, hint = item.name, hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            arguments[name] = _build(hint, values.get(name) or {}, f"{prefix}{name}.", where, problems)
+        elif name in values:
+            arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where, problems)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            problems.append(f"{where}: {prefix}{name} is missing: {item.metadata['help']}.")
+    return None if problems else kind(**arguments)
+
+
+def _convert(value: Any, hint: Any, key: str, where: str, problems: list[str]) -> Any:
+    """`value` as the annotated type; only lossless conversions (int to float, "1e-4" to float) are made."""
+    matched, converted = _match(value, hint)
+    if not matched:
+        problems.append(f"{where}: {key} must be {_spell(hint)}, it is {value!r:.60} ({type(value).__name__}).")
+    return converted
+
+
+def _match(value: Any, hint: Any) -> tuple[bool, Any]:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True, value
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in options), value
+    if origin in (types.UnionType, typing.Union):
+        return next((result for option in options if (result := _match(value, option))[0]), (False, value))
+    if origin is list:
+        results = [_match(entry, options[0]) for entry in value] if isinstance(value, list) else [(False, value)]
+        return all(ok for ok, _ in results), [entry for _, entry in results]
+    if origin is dict:
+        return isinstance(value, dict), value
+    if hint is types.NoneType:
+        return value is None, None
+    if hint is float and isinstance(value, str | int) and not isinstance(value, bool):
+        # YAML 1.1 reads 1e-4 (no dot) as a string.
+        try:
+            return True, float(value)
+        except ValueError:
+            return False, value
+    return type(value) is hint, value
+
+
+def _spell(hint: Any) -> str:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, options))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_spell(option) for option in options)
+    if origin is list:
+        return f"a list of {_spell(options[0])}"
+    if origin is dict:
+        return "a group of keys"
+    return {str: "text", int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null"}[hint]
+
+
+def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
+    pairs = []
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.startswith("--") or "." not in argument.split("=")[0]:
+            near = difflib.get_close_matches(argument, ["--config", "--dry_run", "--resume"], n=1)
+            hint = f" Did you mean {near[0]}?" if near else " Keys are given as --group.key value."
+            raise BadInput(f"unknown argument {argument}.{hint}")
+        key, equals, text = argument[2:].partition("=")
+        if not equals:
+            if not arguments:
+                raise BadInput(f"--{key} needs a value.")
+            text = arguments.pop(0)
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        # A number given where text is expected (a name like 007) stays the text that was typed.
+        pairs.append((key, text if _leaf_type(key) is str else value))
+    return pairs
+
+
+def _leaf_type(key: str) -> Any:
+    hint: Any = Config
+    for part in key.split("."):
+        hint = typing.get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    return hint
