@@ -1,0 +1,359 @@
+"""The one base: what the NF4 weights of a run are, as a hash, and what they are as numbers, shard by shard.
+
+Covers: loading a causal LM in NF4 without the CPU repacking trap, the content hash that the trainer, the server and
+the merge compare, and reading the original checkpoint as the dequantized NF4 base without ever loading the model.
+Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes with, sharded (FSDP, ZeRO-3) models.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from recipes.parts.errors import BadInput, CheckFailed
+
+# transformers 5.17 builds Linear4bit without a block size, so Params4bit's default is the only one it loads.
+BLOCK_SIZE = 64
+HASH_BYTES = 1 << 26  # largest slice turned into float32 at once while hashing
+
+
+def load_nf4(
+    path: str | Path,
+    dtype: str | torch.dtype = "bfloat16",
+    double_quantization: bool = True,
+    block_size: int = BLOCK_SIZE,
+    skip_modules: list[str] | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    **kwargs: Any,
+) -> torch.nn.Module:
+    """A transformers causal LM whose linear layers (not the output embedding) are bitsandbytes NF4.
+
+    `dtype` is the dtype of everything else, the compute dtype and the dtype that the NF4 weights dequantize to.
+    `skip_modules` are left unquantized in addition to the output embedding. `device` defaults to CUDA when there is
+    one. `BadInput`, before any weight is read, for a checkpoint that is quantized already and for a block size that
+    transformers cannot load.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = unquantized_config(path, revision)
+    if block_size != BLOCK_SIZE:
+        raise BadInput(
+            f"block_size {block_size}: transformers loads bitsandbytes NF4 with block size {BLOCK_SIZE} only. "
+            f"Set policy.block_size to {BLOCK_SIZE}."
+        )
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(
+        str(path),
+        config=config,
+        revision=revision,
+        dtype=dtype,
+        device_map={"": device},
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=double_quantization,
+            bnb_4bit_compute_dtype=dtype,
+            # A list replaces transformers' own, which protects the output embedding, so that has to be in it.
+            llm_int8_skip_modules=None if not skip_modules else [*_output_embedding(config), *skip_modules],
+        ),
+        **kwargs,
+    )
+    disable_cpu_repacking(model)
+    return model
+
+
+def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
+    """The transformers config of a checkpoint, local or on the hub; `BadInput` when it is quantized already."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(path), revision=revision)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise BadInput(
+            f"{path} is quantized already (quantization_config in its config.json, method {method}). NF4 is made from "
+            "the original 16-bit or 32-bit checkpoint: name that one."
+        )
+    return config
+
+
+def _output_embedding(config: Any) -> list[str]:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    output = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is output]
+
+
+def disable_cpu_repacking(model: torch.nn.Module) -> None:
+    """Keep every Linear4bit's bytes as they are on a CPU with AVX512-BF16.
+
+    There bitsandbytes 0.50 repacks the weights in place at the first forward in eval mode; `train()` does not undo
+    it, the LoRA gradients that follow are wrong and `dequantize_4bit` returns garbage. Call right after loading.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def dequantize(module: torch.nn.Module) -> torch.Tensor:
+    """The (out, in) weight that the trainer computes with for a Linear4bit, in its quant state's dtype.
+
+    A peft layer is looked through. `CheckFailed` when bitsandbytes has repacked the layer.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = getattr(module, "base_layer", module).weight
+    _check_not_repacked(weight.quant_state, "the layer")
+    return dequantize_4bit(weight.data, weight.quant_state)
+
+
+def _check_not_repacked(state: Any, name: str) -> None:
+    if getattr(state, "packing_format_for_cpu", False):
+        raise CheckFailed(
+            f"{name} was repacked by bitsandbytes for AVX512-BF16, so its bytes are no longer NF4. "
+            "Call merge.base.disable_cpu_repacking(model) right after loading."
+        )
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or module's name in the plain Hugging Face model, whatever wraps it (peft, DDP, compile)."""
+    name = name.removeprefix("module.").replace("_orig_mod.", "")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def hash_nf4_model(model: torch.nn.Module) -> dict:
+    """The content of `base.json` for a model loaded in NF4: one hash per base tensor and one over all of them.
+
+    The same for the model alone and wrapped by peft, before and after training; LoRA tensors are left out and tied
+    weights counted once. A quantized tensor's hash covers the packed bytes and the whole quant state; another
+    tensor's covers its shape and its values as float32, so that casting it up does not count as a change.
+    `offsets` holds the mean that double quantization takes off the block maxima: a float sum, whose last bit depends
+    on the number of threads, so a reader has to be told it to quantize to the same bytes.
+    """
+    quantized, jobs, offsets, states = [], {}, {}, []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for name, parameter in model.named_parameters():
+            name = plain_name(name)
+            if any(part.startswith("lora_") for part in name.split(".")):
+                continue
+            state = getattr(parameter, "quant_state", None)
+            if state is None:
+                jobs[name] = pool.submit(hash_tensor, parameter.detach())
+                continue
+            _check_not_repacked(state, name)
+            quantized.append(name.removesuffix(".weight"))
+            states.append(state)
+            if state.nested:
+                offsets[name] = state.offset.item()
+            jobs[name] = pool.submit(hash_quantized, parameter.data, state)
+        tensors = {name: job.result() for name, job in sorted(jobs.items())}
+    if not states:
+        raise BadInput("the model has no NF4 layer, so it has no NF4 base to hash. Load it with merge.base.load_nf4.")
+    config = getattr(model, "config", None)
+    return {
+        "hash": hash_pairs(tensors),
+        "model": getattr(config, "_name_or_path", None),
+        "revision": getattr(config, "_commit_hash", None),
+        "quantization": {
+            "type": states[0].quant_type,
+            "double_quantization": states[0].nested,
+            "block_size": states[0].blocksize,
+            "storage_dtype": _dtype_name(states[0].dtype),
+            "device": states[0].absmax.device.type,
+        },
+        "quantized": sorted(quantized),
+        "tensors": tensors,
+        "offsets": offsets,
+    }
+
+
+def hash_pairs(tensors: dict[str, str]) -> str:
+    """The base's hash: BLAKE2b-256 over the sorted (name, tensor hash) pairs."""
+    text = "".join(f"{name} {value}\n" for name, value in sorted(tensors.items()))
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """BLAKE2b-128 of a tensor's shape and its values as float32 (exact for bfloat16 and float16)."""
+    digest = hashlib.blake2b(str(tuple(tensor.shape)).encode(), digest_size=16)
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), HASH_BYTES // 4):
+        digest.update(_bytes(flat[start : start + HASH_BYTES // 4].float()))
+    return digest.hexdigest()
+
+
+def hash_quantized(packed: torch.Tensor, state: Any) -> str:
+    """BLAKE2b-128 of a bitsandbytes 4-bit tensor: its packed bytes and everything that dequantization reads."""
+    facts = [state.quant_type, list(state.shape), _dtype_name(state.dtype), state.blocksize]
+    parts = [packed, state.absmax, state.code]
+    if state.nested:
+        facts.append(state.state2.blocksize)
+        parts += [state.offset, state.state2.absmax, state.state2.code]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    for part in parts:
+        digest.update(_bytes(part))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def quantize_weight(weight: torch.Tensor, double_quantization: bool, offset: float | None) -> tuple[torch.Tensor, Any]:
+    """(packed bytes, quant state) of a weight, as loading it through transformers gives them.
+
+    `offset` is the recorded mean of the block maxima (`offsets` in base.json); None takes this machine's own mean.
+    """
+    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
+
+    if not double_quantization or offset is None:
+        return quantize_4bit(weight, blocksize=BLOCK_SIZE, compress_statistics=double_quantization, quant_type="nf4")
+    packed, plain = quantize_4bit(weight, blocksize=BLOCK_SIZE, compress_statistics=False, quant_type="nf4")
+    mean = torch.tensor(offset, dtype=plain.absmax.dtype, device=plain.absmax.device)
+    absmax, nested = quantize_blockwise(plain.absmax - mean, blocksize=256)
+    state = QuantState(
+        absmax=absmax,
+        shape=plain.shape,
+        dtype=plain.dtype,
+        blocksize=plain.blocksize,
+        code=plain.code,
+        quant_type="nf4",
+        offset=mean,
+        state2=nested,
+    )
+    return packed, state
+
+
+def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
+    """The local directory of a checkpoint: `model` itself, or the cached snapshot of a hub id."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or str(model).count("/") > 1:
+        raise BadInput(f"no checkpoint at {model}: the directory does not exist. Pass the base with --base.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                str(model), revision=revision, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]
+            )
+        )
+    except (OSError, ValueError) as error:  # not found, gated, offline; a malformed id is a ValueError
+        raise BadInput(
+            f"no checkpoint at {model}, neither a directory nor on the hub: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
+    """{shard file: its tensor names}, in file order, of a safetensors checkpoint; `BadInput` when there is none."""
+    directory = Path(directory)
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        shards: dict[str, list[str]] = {file: [] for file in sorted(set(weight_map.values()))}
+        for name, file in weight_map.items():
+            shards[file].append(name)
+        if missing := [file for file in shards if not (directory / file).is_file()]:
+            raise BadInput(f"{directory} lacks {', '.join(missing)}, which its index lists. Download it again.")
+        return shards
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise BadInput(
+            f"{directory} has no model.safetensors and no index of shards. Convert the checkpoint to safetensors "
+            "(load it with transformers and save_pretrained)."
+        )
+    with safe_open(single, framework="pt") as file:
+        return {single.name: list(file.keys())}
+
+
+class BaseCheckpoint:
+    """The original checkpoint read as the dequantized NF4 base that a run was trained on, one tensor at a time.
+
+    `info` is the run's base.json. Opening checks names only; `BadInput` when the checkpoint is quantized already or
+    its tensors are not the base's. Memory: one tensor, its NF4 form and its dequantized form.
+    """
+
+    def __init__(self, directory: str | Path, info: dict, device: str | torch.device | None = None):
+        self.directory = Path(directory)
+        self.info = info
+        self.config = unquantized_config(self.directory)
+        self.dtype = getattr(torch, info["quantization"]["storage_dtype"])
+        # NF4 made on a GPU is made again on one where there is one: ties may round otherwise on another device.
+        self.device = device or (
+            "cuda" if info["quantization"].get("device") == "cuda" and torch.cuda.is_available() else "cpu"
+        )
+        self.quantized = {f"{name}.weight" for name in info["quantized"]}
+        shards = checkpoint_shards(self.directory)
+        # A tied checkpoint may carry the output embedding a second time; the model has it once.
+        self.shards = {file: [n for n in names if n in info["tensors"]] for file, names in shards.items()}
+        self.files = {name: file for file, names in self.shards.items() for name in names}
+        extra = sorted({n for names in shards.values() for n in names} - set(self.files))
+        if not getattr(self.config, "tie_word_embeddings", False) and extra:
+            raise BadInput(f"{self._stranger()}: it has {extra[0]}, which the base has not.")
+        if absent := sorted(set(info["tensors"]) - set(self.files)):
+            raise BadInput(f"{self._stranger()}: it has no {absent[0]} ({len(absent)} of {len(info['tensors'])}).")
+        self._open: tuple[str, Any] | None = None
+
+    def _stranger(self) -> str:
+        return f"{self.directory} is not the base the adapter was trained on ({self.info.get('model')})"
+
+    def original(self, name: str) -> torch.Tensor:
+        """The tensor as the checkpoint has it, in the dtype that the trainer loaded it with."""
+        file = self.files[name]
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(self.directory / file, framework="pt"))
+        return self._open[1].get_tensor(name).to(device=self.device, dtype=self.dtype)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A base tensor in the storage dtype: dequantized NF4 for a quantized layer, else the checkpoint's own.
+
+        `CheckFailed` when its hash is not the one in base.json.
+        """
+        from bitsandbytes.functional import dequantize_4bit
+
+        value = self.original(name)
+        if name not in self.quantized:
+            self._check(name, hash_tensor(value))
+            return value
+        offset = self.info.get("offsets", {}).get(name)
+        packed, state = quantize_weight(value, self.info["quantization"]["double_quantization"], offset)
+        self._check(name, hash_quantized(packed, state))
+        return dequantize_4bit(packed, state)
+
+    def _check(self, name: str, value: str) -> None:
+        if value != (expected := self.info["tensors"][name]):
+            raise CheckFailed(
+                f"{self._stranger()}: {name} hashes to {value}, base.json says {expected}. Pass the checkpoint that "
+                f"the run was trained on with --base (NF4 made on {self.info['quantization'].get('device')}, read "
+                f"here on {torch.device(self.device).type})."
+            )
+
+
+def dequantized_tensors(
+    directory: str | Path, info: dict, device: str | torch.device | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (name, tensor) of the dequantized NF4 base, shard by shard; see `BaseCheckpoint` for the checks."""
+    base = BaseCheckpoint(directory, info, device)
+    for names in base.shards.values():
+        for name in names:
+            yield name, base.tensor(name)

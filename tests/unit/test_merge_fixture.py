@@ -1,0 +1,114 @@
+"""A tiny random Qwen3 and a fake run directory around it, for the tests of merge; and the claims about the fixture."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from merge.base import hash_nf4_model, load_nf4
+from recipes.parts.rundir import RunDir, publish, write_json, write_manifest
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_model(folder: Path, tied: bool = True, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape) -> Path:
+    """A random Qwen3 checkpoint with a byte-level tokenizer, in two shards."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        **{
+            "vocab_size": 320,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            **shape,
+        },
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # the default 0.02 gives nearly flat logits, on which any two models agree
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, 0.08)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, temperature=1.0, do_sample=True)
+    size = sum(p.numel() * p.element_size() for p in model.to(dtype).parameters())
+    model.save_pretrained(folder, max_shard_size=int(size * 0.6))
+    return folder
+
+
+def save_adapter(run: RunDir, base_hash: str, version: int, model: torch.nn.Module, **manifest) -> Path:
+    with publish(run.adapter_dir(version)) as partial:
+        model.save_pretrained(partial)
+        write_manifest(partial, "adapter", version=version, step=version, base_hash=base_hash, **manifest)
+    return run.adapter_dir(version)
+
+
+def make_run(folder: Path, model_dir: Path, dtype: str = "float32", update: float = 0.02, **lora) -> RunDir:
+    """A run directory with base.json, one adapter of random LoRA weights and held-out problems, but no training."""
+    from peft import LoraConfig, get_peft_model
+
+    folder.mkdir(parents=True)
+    run = RunDir(folder)
+    problems = folder / "problems.jsonl"
+    rows = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(2, 8) for b in (11, 25)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run": {"name": folder.name},
+        "model": {"id": "tiny", "path": str(model_dir), "revision": None, "dtype": dtype},
+        "data": {
+            "path": str(problems),
+            "eval_path": str(problems),
+            "answer_format": "plain",
+            "system_prompt": "Answer.",
+        },
+    }
+    write_json(run.config_file, {"config": config})
+    model = load_nf4(model_dir, dtype, device="cpu")
+    info = hash_nf4_model(model)
+    write_json(run.base_file, info)
+    torch.manual_seed(1)
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": LINEARS, **lora}))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, update)
+    save_adapter(run, info["hash"], 10, wrapped)
+    run.completions.mkdir()
+    row = {"problem_id": "0", "prompt": "<|im_start|>user\nWhat is 2 plus 11?<|im_end|>\n<|im_start|>assistant\n"}
+    (run.completions / "step-000010.jsonl").write_text(json.dumps({**row, "completion": "It is 13.<|im_end|>"}) + "\n")
+    return run
+
+
+def copy_run(run: RunDir, folder: Path) -> RunDir:
+    shutil.copytree(run.path, folder)
+    return RunDir(folder)
+
+
+def test_fixture_model_has_two_shards_and_a_run_names_its_base(tmp_path):
+    model_dir = make_model(tmp_path / "model")
+    assert len(list(model_dir.glob("*.safetensors"))) == 2
+    run = make_run(tmp_path / "run", model_dir)
+    assert run.newest_adapter() == run.adapter_dir(10)
+    assert len(json.loads(run.base_file.read_text())["quantized"]) == 14
