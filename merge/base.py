@@ -5,6 +5,7 @@ the merge compare, and reading the original checkpoint as the dequantized NF4 ba
 Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes with, sharded (FSDP, ZeRO-3) models.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -51,24 +52,37 @@ def load_nf4(
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path),
-        config=config,
-        revision=revision,
-        dtype=dtype,
-        device_map={"": device},
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=double_quantization,
-            bnb_4bit_compute_dtype=dtype,
-            # A list replaces transformers' own, which protects the output embedding, so that has to be in it.
-            llm_int8_skip_modules=None if not skip_modules else [*_output_embedding(config), *skip_modules],
-        ),
-        **kwargs,
-    )
+    with one_thread():
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            config=config,
+            revision=revision,
+            dtype=dtype,
+            device_map={"": device},
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=double_quantization,
+                bnb_4bit_compute_dtype=dtype,
+                # A list replaces transformers' own, which protects the output embedding, so that has to be in it.
+                llm_int8_skip_modules=None if not skip_modules else [*_output_embedding(config), *skip_modules],
+            ),
+            **kwargs,
+        )
     disable_cpu_repacking(model)
     return model
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Quantize with one CPU thread: the mean that double quantization takes is a float sum, and its last bit (so the
+    base's hash) would depend on the number of threads, measured with torch 2.13 at 49,152 blocks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
@@ -143,7 +157,7 @@ def hash_nf4_model(model: torch.nn.Module) -> dict:
     weights counted once. A quantized tensor's hash covers the packed bytes and the whole quant state; another
     tensor's covers its shape and its values as float32, so that casting it up does not count as a change.
     `offsets` holds the mean that double quantization takes off the block maxima: a float sum, whose last bit depends
-    on the number of threads, so a reader has to be told it to quantize to the same bytes.
+    on the device, so a reader has to be told it to quantize to the same bytes.
     """
     quantized, jobs, offsets, states = [], {}, {}, []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -226,7 +240,10 @@ def quantize_weight(weight: torch.Tensor, double_quantization: bool, offset: flo
     from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
     if not double_quantization or offset is None:
-        return quantize_4bit(weight, blocksize=BLOCK_SIZE, compress_statistics=double_quantization, quant_type="nf4")
+        with one_thread():
+            return quantize_4bit(
+                weight, blocksize=BLOCK_SIZE, compress_statistics=double_quantization, quant_type="nf4"
+            )
     packed, plain = quantize_4bit(weight, blocksize=BLOCK_SIZE, compress_statistics=False, quant_type="nf4")
     mean = torch.tensor(offset, dtype=plain.absmax.dtype, device=plain.absmax.device)
     absmax, nested = quantize_blockwise(plain.absmax - mean, blocksize=256)
@@ -324,6 +341,13 @@ class BaseCheckpoint:
             self._open = (file, safe_open(self.directory / file, framework="pt"))
         return self._open[1].get_tensor(name).to(device=self.device, dtype=self.dtype)
 
+    def nf4(self, name: str) -> tuple[torch.Tensor, Any]:
+        """(packed bytes, quant state) of a quantized base tensor; `CheckFailed` when its hash is not base.json's."""
+        offset = self.info.get("offsets", {}).get(name)
+        packed, state = quantize_weight(self.original(name), self.info["quantization"]["double_quantization"], offset)
+        self._check(name, hash_quantized(packed, state))
+        return packed, state
+
     def tensor(self, name: str) -> torch.Tensor:
         """A base tensor in the storage dtype: dequantized NF4 for a quantized layer, else the checkpoint's own.
 
@@ -331,14 +355,11 @@ class BaseCheckpoint:
         """
         from bitsandbytes.functional import dequantize_4bit
 
+        if name in self.quantized:
+            return dequantize_4bit(*self.nf4(name))
         value = self.original(name)
-        if name not in self.quantized:
-            self._check(name, hash_tensor(value))
-            return value
-        offset = self.info.get("offsets", {}).get(name)
-        packed, state = quantize_weight(value, self.info["quantization"]["double_quantization"], offset)
-        self._check(name, hash_quantized(packed, state))
-        return dequantize_4bit(packed, state)
+        self._check(name, hash_tensor(value))
+        return value
 
     def _check(self, name: str, value: str) -> None:
         if value != (expected := self.info["tensors"][name]):
@@ -357,3 +378,55 @@ def dequantized_tensors(
     for names in base.shards.values():
         for name in names:
             yield name, base.tensor(name)
+
+
+def load_base(base: BaseCheckpoint, device: str | torch.device | None = None, **kwargs: Any) -> torch.nn.Module:
+    """The NF4 base of a run as a model, with the bytes of its base.json; `CheckFailed` when it has others."""
+    from transformers import AutoModelForCausalLM
+
+    quantization = base.info["quantization"]
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(base.config)
+    linears = [name for name, module in empty.named_modules() if isinstance(module, torch.nn.Linear)]
+    model = load_nf4(
+        base.directory,
+        dtype=quantization["storage_dtype"],
+        double_quantization=quantization["double_quantization"],
+        block_size=quantization["block_size"],
+        skip_modules=[name for name in linears if f"{name}.weight" not in base.quantized],
+        device=device,
+        **kwargs,
+    )
+    _match(model, base)
+    return model
+
+
+def _match(model: torch.nn.Module, base: BaseCheckpoint) -> None:
+    """Make a loaded model's NF4 bytes those of base.json, or raise `CheckFailed`.
+
+    A layer that differs is quantized again with the recorded offset first: NF4 made on another device differs by the
+    last bit of that mean.
+    """
+    from bitsandbytes.nn import Params4bit
+
+    found = hash_nf4_model(model)["tensors"]
+    for name, value in base.info["tensors"].items():
+        if found.get(name) == value:
+            continue
+        if name not in base.quantized:
+            base._check(name, str(found.get(name)))
+        packed, state = base.nf4(name)
+        module = model.get_submodule(name.removesuffix(".weight"))
+        device = module.weight.device
+        state.to(device)
+        module.weight = Params4bit(
+            packed.to(device),
+            requires_grad=False,
+            quant_state=state,
+            blocksize=state.blocksize,
+            compress_statistics=state.nested,
+            quant_type="nf4",
+            bnb_quantized=True,
+            module=module,
+        )
+        module.quant_state = state
