@@ -1,0 +1,172 @@
+"""The steps of a run as `metrics.jsonl` holds them, read while the file still grows."""
+
+import difflib
+import itertools
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir
+
+RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary and in the health rules
+SILENT_STEPS, SILENT_S = (
+    5,
+    60.0,
+)  # a run is called silent after this many step times, and never before this many seconds
+
+
+class MetricsLog:
+    """The lines of one `metrics.jsonl`, by step and in order; `poll` adds what was appended since the last call.
+
+    A line counts once its newline is there, so a line being written is never read by half. A step that goes back is a
+    resumed run: its line replaces every earlier line of that step and of later ones. `bad_lines` counts complete lines
+    that are not a step.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows: list[dict] = []
+        self.bad_lines = 0
+        self.resumed_at: list[int] = []
+        self._offset, self._tail = 0, b""
+        self._inode: int | None = None
+
+    def poll(self) -> bool:
+        """True when steps were added or the file was replaced by another one."""
+        try:
+            with open(self.path, "rb") as file:
+                changed = self._restart_if_replaced(file)
+                data = file.read()
+        except FileNotFoundError:
+            return False
+        self._offset += len(data)
+        *lines, self._tail = (self._tail + data).split(b"\n")
+        before = len(self.rows), self.rows[-1:]
+        for line in lines:
+            self._add(line)
+        return changed or (len(self.rows), self.rows[-1:]) != before
+
+    def _restart_if_replaced(self, file: BinaryIO) -> bool:
+        status = os.fstat(file.fileno())
+        replaced = self._inode not in (None, status.st_ino) or status.st_size < self._offset
+        if replaced:
+            self._forget()
+        self._inode = status.st_ino
+        file.seek(self._offset)
+        return replaced
+
+    def _add(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        row = _parse(line)
+        if row is None:
+            self.bad_lines += 1
+            return
+        if self.rows and row["step"] <= self.rows[-1]["step"]:
+            self.resumed_at.append(row["step"])
+            while self.rows and self.rows[-1]["step"] >= row["step"]:
+                self.rows.pop()
+        self.rows.append(row)
+
+
+def _parse(line: bytes) -> dict | None:
+    text = line.decode(errors="replace")
+    # A run killed in mid-line and resumed leaves half a line with a whole one behind it.
+    for start in (0, text.rfind('{"step"')):
+        try:
+            row = json.loads(text[max(start, 0) :])
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool):
+            return row
+    return None
+
+
+def number(row: dict, key: str) -> float | None:
+    """The value of `key` (`seconds.rollout` looks inside) as a float; None when it is absent, null or no number."""
+    value = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def series(rows: Sequence[dict], key: str) -> list[float]:
+    """One value a step, NaN where there is none or where it is not finite."""
+    values = (number(row, key) for row in rows)
+    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Mean of the finite values, None when there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else None
+
+
+def total_steps(rows: Sequence[dict]) -> int | None:
+    """The planned number of steps, None when the log does not say."""
+    total = number(rows[-1], "total_steps") if rows else None
+    return int(total) if total is not None and math.isfinite(total) and total > 0 else None
+
+
+def step_seconds(rows: Sequence[dict]) -> float | None:
+    """Median duration of the recent steps in seconds: their own figure, or the time between their lines."""
+    recent = rows[-2 * RECENT :]
+    durations = [value for value in series(recent, "seconds.step") if math.isfinite(value)]
+    if not durations:
+        times = series(recent, "time")
+        durations = [b - a for a, b in itertools.pairwise(times) if math.isfinite(b - a)]
+    return statistics.median(durations) if durations else None
+
+
+def progress(log: MetricsLog, now: float | None = None) -> dict:
+    """Where the run stands: state (waiting, running, silent, finished), step, total_steps, seconds and time left.
+
+    Silent means that no line came for `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck.
+    """
+    rows = log.rows
+    state: dict = {
+        "state": "waiting",
+        "step": None,
+        "total_steps": None,
+        "since_last_line_s": None,
+        "time_left_s": None,
+    }
+    if not rows:
+        return state
+    last, total, duration = rows[-1], total_steps(rows), step_seconds(rows)
+    written = number(last, "time")
+    if written is None or not math.isfinite(written):
+        written = log.path.stat().st_mtime
+    age = max(0.0, (time.time() if now is None else now) - written)
+    state |= {"state": "running", "step": last["step"], "total_steps": total, "since_last_line_s": age}
+    if total is not None and last["step"] >= total:
+        return state | {"state": "finished", "time_left_s": 0.0}
+    if age > max(SILENT_S, SILENT_STEPS * (duration or 0.0)):
+        return state | {"state": "silent"}
+    if total is not None and duration is not None:
+        state["time_left_s"] = (total - last["step"]) * duration - min(age, duration)
+    return state
+
+
+def open_run(path: str) -> RunDir:
+    """The run directory at `path`; `BadInput` names the nearest one when there is none."""
+    try:
+        return RunDir.open(path)
+    except BadInput as error:
+        folder = Path(path).parent
+        runs = sorted(found.parent.name for found in folder.glob("*/config.json"))
+        near = difflib.get_close_matches(Path(path).name, runs, n=1, cutoff=0.5)
+        if near:
+            hint = f" Did you mean {folder / near[0]}?"
+        else:
+            hint = f" Runs in {folder}: {', '.join(runs[:10])}." if runs else " Pass the directory of a started run."
+        raise BadInput(f"{error}{hint}") from None
