@@ -334,12 +334,28 @@ class BaseCheckpoint:
     def _stranger(self) -> str:
         return f"{self.directory} is not the base the adapter was trained on ({self.info.get('model')})"
 
-    def original(self, name: str) -> torch.Tensor:
-        """The tensor as the checkpoint has it, in the dtype that the trainer loaded it with."""
+    def _file(self, name: str) -> Any:
         file = self.files[name]
         if self._open is None or self._open[0] != file:
             self._open = (file, safe_open(self.directory / file, framework="pt"))
-        return self._open[1].get_tensor(name).to(device=self.device, dtype=self.dtype)
+        return self._open[1]
+
+    def shape(self, name: str) -> list[int]:
+        """A tensor's shape, from the file's header."""
+        return self._file(name).get_slice(name).get_shape()
+
+    def original(self, name: str) -> torch.Tensor:
+        """The tensor as the checkpoint has it, in the dtype that the trainer loaded it with."""
+        return self._file(name).get_tensor(name).to(device=self.device, dtype=self.dtype)
+
+    def unquantized_linears(self) -> list[str]:
+        """The linear modules that the base leaves unquantized: the output embedding and the run's skipped modules."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        return [name for name in linears if f"{name}.weight" not in self.quantized]
 
     def nf4(self, name: str) -> tuple[torch.Tensor, Any]:
         """(packed bytes, quant state) of a quantized base tensor; `CheckFailed` when its hash is not base.json's."""
@@ -382,18 +398,13 @@ def dequantized_tensors(
 
 def load_base(base: BaseCheckpoint, device: str | torch.device | None = None, **kwargs: Any) -> torch.nn.Module:
     """The NF4 base of a run as a model, with the bytes of its base.json; `CheckFailed` when it has others."""
-    from transformers import AutoModelForCausalLM
-
     quantization = base.info["quantization"]
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(base.config)
-    linears = [name for name, module in empty.named_modules() if isinstance(module, torch.nn.Linear)]
     model = load_nf4(
         base.directory,
         dtype=quantization["storage_dtype"],
         double_quantization=quantization["double_quantization"],
         block_size=quantization["block_size"],
-        skip_modules=[name for name in linears if f"{name}.weight" not in base.quantized],
+        skip_modules=base.unquantized_linears(),
         device=device,
         **kwargs,
     )

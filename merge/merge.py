@@ -1,0 +1,200 @@
+"""Fold a LoRA adapter into the dequantized NF4 base: W = dequantize(NF4) + s·B·A, as a BF16 checkpoint.
+
+The sum is taken in float32 and rounded once. Covers: rsLoRA, rank and alpha patterns, tied embeddings. Refused with a
+reason: DoRA, modules_to_save, trained biases, adapters that change the base (PiSSA and its kin), embedding adapters.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from merge.base import BaseCheckpoint
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import publish, read_json, write_manifest
+
+# What makes a checkpoint usable beside its weights; the names that transformers 5 and earlier versions write.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+# Initializations that rewrite the base weight, so that B·A belongs to another base than the one loaded from disk.
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One module's update: `scale` · `b` (out, r) · `a` (r, in)."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def delta(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The update (out, in) in float32."""
+        return self.scale * (self.b.to(device, torch.float32) @ self.a.to(device, torch.float32))
+
+
+def read_adapter(directory: Path, base: BaseCheckpoint) -> dict[str, Factors]:
+    """{weight name in the plain model: its update} of a peft LoRA adapter directory.
+
+    `BadInput`, before any base weight is read, for every adapter that s·B·A does not describe and for tensors that
+    name a module the base does not have or whose shapes do not fit.
+    """
+    directory = Path(directory)
+    config = read_json(directory / "adapter_config.json")
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise BadInput(f"{directory} has no adapter_model.safetensors.")
+    _refuse_unmergeable(directory, config, getattr(base.config, "tie_word_embeddings", False))
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
+        for key in file.keys():
+            module, factor = _split_key(directory, key)
+            found.setdefault(module, {})[factor] = file.get_tensor(key)
+    if not found:
+        raise BadInput(f"{directory} holds no LoRA tensor.")
+    return {f"{module}.weight": _factors(directory, module, pair, config, base) for module, pair in found.items()}
+
+
+def _split_key(directory: Path, key: str) -> tuple[str, str]:
+    module, _, factor = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+    if factor not in ("lora_A", "lora_B"):
+        raise BadInput(
+            f"{directory} holds {key}, which is not a LoRA factor of a linear layer. Only lora_A and lora_B merge: "
+            "train with a plain LoraConfig on linear layers."
+        )
+    return module, factor
+
+
+def _refuse_unmergeable(directory: Path, config: dict, tied: bool) -> None:
+    reasons = []
+    if config.get("peft_type") != "LORA":
+        reasons.append(f"peft_type is {config.get('peft_type')}, only LORA is merged")
+    if config.get("use_dora"):
+        reasons.append("use_dora: DoRA rescales the merged weight, s·B·A is not its update; train with use_dora=False")
+    if config.get("modules_to_save"):
+        reasons.append(
+            f"modules_to_save {config['modules_to_save']}: fully trained copies, which the NF4 base's hash does not "
+            "cover; train without modules_to_save"
+        )
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        reasons.append("trained biases (bias or lora_bias): the base's biases are frozen; train with bias='none'")
+    if config.get("fan_in_fan_out"):
+        reasons.append("fan_in_fan_out: the factors are transposed (Conv1D models)")
+    if config.get("target_parameters"):
+        reasons.append("target_parameters: adapters on bare parameters (fused experts)")
+    init = str(config.get("init_lora_weights", True)).lower()
+    if init.startswith(BASE_CHANGING_INITS):
+        reasons.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
+    if tied and "lm_head" in (config.get("target_modules") or []):
+        reasons.append("it targets lm_head, which shares its weight with the input embedding; leave lm_head out")
+    if reasons:
+        raise BadInput(f"{directory} cannot be merged: {'; '.join(reasons)}.")
+
+
+def _factors(directory: Path, module: str, pair: dict, config: dict, base: BaseCheckpoint) -> Factors:
+    from peft.utils.other import get_pattern_key
+
+    if f"{module}.weight" not in base.files:
+        raise BadInput(f"{directory} names {module}, which the base {base.directory} does not have.")
+    if missing := {"lora_A", "lora_B"} - set(pair):
+        raise BadInput(f"{directory} has {module} without {missing.pop()}: the file is not whole.")
+    a, b = pair["lora_A"], pair["lora_B"]
+    rank_pattern, alpha_pattern = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    rank = rank_pattern.get(get_pattern_key(rank_pattern, module), config["r"])
+    alpha = alpha_pattern.get(get_pattern_key(alpha_pattern, module), config["lora_alpha"])
+    shape = base.shape(f"{module}.weight")
+    if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
+        raise BadInput(
+            f"{directory}: {module} has A {tuple(a.shape)} and B {tuple(b.shape)}; rank {rank} on a weight of "
+            f"{tuple(shape)} needs A {(rank, shape[1])} and B {(shape[0], rank)}."
+        )
+    return Factors(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def fold(base: BaseCheckpoint, name: str, update: Factors | None) -> torch.Tensor:
+    """The merged tensor in BF16 on the base's device: float32 sum of the base tensor and its update, rounded once."""
+    value = base.tensor(name)
+    if update is None:
+        return value.to(torch.bfloat16)
+    return (value.float() + update.delta(value.device)).to(torch.bfloat16)
+
+
+def write_bf16(
+    base: BaseCheckpoint, updates: dict[str, Factors], final: Path, overwrite: bool, **manifest: Any
+) -> dict:
+    """Publish the merged BF16 checkpoint at `final` with the source's sharding; return its manifest.
+
+    Memory: one shard. On any failure `final` is what it was before.
+    """
+    with publish(final, overwrite) as partial:
+        write_shards(
+            partial,
+            (
+                (file, {name: fold(base, name, updates.get(name)).cpu() for name in names})
+                for file, names in base.shards.items()
+            ),
+        )
+        write_config(base.directory, partial, None)
+        return write_manifest(partial, "checkpoint", format="bf16", **manifest)
+
+
+def write_shards(directory: Path, shards: Iterator[tuple[str, dict[str, torch.Tensor]]]) -> None:
+    """Write (file name, tensors) pairs as safetensors, with an index when they are several.
+
+    `CheckFailed` when the disk is full; the caller's `publish` then removes what was written.
+    """
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file, tensors in shards:
+        if not tensors:
+            continue
+        try:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, directory / file, {"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(directory).free
+            raise CheckFailed(
+                f"could not write {directory / file}: {error}. {free / 2**20:.0f} MiB are free there. "
+                "Nothing of this checkpoint was kept; make room or choose another place with --out."
+            ) from None
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    else:
+        only = directory / next(iter(weight_map.values()))
+        only.rename(directory / "model.safetensors")
+
+
+def write_config(source: Path, directory: Path, quantization: dict | None) -> None:
+    """Copy `source`'s config.json (dtype BF16, `quantization` as its only quantization_config) and its companions."""
+    config = read_json(source / "config.json")
+    config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
+    config["dtype"] = "bfloat16"
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in COMPANIONS:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, directory / name)
+        elif (source / name).is_file():
+            shutil.copy(source / name, directory / name)

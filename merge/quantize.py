@@ -1,0 +1,192 @@
+"""Quantize a merged BF16 checkpoint, tensor by tensor: fp8 and w4a16 for vLLM, nf4 for bitsandbytes.
+
+fp8    compressed-tensors `float-quantized`: static per-channel weights, dynamic per-token activations.
+w4a16  compressed-tensors `pack-quantized`: symmetric INT4, groups of 128, round to nearest.
+nf4    bitsandbytes, blocks of 64, double quantization.
+
+Only the layers that the run's base quantizes are quantized, so embeddings, norms and the output embedding stay BF16.
+Not covered: calibrated methods (GPTQ, AWQ), which need data and llm-compressor.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from merge.base import BaseCheckpoint, checkpoint_shards, quantize_weight
+from merge.merge import Factors, write_config, write_shards
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import publish, write_manifest
+
+GROUP = 128
+Parts = dict[str, torch.Tensor]
+# A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name, and to what a reader of
+# that computes with, in float32.
+Format = Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]
+
+
+def _scheme(name: str) -> Any:
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    return preset_name_to_scheme(name, ["Linear"])
+
+
+def _compress(weight: torch.Tensor, preset: str, format_name: str, groups: int) -> tuple[Parts, torch.Tensor]:
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(format_name)
+    grouped = weight.float().reshape(weight.shape[0], groups, -1)
+    scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), scheme.weights)
+    # Readers load scales in the model's dtype, so the codes are made for the scale as BF16 has it; the division is
+    # float32, since a BF16 quotient would round twice.
+    scale = scale.to(torch.bfloat16)
+    stored = compressor.compress({"weight": weight.float(), "weight_scale": scale.float()}, scheme)
+    value = compressor.decompress(dict(stored), scheme)["weight"]
+    stored["weight_scale"] = scale
+    return stored, value
+
+
+def to_fp8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """FP8 (E4M3) codes and one scale per output channel."""
+    return _compress(weight, "FP8_DYNAMIC", "float-quantized", groups=1)
+
+
+def to_w4a16(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """INT4 codes, eight to an int32, and one scale per 128 inputs of an output channel."""
+    return _compress(weight, "W4A16", "pack-quantized", groups=weight.shape[1] // GROUP)
+
+
+def to_nf4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """NF4 bytes with their quant state, as bitsandbytes serializes a Linear4bit."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed, state = quantize_weight(weight, True, None)
+    parts = {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
+    return {"weight": packed, **parts}, dequantize_4bit(packed, state).float()
+
+
+FORMATS: dict[str, Format] = {"fp8": to_fp8, "w4a16": to_w4a16, "nf4": to_nf4}
+
+
+def quantization_config(format_name: str, ignore: list[str]) -> dict:
+    """The `quantization_config` that makes transformers and vLLM read a checkpoint of this format."""
+    if format_name == "nf4":
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            llm_int8_skip_modules=ignore,
+        ).to_dict()
+    from compressed_tensors.quantization import QuantizationConfig
+
+    preset, layout = {"fp8": ("FP8_DYNAMIC", "float-quantized"), "w4a16": ("W4A16", "pack-quantized")}[format_name]
+    config = QuantizationConfig(
+        config_groups={"group_0": _scheme(preset)}, format=layout, ignore=ignore, quantization_status="compressed"
+    )
+    return config.model_dump(mode="json", exclude_none=True)
+
+
+def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
+    """`BadInput` when a layer's shape does not fit the format; reads headers only."""
+    if format_name != "w4a16":
+        return
+    odd = {name: shape[1] for name in sorted(base.quantized) if (shape := base.shape(name))[1] % GROUP}
+    if odd:
+        name, width = next(iter(odd.items()))
+        raise BadInput(
+            f"w4a16 packs groups of {GROUP} inputs, and {len(odd)} of {len(base.quantized)} layers have a number of "
+            f"inputs that {GROUP} does not divide ({name}: {width}). Leave w4a16 out; fp8 has no such limit."
+        )
+
+
+class Retained:
+    """The share of an update that survives a format: <Q(W+Δ) − Q(W), Δ> / <Δ, Δ>, summed over all layers.
+
+    1 is all of it; 0 means that the quantized checkpoint is the quantized base.
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0.0
+        self.whole = 0.0
+
+    def add(self, after: torch.Tensor, before: torch.Tensor, delta: torch.Tensor) -> None:
+        self.kept += ((after.float() - before.float()).double() * delta).sum().item()
+        self.whole += (delta.double() ** 2).sum().item()
+
+    def share(self) -> float | None:
+        """None when there is no update at all."""
+        return self.kept / self.whole if self.whole else None
+
+
+def bf16_retained(merged: Path, base: BaseCheckpoint, updates: dict[str, Factors]) -> float | None:
+    """The retained share of a merged BF16 checkpoint, read back from disk."""
+    retained = Retained()
+    for _, name, weight in _tensors(merged):
+        if name in updates:
+            before = base.tensor(name).to(torch.bfloat16).cpu()
+            retained.add(weight, before, updates[name].delta())
+    return retained.share()
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for file, names in checkpoint_shards(directory).items():
+        with safe_open(directory / file, framework="pt") as handle:
+            for name in names:
+                yield file, name, handle.get_tensor(name)
+
+
+def quantize_checkpoint(
+    merged: Path,
+    final: Path,
+    format_name: str,
+    base: BaseCheckpoint,
+    updates: dict[str, Factors],
+    overwrite: bool = False,
+    force: bool = False,
+    **manifest: Any,
+) -> dict:
+    """Publish the BF16 checkpoint `merged` in another format at `final`; return the manifest.
+
+    `updates` is what was folded into `merged`, for the retained share. `CheckFailed`, with that share, for NF4 of a
+    base that was NF4 already plus an update, unless `force`: quantizing again puts nearly every weight back where it
+    was. Memory: one shard of the output and one tensor.
+    """
+    store = FORMATS[format_name]
+    retained = Retained()
+
+    def shards() -> Iterator[tuple[str, Parts]]:
+        parts: Parts = {}
+        current = None
+        for file, name, weight in _tensors(merged):
+            if current not in (None, file):
+                yield current, parts
+                parts = {}
+            current = file
+            if name not in base.quantized:
+                parts[name] = weight
+                continue
+            weight = weight.to(base.device)
+            stored, value = store(weight)
+            parts |= {f"{name.removesuffix('.weight')}.{key}": part.cpu() for key, part in stored.items()}
+            if name in updates:
+                before = store(base.tensor(name).to(torch.bfloat16))[1]
+                retained.add(value, before, updates[name].delta(base.device))
+        yield current, parts
+
+    with publish(final, overwrite) as partial:
+        write_shards(partial, shards())
+        share = retained.share()
+        if format_name == "nf4" and share is not None and not force:
+            raise CheckFailed(
+                f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update: the weights fall "
+                "back to the NF4 values they came from. Serve the adapter on the NF4 base, or use bf16, fp8 or w4a16; "
+                "--force writes it all the same."
+            )
+        write_config(merged, partial, quantization_config(format_name, base.unquantized_linears()))
+        return write_manifest(partial, "checkpoint", format=format_name, retained_update=share, **manifest)
