@@ -153,12 +153,11 @@ def health(rows: Sequence[dict]) -> Table | Text:
     found = alerts(rows)
     if not found:
         return Text(" health: no rule fires", style="green")
-    table = Table(title="health", title_justify="left", title_style="bold red", padding=(0, 1), expand=True)
-    table.add_column("rule", style="red")
-    table.add_column("value")
-    table.add_column("meaning, and what to do", ratio=1)
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(style="bold red", no_wrap=True)
+    table.add_column()
     for alert in found:
-        table.add_row(alert.name, alert.value, f"{alert.meaning} {alert.action}")
+        table.add_row(alert.name, Text.assemble((f"{alert.value}. ", "red"), f"{alert.meaning} {alert.action}"))
     return table
 
 
@@ -166,7 +165,8 @@ def frame(run: RunDir, log: MetricsLog, width: int) -> Group:
     """The whole picture of a run at this moment."""
     parts: list = [header(run, progress(log))]
     if log.rows:
-        parts += [Text(), trends(log.rows, width), Text(), facts(log.rows[-1]), Text(), health(log.rows)]
+        # A short terminal cuts from below, so the alerts stand above the figures.
+        parts += [Text(), trends(log.rows, width), Text(), health(log.rows), Text(), facts(log.rows[-1])]
     notes = []
     if log.resumed_at:
         notes.append(f"resumed at step {', '.join(map(str, log.resumed_at[-5:]))}")
