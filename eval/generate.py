@@ -1,0 +1,169 @@
+"""Greedy completions of chat prompts, batched, with the checks that keep a measurement from being void.
+
+Covers: the chat template applied exactly once, left padding, the model's own end-of-turn token as stop token, nothing
+but greedy. A chat model fed raw prompts, or generating past its end of turn, measures the wrong thing without an error
+(FACTS: a first published matrix was void for this reason), so both are refused before the first batch.
+Does not cover: sampling, several completions a prompt, an engine other than transformers.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.parts.errors import BadInput
+
+_SENTINEL = "The answer is 42"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One completion. `text` has no special tokens, `raw` keeps those before the stop token; `tokens` excludes it."""
+
+    text: str
+    raw: str
+    tokens: int
+    ended: bool
+    hit_max_tokens: bool
+
+
+def end_of_turn_token(tokenizer: Any) -> int:
+    """Id of the token with which the chat template closes an assistant's turn; `BadInput` when there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise BadInput(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template, so the policy would be asked with raw "
+            "prompts it was not trained on. Evaluate a checkpoint saved with its chat template."
+        )
+    turns = [{"role": "user", "content": "2 + 40?"}, {"role": "assistant", "content": _SENTINEL}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    tail = rendered[rendered.rfind(_SENTINEL) + len(_SENTINEL) :]
+    special = set(_special_tokens(tokenizer).values())
+    closing = [token for token in tokenizer(tail, add_special_tokens=False)["input_ids"] if token in special]
+    if not closing:
+        raise BadInput(
+            f"the chat template of {tokenizer.name_or_path} ends an assistant's turn with {tail!r}, which is no "
+            "special token, so nothing can stop a completion. Fix the template or the tokenizer's special tokens."
+        )
+    return closing[0]
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return named | added
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The model's stop tokens, which include the template's end-of-turn token; `BadInput` when they do not."""
+    closing = end_of_turn_token(tokenizer)
+    stops = model.generation_config.eos_token_id
+    stops = [stops] if isinstance(stops, int) else list(stops or [])
+    if closing not in stops:
+        shown = [tokenizer.convert_ids_to_tokens(stop) for stop in stops] or "none"
+        raise BadInput(
+            f"the chat template of {tokenizer.name_or_path} ends a turn with "
+            f"{tokenizer.convert_ids_to_tokens(closing)!r} (id {closing}), which is not among the model's stop tokens "
+            f"({shown}): every completion would run to the token limit. Add {closing} to eos_token_id in "
+            "generation_config.json."
+        )
+    return stops
+
+
+def render_prompts(tokenizer: Any, conversations: Sequence[list[dict]]) -> list[str]:
+    """Each conversation with the chat template applied once and the assistant's turn opened.
+
+    `BadInput` when a message already holds a special token of the tokenizer: its text went through a template before,
+    or the data would forge a turn.
+    """
+    special = list(_special_tokens(tokenizer))
+    for conversation in conversations:
+        for message in conversation:
+            if found := next((token for token in special if token in message["content"]), None):
+                raise BadInput(
+                    f"a {message['role']} message holds the special token {found}: {message['content'][:120]!r}. "
+                    "The chat template is applied here, once; pass plain text."
+                )
+    return [tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in conversations]
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    conversations: Sequence[list[dict]],
+    max_new_tokens: int,
+    batch_size: int = 64,
+) -> list[Generation]:
+    """Greedy completions in the order of `conversations`, at most `max_new_tokens` tokens each.
+
+    Prompts of similar length share a batch, so little of it is padding; results return in input order.
+    """
+    import torch
+
+    if max_new_tokens < 1 or batch_size < 1:
+        raise BadInput(f"max_new_tokens ({max_new_tokens}) and batch_size ({batch_size}) must be at least 1.")
+    stops = stop_tokens(model, tokenizer)
+    prompts = tokenizer(render_prompts(tokenizer, conversations), add_special_tokens=False)["input_ids"]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # longest first: out of memory at once
+    results: list[Generation | None] = [None] * len(prompts)
+    model.eval()
+    with torch.inference_mode(), _plain_greedy(model, stops, pad, max_new_tokens) as settings:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            batch, mask = _left_padded([prompts[index] for index in chosen], pad, model.device)
+            output = model.generate(input_ids=batch, attention_mask=mask, generation_config=settings)
+            for index, row in zip(chosen, output[:, batch.shape[1] :].tolist(), strict=True):
+                results[index] = _finish(tokenizer, row, stops, max_new_tokens)
+    return results
+
+
+def set_threads() -> None:
+    """Let torch use one thread on a CPU unless OMP_NUM_THREADS says otherwise (README.md has the measurement)."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+        torch.set_num_threads(1)
+
+
+@contextmanager
+def _plain_greedy(model: Any, stops: list[int], pad: int, max_new_tokens: int) -> Iterator[Any]:
+    """Generation settings that hold nothing but greedy, stop and pad; the model's own are out of reach meanwhile.
+
+    transformers fills what a passed configuration leaves unset from the model's own: Qwen2.5-Instruct ships
+    repetition_penalty 1.1, which would change greedy completions.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    settings = GenerationConfig(
+        do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, eos_token_id=stops, pad_token_id=pad
+    )
+    model.generation_config = settings
+    try:
+        yield settings
+    finally:
+        model.generation_config = own
+
+
+def _left_padded(rows: list[list[int]], pad: int, device: Any) -> tuple[Any, Any]:
+    """Token ids and attention mask, both (B, longest): a decoder continues from the last column."""
+    import torch
+
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def _finish(tokenizer: Any, row: list[int], stops: list[int], max_new_tokens: int) -> Generation:
+    """The completion up to its first stop token; what follows is padding."""
+    end = next((place for place, token in enumerate(row) if token in stops), None)
+    kept = row[:end]
+    return Generation(
+        text=tokenizer.decode(kept, skip_special_tokens=True),
+        raw=tokenizer.decode(kept, skip_special_tokens=False),
+        tokens=len(kept),
+        ended=end is not None,
+        hit_max_tokens=end is None and len(kept) >= max_new_tokens,
+    )

@@ -1,0 +1,157 @@
+"""Generation on a random-weight Qwen3: template, padding, stop tokens, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from eval import generate
+from recipes.parts.errors import BadInput
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QUESTIONS = ["1 + 1?", "What is 12 + 34, written in digits?", "7?", "Add 5 to 6 and then take away 3.", "2 + 2?"]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+        initializer_range=0.3,  # wide enough that greedy completions depend on the prompt
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer):
+    return make_model(tokenizer)
+
+
+def ask(questions=QUESTIONS):
+    return [[{"role": "user", "content": question}] for question in questions]
+
+
+def test_the_chat_template_is_applied_exactly_once(tokenizer):
+    for prompt in generate.render_prompts(tokenizer, ask()):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
+        assert tokenizer.decode(ids).count("<|im_start|>assistant") == 1
+        assert prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_what_reaches_the_model_is_the_template_applied_once(model, tokenizer):
+    seen = []
+    original = model.generate
+    model.generate = lambda **settings: seen.append(settings) or original(**settings)
+    generate.generate(model, tokenizer, ask(), max_new_tokens=2, batch_size=2)
+    rows = [row for call in seen for row in call["input_ids"].tolist()]
+    marker = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert len(rows) == len(QUESTIONS)
+    assert all(row.count(marker) == 2 for row in rows)
+    assert all(tokenizer.decode(row).endswith("<|im_start|>assistant\n") for row in rows)
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>user\nhi<|im_end|>", "1 + 1?<|im_end|>", "x <|endoftext|>"])
+def test_a_prompt_that_went_through_a_template_before_is_refused(tokenizer, text):
+    with pytest.raises(BadInput, match="special token"):
+        generate.render_prompts(tokenizer, ask([text]))
+
+
+def test_results_are_in_input_order_and_do_not_depend_on_the_batch(model, tokenizer):
+    one_by_one = [generate.generate(model, tokenizer, ask([q]), 12, batch_size=1)[0] for q in QUESTIONS]
+    assert len({generation.raw for generation in one_by_one}) > 1
+    for batch_size in (2, 3, 64):
+        assert generate.generate(model, tokenizer, ask(), 12, batch_size=batch_size) == one_by_one
+
+
+def test_the_stop_token_ends_a_completion_and_is_not_part_of_it(model, tokenizer):
+    endless = generate.generate(model, tokenizer, ask(), 12)[0]
+    letter = next(c for place, c in enumerate(endless.raw) if place > 2 and c.isascii() and endless.raw.count(c) == 1)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(letter)]
+    ended = generate.generate(model, tokenizer, ask(), 12)[0]
+    assert ended.ended and not ended.hit_max_tokens
+    assert ended.raw == endless.raw.split(letter)[0]
+    assert 0 < ended.tokens < 12
+
+
+def test_a_completion_cut_at_the_limit_is_counted_as_cut(model, tokenizer):
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id]
+    for generation in generate.generate(model, tokenizer, ask(), 5):
+        assert generation.ended != generation.hit_max_tokens
+        assert generation.ended or generation.tokens == 5
+
+
+def test_a_stop_token_in_the_last_place_is_an_end_and_not_a_cut(tokenizer):
+    finished = generate._finish(tokenizer, [20, 21, tokenizer.eos_token_id], [tokenizer.eos_token_id], 3)
+    assert dataclasses.astuple(finished)[2:] == (2, True, False)
+
+
+def test_the_models_own_sampling_settings_change_nothing(model, tokenizer):
+    plain = generate.generate(model, tokenizer, ask(), 12)
+    model.generation_config.update(repetition_penalty=1.9, do_sample=True, temperature=5.0, top_k=3, num_beams=2)
+    own = model.generation_config
+    assert generate.generate(model, tokenizer, ask(), 12) == plain
+    assert model.generation_config is own
+
+
+def test_a_tokenizer_without_chat_template_is_refused(model):
+    bare = make_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(BadInput, match="no chat template"):
+        generate.generate(model, bare, ask(), 4)
+
+
+def test_a_model_that_does_not_stop_at_the_end_of_turn_is_refused(model, tokenizer):
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    with pytest.raises(BadInput, match=r"'<\|im_end\|>' \(id \d+\), which is not among the model's stop tokens"):
+        generate.generate(model, tokenizer, ask(), 4)
+    model.generation_config.eos_token_id = None
+    with pytest.raises(BadInput, match=r"\(none\)"):
+        generate.generate(model, tokenizer, ask(), 4)
+
+
+def test_a_template_that_never_closes_a_turn_is_refused(model):
+    open_ended = make_tokenizer()
+    open_ended.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    with pytest.raises(BadInput, match="no special token"):
+        generate.end_of_turn_token(open_ended)
+
+
+def test_end_of_turn_is_read_from_the_template_and_not_from_the_tokenizers_eos():
+    other = make_tokenizer()
+    other.eos_token = "<|endoftext|>"
+    assert generate.end_of_turn_token(other) == other.convert_tokens_to_ids("<|im_end|>")
+
+
+@pytest.mark.parametrize(("limit", "batch_size"), [(0, 4), (4, 0)])
+def test_a_limit_or_batch_below_one_is_refused(model, tokenizer, limit, batch_size):
+    with pytest.raises(BadInput, match="at least 1"):
+        generate.generate(model, tokenizer, ask(), limit, batch_size)
