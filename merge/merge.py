@@ -7,7 +7,7 @@ reason: DoRA, modules_to_save, trained biases, adapters that change the base (Pi
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,17 @@ def fold(base: BaseCheckpoint, name: str, update: Factors | None) -> torch.Tenso
 
 
 def write_bf16(
-    base: BaseCheckpoint, updates: dict[str, Factors], final: Path, overwrite: bool, **manifest: Any
+    base: BaseCheckpoint,
+    updates: dict[str, Factors],
+    final: Path,
+    check: Callable[[Path], dict],
+    overwrite: bool = False,
+    **manifest: Any,
 ) -> dict:
     """Publish the merged BF16 checkpoint at `final` with the source's sharding; return its manifest.
 
-    Memory: one shard. On any failure `final` is what it was before.
+    `check` gets the directory before it is published: what it returns goes into the manifest, and what it raises
+    keeps the checkpoint from being published. Memory: one shard. On any failure `final` is what it was before.
     """
     with publish(final, overwrite) as partial:
         write_shards(
@@ -153,7 +159,7 @@ def write_bf16(
             ),
         )
         write_config(base.directory, partial, None)
-        return write_manifest(partial, "checkpoint", format="bf16", **manifest)
+        return write_manifest(partial, "checkpoint", format="bf16", **manifest, **check(partial))
 
 
 def write_shards(directory: Path, shards: Iterator[tuple[str, dict[str, torch.Tensor]]]) -> None:

@@ -105,6 +105,17 @@ def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
         )
 
 
+class Refused(CheckFailed):
+    """A format that would lose what it is asked to carry; the other formats of the same command go on.
+
+    `share` is the part of the update that it would keep.
+    """
+
+    def __init__(self, message: str, share: float | None):
+        super().__init__(message)
+        self.share = share
+
+
 class Retained:
     """The share of an update that survives a format: <Q(W+Δ) − Q(W), Δ> / <Δ, Δ>, summed over all layers.
 
@@ -124,13 +135,16 @@ class Retained:
         return self.kept / self.whole if self.whole else None
 
 
-def bf16_retained(merged: Path, base: BaseCheckpoint, updates: dict[str, Factors]) -> float | None:
-    """The retained share of a merged BF16 checkpoint, read back from disk."""
+def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates: dict[str, Factors]) -> float | None:
+    """What `format_name` would keep of the update folded into the BF16 checkpoint `merged`; writes nothing."""
+    store = FORMATS.get(format_name)
     retained = Retained()
     for _, name, weight in _tensors(merged):
         if name in updates:
-            before = base.tensor(name).to(torch.bfloat16).cpu()
-            retained.add(weight, before, updates[name].delta())
+            before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
+            if store is not None and name in base.quantized:
+                before, after = store(before)[1], store(after)[1]
+            retained.add(after, before, updates[name].delta(base.device))
     return retained.share()
 
 
@@ -147,16 +161,26 @@ def quantize_checkpoint(
     format_name: str,
     base: BaseCheckpoint,
     updates: dict[str, Factors],
+    verify: Callable[[Path], dict | None],
     overwrite: bool = False,
     force: bool = False,
     **manifest: Any,
 ) -> dict:
     """Publish the BF16 checkpoint `merged` in another format at `final`; return the manifest.
 
-    `updates` is what was folded into `merged`, for the retained share. `CheckFailed`, with that share, for NF4 of a
-    base that was NF4 already plus an update, unless `force`: quantizing again puts nearly every weight back where it
-    was. Memory: one shard of the output and one tensor.
+    `updates` is what was folded into `merged`, for the retained share. `verify` scores the directory before it is
+    published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 of a base that was
+    NF4 already plus an update, unless `force`: an update smaller than the steps between NF4 values rounds away.
+    Memory: one shard of the output and one tensor.
     """
+    if format_name == "nf4" and updates and not force:
+        share = retained_share(merged, format_name, base, updates)
+        raise Refused(
+            f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update: what is smaller than "
+            "the steps between NF4 values rounds back to the base. Serve the adapter on the NF4 base, or use bf16, "
+            "fp8 or w4a16; --force writes nf4 all the same.",
+            share,
+        )
     store = FORMATS[format_name]
     retained = Retained()
 
@@ -181,12 +205,6 @@ def quantize_checkpoint(
 
     with publish(final, overwrite) as partial:
         write_shards(partial, shards())
-        share = retained.share()
-        if format_name == "nf4" and share is not None and not force:
-            raise CheckFailed(
-                f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update: the weights fall "
-                "back to the NF4 values they came from. Serve the adapter on the NF4 base, or use bf16, fp8 or w4a16; "
-                "--force writes it all the same."
-            )
         write_config(merged, partial, quantization_config(format_name, base.unquantized_linears()))
-        return write_manifest(partial, "checkpoint", format=format_name, retained_update=share, **manifest)
+        manifest |= {"format": format_name, "retained_update": retained.share(), "verify": verify(partial)}
+        return write_manifest(partial, "checkpoint", **manifest)

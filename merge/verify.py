@@ -5,14 +5,26 @@ decide: mean KL(policy‖merged), largest |Δlogp| of the batch's own tokens, to
 which is the evaluation's.
 """
 
+import contextlib
+import json
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from merge.base import BaseCheckpoint, disable_cpu_repacking, find_checkpoint, load_base
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_json, read_manifest
+
+SEQUENCES = 12  # of each kind: held-out prompts, logged completions
+MAX_LENGTH = 512  # tokens of one sequence
+MAX_TOKENS = 4096  # tokens of the batch
+MAX_LOGPROBS = 1 << 28  # log-probs held at once for a policy: 1 GiB in float32
+# Mean KL (nats a token) of a right BF16 merge, measured and times ten or more: README.md has the measurements.
+KL_NOISE = {torch.float32: 1e-4, torch.bfloat16: 2e-3}
+BF16_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
 
 
 def scoring_dtype(device: torch.device | str) -> torch.dtype:
@@ -42,7 +54,10 @@ def load_for_scoring(directory: str | Path, device: torch.device | str | None = 
     options: dict[str, Any] = {}
     if method == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}, **options)
+    with warnings.catch_warnings():
+        # transformers says that the checkpoint's own configuration wins over ours, all but `dequantize`: as meant.
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}, **options)
     if method == "bitsandbytes":
         disable_cpu_repacking(model)
         compute_in(model, dtype)
@@ -102,3 +117,135 @@ def load_policy(
         model = PeftModel.from_pretrained(model, str(adapter))
         compute_in(model, scoring_dtype(device))
     return model.eval()
+
+
+def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
+    """Token ids (1, T) of the run's own sequences: held-out prompts, then prompts with their logged completions.
+
+    Always the same for a run. Held-out prompts come from a local jsonl, chat template applied; a run on a hub data
+    set has its completions alone. `BadInput` when there is neither.
+    """
+    texts = [*_held_out_prompts(run, tokenizer), *_logged_completions(run, tokenizer)]
+    budget = min(MAX_TOKENS, MAX_LOGPROBS // vocabulary)
+    batch = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][:, : min(budget, MAX_LENGTH)]
+        if ids.shape[1] > 1:
+            batch.append(ids)
+            budget -= ids.shape[1]
+        if budget < 2:
+            break
+    if not batch:
+        raise BadInput(
+            f"nothing to verify on: {run.completions} holds no completion and data.eval_path / data.path of "
+            f"{run.config_file} is no local jsonl. Pass --skip_verify to merge unverified."
+        )
+    return batch
+
+
+def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
+    data = run.config().get("data", {})
+    file = Path(data.get("eval_path") or data.get("path") or "")
+    if file.is_dir():
+        file = file / f"{data.get('eval_split', 'test')}.jsonl"
+    if file.suffix != ".jsonl" or not file.is_file():
+        return []
+    prompts = []
+    for row in _first_rows(file):
+        question = str(row.get(data.get("question_column", "question"), "")) + (data.get("prompt_suffix") or "")
+        system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
+        prompts.append(_as_text([*system, {"role": "user", "content": question}], tokenizer))
+    return prompts
+
+
+def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
+    files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
+    rows = [row for file in files[:1] for row in _first_rows(file)]
+    return [_as_text(row["prompt"], tokenizer) + _as_text(row["completion"], None) for row in rows]
+
+
+def _first_rows(file: Path) -> list[dict]:
+    rows = []
+    with open(file) as lines:
+        for line in lines:
+            if len(rows) == SEQUENCES:
+                break
+            with contextlib.suppress(json.JSONDecodeError):  # a bad row of a data set is the data loader's to report
+                if isinstance(row := json.loads(line), dict):
+                    rows.append(row)
+    return rows
+
+
+def _as_text(message: str | list[dict], tokenizer: Any) -> str:
+    if isinstance(message, str):
+        return message
+    if tokenizer is None:
+        return "".join(part["content"] for part in message)
+    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+
+
+@torch.no_grad()
+def log_probs(model: torch.nn.Module, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Per sequence, the log-probs (T-1, V) of every next token, float32 on the CPU."""
+    device = model.get_input_embeddings().weight.device
+    return [model(ids.to(device)).logits[0, :-1].float().log_softmax(-1).cpu() for ids in batch]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A checkpoint against the policy, over the tokens of a batch."""
+
+    mean_kl: float
+    max_abs_dlogp: float
+    top1_agreement: float
+    tokens: int
+
+
+def compare(policy: list[torch.Tensor], merged: list[torch.Tensor], batch: list[torch.Tensor]) -> Comparison:
+    """Mean KL(policy‖merged) in nats a token, the largest |Δlogp| of the batch's tokens, the share of equal argmax."""
+    kl, same, worst, tokens = 0.0, 0, 0.0, 0
+    for p, q, ids in zip(policy, merged, batch, strict=True):
+        if not (torch.isfinite(p).all() and torch.isfinite(q).all()):
+            raise CheckFailed("a model gives log-probs that are not finite, so nothing can be compared.")
+        kl += torch.nn.functional.kl_div(q.double(), p.double(), reduction="sum", log_target=True).item()
+        same += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        taken = ids[0, 1:, None].cpu()
+        worst = max(worst, (p.gather(1, taken) - q.gather(1, taken)).abs().max().item())
+        tokens += taken.shape[0]
+    return Comparison(kl / tokens, worst, same / tokens, tokens)
+
+
+class Verifier:
+    """Compares checkpoints with the policies of a run on its fixed batch; the policies are scored once."""
+
+    def __init__(self, run: RunDir, adapter: Path | None, base: BaseCheckpoint, batch: list[torch.Tensor]):
+        self.batch = batch
+        self.device = default_device()
+        model = load_policy(run, adapter, base.directory, self.device)
+        self.scores = {"base": log_probs(model, batch)} if adapter is None else {"grpo": log_probs(model, batch)}
+        if adapter is not None:
+            with model.disable_adapter():
+                self.scores["base"] = log_probs(model, batch)
+
+    def update_kl(self) -> float:
+        """KL(policy‖base): what a checkpoint without the adapter would show."""
+        return compare(self.scores["grpo"], self.scores["base"], self.batch).mean_kl
+
+    def compare(self, policy: str, directory: Path) -> Comparison:
+        return compare(
+            self.scores[policy], log_probs(load_for_scoring(directory, self.device), self.batch), self.batch
+        )
+
+    def check_bf16(self, policy: str, directory: Path) -> Comparison:
+        """The comparison of a BF16 checkpoint; `CheckFailed` when it is not the policy up to rounding."""
+        found = self.compare(policy, directory)
+        bound = BF16_KL_BOUND[scoring_dtype(self.device)]
+        if policy == "grpo":  # a small update must not hide under the bound: closer to the policy than the base is
+            bound = min(bound, max(KL_NOISE[scoring_dtype(self.device)], 0.5 * self.update_kl()))
+        if not found.mean_kl <= bound:
+            raise CheckFailed(
+                f"the merged {policy} checkpoint is not the policy: mean KL(policy‖merged) {found.mean_kl:.2e} over "
+                f"{found.tokens} tokens, the bound is {bound:.2e}; max |Δlogp| {found.max_abs_dlogp:.3f}, top-1 "
+                f"agreement {found.top1_agreement:.3f}. It was not published."
+            )
+        return found
