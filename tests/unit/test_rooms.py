@@ -1,0 +1,195 @@
+"""The rooms of the repository: who may import whom, and the size and names of files. Found recursively, by syntax."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 80
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
+
+FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config")
+FOUNDATION_LIBRARIES = {"yaml"}
+# Every room may import itself and the foundation.
+MAY_IMPORT = {
+    "reward": (),
+    "merge": (),
+    "recipes.parts": ("reward", "merge"),
+    "recipes": ("recipes.parts", "reward", "merge"),
+    "eval": ("recipes.parts.data", "reward", "merge"),
+    "launch": (),
+}
+NOT_ROOMS = {"tests", "runs", "models"}
+
+
+def sources(root: Path, rooms_only: bool = True) -> list[Path]:
+    """Every Python file of the rooms, or of the rooms and the tests."""
+    left_out = NOT_ROOMS if rooms_only else NOT_ROOMS - {"tests"}
+    folders = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+    return [file for folder in folders if folder.name not in left_out for file in sorted(folder.rglob("*.py"))]
+
+
+def module_name(root: Path, file: Path) -> str:
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def imports(root: Path, file: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports, wherever the import stands.
+
+    `from a import b` gives a.b: b may be a module. Names given to `import_module` as text count too.
+    """
+    package = file.relative_to(root).parent.parts
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+
+
+def import_violations(root: Path) -> list[str]:
+    """One line per forbidden import, and per folder that no rule covers."""
+    files = sources(root)
+    own = {file.relative_to(root).parts[0] for file in files}
+    found = []
+    for file in files:
+        module = module_name(root, file)
+        room = max((name for name in MAY_IMPORT if is_within(module, name)), key=len, default=None)
+        if room is None:
+            found.append(f"{file.relative_to(root)}: no rule says what {module.split('.')[0]}/ may import")
+            continue
+        is_foundation = module in FOUNDATION
+        allowed = FOUNDATION if is_foundation else (*FOUNDATION, room, *MAY_IMPORT[room])
+        for line, name in imports(root, file):
+            top = name.split(".")[0]
+            if top in own:
+                # A package's __init__ may be imported by whoever may import something inside it.
+                fine = any(is_within(name, package) for package in allowed)
+            else:
+                fine = not is_foundation or top in sys.stdlib_module_names or top in FOUNDATION_LIBRARIES
+            if not fine:
+                who = "the foundation" if is_foundation else room
+                found.append(f"{file.relative_to(root)}:{line}: {who} may not import {name}")
+    return found
+
+
+def shape_violations(root: Path) -> list[str]:
+    """One line per file or function that is too long and per file with a name that says nothing."""
+    found = []
+    for file in sources(root, rooms_only=False):
+        text, where = file.read_text(), file.relative_to(root)
+        if (lines := len(text.splitlines())) > MOST_FILE_LINES:
+            found.append(f"{where}: {lines} lines, at most {MOST_FILE_LINES}")
+        if EMPTY_NAMES & {part.removesuffix(".py") for part in where.parts}:
+            found.append(f"{where}: the name says nothing about what is inside")
+        for node in ast.walk(ast.parse(text, str(file))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    found.append(
+                        f"{where}:{node.lineno}: {node.name} has {length} lines, at most {MOST_FUNCTION_LINES}"
+                    )
+    return found
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_rooms_import_only_what_they_may():
+    assert len(sources(ROOT)) > 10
+    assert import_violations(ROOT) == []
+
+
+def test_files_and_functions_stay_short_and_named_for_what_they_hold():
+    assert shape_violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "name"),
+    [
+        ("launch/watch.py", "import merge.base", "merge.base"),
+        ("launch/deep/er/plan.py", "def f():\n    from recipes.parts import trainer", "recipes.parts.trainer"),
+        ("launch/plan.py", "from recipes import parts", "recipes.parts"),
+        ("reward/answer.py", "from eval.score import score", "eval.score.score"),
+        ("merge/base.py", "import importlib\nimportlib.import_module('reward.answer')", "reward.answer"),
+        ("merge/base.py", "from ..reward import answer", "reward.answer"),
+        ("eval/score.py", "from recipes.parts.trainer import Trainer", "recipes.parts.trainer.Trainer"),
+        ("eval/score.py", "from recipes.parts.database import x", "recipes.parts.database.x"),
+        ("recipes/parts/policy.py", "from recipes import grpo", "recipes.grpo"),
+        ("recipes/grpo.py", "if True:\n    import launch.watch", "launch.watch"),
+        ("recipes/parts/config.py", "import torch", "torch"),
+        ("recipes/parts/rundir.py", "from recipes.parts.data import x", "recipes.parts.data.x"),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path, file, text, name):
+    rooms = {f"{room}/__init__.py": "" for room in ("recipes", "reward", "merge", "eval", "launch")}
+    found = import_violations(plant(tmp_path, rooms | {file: text}))
+    assert len(found) == 1
+    assert found[0].startswith(f"{file}:")
+    assert found[0].endswith(f"may not import {name}")
+
+
+def test_allowed_imports_are_not_reported(tmp_path):
+    files = {
+        "recipes/parts/config.py": "import yaml\nimport json\nfrom recipes.parts.errors import BadInput",
+        "recipes/parts/errors.py": "",
+        "recipes/parts/data.py": "",
+        "recipes/parts/policy.py": "import torch\nfrom reward import REWARDS\nfrom . import data\nimport merge.base",
+        "recipes/grpo.py": "from recipes.parts import policy\nfrom recipes.tiny import x",
+        "eval/run.py": "from recipes.parts.data import load\nfrom merge import verify\nfrom .score import s",
+        "launch/watch.py": "from recipes.parts.config import load_config\nimport rich",
+        "reward/pool.py": "from recipes.parts.errors import KitError\nimport math_verify",
+        "merge/base.py": "from recipes.parts.rundir import publish",
+    }
+    assert import_violations(plant(tmp_path, files)) == []
+
+
+def test_a_room_without_a_rule_is_found(tmp_path):
+    assert import_violations(plant(tmp_path, {"tools/fix.py": ""})) == [
+        "tools/fix.py: no rule says what tools/ may import"
+    ]
+
+
+def test_long_files_long_functions_and_empty_names_are_found(tmp_path):
+    body = "".join(f"    x{i} = {i}\n" for i in range(MOST_FUNCTION_LINES - 1))
+    files = {
+        "merge/long.py": "\n" * (MOST_FILE_LINES + 1),
+        "merge/full.py": "\n" * MOST_FILE_LINES,
+        "tests/unit/test_utils.py": f"def f():\n{body}",
+        "tests/helpers.py": f"class A:\n  async def f(self):\n{body}    pass\n",
+        "eval/common/x.py": "",
+    }
+    found = shape_violations(plant(tmp_path, files))
+    assert sorted(line.split(":")[0] for line in found) == [
+        "eval/common/x.py",
+        "merge/long.py",
+        "tests/helpers.py",
+        "tests/helpers.py",
+    ]
+
+
+def test_the_foundation_and_the_data_readers_import_no_heavy_library():
+    light = [*FOUNDATION, *(name for name in ["recipes.parts.data"] if (ROOT / "recipes/parts/data.py").exists())]
+    program = (
+        f"import sys, importlib\nfor name in {light}: importlib.import_module(name)\n"
+        "print(*({'torch', 'trl', 'transformers', 'datasets', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
