@@ -321,11 +321,13 @@ class BaseCheckpoint:
         )
         self.quantized = {f"{name}.weight" for name in info["quantized"]}
         shards = checkpoint_shards(self.directory)
-        # A tied checkpoint may carry the output embedding a second time; the model has it once.
         self.shards = {file: [n for n in names if n in info["tensors"]] for file, names in shards.items()}
         self.files = {name: file for file, names in self.shards.items() for name in names}
         extra = sorted({n for names in shards.values() for n in names} - set(self.files))
-        if not getattr(self.config, "tie_word_embeddings", False) and extra:
+        if getattr(self.config, "tie_word_embeddings", False):
+            # A tied checkpoint may carry the output embedding a second time; the model has it once.
+            extra = [name for name in extra if name.removesuffix(".weight") not in _output_embedding(self.config)]
+        if extra:
             raise BadInput(f"{self._stranger()}: it has {extra[0]}, which the base has not.")
         if absent := sorted(set(info["tensors"]) - set(self.files)):
             raise BadInput(f"{self._stranger()}: it has no {absent[0]} ({len(absent)} of {len(info['tensors'])}).")

@@ -1,7 +1,10 @@
 """A tiny random Qwen3 and a fake run directory around it, for the tests of merge; and the claims about the fixture."""
 
+import atexit
+import functools
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -65,7 +68,7 @@ def save_adapter(run: RunDir, base_hash: str, version: int, model: torch.nn.Modu
     return run.adapter_dir(version)
 
 
-def make_run(folder: Path, model_dir: Path, dtype: str = "float32", update: float = 0.02, **lora) -> RunDir:
+def make_run(folder: Path, model_dir: Path, dtype: str = "float32", update: float = 0.004, **lora) -> RunDir:
     """A run directory with base.json, one adapter of random LoRA weights and held-out problems, but no training."""
     from peft import LoraConfig, get_peft_model
 
@@ -101,14 +104,42 @@ def make_run(folder: Path, model_dir: Path, dtype: str = "float32", update: floa
     return run
 
 
-def copy_run(run: RunDir, folder: Path) -> RunDir:
-    shutil.copytree(run.path, folder)
-    return RunDir(folder)
+def alter_adapter(run: RunDir, folder: Path, config: dict | None = None, rename=None, base_hash=None) -> Path:
+    """A copy of the run's adapter with some entries of its config, or its tensors' names, or its base changed."""
+    from safetensors.torch import load_file, save_file
+
+    source = run.newest_adapter()
+    settings = {**json.loads((source / "adapter_config.json").read_text()), **(config or {})}
+    tensors = {(rename or str)(name): t for name, t in load_file(source / "adapter_model.safetensors").items()}
+    with publish(folder) as partial:
+        (partial / "adapter_config.json").write_text(json.dumps(settings))
+        save_file(tensors, partial / "adapter_model.safetensors")
+        known = json.loads(run.base_file.read_text())["hash"]
+        write_manifest(partial, "adapter", version=11, step=11, base_hash=base_hash or known)
+    return folder
 
 
-def test_fixture_model_has_two_shards_and_a_run_names_its_base(tmp_path):
-    model_dir = make_model(tmp_path / "model")
-    assert len(list(model_dir.glob("*.safetensors"))) == 2
-    run = make_run(tmp_path / "run", model_dir)
+@functools.cache
+def shared_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="merge-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def shared_model(tied: bool = True) -> Path:
+    """Read-only: the tiny checkpoint, made once a session."""
+    return make_model(shared_folder() / f"model-{tied}", tied)
+
+
+@functools.cache
+def shared_run(tied: bool = True, dtype: str = "float32") -> RunDir:
+    """Read-only: a run on the tiny checkpoint, made once a session."""
+    return make_run(shared_folder() / f"run-{tied}-{dtype}", shared_model(tied), dtype)
+
+
+def test_fixture_model_has_two_shards_and_a_run_names_its_base():
+    assert len(list(shared_model().glob("*.safetensors"))) == 2
+    run = shared_run()
     assert run.newest_adapter() == run.adapter_dir(10)
     assert len(json.loads(run.base_file.read_text())["quantized"]) == 14
