@@ -78,7 +78,7 @@ def _split_key(directory: Path, key: str) -> tuple[str, str]:
     if factor not in ("lora_A", "lora_B"):
         raise BadInput(
             f"{directory} holds {key}, which is not a LoRA factor of a linear layer. Only lora_A and lora_B merge: "
-            "train with a plain LoraConfig on linear layers."
+            "train with a plain LoraConfig on linear layers, and save with save_embedding_layers=False."
         )
     return module, factor
 

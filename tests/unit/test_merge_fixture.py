@@ -63,7 +63,7 @@ def make_model(folder: Path, tied: bool = True, dtype: torch.dtype = torch.bfloa
 
 def save_adapter(run: RunDir, base_hash: str, version: int, model: torch.nn.Module, **manifest) -> Path:
     with publish(run.adapter_dir(version)) as partial:
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, save_embedding_layers=False)
         write_manifest(partial, "adapter", version=version, step=version, base_hash=base_hash, **manifest)
     return run.adapter_dir(version)
 
@@ -126,16 +126,16 @@ def shared_folder() -> Path:
     return folder
 
 
-@functools.cache
 def shared_model(tied: bool = True) -> Path:
     """Read-only: the tiny checkpoint, made once a session."""
-    return make_model(shared_folder() / f"model-{tied}", tied)
+    folder = shared_folder() / f"model-{tied}"
+    return folder if folder.exists() else make_model(folder, tied)
 
 
-@functools.cache
 def shared_run(tied: bool = True, dtype: str = "float32") -> RunDir:
     """Read-only: a run on the tiny checkpoint, made once a session."""
-    return make_run(shared_folder() / f"run-{tied}-{dtype}", shared_model(tied), dtype)
+    folder = shared_folder() / f"run-{tied}-{dtype}"
+    return RunDir.open(folder) if folder.exists() else make_run(folder, shared_model(tied), dtype)
 
 
 def test_fixture_model_has_two_shards_and_a_run_names_its_base():

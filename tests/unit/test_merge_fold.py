@@ -1,0 +1,242 @@
+"""The fold: dequantize + s·B·A in float32, one rounding, and nothing half-written."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from merge import merge as merge_module
+from merge.base import BaseCheckpoint, load_nf4
+from merge.merge import read_adapter, write_bf16
+from merge.quantize import retained_share
+from merge.verify import base_checkpoint, check_adapter_base
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import read_json, read_manifest
+from tests.unit.test_merge_base import dequantize_in_numpy
+from tests.unit.test_merge_fixture import (
+    LINEARS,
+    alter_adapter,
+    make_run,
+    shared_model,
+    shared_run,
+)
+
+
+def merge_to(run, folder, adapter=None):
+    base = base_checkpoint(run)
+    updates = read_adapter(adapter or run.newest_adapter(), base)
+    write_bf16(base, updates, folder, lambda _: {"retained_update": None, "verify": None}, policy="grpo")
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def expected_in_float64(run, scales) -> dict[str, np.ndarray]:
+    """dequantize + s·B·A of every module, in numpy float64, from the adapter file and `scales` by module name."""
+    config = run.config()["model"]
+    model = load_nf4(config["path"], config["dtype"], device="cpu")
+    factors = load_file(run.newest_adapter() / "adapter_model.safetensors")
+    expected = {}
+    for name in read_json(run.base_file)["quantized"]:
+        layer = model.get_submodule(name).weight
+        weight = dequantize_in_numpy(layer)
+        if config["dtype"] == "bfloat16":  # what the trainer computes with: the dequantized weight in BF16
+            # by way of float32: from float64, a product near a tie would round to the other side
+            weight = torch.from_numpy(dequantize_in_numpy(layer, np.float32)).bfloat16().double().numpy()
+        key = f"base_model.model.{name}"
+        if f"{key}.lora_A.weight" in factors:
+            a, b = (factors[f"{key}.lora_{x}.weight"].double().numpy() for x in "AB")
+            weight = weight + scales(name, a.shape[0]) * (b @ a)
+        expected[f"{name}.weight"] = weight
+    return expected
+
+
+def assert_rounded_once(merged: torch.Tensor, exact: np.ndarray, name: str) -> None:
+    """Within half a BF16 step of the exact value: 8 significant bits, plus the float32 sum's own error."""
+    half_step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(exact), 1e-30))) - 8)
+    error = np.abs(merged.double().numpy() - exact)
+    assert (error <= half_step * 1.001 + 1e-7).all(), (name, (error / half_step).max())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_equals_float64_dequantize_plus_update_to_bf16_rounding(tmp_path, tied, dtype):
+    run = shared_run(tied, dtype)
+    merged = merge_to(run, tmp_path / "out")
+    for name, exact in expected_in_float64(run, lambda _, rank: 16 / rank).items():
+        assert merged[name].dtype == torch.bfloat16
+        assert_rounded_once(merged[name], exact, name)
+    originals = {k: v for f in shared_model(tied).glob("*.safetensors") for k, v in load_file(f).items()}
+    for name in set(merged) - {f"{n}.weight" for n in read_json(run.base_file)["quantized"]}:
+        assert torch.equal(merged[name], originals[name]), name
+    assert set(merged) == set(originals)
+
+
+def test_rslora_and_patterns_scale_each_module_by_its_own_rank_and_alpha(tmp_path):
+    lora = {
+        "use_rslora": True,
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 4},
+        "alpha_pattern": {"down_proj": 40, "layers.0.self_attn.o_proj": 1},
+    }
+    run = make_run(tmp_path / "run", shared_model(), update=0.05, **lora)
+
+    def scale(name, rank):
+        ranks = {True: 8, name.endswith("q_proj"): 2, name == "model.layers.1.mlp.up_proj": 4}
+        assert rank == ranks[True]
+        alpha = 40 if name.endswith("down_proj") else 1 if name == "model.layers.0.self_attn.o_proj" else 16
+        return alpha / math.sqrt(rank)
+
+    merged = merge_to(run, tmp_path / "out")
+    for name, exact in expected_in_float64(run, scale).items():
+        assert_rounded_once(merged[name], exact, name)
+
+
+def test_checkpoint_is_loadable_plain_bf16_with_the_source_sharding(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for tied in (True, False):
+        source, out = shared_model(tied), tmp_path / f"out-{tied}"
+        merge_to(shared_run(tied), out)
+        shards = {p.name for p in source.glob("*.safetensors")}
+        assert {p.name for p in out.glob("*.safetensors")} == shards
+        assert len(shards) == 2
+        ours, theirs = (json.loads((d / "model.safetensors.index.json").read_text()) for d in (out, source))
+        assert ours["weight_map"] == theirs["weight_map"]
+        config = json.loads((out / "config.json").read_text())
+        assert config["dtype"] == "bfloat16"
+        assert "quantization_config" not in config
+        model = AutoModelForCausalLM.from_pretrained(out)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+        assert model.dtype == torch.bfloat16
+        assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(source).chat_template
+        assert (out / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+        assert read_manifest(out, "checkpoint", deep=True)["format"] == "bf16"
+
+
+def test_adapter_on_the_untied_output_embedding_is_folded(tmp_path):
+    run = make_run(tmp_path / "run", shared_model(False), target_modules=["lm_head"])
+    merged = merge_to(run, tmp_path / "out")
+    factors = load_file(run.newest_adapter() / "adapter_model.safetensors")
+    a, b = (factors[f"base_model.model.lm_head.lora_{x}.weight"].double() for x in "AB")
+    base = load_nf4(shared_model(False), "float32", device="cpu").lm_head.weight.detach().double()
+    assert_rounded_once(merged["lm_head.weight"], (base + 2 * b @ a).numpy(), "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "biases"),
+        ({"lora_bias": True}, "biases"),
+        ({"init_lora_weights": "pissa_niter_4"}, "rewrites the base"),
+        ({"init_lora_weights": "loftq"}, "rewrites the base"),
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"fan_in_fan_out": True}, "transposed"),
+        ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "shares its weight"),
+        ({"r": 4}, r"rank 4 on a weight of \(\d+, \d+\)"),
+    ],
+)
+def test_adapter_that_the_fold_cannot_carry_is_refused(tmp_path, config, message):
+    run = shared_run()
+    adapter = alter_adapter(run, tmp_path / "adapter", config)
+    with pytest.raises(BadInput, match=message):
+        read_adapter(adapter, base_checkpoint(run))
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda n: n.replace("layers.1", "layers.7"), r"names model\.layers\.7.*does not have"),
+        (lambda n: n.replace("q_proj", "w_pack"), "w_pack"),
+        (lambda n: n.replace("q_proj.lora_B", "q_proj.lora_magnitude_vector"), "not a LoRA factor"),
+        (lambda n: n.replace("q_proj.lora_A", "embed.lora_embedding_A"), "not a LoRA factor"),
+        (lambda n: n.replace("q_proj.lora_A", "k_projx.lora_A"), "does not have|without lora_"),
+        (lambda n: n.replace("k_", "zz").replace("q_", "k_").replace("zz", "q_"), "needs A"),
+    ],
+)
+def test_adapter_tensors_that_fit_no_module_are_refused(tmp_path, rename, message):
+    run = shared_run()
+    adapter = alter_adapter(run, tmp_path / "adapter", rename=rename)
+    with pytest.raises(BadInput, match=message):
+        read_adapter(adapter, base_checkpoint(run))
+
+
+def test_adapter_of_another_base_is_refused(tmp_path):
+    run = shared_run()
+    adapter = alter_adapter(run, tmp_path / "adapter", base_hash="0" * 64)
+    with pytest.raises(BadInput, match="another base"):
+        check_adapter_base(adapter, read_json(run.base_file))
+
+
+def test_a_base_that_differs_leaves_no_checkpoint(tmp_path):
+    run = shared_run()
+    info = read_json(run.base_file)
+    info["tensors"]["model.layers.1.mlp.down_proj.weight"] = "0" * 32
+    base = BaseCheckpoint(shared_model(), info)
+    with pytest.raises(CheckFailed, match=r"model\.layers\.1\.mlp\.down_proj"):
+        write_bf16(base, {}, tmp_path / "merged" / "bf16", lambda _: {})
+    assert list((tmp_path / "merged").iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch, fault):
+    run, out = shared_run(), tmp_path / "merged" / "bf16"
+    save, calls = merge_module.save_file, []
+
+    def fail_at_the_second_shard(tensors, path, metadata):
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"half a shard")
+            raise fault
+        save(tensors, path, metadata)
+
+    monkeypatch.setattr(merge_module, "save_file", fail_at_the_second_shard)
+    expected = CheckFailed if isinstance(fault, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        merge_to(run, out)
+    assert list(out.parent.iterdir()) == []
+    monkeypatch.undo()
+    merge_to(run, out)
+    before = read_manifest(out, deep=True)
+    calls.clear()
+    monkeypatch.setattr(merge_module, "save_file", fail_at_the_second_shard)
+    with pytest.raises(expected):
+        write_bf16(base_checkpoint(run), {}, out, lambda _: {}, overwrite=True)
+    assert [p.name for p in out.parent.iterdir()] == ["bf16"]
+    assert read_manifest(out, deep=True) == before
+
+
+def test_full_disk_leaves_nothing(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        with pytest.raises(CheckFailed, match=r"could not write .*Nothing of this checkpoint was kept"):
+            merge_to(shared_run(), disk / "bf16")
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_retained_share_of_bf16_is_near_one_and_falls_with_what_is_missing(tmp_path):
+    run = shared_run()
+    base = base_checkpoint(run)
+    updates = read_adapter(run.newest_adapter(), base)
+    merge_to(run, tmp_path / "out")
+    assert retained_share(tmp_path / "out", "bf16", base, updates) == pytest.approx(1, abs=0.01)
+    half = {name: update for name, update in updates.items() if ".layers.0." in name}
+    write_bf16(base, half, tmp_path / "half", lambda _: {})
+    assert 0.3 < retained_share(tmp_path / "half", "bf16", base, updates) < 0.7
+
+
+def test_fixture_adapts_every_linear_layer():
+    names = read_adapter(shared_run().newest_adapter(), base_checkpoint(shared_run()))
+    assert len(names) == 2 * len(LINEARS)
