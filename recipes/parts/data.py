@@ -1,0 +1,331 @@
+"""Problems: from a hub id or a local file to questions, reference answers and chat prompts.
+
+Reads jsonl, json and parquet files, a directory with one file per split, and hub datasets. A row that cannot be used
+is named by file and line; how many of those a run accepts is `data.max_bad_fraction`. Imports no torch and no
+transformers, so `--dry_run` and the eval tool can use it.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from recipes.parts.errors import BadInput
+from reward.answer import boxed_answer, hash_answer
+from reward.exact import gold_problem
+
+if TYPE_CHECKING:
+    import datasets
+
+    from recipes.parts.config import DataConfig
+
+ANSWER_FORMATS = ("gsm8k", "boxed", "plain")
+SUFFIXES = (".jsonl", ".parquet", ".json")
+SHOWN = 5  # bad rows listed in an error
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its reference answer. `id` is a hash of both, so it does not depend on the row order."""
+
+    id: str
+    question: str
+    gold: str
+    source: str  # "file:line" (or "hub-id[split]:row"), for error messages
+
+
+@dataclass
+class LoadReport:
+    """What `read_problems` saw: rows read, rows it could not use (place and reason), repeated questions."""
+
+    rows: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    duplicates: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        return f"{self.rows:,} rows, {len(self.bad):,} bad, {len(self.duplicates):,} repeated questions"
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that `prompt_lengths` needs."""
+
+    def apply_chat_template(self, conversation: list[dict], **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Row:
+    source: str
+    value: dict | None
+    error: str = ""
+
+
+def load_problems(data: "DataConfig", split: str) -> list[Problem]:
+    """The usable problems of the "train" or "eval" split in file order, at most `max_{split}_problems` of them.
+
+    Raises `BadInput` when the source is missing, a column does not exist, or more than `max_bad_fraction` of the rows
+    cannot be used. `read_problems` returns the report as well.
+    """
+    return read_problems(data, split)[0]
+
+
+def read_problems(data: "DataConfig", split: str) -> tuple[list[Problem], LoadReport]:
+    """`load_problems` and the `LoadReport` of what was skipped."""
+    if split not in ("train", "eval"):
+        raise BadInput(f"unknown split {split!r}: use 'train' or 'eval'.")
+    if data.answer_format not in ANSWER_FORMATS:
+        raise BadInput(f"data.answer_format is {data.answer_format!r}: use one of {', '.join(ANSWER_FORMATS)}.")
+    report, problems, seen = LoadReport(), [], {}
+    columns_checked = False
+    for row in _rows(data, split):
+        report.rows += 1
+        if row.value is not None and not columns_checked:
+            _check_columns(row, data)
+            columns_checked = True
+        problem, error = _problem(row, data)
+        if problem is None:
+            report.bad.append((row.source, error))
+        elif (known := seen.setdefault(problem.question, problem)) is problem:
+            problems.append(problem)
+        else:
+            report.duplicates.append(f"{problem.source} repeats {known.source}")
+            if known.gold != problem.gold:
+                report.bad.append((row.source, f"same question as {known.source}, other answer {problem.gold[:40]!r}"))
+    _check_bad(report, data, split)
+    limit = data.max_train_problems if split == "train" else data.max_eval_problems
+    return problems[:limit], report
+
+
+def chat_messages(data: "DataConfig", problem: Problem) -> list[dict]:
+    """The chat prompt of a problem: the system message if there is one, then the question with `prompt_suffix`.
+
+    No chat template is applied here: the trainer and the server each apply it once.
+    """
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    return [*system, {"role": "user", "content": problem.question + (data.prompt_suffix or "")}]
+
+
+def to_dataset(problems: list[Problem], data: "DataConfig") -> "datasets.Dataset":
+    """A `datasets.Dataset` with columns prompt (chat messages), gold and problem_id, in the order of `problems`."""
+    from datasets import Dataset
+
+    if not problems:
+        raise BadInput("no problems to train or evaluate on.")
+    return Dataset.from_list(
+        [{"prompt": chat_messages(data, p), "gold": p.gold, "problem_id": p.id} for p in problems],
+    )
+
+
+def prompt_lengths(problems: list[Problem], tokenizer: Tokenizer, data: "DataConfig") -> list[int]:
+    """Prompt length of every problem in tokens, chat template and generation prompt included."""
+    lengths = []
+    for problem in problems:
+        encoded = tokenizer.apply_chat_template(
+            chat_messages(data, problem), tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+        lengths.append(len(encoded["input_ids"]))
+    return lengths
+
+
+def drop_long(
+    problems: list[Problem], tokenizer: Tokenizer, data: "DataConfig", max_prompt_length: int
+) -> tuple[list[Problem], int]:
+    """The problems whose prompt fits in `max_prompt_length` tokens, and how many were dropped.
+
+    Prompts are never truncated: a cut question has another answer. `BadInput` when more than `max_bad_fraction` of
+    them are too long.
+    """
+    lengths = prompt_lengths(problems, tokenizer, data)
+    kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
+    dropped = len(problems) - len(kept)
+    if problems and (not kept or dropped > data.max_bad_fraction * len(problems)):
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        raise BadInput(
+            f"{dropped:,} of {len(problems):,} prompts are longer than rollout.max_prompt_length "
+            f"({max_prompt_length:,} tokens); the longest has {lengths[longest]:,} ({problems[longest].source}). "
+            f"Set rollout.max_prompt_length to {lengths[longest]:,}, or drop them with data.max_bad_fraction "
+            f"{_fraction_for(dropped, len(problems))} (now {data.max_bad_fraction:g})."
+        )
+    return kept, dropped
+
+
+def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
+    """The problem of a row, or None and the reason."""
+    if row.value is None:
+        return None, row.error
+    for column in (data.question_column, data.answer_column):
+        if column not in row.value:
+            return None, f"no column {column!r}"
+    question, answer = row.value[data.question_column], row.value[data.answer_column]
+    if not isinstance(question, str) or not question.strip():
+        return None, f"the question is {'empty' if question in ('', None) else repr(question)[:40]}"
+    gold, error = extract_gold(answer, data.answer_format)
+    if gold is None:
+        return None, error
+    question = question.replace("\r\n", "\n").strip()
+    digest = hashlib.blake2b(json.dumps([question, gold]).encode(), digest_size=8).hexdigest()
+    return Problem(digest, question, gold, row.source), ""
+
+
+def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
+    r"""The reference answer in a row's answer column, or None and the reason.
+
+    `gsm8k`: the number after the last `####`. `boxed`: the last balanced `\boxed{}`. `plain`: the whole column, a
+    string or a number.
+    """
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool) and answer_format == "plain":
+        answer = repr(answer)
+    if not isinstance(answer, str):
+        return None, f"the answer is {repr(answer)[:40]}, not text"
+    if answer_format == "gsm8k":
+        gold, form = hash_answer(answer), "'#### number'"
+    elif answer_format == "boxed":
+        gold, form = boxed_answer(answer), r"balanced \boxed{}"
+    else:
+        gold, form = answer.strip(), "text"
+    if gold is None:
+        return None, f"the answer has no {form}"
+    problem = gold_problem(gold)
+    return (None, problem) if problem else (gold, "")
+
+
+def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:
+    split_name = data.train_split if split == "train" else data.eval_split
+    path = data.eval_path if split == "eval" and data.eval_path else data.path
+    if path:
+        yield from _file_rows(_split_file(Path(path).expanduser(), split_name, split))
+    elif data.id:
+        yield from _hub_rows(data, split_name)
+    else:
+        raise BadInput("no problems are named: set data.id (a hub id) or data.path (a local file or directory).")
+
+
+def _split_file(path: Path, split_name: str, split: str) -> Path:
+    """The file of a split: `path` itself, or `<split_name>.jsonl|.parquet|.json` in the directory `path`."""
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise BadInput(f"{path}: unknown file type {path.suffix!r}. Use {', '.join(SUFFIXES)}.")
+        return path
+    if not path.is_dir():
+        raise BadInput(f"{path} does not exist. Set data.path to a file or directory, or unset it to use data.id.")
+    for suffix in SUFFIXES:
+        if (file := path / f"{split_name}{suffix}").is_file():
+            return file
+    present = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
+    near = _nearest(split_name, [Path(name).stem for name in present])
+    raise BadInput(
+        f"{path} has no {split_name}.jsonl, .parquet or .json; it has {', '.join(present) or 'no such files'}. "
+        f"Set data.{split}_split{near}."
+    )
+
+
+def _file_rows(file: Path) -> Iterator[_Row]:
+    if file.suffix == ".parquet":
+        yield from _parquet_rows(file)
+    elif file.suffix == ".json":
+        yield from _json_rows(file)
+    else:
+        yield from _jsonl_rows(file)
+
+
+def _jsonl_rows(file: Path) -> Iterator[_Row]:
+    # Split on \n alone: str.splitlines would also cut at U+2028, which JSON allows inside a string.
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            source = f"{file}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    yield _as_row(source, json.loads(text))
+            except UnicodeDecodeError as error:
+                yield _Row(source, None, f"not UTF-8: {error.reason} at byte {error.start}")
+            except (json.JSONDecodeError, RecursionError) as error:
+                yield _Row(source, None, f"invalid JSON: {error}")
+
+
+def _json_rows(file: Path) -> Iterator[_Row]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInput(f"{file} is not JSON: {error}. One object per line belongs in a .jsonl file.") from None
+    if not isinstance(rows, list):
+        raise BadInput(f"{file} holds a {type(rows).__name__}, expected a list of objects.")
+    for number, row in enumerate(rows, 1):
+        yield _as_row(f"{file}:{number}", row)
+
+
+def _parquet_rows(file: Path) -> Iterator[_Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=4096):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _as_row(f"{file}:{number}", row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadInput(f"{file} is not a readable parquet file: {error}") from None
+
+
+def _hub_rows(data: "DataConfig", split_name: str) -> Iterable[_Row]:
+    from datasets import load_dataset
+
+    arguments = (data.id, data.config) if data.config else (data.id,)
+    try:
+        rows = load_dataset(*arguments, split=split_name)
+    except Exception as error:  # the hub's errors share no base class: offline, gated, unknown id, config or split
+        reason = str(error).strip().splitlines()
+        raise BadInput(
+            f"cannot load data.id {data.id!r} (config {data.config!r}, split {split_name!r}): "
+            f"{type(error).__name__}: {reason[0] if reason else 'no message'}. Check the id, data.config and the "
+            "split names; without network access set data.path to a local jsonl or parquet file, or to a directory "
+            f"holding {split_name}.jsonl."
+        ) from error
+    return (_as_row(f"{data.id}[{split_name}]:{number}", row) for number, row in enumerate(rows, 1))
+
+
+def _as_row(source: str, value: Any) -> _Row:
+    if isinstance(value, dict):
+        return _Row(source, value)
+    return _Row(source, None, f"a JSON {type(value).__name__}, expected an object")
+
+
+def _check_columns(row: _Row, data: "DataConfig") -> None:
+    """A column that the first row lacks is a wrong name in the config, not a bad row."""
+    for key in ("question_column", "answer_column"):
+        if (name := getattr(data, key)) not in row.value:
+            raise BadInput(
+                f"{row.source} has no column {name!r}; it has {', '.join(map(str, row.value)) or 'none'}. "
+                f"Set data.{key}{_nearest(name, list(row.value))}."
+            )
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    folded = {str(candidate).lower(): str(candidate) for candidate in known}
+    match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.4)
+    return f" to {folded[match[0]]!r}" if match else ""
+
+
+def _check_bad(report: LoadReport, data: "DataConfig", split: str) -> None:
+    if not report.rows:
+        raise BadInput(f"the {split} split has no rows.")
+    bad = len(report.bad)
+    if bad == report.rows or bad > data.max_bad_fraction * report.rows:
+        places = "".join(f"\n  {source}: {error}" for source, error in report.bad[:SHOWN])
+        more = f"\n  … and {bad - SHOWN:,} more" if bad > SHOWN else ""
+        raise BadInput(
+            f"{bad:,} of {report.rows:,} rows of the {split} split cannot be used "
+            f"(data.max_bad_fraction is {data.max_bad_fraction:g}):{places}{more}\n"
+            f"Fix these rows, check data.answer_format ({data.answer_format}) and the column names, or skip them with "
+            f"data.max_bad_fraction {_fraction_for(bad, report.rows)}."
+        )
+
+
+def _fraction_for(bad: int, rows: int) -> str:
+    """The smallest fraction with four decimals that admits `bad` of `rows`."""
+    return f"{-(-bad * 10_000 // rows) / 10_000:g}"

@@ -1,0 +1,142 @@
+r"""Where a completion's answer is, and whether it equals the reference.
+
+Extraction: the last balanced `\boxed{}`, else the last `#### n`; text that repeats the prompt is not the model's.
+Comparison: `reward.exact` for what needs no algebra, math-verify in killable workers (`reward.pool`) for the rest.
+"""
+
+import re
+from functools import lru_cache
+
+from reward import exact
+from reward.pool import Verdict, WorkerPool, shared_pool
+
+_BOX_TOKENS = re.compile(r"\\boxed(?![A-Za-z])\s*(\{?)|\\.|[{}]", re.DOTALL)
+_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*([-+\u2212]?[ \t]*[\d.$€£¥₹\\(][^\n]*)")
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-\u2212])?\\?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?")
+_BARE_WORD = re.compile(r"[^\s$\\{}]+")
+_ANSWER_TAG = re.compile(r"\\boxed(?![A-Za-z])|(?<!#)####(?!#)")
+
+
+def boxes(text: str) -> list[str]:
+    r"""The contents of every balanced `\boxed{…}` and `\boxed 5` in the order in which they end, outermost only.
+
+    One pass over the text: 100,000 unclosed boxes cost no more than their length. A box whose whole content is another
+    box yields the inner content once.
+    """
+    found: list[tuple[int, int, int, int]] = []  # box start and end, content start and end
+    braces: list[tuple[int | None, int]] = []  # for every open brace: where its \boxed began (or None), its content
+    for token in _BOX_TOKENS.finditer(text):
+        if token[0] == "}" and braces:
+            start, content = braces.pop()
+            if start is None:
+                continue
+            box = (start, token.end(), content, token.start())
+            inner = []
+            while found and found[-1][0] > start:
+                inner.append(found.pop())
+            if len(inner) == 1 and _blank(text, content, inner[0][0]) and _blank(text, inner[0][1], token.start()):
+                box = (start, token.end(), *inner[0][2:])
+            found.append(box)
+        elif token[0] == "{":
+            braces.append((None, token.end()))
+        elif token[0].startswith("\\boxed"):
+            if token[1]:
+                braces.append((token.start(), token.end()))
+            elif word := _BARE_WORD.match(text, token.end()):
+                end = word.start() + len(word[0].rstrip(".,;:!?"))
+                found.append((token.start(), word.end(), word.start(), end))
+    return [text[content:end].strip() for *_, content, end in found]
+
+
+def _blank(text: str, start: int, end: int) -> bool:
+    return start == end or text[start:end].isspace()
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The content of the last balanced `\boxed{}`, "" when it is empty, None when there is none."""
+    found = boxes(text)
+    return found[-1] if found else None
+
+
+def hash_answer(text: str) -> str | None:
+    """What follows the last `####` that is followed by a number, to the end of its line (GSM8K's form)."""
+    answer = None
+    for match in _HASH.finditer(text):
+        answer = match[1].strip()
+    return answer
+
+
+def final_answer(text: str) -> str | None:
+    r"""The last balanced `\boxed{}` if there is one, else the last `#### n`, else None."""
+    answer = boxed_answer(text)
+    return hash_answer(text) if answer is None else answer
+
+
+def last_number(text: str) -> str | None:
+    """The last number written in the text, with its sign, commas and currency sign."""
+    answer = None
+    for match in _NUMBER.finditer(text):
+        answer = match[0]
+    return answer
+
+
+def message_text(message: str | list[dict] | None) -> str:
+    """The text of a completion or prompt in either of TRL's forms: a string, or a list of chat messages."""
+    if message is None:
+        return ""
+    if isinstance(message, str):
+        return message
+    return "\n\n".join(_content(part) for part in message)
+
+
+def _content(message: dict) -> str:
+    content = message.get("content")
+    if isinstance(content, list):  # multimodal form: [{"type": "text", "text": …}]
+        return "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content or ""
+
+
+def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | None) -> str:
+    r"""The completion without the passages that repeat the prompt verbatim.
+
+    A passage is a whole prompt message, a paragraph of it that carries an answer tag, or a line that carries one
+    beside other words. A line that is a bare `\boxed{7}` or `#### 7` stays: the model may have written that itself.
+    """
+    text = message_text(completion)
+    messages = (prompt,) if isinstance(prompt, str) else tuple(_content(message) for message in prompt or ())
+    for passage in _prompt_passages(messages):
+        if passage in text:
+            text = text.replace(passage, "\n")
+    return text
+
+
+@lru_cache(maxsize=256)
+def _prompt_passages(messages: tuple[str, ...]) -> tuple[str, ...]:
+    passages = {message.strip() for message in messages if len(message.strip()) >= 12 or _ANSWER_TAG.search(message)}
+    for message in messages:
+        for piece in (*re.split(r"\n\s*\n", message), *message.splitlines()):
+            piece = piece.strip()
+            bare = re.fullmatch(r"[\W_]*(?:\\boxed\s*\{?[^{}\n]*\}?|####[^\n]*)[\W_]*", piece)
+            if _ANSWER_TAG.search(piece) and not bare:
+                passages.add(piece)
+    return tuple(sorted(passages - {""}, key=len, reverse=True))
+
+
+def answers_equal(predicted: str | None, gold: str, pool: WorkerPool | None = None) -> bool | None:
+    """Whether the predicted answer equals the reference; None when that could not be decided within the limits.
+
+    Numbers (commas, currency, percent, units, fractions, decimals) and verbal answers are compared exactly in this
+    process; everything else goes to math-verify in a worker that can be killed. `pool` defaults to one with two
+    workers and 2 s per sample, started on first need.
+    """
+    return judge([(predicted, gold)], pool)[0].value
+
+
+def judge(pairs: list[tuple[str | None, str]], pool: WorkerPool | None = None) -> list[Verdict]:
+    """A `Verdict` for every (predicted, gold) pair, in order; only pairs that need algebra reach the pool."""
+    verdicts = [exact.decide(predicted, gold) for predicted, gold in pairs]
+    open_pairs = [
+        (exact.normalized(p), exact.normalized(g)) for (p, g), v in zip(pairs, verdicts, strict=True) if v is None
+    ]
+    answers = iter((pool or shared_pool()).compare(open_pairs) if open_pairs else ())
+    return [next(answers) if v is None else Verdict(v, "exact") for v in verdicts]

@@ -1,0 +1,41 @@
+r"""Rewards "gsm8k_strict" and "gsm8k_lenient": GSM8K's numeric answers, with and without their form.
+
+The two differ by what the form costs; report them side by side and never one as the other.
+"""
+
+from typing import Any
+
+from reward.answer import final_answer, last_number
+from reward.pool import UnknownBudget, WorkerPool
+from reward.score import Message, score_answers
+
+
+def gsm8k_strict(
+    prompts: list[Message] | None,
+    completions: list[Message],
+    gold: list[str],
+    *,
+    pool: WorkerPool | None = None,
+    budget: UnknownBudget | None = None,
+    **_: Any,
+) -> list[float | None]:
+    r"""1.0 when the last `\boxed{}`, or without one the last `#### n`, equals `gold`; 0.0 otherwise."""
+    return score_answers(final_answer, prompts, completions, gold, pool, budget)
+
+
+def gsm8k_lenient(
+    prompts: list[Message] | None,
+    completions: list[Message],
+    gold: list[str],
+    *,
+    pool: WorkerPool | None = None,
+    budget: UnknownBudget | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """Like `gsm8k_strict`, and a completion with neither form is judged by the last number in it."""
+    return score_answers(_answer_or_last_number, prompts, completions, gold, pool, budget)
+
+
+def _answer_or_last_number(text: str) -> str | None:
+    answer = final_answer(text)
+    return last_number(text) if answer is None else answer

@@ -1,0 +1,251 @@
+"""Killable worker processes for answer comparison: a wall-clock limit per sample, and a budget for unknowns.
+
+A worker is a separate interpreter running `reward/worker.py`, not a `multiprocessing` child: spawn would import the
+training script again in every worker (torch, trl), fork would copy a process that holds CUDA and threads. The parent
+watches the clock and kills; no signal handlers, so any thread may score. Workers start on the first answer that needs
+them and end with their parent, also when that is killed (see `worker.py`).
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.parts.errors import BadInput, CheckFailed
+
+WORKER = Path(__file__).with_name("worker.py")
+START_TIMEOUT_S = 120.0  # a worker imports sympy first; on a loaded machine that takes seconds
+EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """True, False, or None for undecided, and why: "exact", "algebra", "timeout", "crash", "memory", "gold", …"""
+
+    value: bool | None
+    reason: str
+
+
+class _Worker:
+    """One interpreter and its two pipes."""
+
+    def __init__(self, command: list[str], timeout_s: float):
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        self.stderr = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [*command, str(os.getpid()), str(timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
+        )
+        self.buffer = b""
+        self.ready = False
+        self.task: tuple[str, str] | None = None
+        self.deadline = time.monotonic() + START_TIMEOUT_S
+
+    def send(self, task: tuple[str, str], timeout_s: float) -> None:
+        # At most 2 x 4,096 characters: fits in the pipe's buffer, so this never blocks on a worker that is stuck.
+        self.task, self.deadline = task, time.monotonic() + timeout_s
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its stdout is read
+            self.process.stdin.write(json.dumps(task).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def read(self) -> dict | None:
+        """The reply that has arrived, {} when it is not complete yet, None when the worker has died."""
+        data = os.read(self.process.stdout.fileno(), 65536)
+        if not data:
+            return None
+        self.buffer += data
+        if not self.buffer.endswith(b"\n"):
+            return {}
+        line, self.buffer = self.buffer, b""
+        return json.loads(line)
+
+    def kill(self) -> str:
+        """End the worker now; return the end of what it wrote to stderr."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.stderr.seek(0)
+        tail = self.stderr.read().decode(errors="replace")[-2000:].strip()
+        self.stderr.close()
+        return tail
+
+
+class WorkerPool:
+    """Up to `workers` processes that compare answers, `timeout_s` seconds of wall clock for each pair.
+
+    A worker that hangs or dies is replaced and its pair is undecided. Safe to call from any thread (one batch at a
+    time); after a fork the child starts workers of its own. `counts` holds how often each reason occurred.
+    """
+
+    def __init__(self, workers: int = 2, timeout_s: float = 2.0, command: list[str] | None = None):
+        if workers < 1 or timeout_s <= 0:
+            raise BadInput(
+                f"reward.workers ({workers}) must be at least 1 and reward.timeout_s ({timeout_s}) above 0."
+            )
+        self.workers, self.timeout_s = workers, timeout_s
+        # -P: without it the script's folder leads sys.path and `import math` finds reward/math.py.
+        self.command = command or [sys.executable, "-P", str(WORKER)]
+        self.counts: Counter[str] = Counter()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._live: list[_Worker] = []
+        self._failed_starts = 0
+
+    def compare(self, pairs: list[tuple[str, str]]) -> list[Verdict]:
+        """A `Verdict` for every (predicted, gold) pair, in order, the same for any number of workers.
+
+        Equal pairs of a batch are compared once. Raises `BadInput` when workers cannot start at all.
+        """
+        if self._owner != os.getpid():  # after a fork the pipes belong to the parent
+            self._reset()
+        with self._lock:
+            decided = self._run(list(dict.fromkeys(pairs)))
+        verdicts = [decided[pair] for pair in pairs]
+        self.counts.update(verdict.reason for verdict in verdicts)
+        return verdicts
+
+    def _run(self, tasks: list[tuple[str, str]]) -> dict[tuple[str, str], Verdict]:
+        waiting, decided = deque(tasks), {}
+        try:
+            while len(decided) < len(tasks):
+                self._feed(waiting)
+                self._collect(decided)
+        except BaseException:
+            self._stop()  # Ctrl-C or a failed start: a half-read reply must not meet the next batch
+            raise
+        return decided
+
+    def _feed(self, waiting: deque) -> None:
+        """Give every idle worker a task, starting workers while there are more tasks than workers."""
+        for worker in [w for w in self._live if w.ready and w.task is None and w.process.poll() is not None]:
+            self._live.remove(worker)  # died while idle: no sample's fault
+            worker.kill()
+        busy = sum(worker.task is not None for worker in self._live)
+        while len(self._live) < min(self.workers, busy + len(waiting)):
+            self._live.append(_Worker(self.command, self.timeout_s))
+        for worker in self._live:
+            if waiting and worker.ready and worker.task is None:
+                worker.send(waiting.popleft(), self.timeout_s)
+
+    def _collect(self, decided: dict) -> None:
+        """Wait for a reply, a death or a deadline, and book what happened."""
+        active = [worker for worker in self._live if worker.task is not None or not worker.ready]
+        # poll, not select: select refuses file descriptors above 1023, which a trainer with many shards reaches.
+        with selectors.PollSelector() as selector:
+            for worker in active:
+                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+            wait_s = min(worker.deadline for worker in active) - time.monotonic()
+            replied = [key.data for key, _ in selector.select(max(0.0, wait_s))]
+        for worker in replied:
+            self._book(worker, worker.read(), decided)
+        now = time.monotonic()
+        for worker in active:
+            if worker in self._live and (worker.task or not worker.ready) and worker.deadline <= now:
+                self._replace(worker, "timeout", decided)
+
+    def _book(self, worker: _Worker, reply: dict | None, decided: dict) -> None:
+        if reply is None:
+            self._replace(worker, "crash", decided)
+        elif "ready" in reply:
+            worker.ready, self._failed_starts = True, 0
+        elif "reason" in reply:
+            decided[worker.task] = Verdict(reply["value"], reply["reason"])
+            worker.task = None
+            if reply.get("leaving"):
+                self._replace(worker, reply["reason"], decided)
+
+    def _replace(self, worker: _Worker, reason: str, decided: dict) -> None:
+        """Kill a worker and book its task as undecided; `_feed` starts the next one when there is work for it."""
+        self._live.remove(worker)
+        tail = worker.kill()
+        if worker.task is not None:
+            decided[worker.task] = Verdict(None, reason)
+        elif not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= 3:
+                raise BadInput(
+                    f"reward workers do not start ({self._failed_starts} attempts, last: {reason}). "
+                    f"Command: {' '.join(self.command)}. Install math-verify in this environment. Last output: {tail}"
+                )
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers that are alive now."""
+        return [worker.process.pid for worker in self._live]
+
+    def close(self) -> None:
+        """End all workers. The pool can be used again afterwards."""
+        if self._owner == os.getpid():
+            with self._lock:
+                self._stop()
+
+    def _stop(self) -> None:
+        while self._live:
+            self._live.pop().kill()
+
+
+_shared: dict[tuple[int, float], WorkerPool] = {}
+_shared_lock = threading.Lock()
+
+
+def shared_pool(workers: int = 2, timeout_s: float = 2.0) -> WorkerPool:
+    """The process-wide pool with these settings, closed at exit; several reward functions share its workers."""
+    with _shared_lock:
+        key = (workers, timeout_s)
+        if key not in _shared:
+            _shared[key] = WorkerPool(workers, timeout_s)
+            atexit.register(_shared[key].close)
+        return _shared[key]
+
+
+class UnknownBudget:
+    """Stops a run whose reward cannot be computed too often: at most `max_fraction` of the last `window` samples.
+
+    Until `minimum` samples have been seen the fraction is taken of `minimum`, so one early hang does not end a run and
+    a reward that always hangs ends it at once.
+    """
+
+    def __init__(self, name: str, max_fraction: float, window: int = 1024, minimum: int = 256):
+        if not 0.0 <= max_fraction <= 1.0:
+            raise BadInput(f"reward.max_unknown_fraction is {max_fraction}, expected 0 to 1.")
+        self.name, self.max_fraction, self.minimum = name, max_fraction, minimum
+        self.counts: Counter[str] = Counter()  # unknown samples by reason, over the whole run
+        self._window: deque[str | None] = deque(maxlen=window)
+        self._examples: deque[str] = deque(maxlen=EXAMPLES)
+
+    def record(self, verdicts: list[Verdict], examples: list[str]) -> None:
+        """Count a batch; `CheckFailed` with reasons and examples when the budget is spent."""
+        for verdict, example in zip(verdicts, examples, strict=True):
+            reason = verdict.reason if verdict.value is None else None
+            self._window.append(reason)
+            if reason is not None:
+                self.counts[reason] += 1
+                self._examples.append(f"{reason}: {example}")
+        reasons = Counter(reason for reason in self._window if reason is not None)
+        unknown, seen = reasons.total(), len(self._window)
+        if unknown > self.max_fraction * max(seen, self.minimum):
+            by_reason = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+            shown = "".join(f"\n  {example}" for example in self._examples)
+            raise CheckFailed(
+                f"reward {self.name!r} could not be computed for {unknown} of the last {seen} samples ({by_reason}); "
+                f"reward.max_unknown_fraction allows {self.max_fraction:.2%} of {max(seen, self.minimum)}. "
+                f"The last ones:{shown}\nRaise reward.timeout_s if these are sound answers on a slow machine; if the "
+                "reference answers are at fault (reason gold), fix them; otherwise raise reward.max_unknown_fraction."
+            )

@@ -1,0 +1,45 @@
+"""What every reward function has in common: completion to answer, answer to verdict, verdict to number."""
+
+from collections.abc import Callable
+
+from reward.answer import judge, message_text, own_text
+from reward.pool import UnknownBudget, Verdict, WorkerPool
+
+Message = str | list[dict]
+
+
+def own_texts(prompts: list[Message] | None, completions: list[Message]) -> list[str]:
+    """The text of every completion without what it repeats of its prompt; `prompts` may be None."""
+    if prompts is None:
+        return [message_text(completion) for completion in completions]
+    return [own_text(completion, prompt) for completion, prompt in zip(completions, prompts, strict=True)]
+
+
+def score_answers(
+    extract: Callable[[str], str | None],
+    prompts: list[Message] | None,
+    completions: list[Message],
+    gold: list[str],
+    pool: WorkerPool | None,
+    budget: UnknownBudget | None,
+) -> list[float | None]:
+    """1.0 for every completion whose extracted answer equals its gold, 0.0 otherwise, None where undecided.
+
+    Undecided samples are counted in `budget`, which raises `CheckFailed` once it is spent.
+    """
+    predicted = [extract(text) for text in own_texts(prompts, completions)]
+    pairs = list(zip(predicted, gold, strict=True))
+    verdicts = judge(pairs, pool)
+    if budget is not None:
+        budget.record(
+            verdicts, [f"answer {_short(answer)} against {_short(reference)}" for answer, reference in pairs]
+        )
+    return [_reward(verdict) for verdict in verdicts]
+
+
+def _reward(verdict: Verdict) -> float | None:
+    return None if verdict.value is None else float(verdict.value)
+
+
+def _short(text: str | None, limit: int = 80) -> str:
+    return repr(text) if text is None or len(text) <= limit else f"{text[:limit]!r}… ({len(text):,} characters)"
