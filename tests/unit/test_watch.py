@@ -153,6 +153,17 @@ def test_live_follow_sees_appended_lines_and_ends_by_itself(tmp_path):
     assert all(re.search(r"reward 0\.\d+  KL 0\.\d+  entropy", line) for line in steps)
 
 
+def test_live_follow_prints_the_steps_of_a_resumed_run_again(tmp_path):
+    run = make_run(tmp_path / "run", rows_of(4, total=5))
+    process = subprocess.Popen([*WATCH, str(run), "--interval", "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    first = [process.stdout.readline().split()[1] for _ in range(4)]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("".join(json.dumps(step_row(step, total=5)) + "\n" for step in (3, 4, 5)))
+    rest = [line.split()[1] for line in process.communicate(timeout=20)[0].splitlines()]
+    assert process.returncode == 0
+    assert (first, rest) == (["1/5", "2/5", "3/5", "4/5"], ["3/5", "4/5", "5/5"])
+
+
 def test_live_follow_in_a_terminal_redraws_and_ends_by_itself(tmp_path):
     run = make_run(tmp_path / "run", rows_of(5, total=6))
     leader, follower = pty.openpty()
