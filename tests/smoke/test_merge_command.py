@@ -1,0 +1,210 @@
+"""`python -m merge` as a user runs it: what it writes, what it refuses, and with which exit code."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from merge import merge as merge_module
+from merge.__main__ import main
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import RunDir, read_manifest
+from tests.unit.test_merge_fixture import (
+    alter_adapter,
+    make_model,
+    shared_folder,
+    shared_model,
+    shared_run,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def merge(*arguments) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "merge", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def copy_of_run(folder: Path) -> RunDir:
+    shutil.copytree(shared_run().path, folder)
+    return RunDir(folder)
+
+
+@pytest.fixture(scope="module")
+def merged():
+    """(run, the finished command) of the quickstart's merge line."""
+    run = copy_of_run(shared_folder() / "merged-run")
+    return run, merge("--run", run.path, "--format", "bf16", "fp8", "nf4", "w4a16")
+
+
+def test_the_whole_command_writes_all_but_nf4_of_the_policy_and_exits_1(merged):
+    run, done = merged
+    assert done.returncode == 1, done.stderr
+    written = {str(p.parent.relative_to(run.merged)) for p in run.merged.rglob("manifest.json")}
+    assert written == {f"{p}/{f}" for p in ("base", "grpo") for f in ("bf16", "fp8", "w4a16", "nf4")} - {"grpo/nf4"}
+    assert not list(run.merged.rglob(".partial-*"))
+    assert not (run.merged / "grpo" / "nf4").exists()
+    assert "refused: grpo nf4" in done.stdout
+    assert "% of the update" in done.stdout
+    table = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert len(table) == 8
+    assert str(run.merged / "grpo" / "w4a16") in table[6]
+    assert "%|" not in done.stderr  # no progress bars around the few lines that matter
+
+
+def test_manifests_say_where_a_checkpoint_comes_from_and_how_near_it_is(merged):
+    run, _ = merged
+    info = json.loads(run.base_file.read_text())
+    for policy in ("base", "grpo"):
+        for name in ("bf16", "fp8", "w4a16"):
+            manifest = read_manifest(run.merged / policy / name, "checkpoint", deep=True)
+            assert (manifest["policy"], manifest["format"], manifest["promoted"]) == (policy, name, False)
+            assert manifest["base_hash"] == info["hash"]
+            assert manifest["adapter_version"] == (10 if policy == "grpo" else None)
+            assert (manifest["adapter_hash"] is None) is (policy == "base")
+            assert (manifest["retained_update"] is None) is (policy == "base")
+            assert set(manifest["verify"]) == {"mean_kl", "max_abs_dlogp", "top1_agreement", "tokens"}
+    kl = {n: read_manifest(run.merged / "grpo" / n)["verify"]["mean_kl"] for n in ("bf16", "fp8", "w4a16")}
+    assert kl["bf16"] < kl["fp8"] < kl["w4a16"]
+
+
+def test_existing_output_is_refused_and_replaced_on_request_with_bf16_reused(merged):
+    run, _ = merged
+    arguments = ["--run", str(run.path), "--policy", "grpo", "--format", "fp8"]
+    with pytest.raises(BadInput, match="exists already"):
+        main(arguments)
+    before = (run.merged / "grpo" / "bf16" / "manifest.json").stat().st_mtime_ns
+    assert main([*arguments, "--overwrite"]) == 0
+    assert (run.merged / "grpo" / "bf16" / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_bf16_of_another_adapter_is_not_quantized_in_silence(merged, tmp_path):
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(merged[0].path, run.path)
+    newer = alter_adapter(run, run.adapter_dir(20), rename=lambda n: n)
+    manifest = json.loads((newer / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps({**manifest, "tensor_hash": "another"}))
+    shutil.rmtree(run.merged / "grpo" / "fp8")
+    with pytest.raises(BadInput, match="of another base or adapter"):
+        main(["--run", str(run.path), "--policy", "grpo", "--format", "fp8"])
+    assert main(["--run", str(run.path), "--policy", "grpo", "--format", "fp8", "--overwrite"]) == 0
+    assert read_manifest(run.merged / "grpo" / "bf16")["adapter_hash"] == "another"
+
+
+def test_force_writes_nf4_and_exits_0(tmp_path):
+    run = copy_of_run(tmp_path / "run")
+    assert main(["--run", str(run.path), "--policy", "grpo", "--format", "nf4", "--force"]) == 0
+    assert read_manifest(run.merged / "grpo" / "nf4")["retained_update"] < 0.15
+
+
+def test_dry_run_checks_and_writes_nothing(tmp_path, capsys):
+    run = copy_of_run(tmp_path / "run")
+    assert main(["--run", str(run.path), "--format", "fp8", "--dry_run"]) == 0
+    assert "grpo fp8" in capsys.readouterr().out
+    assert not run.merged.exists()
+
+
+def break_run(run: RunDir, fault: str, tmp_path: Path) -> list[str]:
+    """Put one fault into a run; return the arguments that meet it."""
+    arguments = ["--run", str(run.path), "--format", "bf16"]
+    if fault == "no run":
+        return ["--run", str(tmp_path / "nowhere"), "--format", "bf16"]
+    if fault == "no adapter":
+        shutil.rmtree(run.adapters)
+    if fault == "half an adapter":
+        (run.adapter_dir(10) / "adapter_model.safetensors").write_bytes(b"half")
+    if fault == "adapter path without manifest":
+        (tmp_path / "bare").mkdir()
+        return [*arguments, "--adapter", str(tmp_path / "bare")]
+    if fault == "adapter of another base":
+        return [*arguments, "--adapter", str(alter_adapter(run, tmp_path / "stranger", base_hash="0" * 64))]
+    if fault == "DoRA":
+        return [*arguments, "--adapter", str(alter_adapter(run, tmp_path / "dora", {"use_dora": True}))]
+    if fault == "base not there":
+        return [*arguments, "--base", str(tmp_path / "nowhere" / "else")]
+    if fault == "base of another shape":
+        return [*arguments, "--base", str(shared_model(tied=False))]
+    if fault == "base already quantized":
+        base = tmp_path / "quantized"
+        shutil.copytree(shared_model(), base)
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(
+            json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+        )
+        return [*arguments, "--base", str(base)]
+    if fault == "no base.json":
+        run.base_file.unlink()
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no run", "no run directory"),
+        ("no adapter", "no whole adapter"),
+        ("half an adapter", "no whole adapter"),
+        ("adapter path without manifest", "not written by this kit"),
+        ("adapter of another base", "trained on another base"),
+        ("DoRA", "DoRA"),
+        ("base not there", "no checkpoint at"),
+        ("base of another shape", "lm_head"),
+        ("base already quantized", "quantized already"),
+        ("no base.json", r"base\.json does not exist"),
+    ],
+)
+def test_bad_input_is_refused_before_any_weight_is_loaded(tmp_path, monkeypatch, fault, message):
+    arguments = break_run(copy_of_run(tmp_path / "run"), fault, tmp_path)
+
+    def no_weights(*_):
+        raise AssertionError("a base weight was read")
+
+    monkeypatch.setattr("merge.base.BaseCheckpoint.original", no_weights)
+    with pytest.raises(BadInput, match=message):
+        main(arguments)
+    assert not (tmp_path / "run" / "merged").exists()
+
+
+def test_unknown_formats_and_abbreviations_exit_2():
+    for arguments in (["--run", "x", "--format", "int3"], ["--run", "x", "--form", "bf16"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+
+
+def test_bad_input_exits_2_with_one_line_and_no_traceback(tmp_path):
+    done = merge("--run", tmp_path / "nowhere", "--format", "bf16")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no run directory")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_too_small_a_disk_is_refused_before_and_caught_while_writing(tmp_path, monkeypatch):
+    run = copy_of_run(tmp_path / "run")
+    usage = shutil.disk_usage(tmp_path)
+    arguments = ["--run", str(run.path), "--format", "bf16", "--policy", "grpo"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 19))
+        with pytest.raises(BadInput, match=r"has 0 MiB free and the checkpoints need about 1 MiB"):
+            main(arguments)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(merge_module, "save_file", full)
+    with pytest.raises(CheckFailed, match="No space left on device"):
+        main(arguments)
+    assert list((run.merged / "grpo").iterdir()) == []
+
+
+def test_wrong_base_weights_of_the_right_shape_exit_1_by_name(tmp_path):
+    other = make_model(tmp_path / "model", seed=5)
+    run = copy_of_run(tmp_path / "run")
+    with pytest.raises(CheckFailed, match=r"is not the base the adapter was trained on .* hashes to"):
+        main(["--run", str(run.path), "--format", "bf16", "--base", str(other)])
+    assert not list(run.merged.rglob("*.safetensors"))

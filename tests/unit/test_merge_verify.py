@@ -1,0 +1,145 @@
+"""The comparison with the policy: it sees a wrong merge, and only a wrong one."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from merge.merge import read_adapter, write_bf16
+from merge.verify import (
+    Verifier,
+    base_checkpoint,
+    compare,
+    fixed_batch,
+    load_for_scoring,
+    load_policy,
+    log_probs,
+)
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import RunDir, write_json
+from tests.unit.test_merge_fixture import alter_adapter, shared_model, shared_run
+
+
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(shared_model())
+
+
+def batch_of(run):
+    return fixed_batch(run, tokenizer(), 320)
+
+
+def verifier(run=None):
+    run = run or shared_run()
+    return Verifier(run, run.newest_adapter(), base_checkpoint(run), batch_of(run))
+
+
+def write(folder, updates, run=None):
+    write_bf16(base_checkpoint(run or shared_run()), updates, folder, lambda _: {})
+    return folder
+
+
+def adapter_updates(run=None):
+    run = run or shared_run()
+    return read_adapter(run.newest_adapter(), base_checkpoint(run))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_right_merge_passes_far_below_the_bound(tmp_path, dtype):
+    run = shared_run(dtype=dtype)
+    found = verifier(run).check_bf16("grpo", write(tmp_path / "m", adapter_updates(run), run))
+    assert found.mean_kl < 1e-4
+    assert found.top1_agreement > 0.97
+    assert found.tokens > 300
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda u: {},
+        lambda u: {n: replace(f, scale=2 * f.scale) for n, f in u.items()},
+        lambda u: {n: replace(f, scale=-f.scale) for n, f in u.items()},
+    ],
+    ids=["adapter left out", "scale doubled", "sign flipped"],
+)
+def test_wrong_merge_is_refused(tmp_path, wrong):
+    folder = write(tmp_path / "m", wrong(adapter_updates()))
+    with pytest.raises(CheckFailed, match=r"is not the policy: mean KL"):
+        verifier().check_bf16("grpo", folder)
+
+
+def test_merged_adapter_is_refused_as_the_base(tmp_path):
+    check = verifier()
+    with pytest.raises(CheckFailed, match="merged base checkpoint is not the policy"):
+        check.check_bf16(
+            "base", write(tmp_path / "m", {n: replace(f, scale=20.0) for n, f in adapter_updates().items()})
+        )
+    assert check.check_bf16("base", write(tmp_path / "b", {})).mean_kl < 1e-4
+
+
+def test_comparison_equals_its_definition():
+    torch.manual_seed(0)
+    ids = [torch.tensor([[0, 2, 1]]), torch.tensor([[1, 1]])]
+    p, q = ([torch.randn(n, 3).log_softmax(-1) for n in (2, 1)] for _ in range(2))
+    found = compare(p, q, ids)
+    kl, worst, same = 0.0, 0.0, 0
+    for rows_p, rows_q, tokens in zip(p, q, ids, strict=True):
+        for t in range(len(rows_p)):
+            a, b = rows_p[t].tolist(), rows_q[t].tolist()
+            kl += sum(math.exp(x) * (x - y) for x, y in zip(a, b, strict=True))
+            token = tokens[0, t + 1].item()
+            worst = max(worst, abs(a[token] - b[token]))
+            same += a.index(max(a)) == b.index(max(b))
+    assert found.mean_kl == pytest.approx(kl / 3, rel=1e-5)
+    assert found.max_abs_dlogp == pytest.approx(worst, rel=1e-5)
+    assert (found.top1_agreement, found.tokens) == (pytest.approx(same / 3), 3)
+    assert compare(p, p, ids).mean_kl == pytest.approx(0, abs=1e-9)
+
+
+def test_log_probs_that_are_not_finite_are_an_error_and_not_a_number():
+    good, ids = [torch.zeros(1, 3).log_softmax(-1)], [torch.tensor([[0, 1]])]
+    with pytest.raises(CheckFailed, match="not finite"):
+        compare(good, [torch.full((1, 3), math.nan)], ids)
+
+
+def test_batch_is_the_same_every_time_and_holds_templated_prompts_and_completions():
+    run = shared_run()
+    batch = batch_of(run)
+    texts = [tokenizer().decode(ids[0]) for ids in batch]
+    assert texts == [tokenizer().decode(ids[0]) for ids in batch_of(run)]
+    assert texts[0].startswith("<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\nWhat is 2 plus 11?")
+    assert texts[0].count("<|im_start|>assistant") == 1
+    assert texts[-1].endswith("It is 13.<|im_end|>")
+
+
+def test_messages_in_the_log_are_templated_and_a_run_without_text_is_bad_input(tmp_path):
+    run = RunDir(tmp_path)
+    write_json(run.config_file, {"config": {"data": {"id": "openai/gsm8k", "path": None}}})
+    with pytest.raises(BadInput, match="nothing to verify on"):
+        batch_of(run)
+    run.completions.mkdir()
+    row = {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "ho"}]}
+    (run.completions / "step-000002.jsonl").write_text("not json\n" + json.dumps(row) + "\n")
+    assert tokenizer().decode(batch_of(run)[0][0]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho"
+
+
+def test_policy_is_the_base_plus_the_adapter_and_refuses_another_base(tmp_path):
+    run, ids = shared_run(), [torch.arange(1, 30)[None]]
+    plain = log_probs(load_policy(run.path, None), ids)
+    policy = load_policy(run, run.newest_adapter())
+    adapted = log_probs(policy, ids)
+    assert (plain[0] - adapted[0]).abs().max() > 0.01
+    with policy.disable_adapter():
+        assert torch.equal(log_probs(policy, ids)[0], plain[0])
+    assert not policy.training
+    stranger = alter_adapter(run, tmp_path / "adapter", base_hash="0" * 64)
+    with pytest.raises(BadInput, match="another base"):
+        load_policy(run, stranger)
+
+
+def test_scoring_needs_a_checkpoint(tmp_path):
+    with pytest.raises(BadInput, match=r"no config\.json"):
+        load_for_scoring(tmp_path)
