@@ -15,6 +15,7 @@ from typing import Any
 from recipes.parts.errors import BadInput
 
 _SENTINEL = "The answer is 42"
+SMALL_MODEL = 50_000_000  # parameters
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ def render_prompts(tokenizer: Any, conversations: Sequence[list[dict]]) -> list[
                     f"a {message['role']} message holds the special token {found}: {message['content'][:120]!r}. "
                     "The chat template is applied here, once; pass plain text."
                 )
-    return [tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in conversations]
+    return [
+        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in conversations
+    ]
 
 
 def generate(
@@ -118,11 +121,14 @@ def generate(
     return results
 
 
-def set_threads() -> None:
-    """Let torch use one thread on a CPU unless OMP_NUM_THREADS says otherwise (README.md has the measurement)."""
+def set_threads(parameters: int) -> None:
+    """Give torch one CPU thread for a model whose matrices are too small to share (README.md has the measurement).
+
+    OMP_NUM_THREADS in the environment decides instead when it is set.
+    """
     import torch
 
-    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+    if "OMP_NUM_THREADS" not in os.environ and parameters < SMALL_MODEL:
         torch.set_num_threads(1)
 
 

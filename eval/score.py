@@ -56,26 +56,44 @@ def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:
     return any(len(part) >= _SHORTEST_ECHO and part in text for part in map(_flatten, prompt_parts))
 
 
-def score(problem: Any, generation: Generation, prompt_parts: Sequence[str]) -> Record:
-    """The record of one completion of `problem` (`id`, `gold`)."""
-    from reward.answer import final_answer
+def score(
+    problems: Sequence[Any], generations: Sequence[Generation], conversations: Sequence[list[dict]], pool: Any = None
+) -> list[Record]:
+    """The records of one cell: one completion for each problem (`id`, `gold`), asked with `conversations`.
 
-    # With its #### gone, an answer can only be found in a box.
-    answer, boxed = final_answer(generation.text), final_answer(generation.text.replace("####", ""))
-    correct = _is_correct(answer, problem.gold)
-    return Record(
-        problem_id=problem.id,
-        completion=generation.raw,
-        tokens=generation.tokens,
-        ended=generation.ended,
-        hit_max_tokens=generation.hit_max_tokens,
-        parsed=_is_answer(answer),
-        answer=answer,
-        gold=problem.gold,
-        correct=correct,
-        correct_strict=correct if boxed == answer else _is_correct(boxed, problem.gold),
-        prompt_leak=leaks_prompt(generation.raw, prompt_parts),
-    )
+    Answers are read and compared as the rewards do it; `pool` (reward.pool) runs what needs a parser.
+    """
+    from reward.answer import boxed_answer, final_answer, judge, own_text
+
+    own = [own_text(made.text, asked) for made, asked in zip(generations, conversations, strict=True)]
+    answers, boxed = [final_answer(text) or None for text in own], [boxed_answer(text) or None for text in own]
+    golds = [problem.gold for problem in problems]
+    # Mostly the two are the same answer: what both ask is judged once.
+    asked = sorted({(a, g) for found in (answers, boxed) for a, g in zip(found, golds, strict=True) if a})
+    verdicts = dict(zip(asked, (verdict.value for verdict in judge(asked, pool)), strict=True))
+    return [
+        Record(
+            problem_id=problem.id,
+            completion=made.raw,
+            tokens=made.tokens,
+            ended=made.ended,
+            hit_max_tokens=made.hit_max_tokens,
+            parsed=answer is not None,
+            answer=answer,
+            gold=problem.gold,
+            correct=verdicts[answer, problem.gold] if answer else False,
+            correct_strict=verdicts[box, problem.gold] if box else False,
+            prompt_leak=leaks_prompt(made.raw, prompt_parts(turns, problem)),
+        )
+        for problem, made, turns, answer, box in zip(problems, generations, conversations, answers, boxed, strict=True)
+    ]
+
+
+def prompt_parts(conversation: list[dict], problem: Any) -> list[str]:
+    """What a completion must not repeat: every message, the question, and the instruction that follows it."""
+    parts = [message["content"] for message in conversation]
+    after = [part.partition(problem.question)[2] for part in parts if problem.question in part]
+    return [part for part in [*parts, problem.question, *after] if part.strip()]
 
 
 def summarize(records: Sequence[Record]) -> dict:
@@ -107,17 +125,6 @@ def summarize(records: Sequence[Record]) -> dict:
 def as_rows(records: Sequence[Record]) -> list[dict]:
     """The records as dictionaries, one line each of the cell's jsonl."""
     return [dataclasses.asdict(record) for record in records]
-
-
-def _is_answer(answer: str | None) -> bool:
-    return answer is not None and bool(answer.strip())
-
-
-def _is_correct(answer: str | None, gold: str) -> bool | None:
-    """Whether `answer` equals `gold`; no answer is wrong, an undecidable comparison is None."""
-    from reward.answer import answers_equal
-
-    return answers_equal(answer, gold) if _is_answer(answer) else False
 
 
 def _flatten(text: str) -> str:

@@ -1,0 +1,24 @@
+"""`python -m eval --run …` measures, `… eval gate --run …` decides, `… eval report --run …` redraws."""
+
+import sys
+
+from recipes.parts.errors import run_command
+
+
+def main() -> int | None:
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command == "gate":
+        from eval.gate import main as gate
+
+        return gate(sys.argv[2:])
+    if command == "report":
+        from eval.report import main as redraw
+
+        return redraw(sys.argv[2:])
+    from eval.run import main as measure
+
+    return measure()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,130 @@
+"""What is evaluated: the run's adapter and its merged checkpoints, checked to be whole and of one origin.
+
+All of it is read from manifests and hashes, before any weight is loaded.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import MANIFEST, RunDir, read_json, read_manifest, write_json
+
+POLICIES = ("base", "grpo")
+FORMATS = ("nf4", "bf16", "fp8", "w4a16")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A merged checkpoint: where it lies, what its manifest says, and a hash of all its files."""
+
+    path: Path
+    manifest: dict
+    hash: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Everything the matrix is measured on; `adapter` is None when no nf4 cell was asked for."""
+
+    base_hash: str
+    adapter: Path | None
+    adapter_version: int | None
+    adapter_hash: str | None
+    artifacts: dict[tuple[str, str], Artifact]
+
+
+def check_formats(formats: list[str]) -> list[str]:
+    """The formats in the order of the matrix; `BadInput` for an unknown, doubled or empty choice."""
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats or len(set(formats)) != len(formats):
+        raise BadInput(f"eval.formats must be some of {', '.join(FORMATS)}, each once; it is {formats}.")
+    return [name for name in FORMATS if name in formats]
+
+
+def artifact(run: RunDir, policy: str, name: str) -> Artifact:
+    """The run's merged checkpoint, its content hashed against its manifest.
+
+    `BadInput` when a file is missing or changed, when it holds another policy or format than its place says, or when
+    it was made of another base than the run's.
+    """
+    path = run.merged / policy / name
+    manifest = read_manifest(path, "checkpoint", deep=True)
+    if (manifest.get("policy"), manifest.get("format")) != (policy, name):
+        raise BadInput(
+            f"{path} holds {manifest.get('policy')}/{manifest.get('format')} by its manifest. Merge it again: "
+            f"{merge_command(run, [name])} --overwrite"
+        )
+    expected = read_json(run.base_file)["hash"]
+    if manifest.get("base_hash") != expected:
+        raise BadInput(
+            f"{path} was made of another base: its base_hash is {manifest.get('base_hash')}, the run's base.json says "
+            f"{expected}. Merge it again: {merge_command(run, [name])} --overwrite"
+        )
+    return Artifact(path, manifest, artifact_hash(manifest))
+
+
+def artifact_hash(manifest: dict) -> str:
+    """BLAKE2b-128 of the names, sizes and hashes of an artifact's files; what its manifest says beside them is out."""
+    return hashlib.blake2b(json.dumps(manifest["files"], sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def adapter_hash(manifest: dict) -> str:
+    """The hash that merged checkpoints carry as `adapter_hash` for this adapter's manifest."""
+    return manifest.get("tensor_hash") or manifest["files"]["adapter_model.safetensors"]["blake2b"]
+
+
+def merge_command(run: RunDir, formats: list[str]) -> str:
+    """The command line that makes the merged checkpoints of `formats`."""
+    return f"python -m merge --run {run.path} --format {' '.join(formats)}"
+
+
+def find_sources(run: RunDir, formats: list[str]) -> Sources:
+    """The checked sources of every cell in {base, grpo} x `formats`; `BadInput` says what is missing or wrong."""
+    base_hash = read_json(run.base_file)["hash"]
+    merged = [name for name in formats if name != "nf4"]
+    missing = [
+        name for name in merged if not all((run.merged / policy / name / MANIFEST).is_file() for policy in POLICIES)
+    ]
+    if missing:
+        places = ", ".join(str(run.merged / "{base,grpo}" / name) for name in missing)
+        raise BadInput(f"not merged yet: {places}. Make it with: {merge_command(run, missing)}")
+    artifacts = {(policy, name): artifact(run, policy, name) for policy in POLICIES for name in merged}
+    version, digest = _adapter_of(run, {name: artifacts["grpo", name].manifest for name in merged})
+    adapter = None
+    if "nf4" in formats:
+        adapter = run.newest_adapter() if version is None else run.adapter_dir(version)
+        manifest = read_manifest(adapter, "adapter", deep=True)
+        if manifest.get("base_hash") != base_hash:
+            raise BadInput(
+                f"{adapter} was trained on another base: its base_hash is {manifest.get('base_hash')}, the run's "
+                f"base.json says {base_hash}."
+            )
+        if digest is not None and adapter_hash(manifest) != digest:
+            raise BadInput(
+                f"{adapter} hashes to {adapter_hash(manifest)}, the merged checkpoints were made of {digest}. Merge "
+                f"again: {merge_command(run, merged)} --overwrite"
+            )
+        version, digest = manifest.get("version"), adapter_hash(manifest)
+    return Sources(base_hash, adapter, version, digest, artifacts)
+
+
+def _adapter_of(run: RunDir, manifests: dict[str, dict]) -> tuple[int | None, str | None]:
+    """(version, hash) of the one adapter in all merged checkpoints; (None, None) when there is no checkpoint."""
+    if not manifests:
+        return None, None
+    if len({manifest.get("adapter_hash") for manifest in manifests.values()}) > 1:
+        held = ", ".join(f"{name} holds v{manifest.get('adapter_version')}" for name, manifest in manifests.items())
+        raise BadInput(
+            f"the merged checkpoints hold different adapters ({held}), so their accuracies cannot be compared. Merge "
+            f"them again: {merge_command(run, list(manifests))} --overwrite"
+        )
+    manifest = next(iter(manifests.values()))
+    return manifest.get("adapter_version"), manifest.get("adapter_hash")
+
+
+def set_promotion(checkpoint: Artifact, promotion: dict | None) -> None:
+    """Write `promoted` (and what it rests on) into an artifact's manifest, whole or not at all."""
+    manifest = {**checkpoint.manifest, "promoted": promotion is not None, "promotion": promotion}
+    write_json(checkpoint.path / MANIFEST, manifest)
