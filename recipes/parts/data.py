@@ -195,6 +195,11 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
 def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:
     split_name = data.train_split if split == "train" else data.eval_split
     path = data.eval_path if split == "eval" and data.eval_path else data.path
+    if split == "eval" and path == data.path and path and Path(path).expanduser().is_file():
+        raise BadInput(
+            f"data.path is the single file {path}, which is what the run trains on. Name the held-out problems with "
+            f"data.eval_path, or set data.path to a directory holding {data.train_split}.jsonl and {split_name}.jsonl."
+        )
     if path:
         yield from _file_rows(_split_file(Path(path).expanduser(), split_name, split))
     elif data.id:

@@ -1,0 +1,147 @@
+"""GRPO on an NF4 base with a LoRA adapter; the KL reference is the same model with the adapter off.
+
+The base is quantized once and never written again: its bytes are hashed before the first step and after the last.
+Only the adapter learns, only the adapter is saved. Losses: Dr. GRPO, DAPO, GRPO (`train.loss_type`).
+
+Left out on purpose: a reward model, several turns, tools, a second model in memory.
+
+    # two CPU cores, a model made on the spot (`make quickstart` does both)
+    python recipes/tiny_base.py --out models/tiny-base
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_qlora.py \\
+        --config recipes/configs/grpo-tiny-nf4-cpu.yaml
+
+    # one GPU
+    accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/grpo_qlora.py \\
+        --config recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml
+
+Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dry_run` checks everything and trains
+nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from recipes.parts.checks import check_config, check_run_directory, world_size
+from recipes.parts.config import Config, parse_command
+from recipes.parts.errors import BadInput, run_command
+
+
+def load_data(config: Config, tokenizer) -> tuple:
+    """The training set as TRL reads it, and the problems behind it; every prompt fits."""
+    from recipes.parts.data import drop_long, read_problems, to_dataset
+
+    problems, report = read_problems(config.data, "train")
+    problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
+    print(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used", flush=True)
+    heldout, report = read_problems(config.data, "eval")
+    print(f"held-out problems: {report.summary()}, {len(heldout):,} used", flush=True)
+    return to_dataset(problems, config.data), problems, heldout
+
+
+def check_context(config: Config, model_config) -> None:
+    """`BadInput` unless a prompt and a completion of the longest allowed length fit the model's context."""
+    wanted = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    context = model_config.get_text_config().max_position_embeddings
+    if wanted > context:
+        raise BadInput(
+            f"rollout.max_prompt_length + max_completion_length ({wanted}) exceeds the context of "
+            f"{config.model.source} ({context}). Lower one of them."
+        )
+
+
+def describe_plan(config: Config, problems: int, processes: int) -> str:
+    """What the run would do, in a few lines."""
+    train, rollout = config.train, config.rollout
+    completions = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
+    return "\n".join(
+        [
+            f"run       {config.run.name} -> {config.run.directory}",
+            f"base      {config.model.source}, {config.policy.quantization}"
+            f"{' with double quantization' if config.policy.double_quantization else ''}, {config.model.dtype} compute",
+            f"adapter   LoRA rank {config.policy.lora_rank}, alpha {config.policy.lora_alpha}, "
+            f"{config.policy.adapter_dtype}, on {config.policy.target_modules}",
+            f"step      {completions // rollout.group_size} problems x {rollout.group_size} completions of at most "
+            f"{rollout.max_completion_length} tokens, {train.max_steps} steps over {problems:,} problems",
+            f"loss      {train.loss_type}, beta {train.beta}, learning rate {train.learning_rate}",
+            f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
+            f"rewards   {', '.join(config.reward.functions)}",
+        ]
+    )
+
+
+def make_rollout(config: Config, tokenizer):
+    """The rollout backend; None means that the policy generates in this process."""
+    if config.rollout.backend == "in_process":
+        return None
+    from recipes.parts.rollout import ServerRollout
+
+    return ServerRollout(config, tokenizer)
+
+
+def main() -> None:
+    config, flags = parse_command(__doc__)
+    processes = world_size()
+    check_config(config, processes)
+    run = check_run_directory(config, flags.resume)
+
+    from accelerate import PartialState
+
+    from recipes.parts.policy import (
+        check_base,
+        check_base_unchanged,
+        check_init_adapter,
+        load_policy_base,
+        load_tokenizer,
+        lora_config,
+        record_base,
+    )
+    from recipes.parts.record import write_config
+    from recipes.parts.trainer import PolicyTrainer, trainer_arguments
+    from reward import reward_functions
+
+    check_context(config, check_base(config))
+    check_init_adapter(config)
+    rewards, weights = reward_functions(config.reward)
+    tokenizer = load_tokenizer(config)
+    dataset, problems, _ = load_data(config, tokenizer)
+    arguments = trainer_arguments(config, run)
+    state = PartialState()
+    if state.is_main_process:
+        print(describe_plan(config, len(problems), processes), flush=True)
+        write_config(config, run, processes)
+    if flags.dry_run:
+        return
+
+    rollout = make_rollout(config, tokenizer)
+    base = load_policy_base(config)
+    facts = record_base(base, run, config, write=state.is_main_process)
+    check_init_adapter(config, facts["hash"])
+    arguments.reward_weights = weights
+    trainer = PolicyTrainer(
+        config=config,
+        run=run,
+        base_hash=facts["hash"],
+        rollout=rollout,
+        model=base,
+        reward_funcs=rewards,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=lora_config(config.policy),
+    )
+    started = time.perf_counter()
+    trainer.train_run(resume=flags.resume)
+    check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
+    if state.is_main_process:
+        print(
+            f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
+            f"({facts['hash'][:12]}), adapter {run.newest_adapter()}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    run_command(main)

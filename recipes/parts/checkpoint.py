@@ -1,0 +1,63 @@
+"""Training checkpoints that are whole or absent, and resuming from the newest whole one.
+
+transformers writes straight into `checkpoint-N` and `get_last_checkpoint` takes whatever lies there. Here a checkpoint
+is written aside, gets a manifest with every file's size and hash, and is renamed to `checkpoints/step-N`.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from recipes.parts.errors import CheckFailed
+from recipes.parts.record import drop_steps_after
+from recipes.parts.rundir import RunDir, write_manifest
+
+
+def staging_directory(run: RunDir) -> Path:
+    """Where transformers writes a checkpoint before it counts."""
+    return run.checkpoints / ".staging"
+
+
+def commit_checkpoint(run: RunDir, step: int, base_hash: str) -> Path:
+    """Turn the staged `checkpoint-<step>` into `checkpoints/step-<step>` and return it."""
+    staged = staging_directory(run) / f"checkpoint-{step}"
+    (staged / "README.md").unlink(missing_ok=True)
+    write_manifest(staged, "training-state", step=step, base_hash=base_hash)
+    for file in staged.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+    final = run.checkpoints / f"step-{step:06d}"
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(staged, final)
+    return final
+
+
+def discard_staged(run: RunDir) -> None:
+    """Remove whatever an interrupted save left behind."""
+    shutil.rmtree(staging_directory(run), ignore_errors=True)
+
+
+def rotate(run: RunDir, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints."""
+    for old in sorted(run.checkpoints.glob("step-[0-9]*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def saving_failed(run: RunDir, step: int, error: OSError) -> CheckFailed:
+    """The error of a save that the disk refused: what is left, and how to go on."""
+    free = shutil.disk_usage(run.path).free / 2**20
+    whole = sorted(entry.name for entry in run.checkpoints.glob("step-[0-9]*"))
+    left = f"{run.checkpoints / whole[-1]} is whole" if whole else "no checkpoint was completed before"
+    return CheckFailed(
+        f"saving step {step} failed: {error} ({free:.0f} MiB free). Nothing half-written is kept; {left}. "
+        "Free some space, then continue with --resume."
+    )
+
+
+def rewind(run: RunDir, checkpoint: Path) -> int:
+    """The checkpoint's step; lines of later steps leave metrics.jsonl and ledger.jsonl, so none is told twice."""
+    step = int(checkpoint.name.removeprefix("step-"))
+    for path in (run.metrics_file, run.ledger_file):
+        drop_steps_after(path, step)
+    return step

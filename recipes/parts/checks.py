@@ -1,0 +1,206 @@
+"""Checks of a configuration that involve several keys, and of its run directory; all before any weight is loaded."""
+
+import os
+
+from recipes.parts.config import Config, to_dict
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir
+
+# The ranks vLLM 0.31 allocates LoRA slots for (vllm/config/lora.py).
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+TRACKERS = ("trackio", "tensorboard", "wandb")
+FORMATS = ("nf4", "bf16", "fp8", "w4a16")
+# A resumed run may change these and no others: they do not alter what is learned.
+FREE_ON_RESUME = ("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval")
+
+
+def world_size() -> int:
+    """The number of trainer processes, as `accelerate launch` announces it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_config(config: Config, processes: int) -> None:
+    """Raise one `BadInput` that lists everything about the configuration that cannot work."""
+    problems = [
+        *_positive(config),
+        *_batch(config, processes),
+        *_reference(config),
+        *_sampler(config),
+        *_adapter(config),
+        *_lists(config),
+        *_parallelism(),
+    ]
+    if problems:
+        raise BadInput("\n".join(problems))
+
+
+def _positive(config: Config) -> list[str]:
+    minimum_one = {
+        "train.max_steps": config.train.max_steps,
+        "train.per_device_train_batch_size": config.train.per_device_train_batch_size,
+        "train.gradient_accumulation_steps": config.train.gradient_accumulation_steps,
+        "train.num_iterations": config.train.num_iterations,
+        "train.save_steps": config.train.save_steps,
+        "train.keep_checkpoints": config.train.keep_checkpoints,
+        "policy.lora_rank": config.policy.lora_rank,
+        "policy.lora_alpha": config.policy.lora_alpha,
+        "rollout.max_prompt_length": config.rollout.max_prompt_length,
+        "rollout.max_completion_length": config.rollout.max_completion_length,
+        "reward.workers": config.reward.workers,
+        "eval.max_problems": config.eval.max_problems,
+        "eval.batch_size": config.eval.batch_size,
+        "eval.bootstrap_samples": config.eval.bootstrap_samples,
+    }
+    above_zero = {
+        "train.learning_rate": config.train.learning_rate,
+        "train.max_grad_norm": config.train.max_grad_norm,
+        "train.epsilon": config.train.epsilon,
+        "rollout.temperature": config.rollout.temperature,
+        "reward.timeout_s": config.reward.timeout_s,
+    }
+    shares = {
+        "rollout.top_p": config.rollout.top_p,
+        "reward.max_unknown_fraction": config.reward.max_unknown_fraction,
+        "data.max_bad_fraction": config.data.max_bad_fraction,
+        "policy.lora_dropout": config.policy.lora_dropout,
+    }
+    found = [f"{key} ({value}) must be at least 1." for key, value in minimum_one.items() if value < 1]
+    found += [f"{key} ({value}) must be a number above 0." for key, value in above_zero.items() if not value > 0]
+    found += [f"{key} ({value}) must be between 0 and 1." for key, value in shares.items() if not 0 <= value <= 1]
+    if not config.train.beta >= 0:
+        found.append(f"train.beta ({config.train.beta}) must be 0 or more.")
+    return found
+
+
+def _batch(config: Config, processes: int) -> list[str]:
+    group, train = config.rollout.group_size, config.train
+    if group < 2:
+        return [f"rollout.group_size ({group}) must be at least 2: an advantage is a difference within the group."]
+    batch = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
+    found = []
+    if batch > 0 and batch % group:
+        fits = [str(size) for size in range(2, batch + 1) if batch % size == 0][:6]
+        found.append(
+            f"rollout.group_size ({group}) must divide the generation batch ({train.per_device_train_batch_size} per "
+            f"device x {processes} processes x {train.gradient_accumulation_steps} steps = {batch}). "
+            f"Use {', '.join(fits)}, or another batch."
+        )
+    if train.num_iterations > 1 and train.save_steps % train.num_iterations:
+        found.append(
+            f"train.save_steps ({train.save_steps}) must be a multiple of train.num_iterations "
+            f"({train.num_iterations}): a checkpoint between two updates of one batch could not be resumed exactly."
+        )
+    return found
+
+
+def _reference(config: Config) -> list[str]:
+    reference, beta = config.policy.reference, config.train.beta
+    if reference == "adapter_off" or (reference == "none" and beta == 0):
+        return []
+    if reference == "none":
+        return [f"train.beta ({beta}) is above 0 and policy.reference is none. Use adapter_off, or train.beta 0."]
+    return [
+        f"policy.reference is {reference!r}: a second model is never loaded. The reference is the base itself, the "
+        "policy with its adapter off, which costs no memory. Use adapter_off."
+    ]
+
+
+def _sampler(config: Config) -> list[str]:
+    rollout = config.rollout
+    if rollout.correction == "none":
+        return []
+    found = []
+    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != off:
+            found.append(
+                f"rollout.{key} is {value} with rollout.correction {rollout.correction}: the correction compares the "
+                f"sampler's log-probs with the policy's, and a truncated sampler is another distribution. Set "
+                f"rollout.{key} to {off}, or rollout.correction to none."
+            )
+    if rollout.correction_cap <= 1:
+        found.append(f"rollout.correction_cap ({rollout.correction_cap}) must be above 1, the ratio of equals.")
+    return found
+
+
+def _adapter(config: Config) -> list[str]:
+    policy, found = config.policy, []
+    names = policy.target_modules
+    if isinstance(names, str):
+        if names != "all-linear":
+            found.append(f"policy.target_modules is {names!r}. Use all-linear or a list of layer names.")
+    elif wrong := [name for name in names if name.split(".")[-1] in ("lm_head", "embed_tokens")]:
+        found.append(f"policy.target_modules names {wrong}: log-probs are computed from the unadapted head. Remove it.")
+    if config.rollout.backend == "server" and policy.lora_rank not in SERVED_RANKS:
+        found.append(f"policy.lora_rank ({policy.lora_rank}) is not served by vLLM. Use one of {SERVED_RANKS}.")
+    return found
+
+
+def _lists(config: Config) -> list[str]:
+    found, reward = [], config.reward
+    if not reward.functions:
+        found.append("reward.functions is empty. Name at least one reward function.")
+    if reward.weights is not None and len(reward.weights) != len(reward.functions):
+        found.append(f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions.")
+    for tracker in config.watch.report_to:
+        if tracker not in TRACKERS:
+            found.append(f"watch.report_to names {tracker!r}. Use {', '.join(TRACKERS)}.")
+    for name in config.eval.formats:
+        if name not in FORMATS:
+            found.append(f"eval.formats names {name!r}. Use {', '.join(FORMATS)}.")
+    if config.eval.gate.format not in config.eval.formats:
+        found.append(f"eval.gate.format ({config.eval.gate.format}) is not in eval.formats {config.eval.formats}.")
+    if config.data.id is None and config.data.path is None:
+        found.append("data.id or data.path is missing: name a hub data set or a local file.")
+    return found
+
+
+def _parallelism() -> list[str]:
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
+    sharded = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else f"ZeRO-{stage}" if stage == "3" else None
+    if sharded is None:
+        return []
+    return [
+        f"{sharded} shards the base over the processes, so no process can prove that it stayed unchanged. A 4-bit base "
+        "fits one GPU: use accelerate_configs/ddp.yaml or zero2.yaml."
+    ]
+
+
+def check_run_directory(config: Config, resume: bool) -> RunDir:
+    """The run's directory, free to be written; `BadInput` when it holds another run (or none to resume).
+
+    A directory holds a run once `base.json` is there; what a dry run leaves (`config.json`) may be overwritten.
+    """
+    run = RunDir(config.run.directory)
+    if run.path.exists() and not run.path.is_dir():
+        raise BadInput(f"{run.path} is a file. Set run.output_dir to a directory.")
+    if not run.base_file.exists():
+        if resume:
+            raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
+        if run.path.exists() and any(entry.name != "config.json" for entry in run.path.iterdir()):
+            raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
+        return run
+    if not resume:
+        raise BadInput(
+            f"{run.path} holds a run already. Continue it with --resume, or start another with --run.name NAME."
+        )
+    changed = _changed_keys(run.config(), to_dict(config))
+    if changed:
+        raise BadInput(
+            f"--resume: {run.path} was started with other settings: {'; '.join(changed[:5])}. Resume with the same "
+            "config (only train.max_steps, saving, watch and eval may change), or start another run."
+        )
+    run.newest_checkpoint()
+    return run
+
+
+def _changed_keys(before: dict, after: dict, prefix: str = "") -> list[str]:
+    changed = []
+    for key in sorted(before.keys() | after.keys()):
+        name, old, new = f"{prefix}{key}", before.get(key), after.get(key)
+        if name in FREE_ON_RESUME or old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict) and name != "train.trl":
+            changed += _changed_keys(old, new, f"{name}.")
+        else:
+            changed.append(f"{name} was {old!r}, is {new!r}")
+    return changed

@@ -1,0 +1,163 @@
+"""The policy: an NF4 base that never changes, a LoRA adapter that does, and the reference, which is the same model
+with the adapter off.
+
+Covers loading, the adapter's shape, publishing versioned adapters, and the proof that the base stayed as it was.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from merge.base import hash_nf4_model, load_nf4, unquantized_config
+from recipes.parts.config import Config, PolicyConfig
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_base(config: Config) -> Any:
+    """The base model's transformers config, read without any weight; `BadInput` when it cannot be trained in NF4."""
+    return unquantized_config(config.model.source, config.model.revision)
+
+
+def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
+    """The base model's tokenizer; `BadInput` when it has no chat template or no stop token."""
+    from transformers import AutoTokenizer
+
+    source = config.model.source
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=config.model.revision, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"no tokenizer at {source}: {str(error).splitlines()[0]}") from None
+    if tokenizer.chat_template is None:
+        raise BadInput(f"{source} has no chat template, so prompts cannot be rendered. Use an instruction-tuned model.")
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"{source} has no stop token (eos_token), so completions would never end.")
+    return tokenizer
+
+
+def load_policy_base(config: Config) -> "torch.nn.Module":
+    """The frozen NF4 base, on this process's device, without an adapter."""
+    from accelerate import PartialState
+
+    return load_nf4(
+        config.model.source,
+        dtype=config.model.dtype,
+        double_quantization=config.policy.double_quantization,
+        device=PartialState().device,
+        revision=config.model.revision,
+        attn_implementation=config.model.attn_implementation,
+    )
+
+
+def lora_config(policy: PolicyConfig) -> Any:
+    """peft's `LoraConfig`; bias, DoRA and extra saved modules stay off because no rollout server can hold them."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=policy.lora_rank,
+        lora_alpha=policy.lora_alpha,
+        lora_dropout=policy.lora_dropout,
+        use_rslora=policy.use_rslora,
+        target_modules=policy.target_modules,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def set_adapter_dtype(model: "torch.nn.Module", dtype: str) -> None:
+    """Store the trained adapter weights as `dtype`.
+
+    TRL 1.16 casts the adapter of a 4-bit model to bfloat16. There most updates of a small learning rate round to
+    nothing (at 1e-6 six entries in a thousand move in 30 steps), so float32 is the default here.
+    """
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
+    """`BadInput` unless `policy.init_adapter` is a whole adapter of this shape (and of this base, when known)."""
+    directory = config.policy.init_adapter
+    if directory is None:
+        return
+    manifest = read_manifest(Path(directory), "adapter", deep=True)
+    wanted = {"rank": config.policy.lora_rank, "alpha": config.policy.lora_alpha}
+    if wrong := {name: manifest[name] for name, value in wanted.items() if manifest[name] != value}:
+        raise BadInput(f"{directory} has {wrong}, the config asks for {wanted}. Set policy.lora_rank and lora_alpha.")
+    if base_hash is not None and manifest["base_hash"] != base_hash:
+        raise BadInput(
+            f"{directory} was trained on another base (NF4 hash {manifest['base_hash'][:12]}, this base has "
+            f"{base_hash[:12]}). Set model.id or model.path to the base it was trained on."
+        )
+
+
+def load_adapter_weights(model: "torch.nn.Module", directory: str | Path) -> None:
+    """Put a published adapter's weights into the model's adapter; `BadInput` when any name or shape differs."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(directory) / "adapter_model.safetensors")
+    result = set_peft_model_state_dict(model, tensors)
+    missing = [name for name in result.missing_keys if "lora_" in name]
+    if missing or result.unexpected_keys:
+        raise BadInput(
+            f"{directory} does not fit the adapter: {len(missing)} tensors missing, {len(result.unexpected_keys)} "
+            f"unexpected (first: {(missing + list(result.unexpected_keys))[0]}). Use the same policy.target_modules."
+        )
+
+
+def publish_adapter(model: "torch.nn.Module", run: RunDir, version: int, base_hash: str) -> Path:
+    """Write `adapters/v<version>` whole or not at all, with its manifest; returns the directory."""
+    from merge.base import hash_pairs, hash_tensor
+    from peft import get_peft_model_state_dict
+
+    adapter = model.peft_config["default"]
+    tensors = get_peft_model_state_dict(model)
+    directory = run.adapter_dir(version)
+    with publish(directory, overwrite=True) as partial:
+        model.save_pretrained(partial, selected_adapters=["default"])
+        (partial / "README.md").unlink(missing_ok=True)
+        write_manifest(
+            partial,
+            "adapter",
+            version=version,
+            step=version,
+            base_hash=base_hash,
+            rank=adapter.r,
+            alpha=adapter.lora_alpha,
+            targets=sorted(adapter.target_modules),
+            tensor_hash=hash_pairs({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
+        )
+    return directory
+
+
+def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bool = True) -> dict:
+    """The content of the frozen base, written as `base.json`; a resumed run must find the base it was started on."""
+    facts = hash_nf4_model(model) | {"model": config.model.source, "revision": config.model.revision}
+    if run.base_file.exists():
+        earlier = read_json(run.base_file)
+        if earlier["hash"] != facts["hash"]:
+            raise BadInput(
+                f"{run.path} was started on another base: its NF4 hash is {earlier['hash'][:12]}, this one is "
+                f"{facts['hash'][:12]}. Resume with the model it was started with."
+            )
+    if write:
+        write_json(run.base_file, facts)
+    return facts
+
+
+def check_base_unchanged(model: "torch.nn.Module", facts: dict) -> None:
+    """`CheckFailed`, naming the tensors, when any byte of the frozen base differs from `facts` (base.json)."""
+    now = hash_nf4_model(model)
+    if now["hash"] == facts["hash"]:
+        return
+    changed = [name for name, value in now["tensors"].items() if facts["tensors"].get(name) != value]
+    raise CheckFailed(
+        f"the frozen base changed during training: {len(changed)} of {len(now['tensors'])} tensors, first "
+        f"{changed[:3]}. The adapters of this run do not belong to any known base; do not merge them."
+    )

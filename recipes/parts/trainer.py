@@ -1,0 +1,280 @@
+"""Where the parts plug into TRL's GRPOTrainer.
+
+Written for trl 1.16. `GRPOTrainer` has no public seam for a rollout backend, for what a step records or for how a
+checkpoint becomes whole, so this one class overrides `_generate`, `_generate_single_turn`, `_calculate_rewards`,
+`_generate_and_score_completions`, `log` and `_save_checkpoint`; `tests/unit/test_trl_seams.py` fails when upstream
+moves any of them. The loss, the advantages, the sampler and the optimizer loop stay TRL's.
+"""
+
+import resource
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import PrinterCallback, Trainer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from recipes.parts.checkpoint import (
+    commit_checkpoint,
+    discard_staged,
+    rewind,
+    rotate,
+    saving_failed,
+    staging_directory,
+)
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
+from recipes.parts.record import Recorder
+from recipes.parts.rundir import RunDir
+
+# TRL metric -> key of metrics.jsonl
+METRICS = {
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "frac_reward_zero_std": "zero_spread_fraction",
+    "kl": "kl",
+    "entropy": "entropy",
+    "clip_ratio/region_mean": "clip_fraction",
+    "completions/clipped_ratio": "truncated_fraction",
+    "completions/mean_length": "completion_length",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+}
+
+
+def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
+    """TRL's `GRPOConfig` for a checked configuration; `BadInput` for a wrong or reserved key of `train.trl`."""
+    train, rollout = config.train, config.rollout
+    scale = train.scale_rewards or ("none" if train.loss_type == "dr_grpo" else "group")
+    ours = {
+        "output_dir": str(staging_directory(run)),
+        "seed": config.run.seed,
+        "max_steps": train.max_steps,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": train.lr_scheduler,
+        "warmup_steps": train.warmup_steps,
+        "loss_type": train.loss_type,
+        "scale_rewards": scale,
+        "beta": train.beta,
+        "epsilon": train.epsilon,
+        "epsilon_high": train.epsilon_high,
+        "num_iterations": train.num_iterations,
+        "mask_truncated_completions": train.mask_truncated,
+        "per_device_train_batch_size": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "max_grad_norm": train.max_grad_norm,
+        "weight_decay": train.weight_decay,
+        "optim": train.optimizer,
+        "gradient_checkpointing": train.gradient_checkpointing,
+        "num_generations": rollout.group_size,
+        "max_completion_length": rollout.max_completion_length,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "reward_weights": config.reward.weights,
+        "bf16": config.model.dtype == "bfloat16",
+        "save_strategy": "steps",
+        "save_steps": train.save_steps,
+        "logging_steps": 1,
+        # The default hides a NaN loss behind the running mean.
+        "logging_nan_inf_filter": False,
+        "report_to": config.watch.report_to or "none",
+        "run_name": config.run.name,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "use_vllm": False,
+    }
+    fields = GRPOConfig.__dataclass_fields__
+    for key in train.trl:
+        if key in ours:
+            raise BadInput(f"train.trl.{key} is set by the kit. Use the key of its own group instead.")
+        if key not in fields:
+            raise BadInput(f"train.trl.{key} is not a field of trl's GRPOConfig.")
+    try:
+        return GRPOConfig(**ours, **train.trl)
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"trl refuses the configuration: {error}") from None
+
+
+class FiniteGradients(TrainerCallback):
+    """Stops the run before a gradient that is not finite reaches the adapter."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+        if gradients and not torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all():
+            raise CheckFailed(
+                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated; continue "
+                "from the last checkpoint with --resume and a lower train.learning_rate, or look at completions/."
+            )
+
+
+class PolicyTrainer(GRPOTrainer):
+    """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
+
+    `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
+    """
+
+    def __init__(self, *, config: Config, run: RunDir, base_hash: str, rollout: Any = None, **kwargs: Any):
+        super().__init__(**kwargs)
+        if self.ref_model is not None or "ref" in self.model.peft_config:
+            raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
+        self.config, self.run, self.base_hash, self.rollout = config, run, base_hash, rollout
+        set_adapter_dtype(self.model, config.policy.adapter_dtype)
+        if config.policy.init_adapter:
+            load_adapter_weights(self.model, config.policy.init_adapter)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(FiniteGradients())
+        self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, float] = defaultdict(float)
+        self._peak: dict[str, float] = {}
+        self._problem_ids: list[str] = []
+        self._step_started: float | None = None
+
+    def train_run(self, resume: bool) -> None:
+        """Train to the last step, from the start or from the newest whole checkpoint of the run."""
+        checkpoint = self.run.newest_checkpoint() if resume else None
+        if self.accelerator.is_main_process:
+            discard_staged(self.run)
+            if checkpoint:
+                step = rewind(self.run, checkpoint)
+                self.recorder.say(f"resuming from {checkpoint} (step {step})")
+        self.accelerator.wait_for_everyone()
+        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if self.accelerator.is_main_process:
+            discard_staged(self.run)
+
+    @property
+    def adapter_version(self) -> int:
+        """The version the next rollout is sampled from: the number of updates made."""
+        return self.state.global_step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._step_started is None:
+            self._step_started = time.perf_counter()
+            _reset_peak()
+        return super().training_step(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
+        # (B*G) rows of this process; with all processes, the problems of the step in the order they were drawn.
+        self._problem_ids = gather_object([row["problem_id"] for row in inputs])
+        if self.recorder:
+            self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(self._problem_ids)))
+        return super()._generate_and_score_completions(inputs)
+
+    def _generate(self, prompts: list) -> tuple:
+        started = time.perf_counter()
+        output = super()._generate(prompts)
+        self._synchronize()
+        self._seconds["rollout"] += time.perf_counter() - started
+        prompt_ids, completion_ids = output[0], output[1]
+        made = torch.tensor([sum(map(len, completion_ids)), sum(map(len, prompt_ids))], device=self.accelerator.device)
+        completion_tokens, prompt_tokens = self.accelerator.reduce(made, "sum").tolist()
+        self._counts["completion_tokens"] += completion_tokens
+        self._counts["tokens"] += completion_tokens + prompt_tokens
+        self._peak["rollout"] = _peak_gib()
+        _reset_peak()
+        return output
+
+    def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
+        if self.rollout is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return self.rollout.generate(self, prompt_ids)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        rewards = super()._calculate_rewards(*args, **kwargs)  # (all processes' B*G, functions)
+        self._seconds["reward"] += time.perf_counter() - started
+        self._counts["masked"] += rewards.isnan().all(dim=1).sum().item()
+        self._counts["completions"] += len(rewards)
+        return rewards
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        training = "loss" in logs and self.model.training
+        super().log(logs, start_time)
+        if not training:
+            return
+        self._synchronize()
+        record = self._record(logs)
+        self._step_started = None
+        for tally in (self._seconds, self._counts):
+            tally.clear()
+        if self.recorder:
+            self.recorder.step(record)
+            if self.recorder.wants_completions(record["step"]) and record["completion_tokens"]:
+                self.recorder.completions(record["step"], self._completion_rows(record["adapter_version"]))
+
+    def _record(self, logs: dict) -> dict:
+        seconds = dict.fromkeys(("rollout", "reward"), 0.0) | dict(self._seconds)
+        seconds["step"] = time.perf_counter() - (self._step_started or time.perf_counter())
+        seconds["update"] = max(0.0, seconds["step"] - seconds["rollout"] - seconds["reward"])
+        self._peak["update"] = _peak_gib()
+        counts, step = self._counts, self.state.global_step
+        return {
+            "step": step,
+            "total_steps": self.state.max_steps,
+            "time": time.time(),
+            **{ours: logs.get(theirs) for theirs, ours in METRICS.items()},
+            "rewards": {name: logs.get(f"rewards/{name}/mean") for name in self.reward_func_names},
+            "masked_fraction": counts["masked"] / counts["completions"] if counts["completions"] else None,
+            "sampler_k3": logs.get("sampler/k3"),
+            "effective_sample_size": logs.get("sampler/effective_sample_size"),
+            "completion_tokens": int(counts["completion_tokens"]),
+            "rollout_tokens_per_s": counts["completion_tokens"] / seconds["rollout"] if seconds["rollout"] else None,
+            "update_tokens_per_s": counts["tokens"] / seconds["update"] if counts["tokens"] else None,
+            "seconds": {name: round(value, 4) for name, value in seconds.items()},
+            "peak_gib": {name: round(value, 4) for name, value in self._peak.items()},
+            "adapter_version": step - 1,
+        }
+
+    def _completion_rows(self, version: int) -> list[dict]:
+        logs = self._logs
+        rewards = {name: list(values) for name, values in logs["rewards"].items()}
+        return [
+            {
+                "problem_id": problem_id,
+                "prompt": prompt[-1]["content"],
+                "completion": completion[0]["content"],
+                "rewards": {name: values[index] for name, values in rewards.items()},
+                "advantage": advantage,
+                "adapter_version": version,
+            }
+            for index, (problem_id, prompt, completion, advantage) in enumerate(
+                zip(self._problem_ids, logs["prompt"], logs["completion"], logs["advantages"], strict=True)
+            )
+        ]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        try:
+            # GRPOTrainer's own only adds a model card to the output directory.
+            Trainer._save_checkpoint(self, model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                publish_adapter(self.accelerator.unwrap_model(self.model), self.run, step, self.base_hash)
+                commit_checkpoint(self.run, step, self.base_hash)
+                rotate(self.run, self.config.train.keep_checkpoints)
+        except OSError as error:
+            discard_staged(self.run)
+            raise saving_failed(self.run, step, error) from error
+        self.accelerator.wait_for_everyone()
+
+    def _synchronize(self) -> None:
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_gib() -> float:
+    """Peak GPU memory since the last reset; without a GPU, the process's peak resident memory so far."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,208 @@
+"""Make the starting model of the quickstart: a small Qwen3 that can solve word problems and samples badly.
+
+A stand-in for a downloaded base model, so that the whole path runs on a laptop without a hub: Qwen3 architecture,
+0.8 M parameters, a byte-level BPE tokenizer with single-digit numbers and a chat template (`<|im_start|>` ...
+`<|im_end|>`), supervised on generated one-step problems. The demonstrations are noisy on purpose (a share works the
+sum out and boxes it, a share forgets the box, a share boxes a hasty guess), so the model *can* answer and only
+sometimes does: what reinforcement learning needs. With clean demonstrations there is nothing left to gain.
+
+What it leaves out on purpose: pre-training, instruction data, anything a real base would bring.
+
+    python recipes/tiny_base.py --out models/tiny-base            # about 2.5 minutes on two CPU cores
+    python recipes/tiny_base.py --out models/untrained --steps 0  # random weights, seconds, for tests
+
+Deterministic from --seed for one machine and torch version. Writes the model, its tokenizer, and the problems as
+`train.jsonl` and `heldout.jsonl` (columns question, answer). A held-out problem's pair of numbers appears in no
+training problem in either order of the sum.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from recipes.parts.errors import BadInput, run_command
+from recipes.parts.rundir import publish, write_manifest
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PEOPLE, THINGS = ["Tom", "Ann", "Sam", "Eva"], ["apples", "coins", "books", "cards"]
+STORIES = [
+    "{who} has {a} {what} and buys {b} more. How many {what} now?",
+    "{who} had {a} {what} and got {b}. How many {what} in all?",
+    "There are {a} {what} here and {b} there. How many in all?",
+]
+# Shares of the three kinds of demonstration: worked and boxed, worked without a box, a boxed guess.
+CAREFUL, UNBOXED = 0.40, 0.25
+
+
+def held_out(a: int, b: int) -> bool:
+    """Whether problems on this unordered pair of numbers are kept out of training (about one pair in ten)."""
+    low, high = sorted((a, b))
+    return hashlib.sha256(f"{low},{high}".encode()).digest()[0] < 26
+
+
+def make_problems(count: int, heldout: bool, limit: int, rng: random.Random) -> list[dict]:
+    """`count` distinct problems on numbers below `limit`, as rows with question, answer and the sum behind it."""
+    rows, seen = [], set()
+    while len(rows) < count:
+        a, b = rng.randrange(limit), rng.randrange(limit)
+        if held_out(a, b) != heldout:
+            continue
+        question = rng.choice(STORIES).format(who=rng.choice(PEOPLE), what=rng.choice(THINGS), a=a, b=b)
+        if question not in seen:
+            seen.add(question)
+            rows.append({"question": question, "answer": str(a + b), "sum": f"{a} + {b}"})
+    return rows
+
+
+def demonstrate(problem: dict, rng: random.Random) -> str:
+    """One noisy demonstration of a solution."""
+    worked = f"{problem['sum']} = {problem['answer']}."
+    kind = rng.random()
+    if kind < CAREFUL:
+        return f"{worked} The answer is \\boxed{{{problem['answer']}}}"
+    if kind < CAREFUL + UNBOXED:
+        return f"{worked} The answer is {problem['answer']}"
+    guess = max(0, int(problem["answer"]) + rng.choice([-20, -10, -2, -1, 1, 2, 10, 20]))
+    return f"\\boxed{{{guess}}}"
+
+
+def make_tokenizer(problems: list[dict], rng: random.Random) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of about 330 tokens, one token per digit, with the chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d| ?[A-Za-z]+|[^A-Za-z\d]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = [f"system\nuser\nassistant\n{row['question']}\n{demonstrate(row, rng)}" for row in problems]
+    tokenizer.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> Qwen3ForCausalLM:
+    """A Qwen3 with random weights; head size 32, two query heads per key-value head, tied embeddings."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    return model
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, problems: list[dict], rng: random.Random) -> list[tuple[list, int]]:
+    """(token ids, prompt length) of every problem with its demonstration and stop token."""
+    rows = []
+    for row in problems:
+        messages = [{"role": "user", "content": row["question"]}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(prompt)["input_ids"]
+        rows.append((ids + tokenizer(demonstrate(row, rng))["input_ids"] + [tokenizer.eos_token_id], len(ids)))
+    return rows
+
+
+def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], steps: int, batch: int, rate: float) -> None:
+    """Train on the completions for `steps` batches with a one-cycle schedule; prints a line every 100 steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    rng, started = random.Random(0), time.perf_counter()
+    for step in range(1, steps + 1):
+        chosen = rng.sample(rows, batch)
+        width = max(len(ids) for ids, _ in chosen)
+        tokens = torch.zeros(batch, width, dtype=torch.long)  # (B, T)
+        labels = torch.full((batch, width), -100)  # (B, T)
+        for index, (ids, prompt_length) in enumerate(chosen):
+            tokens[index, : len(ids)] = torch.tensor(ids)
+            labels[index, prompt_length : len(ids)] = torch.tensor(ids[prompt_length:])
+        # Padded positions come after every label, so a causal model needs no attention mask here.
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 100 == 0 or step == steps:
+            print(f"step {step}/{steps} loss {loss.item():.3f} {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--out", default="models/tiny-base", help="directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1500, help="supervised steps; 0 leaves the weights random")
+    parser.add_argument("--batch", type=int, default=32, help="problems per step")
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--hidden", type=int, default=128, help="width, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=100, help="numbers are below this")
+    parser.add_argument("--problems", type=int, default=20_000, help="training problems")
+    parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
+    parser.add_argument("--overwrite", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.hidden % 64:
+        raise BadInput(f"--hidden ({options.hidden}) must be a multiple of 64.")
+    with publish(Path(options.out), options.overwrite) as out:
+        rng = random.Random(options.seed)
+        set_seed(options.seed)
+        train = make_problems(options.problems, False, options.limit, rng)
+        heldout = make_problems(options.heldout, True, options.limit, rng)
+        tokenizer = make_tokenizer(train[:3000], rng)
+        model = make_model(tokenizer, options.hidden, options.layers)
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+        if options.steps:
+            supervise(model, encode(tokenizer, train, rng), options.steps, options.batch, options.learning_rate)
+        model.to(torch.bfloat16).save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        for name, rows in (("train", train), ("heldout", heldout)):
+            lines = [json.dumps({"question": row["question"], "answer": row["answer"]}) for row in rows]
+            (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_manifest(out, "tiny-base", options=vars(options))
+    print(f"wrote {options.out}", flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)
