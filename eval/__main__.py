@@ -1,11 +1,14 @@
 """`python -m eval --run …` measures, `… eval gate --run …` decides, `… eval report --run …` redraws."""
 
+import os
 import sys
 
 from recipes.parts.errors import run_command
 
 
 def main() -> int | None:
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # eight models' loading bars would bury the lines of a log
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "gate":
         from eval.gate import main as gate

@@ -78,21 +78,18 @@ def conclude(comparison: dict, formats: Sequence[str]) -> str:
 
 
 def _gain_sentence(name: str, gain: dict) -> str:
-    (low, high), where = gain["interval"], f"of {gain['n']} held-out problems in {name}"
-    if low > 0:
+    low, high = gain["interval"]
+    if low <= 0 <= high:
         return (
-            f"GRPO answers {points(gain['difference'])} points more {where} than the base does "
-            f"({_interval(low, high)}, McNemar p = {gain['mcnemar_p']:.2g})."
+            f"No difference between GRPO and base is shown in {name}: "
+            f"{points(gain['difference'], sign=True)} points of {gain['n']} held-out problems "
+            f"({_interval(low, high)}). So many problems, disagreeing so often, show a difference of "
+            f"{points(gain['minimum_detectable_effect'])} points four times in five."
         )
-    if high < 0:
-        return (
-            f"GRPO answers {points(-gain['difference'])} points fewer {where} than the base does "
-            f"({_interval(-high, -low)}, McNemar p = {gain['mcnemar_p']:.2g})."
-        )
+    more, ends = ("more", (low, high)) if low > 0 else ("fewer", (-high, -low))
     return (
-        f"No difference between GRPO and base is shown {where}: {points(gain['difference'], sign=True)} points "
-        f"({_interval(low, high)}). This many problems, disagreeing this often, show "
-        f"{points(gain['minimum_detectable_effect'])} points or more four times in five."
+        f"In {name}, GRPO answers {points(abs(gain['difference']))} points {more} of the {gain['n']} held-out "
+        f"problems than the base ({_interval(*ends)}, McNemar p = {p_value(gain['mcnemar_p'])})."
     )
 
 
@@ -112,6 +109,11 @@ def _survival_sentence(name: str, survival: dict) -> str:
 
 def _interval(low: float, high: float) -> str:
     return f"95 % interval {points(low)} to {points(high)}"
+
+
+def p_value(p: float) -> str:
+    """A p-value in three digits, so that 0.0501 does not read as 0.05."""
+    return f"{p:.3g}"
 
 
 def points(value: float, sign: bool = False) -> str:

@@ -156,7 +156,7 @@ def _more_problems(found: dict, room: float, half_width: float, verdict: str) ->
 
 def _negated(difference: dict) -> dict:
     low, high = difference["interval"]
-    return {**difference, "difference": -difference["difference"], "interval": [-high, -low]}
+    return {**difference, "difference": 0.0 - difference["difference"], "interval": [0.0 - high, 0.0 - low]}
 
 
 def print_rules(rules: list[Rule], checkpoint: Artifact) -> None:

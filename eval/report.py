@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from eval.compare import points
+from eval.compare import p_value, points
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, read_json
 
@@ -50,8 +50,9 @@ def cell_line(policy: str, name: str, cell: dict) -> str:
 def print_summary(result: dict) -> None:
     """Gains, survival and the conclusion, for the terminal."""
     for name, gain in result["gain"].items():
-        print(f"gain {name:<5}  {_with_interval(gain)}  McNemar p {gain['mcnemar_p']:.2g}  +{gain['discordant'][0]} "
-              f"-{gain['discordant'][1]}")  # fmt: skip
+        gained, lost = gain["discordant"]
+        test = f"McNemar p {p_value(gain['mcnemar_p'])}, {gained} gained, {lost} lost"
+        print(f"gain {name:<5}  {_with_interval(gain)}  {test}")
     for name, survival in result["gain_survival"].items():
         print(f"gain_survival_{name}  {_with_interval(survival)}")
     print(result["conclusion"], flush=True)
@@ -83,7 +84,7 @@ def markdown(result: dict) -> str:
     lines += _table(
         "format|gain|interval|McNemar p|gained|lost|detectable at 80 % power|problems",
         [
-            [name, *_columns(gain), f"{gain['mcnemar_p']:.2g}", *gain["discordant"], detectable, gain["n"]]
+            [name, *_columns(gain), p_value(gain["mcnemar_p"]), *gain["discordant"], detectable, gain["n"]]
             for name, gain in result["gain"].items()
             for detectable in [points(gain["minimum_detectable_effect"])]
         ],
@@ -112,48 +113,48 @@ def draw(result: dict, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    formats = list(result["matrix"]["base"])
+    formats, survival = list(result["matrix"]["base"]), result["gain_survival"]
     height = 1.9 + 0.55 * len(formats)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, height), width_ratios=[3, 2], layout="constrained")
-    for policy, shift in (("base", -0.13), ("grpo", 0.13)):
+    for policy, shift in (("base", -0.16), ("grpo", 0.16)):
         cells = [result["matrix"][policy][name] for name in formats]
-        _forest(left, [place + shift for place in range(len(formats))], [c["accuracy"] for c in cells],
-                [c["interval"] for c in cells], COLORS[policy], policy)  # fmt: skip
-    _rows(left, formats)
+        points_at = [(place + shift, cell["accuracy"], cell["interval"]) for place, cell in enumerate(cells)]
+        _forest(left, points_at, COLORS[policy], {"base": "base", "grpo": "GRPO"}[policy], sign=False)
     left.set_xlabel("accuracy, % (95 % Wilson interval)")
     left.set_title(f"Held-out accuracy, {result['n']} problems", fontsize=11)
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32 * 3.5 / height), ncols=2, frameon=False)
-    survival = result["gain_survival"]
+    points_at = [(formats.index(name), found["difference"], found["interval"]) for name, found in survival.items()]
     right.axvline(0, color="black", linewidth=0.8)
     if survival:
-        _forest(right, list(range(len(survival))), [s["difference"] for s in survival.values()],
-                [s["interval"] for s in survival.values()], "#d62728", None)  # fmt: skip
-        _rows(right, list(survival))
-        widest = max(abs(100 * end) for s in survival.values() for end in s["interval"])
+        _forest(right, points_at, "#d62728", None, sign=True)
+        where = (0, formats.index("bf16"))
+        right.annotate("reference", where, ha="center", va="center", fontsize=8, backgroundcolor="white")
+        widest = max(abs(100 * end) for _, _, interval in points_at for end in interval)
         right.set_xlim(-1.15 * widest, 1.15 * widest)
     else:
         right.text(0.5, 0.5, "not measured:\nneeds bf16 and another format", ha="center", transform=right.transAxes)
-        right.set_yticks([])
     right.set_xlabel("gain minus gain in bf16, points (95 % paired bootstrap)")
     right.set_title("Does the gain survive the format?", fontsize=11)
+    for axes in (left, right):
+        _rows(axes, formats)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
     partial = file.with_name(f".{file.name}.partial")
     figure.savefig(partial, dpi=130, format="png")
     pyplot.close(figure)
     os.replace(partial, file)
 
 
-def _forest(
-    axes: Any, places: list[float], middles: list[float], intervals: list, color: str, label: str | None
-) -> None:
-    middle = [100 * value for value in middles]
-    # The bootstrap adds two pseudo-problems, so the estimate can lie just outside its own interval on few problems.
-    below = [max(m - 100 * low, 0) for m, (low, _) in zip(middle, intervals, strict=True)]
-    above = [max(100 * high - m, 0) for m, (_, high) in zip(middle, intervals, strict=True)]
-    axes.errorbar(middle, places, xerr=[below, above], fmt="o", color=color, capsize=3, markersize=5, label=label)
-    for value, place in zip(middle, places, strict=True):
-        axes.annotate(
-            f"{value:.1f}", (value, place), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8
-        )
+def _forest(axes: Any, rows: list[tuple[float, float, list]], color: str, label: str | None, sign: bool) -> None:
+    """Estimates with their intervals; `rows` are (place, estimate, interval) in fractions."""
+    places, middles, intervals = zip(*rows, strict=True)
+    # The bootstrap adds two pseudo-problems, so on few problems an estimate can lie outside its own interval.
+    below = [100 * max(middle - low, 0) for middle, (low, _) in zip(middles, intervals, strict=True)]
+    above = [100 * max(high - middle, 0) for middle, (_, high) in zip(middles, intervals, strict=True)]
+    shown = [100 * middle for middle in middles]
+    axes.errorbar(shown, places, xerr=[below, above], fmt="o", color=color, capsize=3, markersize=5, label=label)
+    behind = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+    for place, middle in zip(places, middles, strict=True):
+        axes.annotate(points(middle, sign=sign), (100 * middle, place), xytext=(0, 6), textcoords="offset points",
+                      ha="center", fontsize=8, bbox=behind)  # fmt: skip
 
 
 def _rows(axes: Any, names: list[str]) -> None:

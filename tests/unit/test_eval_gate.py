@@ -1,0 +1,184 @@
+"""The gate on artifacts of a few bytes and results written by hand: exit codes, verdicts, the promoted flag."""
+
+import json
+
+import pytest
+
+from eval import gate
+from eval.artifacts import artifact_hash
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import (
+    MANIFEST,
+    RunDir,
+    file_hash,
+    publish,
+    read_json,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
+
+CELL = {"n": 300, "undecided": 0, "parse_rate": 1.0, "prompt_leak_rate": 0.0, "end_of_turn_rate": 1.0}
+
+
+def estimate(difference: float, low: float, high: float) -> dict:
+    return {"difference": difference, "interval": [low, high], "n": 300}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose fp8 checkpoint passes every rule of the default gate."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    config = {
+        "run": {"name": "tiny"},
+        "model": {"id": "tiny"},
+        "train": {"max_steps": 1},
+        "data": {"path": "problems.jsonl"},
+    }
+    write_json(run.config_file, {"config": config})
+    write_json(run.base_file, {"hash": "b" * 64})
+    with publish(run.merged / "grpo" / "fp8") as partial:
+        (partial / "model.safetensors").write_bytes(b"weights")
+        manifest = write_manifest(
+            partial,
+            "checkpoint",
+            policy="grpo",
+            format="fp8",
+            base_hash="b" * 64,
+            adapter_version=10,
+            adapter_hash="a" * 64,
+            verify={"mean_kl": 0.001},
+            promoted=False,
+        )
+    row = {"bf16": CELL, "fp8": {**CELL, "artifact_hash": artifact_hash(manifest)}}
+    result = {
+        "n": 300,
+        "matrix": {"base": row, "grpo": row},
+        "gain": {"bf16": estimate(0.2, 0.15, 0.25), "fp8": estimate(0.19, 0.14, 0.24)},
+        "gain_survival": {"fp8": estimate(-0.01, -0.03, 0.01)},
+        "quantization_loss": {"fp8": estimate(0.01, -0.01, 0.03)},
+        "conclusion": "",
+        "base_hash": "b" * 64,
+        "adapter_hash": "a" * 64,
+    }
+    write_json(run.eval_file, result)
+    return run
+
+
+def edit(run: RunDir, *path: str, value: object) -> None:
+    result = read_json(run.eval_file)
+    *parents, leaf = path
+    target = result
+    for parent in parents:
+        target = target[parent]
+    target[leaf] = value
+    write_json(run.eval_file, result)
+
+
+def decide(run: RunDir, *overrides: str) -> int:
+    return gate.main(["--run", str(run.path), *overrides])
+
+
+def promoted(run: RunDir) -> bool:
+    return read_manifest(run.merged / "grpo" / "fp8", "checkpoint", deep=True)["promoted"]
+
+
+def test_a_run_that_passes_every_rule_is_promoted_with_the_evidence(run, capsys):
+    assert not promoted(run)
+    assert decide(run) == 0
+    assert promoted(run)
+    promotion = read_json(run.merged / "grpo" / "fp8" / MANIFEST)["promotion"]
+    assert promotion["eval_hash"] == file_hash(run.eval_file)
+    assert len(promotion["rules"]) == 8 and {rule["verdict"] for rule in promotion["rules"]} == {"pass"}
+    assert capsys.readouterr().out.count("  pass\n") == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "rule", "verdict"),
+    [
+        (("gain", "fp8"), estimate(0.03, -0.01, 0.07), "gain in fp8", "NOT SHOWN"),
+        (("gain", "fp8"), estimate(0.03, 0.0, 0.06), "gain in fp8", "NOT SHOWN"),
+        (("gain", "fp8"), estimate(-0.02, -0.05, 0.01), "gain in fp8", "FAIL"),
+        (("quantization_loss", "fp8"), estimate(0.03, 0.0, 0.06), "accuracy lost", "NOT SHOWN"),
+        (("quantization_loss", "fp8"), estimate(0.07, 0.04, 0.1), "accuracy lost", "FAIL"),
+        (("gain_survival", "fp8"), estimate(-0.03, -0.06, 0.0), "gain lost", "NOT SHOWN"),
+        (("gain_survival", "fp8"), estimate(-0.08, -0.12, -0.04), "gain lost", "FAIL"),
+        (("matrix", "grpo", "fp8", "parse_rate"), 0.89, "parse rate", "FAIL"),
+        (("matrix", "grpo", "fp8", "prompt_leak_rate"), 0.02, "prompt leak", "FAIL"),
+        (("matrix", "grpo", "fp8", "end_of_turn_rate"), 0.5, "ended by", "FAIL"),
+        (("matrix", "grpo", "fp8", "undecided"), 7, "answers undecided", "FAIL"),
+    ],
+)
+def test_each_rule_alone_keeps_a_checkpoint_from_promotion(run, capsys, path, value, rule, verdict):
+    edit(run, *path, value=value)
+    assert decide(run) == 1
+    missed = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("FAIL", "NOT SHOWN"))]
+    assert len(missed) == 1 and missed[0].startswith(rule) and missed[0].endswith(verdict)
+    assert not promoted(run)
+
+
+@pytest.mark.parametrize(("verify", "said"), [(None, "not measured"), ({"mean_kl": 0.06}, "0.06")])
+def test_an_artifact_far_from_the_policy_or_never_compared_with_it_is_not_promoted(run, capsys, verify, said):
+    manifest = run.merged / "grpo" / "fp8" / MANIFEST
+    write_json(manifest, {**read_json(manifest), "verify": verify})
+    assert decide(run) == 1
+    assert f"{said}" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("KL("))
+
+
+def test_limits_come_from_the_configuration_and_its_overrides(run):
+    assert decide(run, "--eval.gate.min_gain", "0.15") == 1
+    assert decide(run, "--eval.gate.min_gain", "0.13") == 0
+
+
+def test_a_promotion_is_taken_back_by_a_gate_that_does_not_pass(run):
+    assert decide(run) == 0 and promoted(run)
+    assert decide(run, "--eval.gate.max_policy_kl", "0.0001") == 1
+    assert not promoted(run)
+    assert read_json(run.merged / "grpo" / "fp8" / MANIFEST)["promotion"] is None
+
+
+def test_the_number_of_problems_that_would_decide_is_given(run, capsys):
+    edit(run, "gain", "fp8", value=estimate(0.03, -0.03, 0.09))
+    assert decide(run) == 1
+    assert "about 1200 problems instead of 300 decide" in capsys.readouterr().out
+
+
+def _tamper(run):
+    (run.merged / "grpo" / "fp8" / "model.safetensors").write_bytes(b"heavier")
+
+
+def _merge_again(run):
+    _tamper(run)
+    old = read_json(run.merged / "grpo" / "fp8" / MANIFEST)
+    facts = {key: value for key, value in old.items() if key not in ("kind", "created", "files")}
+    write_manifest(run.merged / "grpo" / "fp8", "checkpoint", **facts)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "overrides", "message"),
+    [
+        (lambda run: edit(run, "adapter_hash", value="c" * 64), [], "stale: its adapter_hash is cccc"),
+        (lambda run: edit(run, "base_hash", value="c" * 64), [], "stale: its base_hash"),
+        (_merge_again, [], "stale: it measured files"),
+        (_tamper, [], "is damaged"),
+        (lambda run: run.eval_file.unlink(), [], "python -m eval --run"),
+        (lambda run: run.eval_file.write_text("{"), [], "is not JSON"),
+        (lambda run: run.eval_file.write_text(json.dumps({"n": 3})), [], "is not the result of an evaluation"),
+        (lambda run: None, ["--eval.gate.format", "w4a16"], "--format w4a16"),
+        (lambda run: None, ["--eval.gate.format", "nf4"], "no merged checkpoint to promote"),
+        (lambda run: None, ["--eval.gate.min_gian", "0"], "min_gain"),
+    ],
+)
+def test_what_the_gate_cannot_judge_is_bad_input(run, spoil, overrides, message):
+    spoil(run)
+    with pytest.raises(BadInput, match=message):
+        decide(run, *overrides)
+
+
+def test_an_evaluation_without_bf16_cannot_be_gated(run):
+    result = read_json(run.eval_file)
+    del result["matrix"]["grpo"]["bf16"]
+    write_json(run.eval_file, result)
+    with pytest.raises(BadInput, match="no bf16 cell"):
+        decide(run)

@@ -1,0 +1,192 @@
+"""Scoring and hygiene on hostile completions, and what comparisons are allowed to say."""
+
+import pytest
+
+from eval import compare, report
+from eval.generate import Generation
+from eval.problems import check_disjoint, normalized, problems_hash
+from eval.score import Record, score, summarize
+from recipes.parts.data import Problem
+from recipes.parts.errors import CheckFailed
+from reward.pool import Verdict
+
+QUESTION = "Tom has 12 apples and buys 34 more. How many apples has Tom?"
+SUFFIX = "\nPut the final answer in \\boxed{}."
+ASKED = [{"role": "system", "content": "You solve problems."}, {"role": "user", "content": QUESTION + SUFFIX}]
+
+
+def problem(gold: str = "46", question: str = QUESTION) -> Problem:
+    return Problem("p1", question, gold, "test.jsonl:1")
+
+
+def one(text: str, raw: str | None = None, gold: str = "46", pool: object = None) -> Record:
+    made = Generation(text, text if raw is None else raw, tokens=9, ended=True, hit_max_tokens=False)
+    return score([problem(gold)], [made], [ASKED], pool)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed", "correct", "strict"),
+    [
+        ("12 + 34 = 46, so \\boxed{46}", True, True, True),
+        ("#### 46", True, True, False),
+        ("\\boxed{45} #### 46", True, False, False),
+        ("\\boxed{45} wait, \\boxed{46}", True, True, True),
+        ("\\boxed{46", False, False, False),
+        ("#### 46\n\\boxed{45", True, True, False),
+        ("\\boxed{{46}}", True, True, True),
+        ("\\boxed{}", False, False, False),
+        ("46", False, False, False),
+        ("", False, False, False),
+        ("\x00\ud7ff∞ " * 500, False, False, False),
+        ("\\boxed{" * 5000, False, False, False),
+        ("Put the final answer in \\boxed{}.", False, False, False),
+        ("\\boxed{46.0}", True, True, True),
+    ],
+)
+def test_answers_are_found_where_the_rewards_find_them(text, parsed, correct, strict):
+    record = one(text)
+    assert (record.parsed, record.correct, record.correct_strict) == (parsed, correct, strict)
+
+
+@pytest.mark.parametrize(
+    ("raw", "leaks"),
+    [
+        ("12 + 34 = 46 \\boxed{46}", False),
+        ("Tom has 12 apples. He buys 34, so 46.", False),
+        (QUESTION, True),
+        ("tom has 12  apples and BUYS 34 more.\nHow many apples has tom? 46", True),
+        ("46. Put the final answer in \\boxed{}.", True),
+        ("You solve problems.", True),
+        ("46<|im_start|>user", True),
+        ("46<|endoftext|>", True),
+        ("46\nuser\nNext question", True),
+        ("46\nassistant\n46", True),
+        ("46\nUser: and 5?", True),
+        ("46\n### Instruction: go on", True),
+        ("[INST] 46 [/INST]", True),
+        ("The user wants a sum; the assistant computes 46.", False),
+        ("", False),
+    ],
+)
+def test_repeated_prompts_and_forged_turns_are_leaks_and_sums_are_not(raw, leaks):
+    assert one("\\boxed{46}", raw).prompt_leak is leaks
+
+
+def test_a_short_question_is_not_leaked_by_using_it():
+    asked = [{"role": "user", "content": "3 + 4?"}]
+    made = Generation("3 + 4? That is \\boxed{7}", "3 + 4? That is \\boxed{7}", 9, True, False)
+    assert not score([problem("7", "3 + 4?")], [made], [asked])[0].prompt_leak
+
+
+class UndecidedPool:
+    def compare(self, pairs: list) -> list[Verdict]:
+        return [Verdict(None, "timeout") for _ in pairs]
+
+
+def test_an_undecided_answer_is_neither_right_nor_wrong():
+    undecided = one("\\boxed{\\sqrt{x} + 1}", gold="\\frac{a}{b} + x", pool=UndecidedPool())
+    assert undecided.parsed and undecided.correct is None and undecided.correct_strict is None
+    cell = summarize([one("\\boxed{46}"), one("\\boxed{45}"), undecided])
+    assert (cell["n"], cell["undecided"], cell["correct"], cell["accuracy"]) == (3, 1, 1, 0.5)
+    with pytest.raises(CheckFailed, match="none of 1 answers"):
+        summarize([undecided])
+
+
+def test_a_cell_counts_cut_and_unended_completions():
+    cut = score([problem()], [Generation("12 +", "12 +", 48, False, True)], [ASKED])[0]
+    cell = summarize([one("\\boxed{46}"), one("\\boxed{46}"), cut, one("46<|im_start|>", "46<|im_start|>")])
+    assert (cell["max_token_hits"], cell["end_of_turn_rate"], cell["mean_tokens"]) == (1, 0.75, (9 * 3 + 48) / 4)
+    assert (cell["accuracy"], cell["parse_rate"], cell["prompt_leak_rate"]) == (0.5, 0.5, 0.25)
+
+
+def records(*correct: bool | None) -> list[Record]:
+    return [Record(str(i), "", 1, True, False, True, "1", "1", c, c, False) for i, c in enumerate(correct)]
+
+
+def test_a_problem_undecided_in_one_cell_leaves_every_comparison_with_it():
+    cells = {
+        ("base", "bf16"): records(False, True, False, False),
+        ("grpo", "bf16"): records(True, True, None, True),
+        ("base", "fp8"): records(False, True, False, None),
+        ("grpo", "fp8"): records(True, False, True, True),
+    }
+    found = compare.compare(cells, ["bf16", "fp8"], "fp8", 200)
+    assert (found["gain"]["bf16"]["n"], found["gain"]["bf16"]["difference"]) == (3, pytest.approx(2 / 3))
+    assert (found["gain"]["fp8"]["n"], found["gain"]["fp8"]["discordant"]) == (3, [2, 1])
+    assert found["gain_survival"]["fp8"]["n"] == 2
+    assert found["gain_survival_fp8"] == pytest.approx((1 + -1) / 2 - (1 + 0) / 2)
+    assert found["quantization_loss"]["fp8"]["n"] == 3
+
+
+def result(bf16: tuple, fp8: tuple, survival: tuple | None) -> dict:
+    def estimate(low: float, middle: float, high: float) -> dict:
+        numbers = {"difference": middle, "interval": [low, high], "n": 300, "mcnemar_p": 0.01, "discordant": [9, 1]}
+        return {**numbers, "minimum_detectable_effect": 0.05}
+
+    survived = {"fp8": estimate(*survival)} if survival else {}
+    return {"gain": {"bf16": estimate(*bf16), "fp8": estimate(*fp8)}, "gain_survival": survived}
+
+
+SHOWN, UNCLEAR, WORSE = (0.1, 0.2, 0.3), (-0.02, 0.02, 0.06), (-0.3, -0.2, -0.1)
+
+
+@pytest.mark.parametrize(
+    ("found", "says", "never_says"),
+    [
+        (
+            result(SHOWN, SHOWN, (-0.02, 0.0, 0.02)),
+            ["No loss of gain is shown", "no more than 2.0 points"],
+            ["lost in"],
+        ),
+        (result(SHOWN, SHOWN, (-0.09, -0.05, -0.01)), ["Part of the gain is lost in fp8", "-5.0 points"], ["No loss"]),
+        (result(SHOWN, SHOWN, (0.01, 0.05, 0.09)), ["larger in fp8 than in bf16"], ["lost"]),
+        (result(UNCLEAR, SHOWN, (-0.02, 0.0, 0.02)), ["No difference", "no gain whose survival"], ["No loss", "lost"]),
+        (result(WORSE, UNCLEAR, (-0.02, 0.0, 0.02)), ["20.0 points fewer", "10.0 to 30.0"], ["more of", "No loss"]),
+        (result(SHOWN, SHOWN, None), ["was not measured"], ["No loss", "lost"]),
+    ],
+)
+def test_the_conclusion_says_what_the_intervals_allow_and_no_more(found, says, never_says):
+    text = compare.conclude(found, ["bf16", "fp8"])
+    assert all(part in text for part in says), text
+    assert not any(part in text for part in never_says), text
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is 3 + 4?", "what is  3+4", True),
+        ("What is 3 + 4?", "What is 3 - 4?", False),
+        ("What is 3 + 4?", "What is 34?", False),
+        ("1 2 pies", "12 pies", False),
+        ("Ｔｏｍ has ½", "tom has 1⁄2", True),
+        ("a\u00a0b\n", "A b.", True),
+        ("-3", "3", False),
+    ],
+)
+def test_questions_are_compared_by_what_they_ask(one, other, same):
+    assert (normalized(one) == normalized(other)) is same
+
+
+def test_every_leaked_problem_is_counted_and_some_are_shown():
+    held_out = [problem(question=f"Round {i}?") for i in range(10)]
+    check_disjoint(held_out, [problem(question="Round 11?")])
+    with pytest.raises(CheckFailed, match=r"5 of 10 held-out problems are training problems") as caught:
+        check_disjoint(held_out, [problem(question=f"round  {i}") for i in range(5)])
+    assert str(caught.value).count("test.jsonl:1 is test.jsonl:1") == 3
+
+
+def test_the_problems_hash_moves_with_every_field_and_the_order():
+    several = [problem("1"), problem("2")]
+    hashes = [several, several[::-1], several[:1], [problem("1"), problem("2", "x")]]
+    assert len({problems_hash(chosen) for chosen in hashes}) == 4
+    assert problems_hash(several) == problems_hash([problem("1"), problem("2")])
+
+
+def test_a_report_without_survival_is_drawn(tmp_path):
+    cell = {**summarize(records(True, False, True)), "seconds": 0.1}
+    found = {"n": 3, "matrix": {"base": {"fp8": cell}, "grpo": {"fp8": cell}}, "conclusion": "Nothing.\nAt all."}
+    found |= {"gain": {}, "gain_survival": {}, "versions": {}, "date": "", "command": [], "adapter_version": 1}
+    report.write_report({**found, "max_new_tokens": 4}, tmp_path)
+    assert (tmp_path / "eval.png").stat().st_size > 5_000
+    assert "- Nothing.\n- At all." in (tmp_path / "eval.md").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["eval.md", "eval.png"]
