@@ -67,9 +67,10 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
         raise BadInput(
             f"reward.functions names a reward twice: {', '.join(reward.functions)}. Use its weight instead."
         )
-    if len(reward.weights) != len(reward.functions):
+    weights = [1.0] * len(reward.functions) if reward.weights is None else [float(w) for w in reward.weights]
+    if len(weights) != len(reward.functions):
         raise BadInput(
-            f"reward.weights has {len(reward.weights)} values for {len(reward.functions)} reward.functions "
+            f"reward.weights has {len(weights)} values for {len(reward.functions)} reward.functions "
             f"({', '.join(reward.functions)}). Give one weight per function."
         )
     if reward.workers < 1 or reward.timeout_s <= 0:
@@ -79,4 +80,4 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
     functions = [
         BoundReward(name, reward.workers, reward.timeout_s, reward.max_unknown_fraction) for name in reward.functions
     ]
-    return functions, [float(weight) for weight in reward.weights]
+    return functions, weights

@@ -99,8 +99,9 @@ def _content(message: dict) -> str:
 def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | None) -> str:
     r"""The completion without the passages that repeat the prompt verbatim.
 
-    A passage is a whole prompt message, a paragraph of it that carries an answer tag, or a line that carries one
-    beside other words. A line that is a bare `\boxed{7}` or `#### 7` stays: the model may have written that itself.
+    A passage is a whole prompt message, a paragraph of it that carries an answer tag, a line that carries one beside
+    other words, or a sentence with an empty box. A line that is a bare `\boxed{7}` or `#### 7` stays: the model may
+    have written that itself.
     """
     text = message_text(completion)
     messages = (prompt,) if isinstance(prompt, str) else tuple(_content(message) for message in prompt or ())
@@ -119,6 +120,8 @@ def _prompt_passages(messages: tuple[str, ...]) -> tuple[str, ...]:
             bare = re.fullmatch(r"[\W_]*(?:\\boxed\s*\{?[^{}\n]*\}?|####[^\n]*)[\W_]*", piece)
             if _ANSWER_TAG.search(piece) and not bare:
                 passages.add(piece)
+                # "Put the answer in \boxed{}." alone, too: its empty box is never the model's answer.
+                passages.update(s for s in re.split(r"(?<=[.!?])\s+", piece) if (b := boxes(s)) and not any(b))
     return tuple(sorted(passages - {""}, key=len, reverse=True))
 
 

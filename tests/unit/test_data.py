@@ -1,0 +1,285 @@
+"""Problems from files and hub ids: formats, bad rows, duplicates, prompts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.config import DataConfig
+from recipes.parts.data import chat_messages, drop_long, load_problems, read_problems, to_dataset
+from recipes.parts.errors import BadInput
+
+ROOT = Path(__file__).parents[2]
+ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}, {"question": "3+3?", "answer": "6"}]
+
+
+def jsonl(path: Path, rows: list, newline: str = "\n") -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_bytes((newline.join(lines) + newline).encode())
+    return path
+
+
+def config(path: Path | None = None, **fields) -> DataConfig:
+    return DataConfig(path=str(path) if path else None, **fields)
+
+
+def bad_input(data: DataConfig, split: str = "train") -> str:
+    with pytest.raises(BadInput) as error:
+        load_problems(data, split)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_every_file_type_gives_the_same_problems(tmp_path, suffix):
+    file = tmp_path / f"train.{suffix}"
+    if suffix == "jsonl":
+        jsonl(file, ROWS)
+    elif suffix == "json":
+        file.write_text(json.dumps(ROWS))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
+    for path in (file, tmp_path):  # the file itself, and the directory that holds <split>.<suffix>
+        problems = load_problems(config(path), "train")
+        assert [(p.question, p.gold) for p in problems] == [("1+1?", "2"), ("2+2?", "4"), ("3+3?", "6")]
+        assert [p.source for p in problems] == [f"{file}:{line}" for line in (1, 2, 3)]
+    ids = [problem.id for problem in problems]
+    assert ids == [p.id for p in load_problems(config(jsonl(tmp_path / "same.jsonl", ROWS)), "train")]
+    assert len(set(ids)) == 3
+
+
+def test_ids_depend_on_content_and_not_on_place(tmp_path):
+    forward = load_problems(config(jsonl(tmp_path / "a.jsonl", ROWS)), "train")
+    backward = load_problems(config(jsonl(tmp_path / "b.jsonl", ROWS[::-1])), "train")
+    assert [p.id for p in forward] == [p.id for p in backward][::-1]
+    changed = load_problems(config(jsonl(tmp_path / "c.jsonl", [{"question": "1+1?", "answer": "3"}])), "train")
+    assert changed[0].id not in {p.id for p in forward}
+
+
+def test_splits_have_files_of_their_own(tmp_path):
+    jsonl(tmp_path / "train.jsonl", ROWS[:2])
+    jsonl(tmp_path / "test.jsonl", ROWS[2:])
+    other = jsonl(tmp_path / "other.jsonl", ROWS[:1])
+    assert [p.gold for p in load_problems(config(tmp_path), "eval")] == ["6"]
+    assert [p.gold for p in load_problems(config(tmp_path, eval_path=str(other)), "eval")] == ["2"]
+    assert [p.gold for p in load_problems(config(tmp_path, eval_path=str(other)), "train")] == ["2", "4"]
+    assert [p.gold for p in load_problems(config(tmp_path, train_split="test"), "train")] == ["6"]
+    assert "data.eval_path" in bad_input(config(tmp_path / "train.jsonl"), "eval")
+
+
+def test_the_first_n_problems_are_used_when_a_limit_is_set(tmp_path):
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    jsonl(tmp_path / "test.jsonl", ROWS)
+    data = config(tmp_path, max_train_problems=2, max_eval_problems=1)
+    assert (len(load_problems(data, "train")), len(load_problems(data, "eval"))) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "answer", "gold"),
+    [
+        ("gsm8k", "She has 2 <<1+1=2>>.\n#### 1,234", "1,234"),
+        ("boxed", r"Thus $\boxed{\frac{1}{2}}$, not $\boxed{3}$; so \boxed{\frac{2}{4}}.", r"\frac{2}{4}"),
+        ("plain", " 42 ", "42"),
+        ("plain", 42, "42"),
+        ("plain", 0.5, "0.5"),
+        ("plain", r"\frac{1}{2}", r"\frac{1}{2}"),
+        ("plain", "Évelyn", "Évelyn"),
+    ],
+)
+def test_the_reference_is_taken_from_its_form(tmp_path, answer_format, answer, gold):
+    file = jsonl(tmp_path / "train.jsonl", [{"problem": "q", "solution": answer}])
+    data = config(file, answer_format=answer_format, question_column="problem", answer_column="solution")
+    assert load_problems(data, "train")[0].gold == gold
+
+
+def test_deepmath_columns_are_named_in_the_configuration(tmp_path):
+    file = jsonl(tmp_path / "train.jsonl", [{"question": "q", "final_answer": "\\pi", "difficulty": 5.0}])
+    assert load_problems(config(file, answer_column="final_answer"), "train")[0].gold == "\\pi"
+
+
+BAD_ROWS = [
+    ("plain", '{"question": "q", "answer": "5"', "invalid JSON"),
+    ("plain", "[" * 100_000, "invalid JSON"),
+    ("plain", "[1, 2]", "a JSON list, expected an object"),
+    ("plain", "null", "a JSON NoneType"),
+    ("plain", {"question": "q"}, "no column 'answer'"),
+    ("plain", {"question": "  ", "answer": "5"}, "question"),
+    ("plain", {"question": "", "answer": "5"}, "the question is empty"),
+    ("plain", {"question": None, "answer": "5"}, "the question is empty"),
+    ("plain", {"question": ["q"], "answer": "5"}, "the question is ['q']"),
+    ("plain", {"question": "q", "answer": None}, "the answer is None"),
+    ("plain", {"question": "q", "answer": True}, "the answer is True"),
+    ("plain", {"question": "q", "answer": ""}, "the answer is empty"),
+    ("plain", {"question": "q", "answer": "nan"}, "the answer is 'nan'"),
+    ("plain", {"question": "q", "answer": "\\frac{1}{2"}, "unbalanced braces"),
+    ("plain", {"question": "q", "answer": "9" * 5000}, "5,000 characters"),
+    ("gsm8k", {"question": "q", "answer": "42"}, "no '#### number'"),
+    ("gsm8k", {"question": "q", "answer": "#### none"}, "no '#### number'"),
+    ("boxed", {"question": "q", "answer": "42"}, r"no balanced \boxed{}"),
+    ("boxed", {"question": "q", "answer": r"\boxed{4"}, r"no balanced \boxed{}"),
+    ("boxed", {"question": "q", "answer": r"\boxed{}"}, "the answer is empty"),
+]
+
+
+@pytest.mark.parametrize(("answer_format", "row", "why"), BAD_ROWS, ids=lambda value: repr(value)[:30])
+def test_a_bad_row_is_named_by_file_and_line_and_skipped_only_under_the_budget(tmp_path, answer_format, row, why):
+    good = {"gsm8k": "#### 1", "boxed": r"\boxed{1}", "plain": "1"}[answer_format]
+    rows = [{"question": f"q{number}", "answer": good} for number in range(9)]
+    file = jsonl(tmp_path / "train.jsonl", [*rows[:4], row, *rows[4:]])
+    message = bad_input(config(file, answer_format=answer_format))
+    assert f"{file}:5: " in message and why in message and "1 of 10 rows" in message
+    assert "data.max_bad_fraction 0.1" in message
+    problems, report = read_problems(config(file, answer_format=answer_format, max_bad_fraction=0.1), "train")
+    assert len(problems) == 9 and [place for place, _ in report.bad] == [f"{file}:5"]
+    assert report.summary() == "10 rows, 1 bad, 0 repeated questions"
+
+
+def test_five_bad_rows_are_shown_and_the_rest_counted(tmp_path):
+    file = jsonl(tmp_path / "train.jsonl", [ROWS[0], *["{"] * 8])
+    message = bad_input(config(file, max_bad_fraction=0.5))
+    assert "8 of 9 rows" in message and message.count("invalid JSON") == 5 and "and 3 more" in message
+
+
+def test_no_usable_row_is_an_error_at_any_budget(tmp_path):
+    assert "1 of 1 rows" in bad_input(config(jsonl(tmp_path / "a.jsonl", ["{"]), max_bad_fraction=1.0))
+    assert "no rows" in bad_input(config(jsonl(tmp_path / "b.jsonl", [""]), max_bad_fraction=1.0))
+
+
+def test_a_missing_column_names_the_nearest_one(tmp_path):
+    file = jsonl(tmp_path / "train.jsonl", [{"Question": "q", "final_answer": "5"}])
+    message = bad_input(config(file))
+    assert "no column 'question'; it has Question, final_answer" in message
+    assert "Set data.question_column to 'Question'" in message
+    assert "data.answer_column to 'final_answer'" in bad_input(config(file, question_column="Question"))
+
+
+def test_repeated_questions_are_kept_once_and_counted(tmp_path):
+    file = jsonl(tmp_path / "train.jsonl", [*ROWS, {"question": " 1+1?\r\n", "answer": "2"}])
+    problems, report = read_problems(config(file), "train")
+    assert len(problems) == 3 and report.duplicates == [f"{file}:4 repeats {file}:1"]
+    assert report.summary() == "4 rows, 0 bad, 1 repeated questions"
+
+
+def test_one_question_with_two_answers_is_a_bad_row(tmp_path):
+    file = jsonl(tmp_path / "train.jsonl", [*ROWS, {"question": "1+1?", "answer": "3"}])
+    assert f"{file}:4: same question as {file}:1, other answer '3'" in bad_input(config(file))
+
+
+def test_bom_crlf_blank_lines_and_unicode_separators_are_read(tmp_path):
+    rows = [{"question": "Wie groß\u2028ist 1+1? 🦆", "answer": "2"}, "", {"question": "a\r\nb", "answer": "4"}]
+    file = jsonl(tmp_path / "train.jsonl", rows, newline="\r\n")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    problems = load_problems(config(file), "train")
+    assert [(p.question, p.source) for p in problems] == [
+        ("Wie groß\u2028ist 1+1? 🦆", f"{file}:1"),
+        ("a\nb", f"{file}:3"),
+    ]
+
+
+def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b'{"question": "q", "answer": "\xff"}\n' + json.dumps(ROWS[0]).encode())
+    assert f"{file}:1: not UTF-8" in bad_input(config(file))
+    assert len(load_problems(config(file, max_bad_fraction=0.5), "train")) == 1
+
+
+def test_wrong_sources_are_bad_input_with_the_fix(tmp_path):
+    jsonl(tmp_path / "training.jsonl", ROWS)
+    message = bad_input(config(tmp_path))
+    assert "has no train.jsonl" in message and "it has training.jsonl" in message and "to 'training'" in message
+    assert "does not exist" in bad_input(config(tmp_path / "none"))
+    (tmp_path / "a.csv").write_text("x")
+    assert "unknown file type '.csv'" in bad_input(config(tmp_path / "a.csv"))
+    assert "set data.id" in bad_input(config())
+    (tmp_path / "a.json").write_text("{}")
+    assert "expected a list" in bad_input(config(tmp_path / "a.json"))
+    (tmp_path / "b.json").write_text("{")
+    assert "is not JSON" in bad_input(config(tmp_path / "b.json"))
+    (tmp_path / "a.parquet").write_text("x")
+    assert "not a readable parquet file" in bad_input(config(tmp_path / "a.parquet"))
+    assert "unknown split" in bad_input(config(tmp_path / "training.jsonl"), "test")
+
+
+def test_a_hub_id_goes_through_load_dataset_with_its_config_and_split(tmp_path, monkeypatch):
+    import datasets
+
+    # A local directory of the hub's shape: the same loader resolves it.
+    jsonl(tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
+    jsonl(tmp_path / "test.jsonl", [{"question": "2+2?", "answer": "#### 4"}])
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = config(id=str(tmp_path), answer_format="gsm8k")
+    assert [(p.gold, p.source) for p in load_problems(data, "eval")] == [("4", f"{tmp_path}[test]:1")]
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or [ROWS[0]])
+    load_problems(config(id="openai/gsm8k", config="main"), "train")
+    load_problems(config(id="openai/gsm8k", eval_split="validation"), "eval")
+    assert asked == [(("openai/gsm8k", "main"), {"split": "train"}), (("openai/gsm8k",), {"split": "validation"})]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach the hub"), ValueError("Unknown split"), OSError()])
+def test_a_hub_id_that_cannot_be_loaded_is_bad_input_with_the_ways_out(monkeypatch, error):
+    import datasets
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    message = bad_input(config(id="openai/gsm8k", config="main"))
+    assert "data.id 'openai/gsm8k' (config 'main', split 'train')" in message
+    assert type(error).__name__ in message and str(error) in message and "data.path" in message
+
+
+def test_a_local_path_overrides_the_hub_id(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    assert len(load_problems(config(jsonl(tmp_path / "a.jsonl", ROWS), id="openai/gsm8k"), "train")) == 3
+
+
+def test_prompts_are_chat_messages_without_a_template(tmp_path):
+    suffix = "\nPut the final answer in \\boxed{}."
+    data = config(jsonl(tmp_path / "a.jsonl", ROWS), system_prompt="Be brief.", prompt_suffix=suffix)
+    problems = load_problems(data, "train")
+    user = {"role": "user", "content": "1+1?" + suffix}
+    assert chat_messages(data, problems[0]) == [{"role": "system", "content": "Be brief."}, user]
+    assert chat_messages(config(prompt_suffix=suffix), problems[0]) == [user]
+    dataset = to_dataset(problems, data)
+    assert dataset.column_names == ["prompt", "gold", "problem_id"] and len(dataset) == 3
+    assert dataset[0] == {"prompt": chat_messages(data, problems[0]), "gold": "2", "problem_id": problems[0].id}
+    with pytest.raises(BadInput, match="no problems"):
+        to_dataset([], data)
+
+
+class WordTokenizer:
+    """One token per word, and two for the template."""
+
+    def apply_chat_template(self, conversation, tokenize, add_generation_prompt, return_dict):
+        assert tokenize and add_generation_prompt and return_dict
+        return {"input_ids": [0] * (2 + sum(len(message["content"].split()) for message in conversation))}
+
+
+def test_prompts_that_are_too_long_are_an_error_with_the_longest_or_dropped_under_the_budget(tmp_path):
+    rows = [{"question": "word " * (number + 1) + str(number), "answer": "1"} for number in range(10)]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    problems = load_problems(config(file), "train")
+    assert drop_long(problems, WordTokenizer(), config(file), 13) == (problems, 0)
+    with pytest.raises(BadInput) as error:
+        drop_long(problems, WordTokenizer(), config(file), 11)
+    message = str(error.value)
+    assert "2 of 10 prompts" in message and "(11 tokens); the longest has 13" in message and f"{file}:10" in message
+    assert "data.max_bad_fraction 0.2" in message
+    assert drop_long(problems, WordTokenizer(), config(file, max_bad_fraction=0.2), 11) == (problems[:8], 2)
+    with pytest.raises(BadInput, match="10 of 10"):
+        drop_long(problems, WordTokenizer(), config(file, max_bad_fraction=1.0), 1)
+
+
+def test_importing_the_module_needs_no_torch_and_no_datasets():
+    code = "import sys, recipes.parts.data; assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

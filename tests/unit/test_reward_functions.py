@@ -1,0 +1,136 @@
+"""The reward functions in TRL's signature, and how a configuration names them."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.config import RewardConfig
+from recipes.parts.errors import BadInput, CheckFailed
+from reward import REWARDS, reward_functions
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [{"role": "user", "content": "What is 2+5?\nPut the final answer in \\boxed{}."}]
+
+
+def score(name, completions, gold="7", prompt=PROMPT):
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    batch = {"prompts": [prompt] * len(completions), "gold": [gold] * len(completions), "problem_id": ["p"]}
+    as_messages = REWARDS[name](completions=messages, completion_ids=[], trainer_state=None, **batch)
+    assert as_messages == REWARDS[name](completions=list(completions), **batch)  # both of TRL's forms
+    return as_messages
+
+
+TABLE = [
+    # completion, math, gsm8k_strict, gsm8k_lenient, boxed_format
+    (r"so \boxed{7}", 1, 1, 1, 1),
+    (r"so \boxed{8}", 0, 0, 0, 1),
+    (r"\boxed{7} in the middle of it", 1, 1, 1, 1),
+    (r"\boxed{8} no, \boxed{7}", 1, 1, 1, 0),
+    (r"\boxed{7} no, \boxed{8}", 0, 0, 0, 0),
+    (r"\boxed{\frac{14}{2}}", 1, 1, 1, 1),
+    (r"\boxed{}", 0, 0, 0, 0),
+    (r"\boxed{7", 0, 0, 1, 0),
+    ("#### 7", 0, 1, 1, 0),
+    ("#### 8", 0, 0, 0, 0),
+    ("the answer is 7", 0, 0, 1, 0),
+    ("7 or maybe 8", 0, 0, 0, 0),
+    ("Put the final answer in \\boxed{}. \\boxed{7}", 1, 1, 1, 1),
+    ("", 0, 0, 0, 0),
+    ("no idea", 0, 0, 0, 0),
+    (r"\boxed{NaN}", 0, 0, 0, 1),
+    (r"\boxed{٧}", 1, 1, 1, 1),
+    ("7" * 1_000_000, 0, 0, 0, 0),
+    ("\\boxed{" * 100_000, 0, 0, 0, 0),
+    ("\\boxed{" + "7" * 1_000_000 + "}", 0, 0, 0, 1),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0][:30])
+def test_each_reward_pays_what_its_definition_says(row):
+    completion, *expected = row
+    names = ("math", "gsm8k_strict", "gsm8k_lenient", "boxed_format")
+    assert [score(name, [completion])[0] for name in names] == [float(value) for value in expected]
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_completion_that_repeats_a_solved_example_of_the_prompt_earns_nothing(name):
+    prompt = [{"role": "user", "content": "3+4? The answer is \\boxed{7}.\n\n2+5?"}]
+    assert score(name, ["3+4? The answer is \\boxed{7}.\n\n2+5?"], prompt=prompt) == [0.0]
+
+
+def test_prompts_may_be_absent():
+    assert REWARDS["math"](None, [r"\boxed{7}"], ["7"]) == [1.0]
+
+
+def test_a_missing_or_short_gold_column_is_an_error():
+    with pytest.raises(TypeError, match="gold"):
+        REWARDS["math"](prompts=None, completions=["7"])
+    with pytest.raises(ValueError):
+        REWARDS["math"](prompts=None, completions=["7", "7"], gold=["7"])
+
+
+def test_configured_functions_have_the_names_and_weights_of_the_configuration():
+    functions, weights = reward_functions(RewardConfig(functions=["math", "boxed_format"], weights=[1.0, 0.1]))
+    assert [function.__name__ for function in functions] == ["math", "boxed_format"]
+    assert weights == [1.0, 0.1]
+    assert reward_functions(RewardConfig(functions=["math", "boxed_format"]))[1] == [1.0, 1.0]
+    batch = {"prompts": [PROMPT], "completions": [r"\boxed{7}"], "gold": ["7"]}
+    assert [function(**batch) for function in functions] == [[1.0], [1.0]]
+
+
+def test_a_configured_function_survives_pickling():
+    function = reward_functions(RewardConfig(functions=["gsm8k_strict"]))[0][0]
+    copy = pickle.loads(pickle.dumps(function))
+    assert copy(prompts=None, completions=["#### 7"], gold=["7"]) == [1.0] and copy.__name__ == "gsm8k_strict"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"functions": ["maths"]}, "unknown reward 'maths'. Did you mean 'math'"),
+        ({"functions": ["gsm8k"]}, "Did you mean 'gsm8k_"),
+        ({"functions": ["zzz"]}, "There are math, gsm8k_strict"),
+        ({"functions": []}, "reward.functions is empty"),
+        ({"functions": ["math", "math"]}, "twice"),
+        ({"functions": ["math"], "weights": [1.0, 2.0]}, "2 values for 1 reward.functions"),
+        ({"timeout_s": 0.0}, "reward.timeout_s (0.0)"),
+        ({"workers": 0}, "reward.workers (0)"),
+        ({"max_unknown_fraction": 2.0}, "max_unknown_fraction is 2.0"),
+    ],
+)
+def test_a_wrong_reward_configuration_is_bad_input(fields, message):
+    with pytest.raises(BadInput) as error:
+        reward_functions(RewardConfig(**fields))
+    assert message in str(error.value)
+
+
+def test_a_hang_is_none_and_a_spent_budget_stops_with_the_answer_that_hung():
+    (function,), _ = reward_functions(RewardConfig(timeout_s=0.5, workers=1, max_unknown_fraction=0.01))
+    tower = r"\boxed{10^{10^{10}}}"
+    batch = {"prompts": None, "gold": ["7", "7"]}
+    assert function(completions=[tower, r"\boxed{7}"], **batch) == [None, 1.0]
+    assert function.unknown_counts == {"timeout": 1}
+    with pytest.raises(CheckFailed, match=r"10\^\{10\^\{10\}\}"):
+        function(completions=[tower, tower], **batch)
+
+
+def test_plain_numbers_need_no_worker_and_no_sympy():
+    code = (
+        "import sys, time\n"
+        "from types import SimpleNamespace as Config\n"
+        "from reward import reward_functions\n"
+        "from reward.pool import shared_pool\n"
+        "names = ['math', 'gsm8k_lenient', 'boxed_format']\n"
+        "config = Config(functions=names, weights=None, workers=2, timeout_s=2.0, max_unknown_fraction=0.0)\n"
+        "completions = ['\\\\boxed{1,234}', 'no answer', '\\\\boxed{1234.5}']\n"
+        "for function in reward_functions(config)[0]:\n"
+        "    function(prompts=None, completions=completions, gold=['1234'] * 3)\n"
+        "assert shared_pool(2, 2.0).pids() == []\n"
+        "heavy = {'sympy', 'math_verify', 'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,342 @@
+"""The worker pool: hangs, crashes, replacement, budgets, threads, forks and orphans."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.errors import BadInput, CheckFailed
+from reward.pool import WORKER, UnknownBudget, Verdict, WorkerPool
+
+ROOT = Path(__file__).parents[2]
+TOWER = ("10^{10^{10}}", "5")
+
+# The real worker with a comparison that misbehaves on request.
+HOSTILE = f"""
+import importlib.util, os, time
+spec = importlib.util.spec_from_file_location("worker", {str(WORKER)!r})
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+real = worker.compare
+
+def compare(predicted, gold):
+    if predicted == "sleep":
+        time.sleep(3600)
+    if predicted == "crash":
+        os.kill(os.getpid(), 11)
+    if predicted == "exit":
+        os._exit(0)
+    if predicted == "memory":
+        bytearray(8 << 30)
+    if predicted == "deep":
+        deep = lambda: deep()
+        deep()
+    if predicted == "raise":
+        raise TypeError("no")
+    if predicted == "print":
+        print("noise on stdout")
+        return True, "algebra"
+    return real(predicted, gold)
+
+worker.compare = compare
+worker.main()
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Makes pools of misbehaving workers and closes them."""
+    script = tmp_path / "hostile.py"
+    script.write_text(HOSTILE)
+    pools = []
+
+    def make(workers=2, timeout_s=0.5):
+        pools.append(WorkerPool(workers, timeout_s, [sys.executable, "-P", str(script)]))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(workers=2, timeout_s=5.0)
+    yield pool
+    pool.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def wait_gone(pids, seconds):
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+ALGEBRA = [
+    ("(x+1)^2", "x^2+2x+1", True),
+    ("(x+2)^2", "x^2+2x+1", False),
+    (r"2\cdot 3", "6", True),
+    (r"\sqrt{8}", r"2\sqrt{2}", True),
+    (r"\{2,1\}", r"\{1,2\}", True),
+    ("(2,1)", "(1,2)", False),
+    ("[0,1)", "[0, 1)", True),
+    ("(0,1]", "[0,1)", False),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
+    ("5x", "5", False),
+    ("5 or 6", "5", False),
+    ("5, 6", "5", False),
+    (r"5\text{ or }6", "5", False),
+    (r"\infty", "5", False),
+    (r"\frac{5}{0}", "5", False),
+    ("5!", "5", False),
+    ("5²", "52", False),
+    ("y=5", "x=5", False),
+    ("3/4/5", "3", False),
+    ("1e99999", "5", False),
+    ("]}{[", "5", False),
+    ("\x00", "5", False),
+    ("__import__('os').system('touch /tmp/paid')", "5", False),
+]
+
+
+def test_algebra_is_decided_by_math_verify(pool):
+    verdicts = pool.compare([(predicted, gold) for predicted, gold, _ in ALGEBRA])
+    assert [verdict.value for verdict in verdicts] == [expected for *_, expected in ALGEBRA]
+
+
+def test_an_unparseable_reference_is_undecided_and_says_so(pool):
+    assert pool.compare([("5", "]{{{")]) == [Verdict(None, "gold")]
+
+
+def test_verdicts_are_the_same_for_one_and_two_workers(pool):
+    pairs = [(predicted, gold) for predicted, gold, _ in ALGEBRA] * 3
+    single = WorkerPool(workers=1, timeout_s=5.0)
+    try:
+        assert single.compare(pairs) == pool.compare(pairs) == pool.compare(pairs[::-1])[::-1]
+    finally:
+        single.close()
+
+
+def test_a_tower_of_powers_is_undecided_within_the_limit_and_its_worker_is_replaced():
+    pool = WorkerPool(workers=1, timeout_s=1.0)
+    try:
+        assert pool.compare([("1+1", "2")])[0].value is True
+        first = pool.pids()
+        started = time.monotonic()
+        assert pool.compare([TOWER]) == [Verdict(None, "timeout")]
+        assert 1.0 <= time.monotonic() - started < 3.0
+        assert not wait_gone(first, 5)
+        assert pool.compare([("1+1", "2")])[0].value is True
+        assert pool.pids() != first
+        assert pool.counts == {"algebra": 2, "timeout": 1}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        ("sleep", "timeout"),
+        ("crash", "crash"),
+        ("exit", "crash"),
+        ("memory", "memory"),
+        ("deep", "recursion"),
+        ("raise", "TypeError"),
+    ],
+)
+def test_a_misbehaving_comparison_costs_only_its_own_sample(hostile, request_, reason):
+    pool = hostile(workers=1, timeout_s=1.0)
+    verdicts = pool.compare([("1+1", "2"), (request_, "5"), ("2+2", "4")])
+    assert verdicts == [Verdict(True, "algebra"), Verdict(None, reason), Verdict(True, "algebra")]
+    assert pool.counts[reason] == 1
+
+
+def test_output_of_a_library_does_not_garble_the_replies(hostile):
+    assert hostile().compare([("print", "5"), ("1+1", "2")]) == [Verdict(True, "algebra")] * 2
+
+
+def test_hangs_are_spread_over_the_workers(hostile):
+    pool = hostile(workers=2, timeout_s=0.5)
+    pool.compare([("1+1", "2"), ("1+2", "3")])
+    started = time.monotonic()
+    verdicts = pool.compare([("sleep", str(number)) for number in range(4)])
+    assert [verdict.reason for verdict in verdicts] == ["timeout"] * 4
+    # Four limits on two workers are two in a row, plus the start of the replacements.
+    assert time.monotonic() - started < 4 * 0.5 + 6
+
+
+def test_equal_pairs_of_a_batch_are_compared_once(hostile):
+    pool = hostile(workers=1, timeout_s=0.5)
+    started = time.monotonic()
+    assert pool.compare([("sleep", "5")] * 50) == [Verdict(None, "timeout")] * 50
+    assert time.monotonic() - started < 10
+    assert pool.counts["timeout"] == 50
+
+
+def test_a_worker_that_died_while_idle_costs_no_sample(hostile):
+    pool = hostile(workers=1)
+    pool.compare([("1+1", "2")])
+    os.kill(pool.pids()[0], signal.SIGKILL)
+    time.sleep(0.2)
+    assert pool.compare([("2+2", "4")]) == [Verdict(True, "algebra")]
+
+
+def test_it_works_off_the_main_thread_and_from_several_threads(pool):
+    results = {}
+
+    def score(number):
+        results[number] = pool.compare([(f"{number}+1", str(number + 1)), ("x", str(number))])
+
+    threads = [threading.Thread(target=score, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {n: [Verdict(True, "algebra"), Verdict(False, "algebra")] for n in range(6)}
+    # The starting thread has ended; its workers have not.
+    assert pool.compare([("7+1", "8")])[0].value is True
+
+
+def test_workers_that_cannot_start_are_bad_input_with_their_output():
+    pool = WorkerPool(1, 1.0, [sys.executable, "-c", "raise SystemExit('no module math_verify')"])
+    with pytest.raises(BadInput, match="Install math-verify") as error:
+        pool.compare([("1+1", "2")])
+    assert "no module math_verify" in str(error.value)
+    assert pool.pids() == []
+
+
+@pytest.mark.parametrize(("workers", "timeout_s"), [(0, 1.0), (1, 0.0), (-1, 1.0)])
+def test_impossible_settings_are_bad_input(workers, timeout_s):
+    with pytest.raises(BadInput, match=r"reward\.workers"):
+        WorkerPool(workers, timeout_s)
+
+
+def run_python(code: str, **kwargs) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, **kwargs)
+
+
+def test_workers_end_when_their_parent_is_killed():
+    # One worker idle, one inside a power that holds the interpreter lock.
+    code = (
+        "from reward.pool import WorkerPool\n"
+        "pool = WorkerPool(2, 1.5)\n"
+        "while len(pool.pids()) < 2: pool.compare([('1+1', '2'), ('1+2', '3')])\n"
+        "print(*pool.pids(), flush=True)\n"
+        f"pool.compare([{TOWER!r}])\n"
+    )
+    parent = run_python(code)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    time.sleep(0.5)
+    assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    assert wait_gone(pids, 30) == []
+
+
+def test_sleeping_workers_end_when_their_parent_is_killed(tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    code = (
+        "import sys, threading, time\n"
+        "from reward.pool import WorkerPool\n"
+        f"pool = WorkerPool(1, 600.0, [sys.executable, '-P', {str(tmp_path / 'hostile.py')!r}])\n"
+        "pool.compare([('1+1', '2')])\n"
+        "print(*pool.pids(), flush=True)\n"
+        "pool.compare([('sleep', '5')])\n"
+    )
+    parent = run_python(code)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    time.sleep(0.3)
+    parent.kill()
+    parent.wait()
+    assert len(pids) == 1 and wait_gone(pids, 10) == []
+
+
+def test_workers_end_with_a_parent_that_exits():
+    code = (
+        "from reward.answer import answers_equal\n"
+        "from reward.pool import shared_pool\n"
+        "assert answers_equal('1+1', '2')\n"
+        "print(*shared_pool().pids(), flush=True)\n"
+    )
+    parent = run_python(code)
+    pids = [int(pid) for pid in parent.communicate(timeout=60)[0].split()]
+    assert parent.returncode == 0 and pids and wait_gone(pids, 5) == []
+
+
+def test_a_forked_child_starts_workers_of_its_own(pool):
+    pool.compare([("1+1", "2")])
+    parents_workers = set(pool.pids())
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            fine = pool.compare([("1+2", "3")])[0].value is True and not parents_workers & set(pool.pids())
+            pool.close()
+            code = 0 if fine else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.compare([("2+2", "4")])[0].value is True
+    assert parents_workers == set(pool.pids())
+
+
+UNKNOWN, KNOWN = Verdict(None, "timeout"), Verdict(True, "exact")
+
+
+def record(budget, unknown, known):
+    budget.record([UNKNOWN] * unknown + [KNOWN] * known, ["answer 'A'"] * unknown + ["fine"] * known)
+
+
+def test_a_spent_budget_stops_with_reasons_and_examples():
+    budget = UnknownBudget("math", 0.02)
+    record(budget, 5, 95)  # 5 of the 256 that the fraction is taken of at least
+    with pytest.raises(CheckFailed, match=r"6 of the last 101 samples \(timeout 6\)") as error:
+        record(budget, 1, 0)
+    assert "timeout: answer 'A'" in str(error.value) and "2.00%" in str(error.value)
+    assert budget.counts == {"timeout": 6}
+
+
+def test_a_budget_within_its_fraction_never_stops():
+    budget = UnknownBudget("math", 0.02)
+    for _ in range(100):
+        record(budget, 1, 49)
+    assert budget.counts == {"timeout": 100}
+
+
+def test_a_budget_forgets_what_left_its_window():
+    budget = UnknownBudget("math", 0.02, window=300)
+    for _ in range(5):
+        record(budget, 5, 300)
+
+
+def test_a_budget_of_zero_stops_at_the_first_unknown():
+    with pytest.raises(CheckFailed):
+        record(UnknownBudget("math", 0.0), 1, 1000)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1])
+def test_an_impossible_budget_is_bad_input(fraction):
+    with pytest.raises(BadInput, match="max_unknown_fraction"):
+        UnknownBudget("math", fraction)
+
+
+def test_a_budget_can_be_pickled_with_its_counts():
+    budget = UnknownBudget("math", 0.5)
+    record(budget, 2, 8)
+    assert pickle.loads(pickle.dumps(budget)).counts == budget.counts
