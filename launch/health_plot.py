@@ -62,7 +62,7 @@ def _shares(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
             axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=label)
     axes.set_ylim(-0.02, 1.02)
     axes.set_title(f"shares (mean of {SMOOTH} steps)")
-    _legend(axes)
+    _legend(axes, "best")
 
 
 def _seconds(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
@@ -77,12 +77,12 @@ def _seconds(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
         tops = sorted(sum(values) for values in zip(*phases.values(), strict=True))
         axes.set_ylim(0, 1.4 * tops[int(0.95 * (len(tops) - 1))] or None)
     axes.set_title("seconds per step, by phase")
-    _legend(axes)
+    _legend(axes, "upper right")
 
 
-def _legend(axes: Axes) -> None:
+def _legend(axes: Axes, place: str) -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.85, loc="upper right", ncols=2)
+        axes.legend(fontsize=8, framealpha=0.85, loc=place, ncols=2)
     else:
         _no_data(axes)
 
