@@ -92,10 +92,10 @@ def test_pairing_narrows_the_interval_when_the_two_agree_on_most_problems():
 
 def test_gain_survival_is_the_difference_of_the_two_gains():
     base, grpo = np.array([0, 0, 1, 0]), np.array([1, 0, 1, 0])
-    base_bf16, grpo_bf16 = np.array([0, 0, 1, 0]), np.array([1, 1, 1, 0])
+    base_bf16, grpo_bf16 = np.array([0, 0, 0, 0]), np.array([1, 1, 1, 0])
     result = stats.gain_survival(base, grpo, base_bf16, grpo_bf16, 1_000, 0)
-    assert result["difference"] == pytest.approx(0.25 - 0.5)
-    assert result["interval"][0] < -0.25 < result["interval"][1]
+    assert result["difference"] == pytest.approx(0.25 - 0.75)
+    assert result["interval"][0] < -0.5 < result["interval"][1]
 
 
 def test_a_policy_with_the_minimum_detectable_effect_is_detected_four_times_in_five():
