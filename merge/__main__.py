@@ -216,10 +216,7 @@ def print_table(rows: list[Row]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Check, merge, quantize, verify; 0 when every format was written, 1 when one was refused."""
-    arguments = parse_arguments(argv)
-    # Read when tqdm is imported: the loaders' progress bars would bury the few lines that matter.
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    merge = Merge(arguments)
+    merge = Merge(parse_arguments(argv))
     for policy, name in merge.targets():
         size = merge.bytes_of(name) / 2**20
         print(f"{policy} {name}: {merge.place(policy, name)}, about {size:.1f} MiB", flush=True)
@@ -245,4 +242,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Read when tqdm is imported: the loaders' progress bars would bury the few lines that matter. Not in main(), since
+    # a caller's children would inherit it, and vLLM 0.31 divides by zero when its own bars are off.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     run_command(main)

