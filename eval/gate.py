@@ -11,6 +11,7 @@ Only the gate writes `promoted` into a manifest: true on a pass, false again whe
 """
 
 import argparse
+import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     file = (arguments.out or run.path) / "eval.json"
     result = read_result(file, run)
     checkpoint = gated_artifact(run, config.eval.gate.format)
-    check_fresh(run, config.eval.gate.format, result, checkpoint)
+    check_fresh(run, config, result, checkpoint)
     rules = judge(config, result, checkpoint.manifest)
     passed = all(rule.verdict == PASS for rule in rules)
     print_rules(rules, checkpoint)
@@ -80,10 +81,16 @@ def gated_artifact(run: RunDir, name: str) -> Artifact:
     return artifact(run, "grpo", name)
 
 
-def check_fresh(run: RunDir, name: str, result: dict, checkpoint: Artifact) -> None:
-    """`BadInput` unless the evaluation measured this very artifact, base and adapter, beside bf16."""
+def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:
+    """`BadInput` unless the evaluation measured this very artifact, beside bf16, on the configuration's problems."""
     again = f"Evaluate again: python -m eval --run {run.path}"
-    manifest = checkpoint.manifest
+    name, manifest = config.eval.gate.format, checkpoint.manifest
+    measured, expected = result.get("data") or {}, dataclasses.asdict(config.data)
+    if other := [key for key, value in expected.items() if measured.get(key) != value]:
+        raise BadInput(
+            f"eval.json was measured on other problems or prompts than the configuration names: data.{other[0]} was "
+            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {again}"
+        )
     cells = result["matrix"].get("grpo", {})
     if absent := [needed for needed in dict.fromkeys((name, "bf16")) if needed not in cells]:
         raise BadInput(f"eval.json has no {', '.join(absent)} cell, which the gate compares. {again}")

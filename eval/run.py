@@ -1,6 +1,8 @@
 """Measure the matrix {base, grpo} x {nf4, bf16, fp8, w4a16} on a run's held-out problems; see README.md."""
 
 import argparse
+import contextlib
+import dataclasses
 import gc
 import importlib.metadata
 import json
@@ -34,7 +36,7 @@ class Plan:
     formats: list[str]
     sources: Sources
     problems: list[Any]
-    base: Path
+    base: Path | None
 
     @property
     def max_new_tokens(self) -> int:
@@ -91,7 +93,7 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     formats = artifacts.check_formats(arguments.formats or config.eval.formats)
     sources = artifacts.find_sources(run, formats)
     problems = held_out(config.data, config.eval.max_problems)
-    base = Path(run.path)
+    base = None  # the original checkpoint is only needed for the nf4 cells
     if "nf4" in formats:
         from merge.base import find_checkpoint
 
@@ -110,6 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         f"v{plan.sources.adapter_version}",
         flush=True,
     )
+    with contextlib.suppress(BadInput):  # a run without adapters can still compare merged checkpoints
+        newest = plan.run.newest_adapter()
+        if plan.sources.adapter_version is not None and newest != plan.run.adapter_dir(plan.sources.adapter_version):
+            print(f"note: {newest} is newer than the adapter that was merged; merge again to measure it", flush=True)
     if arguments.dry_run:
         for rate in (0.05, 0.2):
             effect = compare.points(minimum_detectable_effect(len(plan.problems), rate))
@@ -148,6 +154,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "base_hash": plan.sources.base_hash,
         "adapter_version": plan.sources.adapter_version,
         "adapter_hash": plan.sources.adapter_hash,
+        "data": dataclasses.asdict(plan.config.data),
         "max_new_tokens": plan.max_new_tokens,
         "bootstrap_samples": settings.bootstrap_samples,
         "versions": versions(),

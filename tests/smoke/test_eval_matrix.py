@@ -259,6 +259,16 @@ def test_a_dry_run_says_what_could_be_detected_and_writes_nothing(run, monkeypat
     assert not run.eval_file.exists()
 
 
+def test_an_adapter_newer_than_the_merged_one_is_pointed_out_and_not_mixed_in(run, capsys):
+    from eval import run as eval_run
+
+    with publish(run.adapter_dir(20)) as partial:
+        write_manifest(partial, "adapter", version=20, step=20, base_hash=read_json(run.base_file)["hash"])
+    assert eval_run.main(["--run", str(run.path), "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert "adapter v10" in shown and "v000020 is newer" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,11 +1,13 @@
 """The gate on artifacts of a few bytes and results written by hand: exit codes, verdicts, the promoted flag."""
 
+import dataclasses
 import json
 
 import pytest
 
 from eval import gate
 from eval.artifacts import artifact_hash
+from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import (
     MANIFEST,
@@ -61,6 +63,7 @@ def run(tmp_path):
         "conclusion": "",
         "base_hash": "b" * 64,
         "adapter_hash": "a" * 64,
+        "data": dataclasses.asdict(config_from_dict(config).data),
     }
     write_json(run.eval_file, result)
     return run
@@ -162,6 +165,8 @@ def _merge_again(run):
         (lambda run: edit(run, "base_hash", value="c" * 64), [], "stale: its base_hash"),
         (_merge_again, [], "stale: it measured files"),
         (_tamper, [], "is damaged"),
+        (lambda run: edit(run, "data", "eval_path", value="easy.jsonl"), [], "data.eval_path was 'easy.jsonl'"),
+        (lambda run: edit(run, "data", value=None), [], "other problems or prompts"),
         (lambda run: run.eval_file.unlink(), [], "python -m eval --run"),
         (lambda run: run.eval_file.write_text("{"), [], "is not JSON"),
         (lambda run: run.eval_file.write_text(json.dumps({"n": 3})), [], "is not the result of an evaluation"),

@@ -48,6 +48,13 @@ def test_answers_are_found_where_the_rewards_find_them(text, parsed, correct, st
     assert (record.parsed, record.correct, record.correct_strict) == (parsed, correct, strict)
 
 
+def test_an_answer_that_is_only_the_prompts_example_is_not_the_models():
+    example = "Answer like this: the sum is \\boxed{46}."
+    asked = [{"role": "system", "content": example}, {"role": "user", "content": QUESTION}]
+    record = score([problem()], [Generation(example, example, 9, True, False)], [asked])[0]
+    assert (record.parsed, record.correct, record.correct_strict, record.prompt_leak) == (False, False, False, True)
+
+
 @pytest.mark.parametrize(
     ("raw", "leaks"),
     [
