@@ -8,6 +8,7 @@ from eval import stats
 from eval.score import Record
 from recipes.parts.errors import CheckFailed
 
+MANY_CUT = 0.1  # a share of cut completions above this is named in the conclusion
 Records = dict[tuple[str, str], Sequence[Record]]
 
 
@@ -61,10 +62,11 @@ def _gain(records: Records, name: str, samples: int, seed: int) -> dict:
     }
 
 
-def conclude(comparison: dict, formats: Sequence[str]) -> str:
+def conclude(comparison: dict, formats: Sequence[str], matrix: dict) -> str:
     """What the intervals allow to say, one sentence a line; a difference counts as shown when its interval excludes 0.
 
-    An interval that holds 0 is never called "no change": what it rules out is said instead.
+    An interval that holds 0 is never called "no change": what it rules out is said instead. Cells whose completions
+    were often cut or whose answers could not all be compared are named.
     """
     lines = [_gain_sentence(name, comparison["gain"][name]) for name in formats]
     survival = comparison["gain_survival"]
@@ -74,7 +76,18 @@ def conclude(comparison: dict, formats: Sequence[str]) -> str:
         lines.append("No gain is shown in bf16, so there is no gain whose survival could be judged.")
     else:
         lines += [_survival_sentence(name, survival[name]) for name in survival]
-    return "\n".join(lines)
+    cells = [(policy, name, cell) for policy, row in matrix.items() for name, cell in row.items()]
+    return "\n".join(lines + [caution for place in cells for caution in _cautions(*place)])
+
+
+def _cautions(policy: str, name: str, cell: dict) -> list[str]:
+    """What makes a cell's accuracy mean less than it says."""
+    where, found = f"of {policy} in {name}", []
+    if (cut := cell["max_token_hits"] / cell["n"]) > MANY_CUT:
+        found.append(f"Caution: {points(cut)} % of the completions {where} were cut at the token limit.")
+    if cell["undecided"]:
+        found.append(f"Caution: {cell['undecided']} of {cell['n']} answers {where} could not be compared, left out.")
+    return found
 
 
 def _gain_sentence(name: str, gain: dict) -> str:
@@ -83,8 +96,8 @@ def _gain_sentence(name: str, gain: dict) -> str:
         return (
             f"No difference between GRPO and base is shown in {name}: "
             f"{points(gain['difference'], sign=True)} points of {gain['n']} held-out problems "
-            f"({_interval(low, high)}). So many problems, disagreeing so often, show a difference of "
-            f"{points(gain['minimum_detectable_effect'])} points four times in five."
+            f"({_interval(low, high)}). With so many problems and so much disagreement, a difference of "
+            f"{points(gain['minimum_detectable_effect'])} points is found four times in five."
         )
     more, ends = ("more", (low, high)) if low > 0 else ("fewer", (-high, -low))
     return (

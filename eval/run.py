@@ -150,7 +150,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "problems_hash": problems_hash(plan.problems),
         "matrix": matrix,
         **(comparison := compare.compare(records, plan.formats, plan.reference, settings.bootstrap_samples)),
-        "conclusion": compare.conclude(comparison, plan.formats),
+        "conclusion": compare.conclude(comparison, plan.formats, matrix),
         "base_hash": plan.sources.base_hash,
         "adapter_version": plan.sources.adapter_version,
         "adapter_hash": plan.sources.adapter_hash,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from eval import report
 from recipes.parts.rundir import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -204,8 +205,7 @@ def test_one_line_per_cell_and_one_record_per_completion(made):
 def test_report_redraws_from_eval_json_alone(run):
     (run.path / "eval.md").unlink()
     (run.path / "eval.png").unlink()
-    redrawn = command("eval", "report", "--run", run.path)
-    assert redrawn.returncode == 0, redrawn.stderr
+    assert report.main(["--run", str(run.path)]) == 0
     assert (run.path / "eval.md").is_file() and (run.path / "eval.png").is_file()
 
 

@@ -153,9 +153,22 @@ SHOWN, UNCLEAR, WORSE = (0.1, 0.2, 0.3), (-0.02, 0.02, 0.06), (-0.3, -0.2, -0.1)
     ],
 )
 def test_the_conclusion_says_what_the_intervals_allow_and_no_more(found, says, never_says):
-    text = compare.conclude(found, ["bf16", "fp8"])
+    text = compare.conclude(found, ["bf16", "fp8"], {})
     assert all(part in text for part in says), text
     assert not any(part in text for part in never_says), text
+
+
+def test_the_conclusion_names_cells_that_were_cut_or_not_decided():
+    fine = {"n": 40, "max_token_hits": 4, "undecided": 0}
+    matrix = {
+        "base": {"bf16": {**fine, "max_token_hits": 20}},
+        "grpo": {"bf16": fine, "fp8": {**fine, "undecided": 3}},
+    }
+    lines = compare.conclude(result(SHOWN, SHOWN, None), ["bf16"], matrix).splitlines()
+    assert [line for line in lines if line.startswith("Caution")] == [
+        "Caution: 50.0 % of the completions of base in bf16 were cut at the token limit.",
+        "Caution: 3 of 40 answers of grpo in fp8 could not be compared, left out.",
+    ]
 
 
 @pytest.mark.parametrize(
