@@ -40,7 +40,7 @@ def load_for_scoring(directory: str | Path, device: torch.device | str | None = 
     """A checkpoint of any format, in eval mode, computing in float32 on a CPU and in bfloat16 on a GPU.
 
     fp8 and w4a16 weights are dequantized at load time (a GPU then holds them as bfloat16); the activations of fp8 are
-    still rounded to FP8 at every layer, so what is scored is what a server with FP8 kernels computes.
+    still rounded to FP8 at every layer, as a server with FP8 kernels does.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from merge import merge as merge_module
 from merge.base import BaseCheckpoint, load_nf4
-from merge.merge import read_adapter, write_bf16
+from merge.merge import read_adapter, write_bf16, write_config
 from merge.quantize import retained_share
 from merge.verify import base_checkpoint, check_adapter_base
 from recipes.parts.errors import BadInput, CheckFailed
@@ -115,6 +115,16 @@ def test_checkpoint_is_loadable_plain_bf16_with_the_source_sharding(tmp_path):
         assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(source).chat_template
         assert (out / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
         assert read_manifest(out, "checkpoint", deep=True)["format"] == "bf16"
+
+
+def test_leftovers_of_quantization_in_the_source_config_do_not_reach_the_merged_one(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    leftover = {"torch_dtype": "float32", "dtype": "float32", "quantization_config": None, "model_type": "qwen3"}
+    (source / "config.json").write_text(json.dumps(leftover))
+    write_config(source, out, None)
+    assert json.loads((out / "config.json").read_text()) == {"dtype": "bfloat16", "model_type": "qwen3"}
 
 
 def test_adapter_on_the_untied_output_embedding_is_folded(tmp_path):
