@@ -40,6 +40,11 @@ _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)
 _PLAIN = re.compile(_NUMBER)
 _SIGN_AND_CURRENCY = re.compile(r"([+-]?)\s*(\\?\$|[€£¥₹])?\s*([+-]?)\s*")
 
+# What may stand left of "=" in an answer: x, f(x), a_1, \theta, \angle ABC, \text{area}.
+_NAME = re.compile(
+    r"(?!\\(?:frac|sqrt|cdot|times|div|pm|sum|int))(?:\\?[A-Za-z]+|\\text\{[^{}]*\})"
+    r"(?:\s+[A-Za-z]+|_\{?\w+\}?|\([\w, ]*\)|')*"
+)
 _UNIT_POWER = r"(?:\s*\^\s*\{?\s*[23]\s*\}?|[²³])?"
 _UNIT = re.compile(rf"[A-Za-zµ]+\.?{_UNIT_POWER}(?:(?:\s*/\s*|\s+)[A-Za-zµ]+\.?{_UNIT_POWER}){{0,3}}")
 _SHORT_UNITS = frozenset(
@@ -51,9 +56,9 @@ _NOT_UNITS = frozenset(
     "over divided percent percentage pct hundred thousand million billion trillion dozen dozens score scores pair "
     "pairs half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth "
     "eighths ninth ninths tenth tenths hundreds thousands millions billions trillions hundredths thousandths gross "
-    "fold and or nor not but than then less more fewer greater least most about roughly approximately to choose "
-    "remainder base zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety negative "
+    "fold k b bn mn and or nor not but than then less more fewer greater least most about roughly approximately "
+    "to choose remainder base zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety negative "
     "alpha beta gamma delta theta lambda sigma omega phi psi".split()
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -212,7 +217,7 @@ def _unit(rest: str, spaced: bool) -> str | None:
         return None
     names = [re.sub(_UNIT_POWER + r"$", "", word).rstrip(".").lower() for word in re.split(r"[ /]+", words)]
     names = [re.sub(r"[\^{}23²³.]", "", name) for name in names if name not in ("", "/")]
-    if any(name in _NOT_UNITS for name in names):
+    if any(name in _NOT_UNITS for name in names) or re.match(r"M\b", words):  # 5 M is no five meters
         return None
     # A bare letter or two after a number is a variable (5x, 3i) unless it is a unit or stands in \text{}.
     if not in_text and any(len(name) < 3 and name not in _SHORT_UNITS and name not in ("per", "a") for name in names):
@@ -255,7 +260,7 @@ def decide(predicted: str | None, gold: str) -> bool | None:
     if predicted is None or not predicted.strip() or len(predicted) > MAX_ANSWER_CHARS:
         return False
     predicted, gold = normalized(predicted), normalized(gold)
-    if predicted and _squeezed(predicted) == _squeezed(gold):
+    if predicted and _squeezed(_TEXT.sub(r" \1 ", predicted)) == _squeezed(_TEXT.sub(r" \1 ", gold)):
         return True
     if not predicted or not gold:
         return False
@@ -275,7 +280,7 @@ def decide(predicted: str | None, gold: str) -> bool | None:
 
 def _squeezed(text: str) -> str:
     """`text` without the spaces that carry no meaning; those between digits and letters stay (1 1 is not 11)."""
-    return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
+    return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", re.sub(r"\s+", " ", text))
 
 
 def _words(text: str) -> str | None:
@@ -297,13 +302,18 @@ def _without_name(text: str, other: str) -> str:
 
 
 def _never_a_number(text: str) -> bool:
-    """True for shapes that a symbolic parser reads as a number they are not."""
-    spread_digits = re.search(r"\d\s+[\d.]", text)  # "2 3" would be added or multiplied
-    subscript = re.search(r"[\d)}]\s*_", text)  # "12_8" is a number in base 8
-    false_equation = re.match(r"[\d\s.,+-]+=", text)  # "4=5" would be read as 5
-    verbal = re.search(r"\d\s*(?:\\text\w*\s*\{|\\mathrm\s*\{|\s)\s*([A-Za-z]+)", text)  # "5 million", "5 dozen"
-    scaled = verbal is not None and verbal[1].lower() in _NOT_UNITS
-    return bool(spread_digits or subscript or false_equation or scaled)
+    """True for shapes that a symbolic parser reads as a number they are not, or not for certain."""
+    if "=" in text and not _NAME.fullmatch(text.partition("=")[0].strip()):
+        return True  # "4=5" and "x+1=5" would be read as 5
+    in_texts = "".join(_TEXT.findall(text))
+    verbal = re.search(r"\d\s*(?:\\(?:text\w*|mathrm)\s*\{|\s)\s*([A-Za-z]+)", text)
+    return bool(
+        re.search(r"\d\s+[\d.]", text)  # "2 3" would be added or multiplied
+        or re.search(r"[\d)}]\s*_", text)  # "12_8" is a number in base 8
+        or re.search(r"\\[lc]?dots|\.\.|\\p?mod(?![A-Za-z])", text)  # a rounded value, a residue class
+        or (re.search(r"\d", in_texts) and re.search(r"\d", _TEXT.sub("", text)))  # 5\text{ feet 6 inches}
+        or (verbal is not None and (verbal[1].lower() in _NOT_UNITS or verbal[1] == "M"))  # 5 million, 5 dozen
+    )
 
 
 def gold_problem(gold: str) -> str | None:

@@ -154,6 +154,7 @@ EQUAL = [
     ("٤٢", "42"),
     ("4\u200b2", "42"),
     ("x = 5", "5"),
+    ("300 K", r"300\text{ K}"),
     ("$5$", "5"),
     (r"\(5\)", "5"),
     ("**5**", "5"),
@@ -184,6 +185,15 @@ DIFFERENT = [
     ("1 1", "11"),
     ("4 2", "42"),
     ("4=5", "5"),
+    ("x+1=5", "5"),
+    (r"\frac{1}{1}=5", "5"),
+    (r"5\mathrm{k}", "5"),
+    ("5 M", "5"),
+    (r"5\text{ feet 6 inches}", "5"),
+    (r"5\text{6}", "5"),
+    (r"5 \mod 6", "5"),
+    (r"5\ldots", "5"),
+    ("5.33...", "5.33"),
     ("12_8", "12"),
     ("five", "5"),
     ("NaN", "5"),
@@ -239,6 +249,11 @@ def test_different_numbers_and_words_differ_without_a_worker(predicted, gold):
 @pytest.mark.parametrize(("predicted", "gold"), NOT_PLAIN)
 def test_what_is_not_a_plain_number_is_never_called_equal_by_the_exact_part(predicted, gold):
     assert decide(predicted, gold) is not True
+
+
+def test_exponents_are_bounded_before_a_number_is_built():
+    assert decide("1e1000", "5") is False
+    assert decide("1e1001", "5") is None and decide(r"1\times10^{1001}", "5") is None
 
 
 def test_numbers_are_exact_far_beyond_floats():
