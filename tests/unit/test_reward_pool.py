@@ -284,8 +284,17 @@ def test_workers_end_with_a_parent_that_exits():
 def test_a_forked_child_starts_workers_of_its_own(pool):
     pool.compare([("1+1", "2")])
     parents_workers = set(pool.pids())
-    with pool._lock:  # as when another thread is scoring: the child must not wait for that thread
-        child = os.fork()
+    held, release = threading.Event(), threading.Event()
+
+    def another_thread_scores():
+        with pool._lock:  # which exists in the parent only: the child must not wait for it
+            held.set()
+            release.wait(60)
+
+    thread = threading.Thread(target=another_thread_scores)
+    thread.start()
+    held.wait(10)
+    child = os.fork()
     if child == 0:
         code = 1
         try:
@@ -294,6 +303,8 @@ def test_a_forked_child_starts_workers_of_its_own(pool):
             code = 0 if fine else 2
         finally:
             os._exit(code)
+    release.set()
+    thread.join(10)
     deadline = time.monotonic() + 30
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.05)
