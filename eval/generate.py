@@ -1,11 +1,14 @@
-"""Greedy completions of chat prompts, batched, with the checks that keep a measurement from being void.
+"""Completions of chat prompts, batched, with the checks that keep a measurement from being void.
 
-Covers: the chat template applied exactly once, left padding, the model's own end-of-turn token as stop token, nothing
-but greedy. A chat model fed raw prompts, or generating past its end of turn, measures the wrong thing without an error
-(FACTS: a first published matrix was void for this reason), so both are refused before the first batch.
-Does not cover: sampling, several completions a prompt, an engine other than transformers.
+Covers: the chat template applied exactly once, left padding, the model's own end-of-turn token as stop token, greedy
+decoding, and sampling with common random numbers: every checkpoint meets the same noise on the same problem and
+position, so two nearly equal checkpoints draw nearly equal completions and their paired difference is tight.
+A chat model fed raw prompts, or generating past its end of turn, measures the wrong thing without an error, so both
+are refused before the first batch.
+Does not cover: top_p and top_k, several completions a prompt, an engine other than transformers.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -96,12 +99,17 @@ def generate(
     conversations: Sequence[list[dict]],
     max_new_tokens: int,
     batch_size: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[Generation]:
-    """Greedy completions in the order of `conversations`, at most `max_new_tokens` tokens each.
+    """One completion per conversation, in their order, at most `max_new_tokens` tokens each.
 
+    `temperature` 0 is greedy; above it, tokens are drawn from softmax(logits / temperature) by the Gumbel-max method
+    (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's place and the position.
     Prompts of similar length share a batch, so little of it is padding; results return in input order.
     """
     import torch
+    from transformers import LogitsProcessorList
 
     if max_new_tokens < 1 or batch_size < 1:
         raise BadInput(f"max_new_tokens ({max_new_tokens}) and batch_size ({batch_size}) must be at least 1.")
@@ -115,10 +123,37 @@ def generate(
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             batch, mask = _left_padded([prompts[index] for index in chosen], pad, model.device)
-            output = model.generate(input_ids=batch, attention_mask=mask, generation_config=settings)
+            noise = [GumbelNoise(temperature, seed, start, batch.shape[1])] if temperature > 0 else []
+            output = model.generate(
+                input_ids=batch,
+                attention_mask=mask,
+                generation_config=settings,
+                logits_processor=LogitsProcessorList(noise),
+            )
             for index, row in zip(chosen, output[:, batch.shape[1] :].tolist(), strict=True):
                 results[index] = _finish(tokenizer, row, stops, max_new_tokens)
     return results
+
+
+class GumbelNoise:
+    """A logits processor after which argmax is an exact sample of softmax(scores / temperature).
+
+    The noise is drawn on the CPU from (seed, batch, position), so it is the same for every checkpoint and device.
+    """
+
+    def __init__(self, temperature: float, seed: int, batch: int, prompt_length: int):
+        self.temperature, self.key, self.prompt_length = temperature, (seed, batch), prompt_length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:  # (B, T) and (B, V) -> (B, V)
+        import torch
+
+        position = input_ids.shape[1] - self.prompt_length
+        text = "/".join(map(str, (*self.key, position)))
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        generator = torch.Generator().manual_seed(key)
+        # -log(-log(U)) with -log(U) drawn as an exponential, which never is 0 in float64.
+        gumbel = -torch.empty(scores.shape, dtype=torch.float64).exponential_(generator=generator).log()
+        return scores.float() / self.temperature + gumbel.to(scores.device, torch.float32)
 
 
 def set_threads(parameters: int) -> None:

@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import platform
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from eval.artifacts import POLICIES, Sources
 from eval.problems import held_out, problems_hash
 from eval.score import Record, as_rows, score, summarize
 from eval.stats import minimum_detectable_effect
-from recipes.parts.config import Config, config_from_dict, load_config
+from recipes.parts.config import Config, load_config, resolve
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, read_json, write_json
 
@@ -72,11 +71,7 @@ def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Co
     """The run's own configuration (or that of a YAML) with command-line overrides."""
     if file is not None:
         return load_config(file, overrides)
-    if not overrides:
-        return config_from_dict(run.config(), str(run.config_file))
-    with tempfile.TemporaryDirectory() as folder:  # overrides apply to a file, and JSON is YAML
-        write_json(resolved := Path(folder) / "config.json", run.config())
-        return load_config(resolved, overrides)
+    return resolve(run.config(), overrides, str(run.config_file))
 
 
 def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
@@ -85,6 +80,8 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     flags = {"eval.max_problems": arguments.max_problems, "eval.batch_size": arguments.batch_size}
     overrides = overrides + [f"--{key}={value}" for key, value in flags.items() if value is not None]
     config = run_config(run, overrides, arguments.config)
+    if not config.eval.temperature >= 0:
+        raise BadInput(f"eval.temperature ({config.eval.temperature}) must be 0 (greedy) or above.")
     if config.eval.batch_size < 1 or config.eval.bootstrap_samples < 100:
         raise BadInput(
             f"eval.batch_size ({config.eval.batch_size}) must be at least 1 and eval.bootstrap_samples "
@@ -156,6 +153,8 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "adapter_hash": plan.sources.adapter_hash,
         "data": dataclasses.asdict(plan.config.data),
         "max_new_tokens": plan.max_new_tokens,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
         "bootstrap_samples": settings.bootstrap_samples,
         "versions": versions(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -188,7 +187,16 @@ def measure(plan: Plan, policy: str, name: str, pool: Any) -> list[Record]:
     model = load_cell(plan, policy, name)
     set_threads(sum(parameter.numel() for parameter in model.parameters()))
     conversations = [chat_messages(plan.config.data, problem) for problem in plan.problems]
-    made = generate(model, tokenizer, conversations, plan.max_new_tokens, plan.config.eval.batch_size)
+    settings = plan.config.eval
+    made = generate(
+        model,
+        tokenizer,
+        conversations,
+        plan.max_new_tokens,
+        settings.batch_size,
+        temperature=settings.temperature,
+        seed=settings.seed,
+    )
     del model
     gc.collect()
     if torch.cuda.is_available():

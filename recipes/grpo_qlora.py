@@ -59,8 +59,8 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
     return "\n".join(
         [
             f"run       {config.run.name} -> {config.run.directory}",
-            f"base      {config.model.source}, {config.policy.quantization}"
-            f"{' with double quantization' if config.policy.double_quantization else ''}, {config.model.dtype} compute",
+            f"base      {config.model.source}, {config.policy.quantization}, {config.model.dtype} compute, "
+            f"double quantization {'on' if config.policy.double_quantization else 'off'}",
             f"adapter   LoRA rank {config.policy.lora_rank}, alpha {config.policy.lora_alpha}, "
             f"{config.policy.adapter_dtype}, on {config.policy.target_modules}",
             f"step      {completions // rollout.group_size} problems x {rollout.group_size} completions of at most "

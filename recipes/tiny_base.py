@@ -19,8 +19,11 @@ training problem in either order of the sum.
 import argparse
 import hashlib
 import json
+import multiprocessing
+import os
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -141,28 +144,62 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: list[dict], rng: random
     return rows
 
 
-def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], steps: int, batch: int, rate: float) -> None:
-    """Train on the completions for `steps` batches with a one-cycle schedule; prints a line every 100 steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    rng, started = random.Random(0), time.perf_counter()
-    for step in range(1, steps + 1):
-        chosen = rng.sample(rows, batch)
+def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], options: argparse.Namespace) -> None:
+    """Train on the completions, data-parallel over `--processes` processes of one thread each.
+
+    Two processes of one thread learn nearly twice as fast as one of two threads at this size, and do not stall when
+    another program wants a core.
+    """
+    torch.set_num_threads(1)
+    if options.processes == 1:
+        return train_rank(0, model, rows, options, None)
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        # Forked before any tensor thread starts, so the children share the problems and need no second import.
+        context = multiprocessing.get_context("fork")
+        others = [
+            context.Process(target=train_rank, args=(rank, model, rows, options, store), daemon=True)
+            for rank in range(1, options.processes)
+        ]
+        for process in others:
+            process.start()
+        train_rank(0, model, rows, options, store)
+        for process in others:
+            process.join()
+
+
+def train_rank(rank: int, model: Qwen3ForCausalLM, rows: list, options: argparse.Namespace, store: str | None) -> None:
+    """One process's share of every batch; rank 0 prints a line every 100 steps."""
+    learner: torch.nn.Module = model
+    if store:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=options.processes)
+        learner = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1
+    )
+    rng, started = random.Random(options.seed), time.perf_counter()
+    for step in range(1, options.steps + 1):
+        chosen = rng.sample(rows, options.batch)[rank :: options.processes]
         width = max(len(ids) for ids, _ in chosen)
-        tokens = torch.zeros(batch, width, dtype=torch.long)  # (B, T)
-        labels = torch.full((batch, width), -100)  # (B, T)
+        tokens = torch.zeros(len(chosen), width, dtype=torch.long)  # (B, T)
+        labels = torch.full((len(chosen), width), -100)  # (B, T)
         for index, (ids, prompt_length) in enumerate(chosen):
             tokens[index, : len(ids)] = torch.tensor(ids)
             labels[index, prompt_length : len(ids)] = torch.tensor(ids[prompt_length:])
         # Padded positions come after every label, so a causal model needs no attention mask here.
-        loss = model(input_ids=tokens, labels=labels).loss
+        loss = learner(input_ids=tokens, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 100 == 0 or step == steps:
-            print(f"step {step}/{steps} loss {loss.item():.3f} {time.perf_counter() - started:.0f} s", flush=True)
+        if rank == 0 and (step % 100 == 0 or step == options.steps):
+            seconds = time.perf_counter() - started
+            print(f"step {step}/{options.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
+    if store:
+        torch.distributed.destroy_process_group()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -177,6 +214,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=100, help="numbers are below this")
     parser.add_argument("--problems", type=int, default=20_000, help="training problems")
     parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel processes")
     parser.add_argument("--overwrite", action="store_true")
     return parser.parse_args()
 
@@ -185,6 +223,8 @@ def main() -> None:
     options = parse_arguments()
     if options.hidden % 64:
         raise BadInput(f"--hidden ({options.hidden}) must be a multiple of 64.")
+    if options.processes < 1 or options.batch % options.processes:
+        raise BadInput(f"--processes ({options.processes}) must divide --batch ({options.batch}).")
     with publish(Path(options.out), options.overwrite) as out:
         rng = random.Random(options.seed)
         set_seed(options.seed)
@@ -194,7 +234,7 @@ def main() -> None:
         model = make_model(tokenizer, options.hidden, options.layers)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
         if options.steps:
-            supervise(model, encode(tokenizer, train, rng), options.steps, options.batch, options.learning_rate)
+            supervise(model, encode(tokenizer, train, rng), options)
         model.to(torch.bfloat16).save_pretrained(out)
         tokenizer.save_pretrained(out)
         for name, rows in (("train", train), ("heldout", heldout)):

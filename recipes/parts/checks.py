@@ -129,7 +129,9 @@ def _adapter(config: Config) -> list[str]:
         if names != "all-linear":
             found.append(f"policy.target_modules is {names!r}. Use all-linear or a list of layer names.")
     elif wrong := [name for name in names if name.split(".")[-1] in ("lm_head", "embed_tokens")]:
-        found.append(f"policy.target_modules names {wrong}: log-probs are computed from the unadapted head. Remove it.")
+        found.append(
+            f"policy.target_modules names {wrong}: log-probs are computed from the unadapted head. Remove it."
+        )
     if config.rollout.backend == "server" and policy.lora_rank not in SERVED_RANKS:
         found.append(f"policy.lora_rank ({policy.lora_rank}) is not served by vLLM. Use one of {SERVED_RANKS}.")
     return found
@@ -160,8 +162,8 @@ def _parallelism() -> list[str]:
     if sharded is None:
         return []
     return [
-        f"{sharded} shards the base over the processes, so no process can prove that it stayed unchanged. A 4-bit base "
-        "fits one GPU: use accelerate_configs/ddp.yaml or zero2.yaml."
+        f"{sharded} shards the base over the processes, so no process can prove that it stayed unchanged. A 4-bit "
+        "base fits one GPU: use accelerate_configs/ddp.yaml or zero2.yaml."
     ]
 
 

@@ -101,7 +101,9 @@ class DataConfig:
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
     question_column: str = _option("question", "column of the problem text")
     answer_column: str = _option("answer", "column of the reference answer")
-    answer_format: Literal["gsm8k", "boxed", "plain"] = _option("plain", "where the answer is: #### 42, \\boxed{42}, 42")
+    answer_format: Literal["gsm8k", "boxed", "plain"] = _option(
+        "plain", "where the answer is: #### 42, \\boxed{42}, 42"
+    )
     system_prompt: str | None = _option(None, "system message; null sends none")
     prompt_suffix: str = _option("", "appended to every question")
     max_bad_fraction: float = _option(0.0, "share of rows that may be unusable before loading fails")
@@ -158,6 +160,8 @@ class EvalConfig:
     max_problems: int = _option(300, "held-out problems per cell of the matrix")
     batch_size: int = _option(64, "prompts generated together")
     max_new_tokens: int | None = _option(None, "default: rollout.max_completion_length")
+    temperature: float = _option(0.0, "0 = greedy; above 0 every checkpoint samples with the same random numbers")
+    seed: int = _option(0, "seed of the sampled completions")
     formats: list[str] = _option(["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix")
     bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals")
     gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "thresholds for promotion"})
@@ -202,6 +206,11 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
             raise BadInput(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise BadInput(f"{path} must hold the groups {', '.join(_names(Config))}; it holds {values!r:.60}.")
+    return resolve(values, overrides, str(path or "command line"))
+
+
+def resolve(values: dict, overrides: list[str], where: str) -> Config:
+    """The checked configuration of nested dictionaries with command-line overrides; `where` names their source."""
     for key, value in _split_overrides(list(overrides)):
         *groups, leaf = key.split(".")
         target = values
@@ -210,7 +219,7 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
             if not isinstance(target, dict):
                 raise BadInput(f"--{key}: {group} is not a group of keys.")
         target[leaf] = value
-    return config_from_dict(values, str(path or "command line"))
+    return config_from_dict(values, where)
 
 
 def parse_command(description: str, arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
@@ -337,7 +346,7 @@ def _spell(hint: Any) -> str:
 
 
 def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
-    pairs = []
+    pairs: list[tuple[str, Any]] = []
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or "." not in argument.split("=")[0]:

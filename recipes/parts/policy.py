@@ -32,7 +32,9 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError) as error:
         raise BadInput(f"no tokenizer at {source}: {str(error).splitlines()[0]}") from None
     if tokenizer.chat_template is None:
-        raise BadInput(f"{source} has no chat template, so prompts cannot be rendered. Use an instruction-tuned model.")
+        raise BadInput(
+            f"{source} has no chat template, so prompts cannot be rendered. Use an instruction-tuned model."
+        )
     if tokenizer.eos_token_id is None:
         raise BadInput(f"{source} has no stop token (eos_token), so completions would never end.")
     return tokenizer
@@ -113,8 +115,9 @@ def load_adapter_weights(model: "torch.nn.Module", directory: str | Path) -> Non
 
 def publish_adapter(model: "torch.nn.Module", run: RunDir, version: int, base_hash: str) -> Path:
     """Write `adapters/v<version>` whole or not at all, with its manifest; returns the directory."""
-    from merge.base import hash_pairs, hash_tensor
     from peft import get_peft_model_state_dict
+
+    from merge.base import hash_pairs, hash_tensor
 
     adapter = model.peft_config["default"]
     tensors = get_peft_model_state_dict(model)
