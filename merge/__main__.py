@@ -1,8 +1,12 @@
-"""Merge a run's adapter into its dequantized NF4 base and write the formats asked for; see README.md."""
+"""Merge a run's adapter into its dequantized NF4 base and write the formats asked for; see README.md.
+
+`python -m merge base --config X.yaml --out DIR` writes the dequantized base alone, for a rollout server.
+"""
 
 import argparse
 import os
 import shutil
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -216,6 +220,11 @@ def print_table(rows: list[Row]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Check, merge, quantize, verify; 0 when every format was written, 1 when one was refused."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["base"]:
+        from merge.export import main as export
+
+        return export(argv[1:])
     merge = Merge(parse_arguments(argv))
     for policy, name in merge.targets():
         size = merge.bytes_of(name) / 2**20

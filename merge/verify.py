@@ -22,9 +22,10 @@ SEQUENCES = 12  # of each kind: held-out prompts, logged completions
 MAX_LENGTH = 512  # tokens of one sequence
 MAX_TOKENS = 4096  # tokens of the batch
 MAX_LOGPROBS = 1 << 28  # log-probs held at once for a policy: 1 GiB in float32
-# Mean KL (nats a token) of a right BF16 merge, measured and times ten or more: README.md has the measurements.
-KL_NOISE = {torch.float32: 1e-4, torch.bfloat16: 2e-3}
-BF16_KL_BOUND = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
+# Bounds on the mean KL (nats a token) of a right BF16 merge. In float32, random models of 2 and 12 layers, which
+# amplify rounding, measure 3e-5 and 1.4e-4 (README.md); BF16 arithmetic adds noise and is allowed ten times more.
+KL_NOISE = {torch.float32: 5e-4, torch.bfloat16: 5e-3}
+BF16_KL_BOUND = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 
 def scoring_dtype(device: torch.device | str) -> torch.dtype:

@@ -19,7 +19,7 @@ from merge.verify import (
 )
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, write_json
-from tests.unit.test_merge_fixture import alter_adapter, shared_model, shared_run
+from tests.unit.test_merge_fixture import alter_adapter, make_run, shared_folder, shared_model, shared_run
 
 
 def tokenizer():
@@ -35,6 +35,12 @@ def batch_of(run):
 def verifier(run=None):
     run = run or shared_run()
     return Verifier(run, run.newest_adapter(), base_checkpoint(run), batch_of(run))
+
+
+def trained_run():
+    """A run whose update shows: KL(policy‖base) is 6e-3."""
+    folder = shared_folder() / "run-trained"
+    return RunDir.open(folder) if folder.exists() else make_run(folder, shared_model(), update=0.01)
 
 
 def write(folder, updates, run=None):
@@ -66,9 +72,10 @@ def test_right_merge_passes_far_below_the_bound(tmp_path, dtype):
     ids=["adapter left out", "scale doubled", "sign flipped"],
 )
 def test_wrong_merge_is_refused(tmp_path, wrong):
-    folder = write(tmp_path / "m", wrong(adapter_updates()))
+    run = trained_run()
+    folder = write(tmp_path / "m", wrong(adapter_updates(run)), run)
     with pytest.raises(CheckFailed, match=r"is not the policy: mean KL"):
-        verifier().check_bf16("grpo", folder)
+        verifier(run).check_bf16("grpo", folder)
 
 
 def test_merged_adapter_is_refused_as_the_base(tmp_path):
