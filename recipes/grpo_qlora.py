@@ -78,7 +78,9 @@ def make_rollout(config: Config, tokenizer):
         return None
     from recipes.parts.rollout import ServerRollout
 
-    return ServerRollout(config, tokenizer)
+    rollout = ServerRollout(config, tokenizer)
+    rollout.check()
+    return rollout
 
 
 def main() -> None:

@@ -62,8 +62,8 @@ def summary(run: RunDir, seconds: dict[str, float]) -> str:
     low, high = gain["interval"]
     lines = [
         "",
-        f"training reward     {mean_reward(rows[:10]):.3f} (first 10 steps) -> {mean_reward(rows[-10:]):.3f} (last 10)",
-        f"held-out accuracy   {percent(cells['nf4'][0])} -> {percent(cells['nf4'][1])}, n = {result['n']}, 95 % Wilson",
+        f"training reward     {mean_reward(rows[:10]):.3f} (first 10 steps) -> {mean_reward(rows[-10:]):.3f} (last)",
+        f"held-out accuracy   {percent(cells['nf4'][0])} -> {percent(cells['nf4'][1])}, 95 % Wilson, n = {result['n']}",
         f"gain                {gain['difference']:+.1%} [{low:+.1%}, {high:+.1%}], paired bootstrap",
         "",
         f"{'format':<8}{'base':<24}{'GRPO':<24}gain survival (gain there - gain in bf16)",

@@ -79,6 +79,7 @@ class RolloutConfig:
     correction_cap: float = _option(2.0, "cap C of the importance ratio")
     server_urls: list[str] = _option(["http://127.0.0.1:8000"], "base URLs of the vLLM replicas")
     request_timeout_s: float = _option(600.0, "longest wait for one generation request")
+    max_sampler_k3: float = _option(0.1, "stop when KL(sampler || policy) per token, nats, exceeds this")
     server_wait_s: float = _option(300.0, "longest wait for a server to answer at the start")
 
 

@@ -113,15 +113,14 @@ def load_adapter_weights(model: "torch.nn.Module", directory: str | Path) -> Non
         )
 
 
-def publish_adapter(model: "torch.nn.Module", run: RunDir, version: int, base_hash: str) -> Path:
-    """Write `adapters/v<version>` whole or not at all, with its manifest; returns the directory."""
+def publish_adapter(model: "torch.nn.Module", directory: Path, version: int, base_hash: str) -> Path:
+    """Write the adapter to `directory` whole or not at all, with its manifest; returns the directory."""
     from peft import get_peft_model_state_dict
 
     from merge.base import hash_pairs, hash_tensor
 
     adapter = model.peft_config["default"]
     tensors = get_peft_model_state_dict(model)
-    directory = run.adapter_dir(version)
     with publish(directory, overwrite=True) as partial:
         model.save_pretrained(partial, selected_adapters=["default"])
         (partial / "README.md").unlink(missing_ok=True)

@@ -87,7 +87,11 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "use_vllm": False,
+        "vllm_importance_sampling_correction": rollout.correction != "none",
+        "vllm_importance_sampling_clip_max": rollout.correction_cap,
     }
+    if rollout.correction != "none":
+        ours["vllm_importance_sampling_mode"] = rollout.correction
     fields = GRPOConfig.__dataclass_fields__
     for key in train.trl:
         if key in ours:
@@ -123,6 +127,10 @@ class PolicyTrainer(GRPOTrainer):
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
         self.config, self.run, self.base_hash, self.rollout = config, run, base_hash, rollout
+        if rollout is not None:
+            # TRL reads these where it corrects for the sampler's mismatch; its own server client is never made.
+            self.use_vllm = True
+            self.vllm_importance_sampling_correction = config.rollout.correction != "none"
         set_adapter_dtype(self.model, config.policy.adapter_dtype)
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)
@@ -164,7 +172,39 @@ class PolicyTrainer(GRPOTrainer):
         self._problem_ids = gather_object([row["problem_id"] for row in inputs])
         if self.recorder:
             self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(self._problem_ids)))
-        return super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
+        if "sampling_per_token_logps" in output:
+            self._log_mismatch(output)
+        return output
+
+    def _log_mismatch(self, output: dict) -> None:
+        """Distance of the sampler from the policy on the sampled tokens: k3 KL (Schulman 2020) and effective sample
+        size of the token ratios; `CheckFailed` above `rollout.max_sampler_k3`."""
+        mask = output["completion_mask"].bool()  # (B, C)
+        policy = output.get("old_per_token_logps")
+        if policy is None:
+            with torch.no_grad():
+                policy = self._get_per_token_logps_and_entropies(
+                    self.model,
+                    torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+                    torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                    output["completion_ids"].size(1),
+                    batch_size=self.args.per_device_train_batch_size,
+                )[0]
+        log_ratio = (policy - output["sampling_per_token_logps"])[mask].double()
+        ratio = log_ratio.exp()
+        sums = torch.stack([(ratio - 1 - log_ratio).sum(), ratio.sum(), (ratio**2).sum(), mask.sum().double()])
+        k3_sum, ratio_sum, square_sum, count = self.accelerator.reduce(sums, "sum").tolist()
+        k3 = k3_sum / count
+        self._metrics["train"]["sampler/k3"].append(k3)
+        self._metrics["train"]["sampler/effective_sample_size"].append(ratio_sum**2 / (count * square_sum))
+        limit = self.config.rollout.max_sampler_k3
+        if not k3 <= limit:
+            raise CheckFailed(
+                f"step {self.state.global_step + 1}: the sampler is not the policy: k3 KL {k3:.4f} a token, limit "
+                f"rollout.max_sampler_k3 {limit}. Serve the dequantized base of this model (python -m merge base), "
+                "with --logprobs-mode processed_logprobs, and check that the replicas load each adapter."
+            )
 
     def _generate(self, prompts: list) -> tuple:
         started = time.perf_counter()
@@ -209,7 +249,7 @@ class PolicyTrainer(GRPOTrainer):
                 self.recorder.completions(record["step"], self._completion_rows(record["adapter_version"]))
 
     def _record(self, logs: dict) -> dict:
-        seconds = dict.fromkeys(("rollout", "reward"), 0.0) | dict(self._seconds)
+        seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | dict(self._seconds)
         seconds["step"] = time.perf_counter() - (self._step_started or time.perf_counter())
         seconds["update"] = max(0.0, seconds["step"] - seconds["rollout"] - seconds["reward"])
         self._peak["update"] = _peak_gib()
@@ -255,7 +295,8 @@ class PolicyTrainer(GRPOTrainer):
             Trainer._save_checkpoint(self, model, trial)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                publish_adapter(self.accelerator.unwrap_model(self.model), self.run, step, self.base_hash)
+                policy = self.accelerator.unwrap_model(self.model)
+                publish_adapter(policy, self.run.adapter_dir(step), step, self.base_hash)
                 commit_checkpoint(self.run, step, self.base_hash)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except OSError as error:
