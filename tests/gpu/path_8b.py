@@ -1,0 +1,193 @@
+"""The recipe's real command line on an 8B shape with random weights: one GPU, in process and against an FP8 server.
+
+Shows what a CPU cannot: that the NF4 path fits and runs at size, what it costs, that a vLLM FP8 server on the same
+card serves each adapter version, and how far the sampler is from the policy. Random weights: no reward is learned.
+
+    python tests/gpu/path_8b.py --part local     # train in process, write the dequantized base, merge, quantize
+    python tests/gpu/path_8b.py --part server    # then: the same steps against FP8 and BF16 servers on the same card
+
+Prints a table last. Needs torch with CUDA, bitsandbytes, trl, vllm.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+PORT = 8127
+
+
+def make_model(directory: Path, tokenizer_dir: Path, layers: int) -> float:
+    """A Qwen3-8B shape with random BF16 weights and the small tokenizer; returns its parameters in billions."""
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    model.save_pretrained(directory, max_shard_size="4GB")
+    tokenizer.save_pretrained(directory)
+    return sum(p.numel() for p in model.parameters()) / 1e9
+
+
+def command(name: str, arguments: list[str], logs: Path) -> tuple[float, str]:
+    """Run one command line from the repository root; (seconds, output). Ends the script when it fails."""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    (logs / f"{name}.log").write_text(done.stdout + done.stderr)
+    seconds = time.perf_counter() - started
+    print(f"{name}: exit {done.returncode}, {seconds:.0f} s", flush=True)
+    if done.returncode:
+        print((done.stdout + done.stderr)[-6000:], flush=True)
+        raise SystemExit(1)
+    return seconds, done.stdout
+
+
+def train(name: str, work: Path, extra: list[str]) -> list[dict]:
+    """Steps of the recipe; the rows of its metrics.jsonl."""
+    overrides = {
+        "run.name": name,
+        "run.output_dir": work / name,
+        "model.path": work / "model",
+        "model.dtype": "bfloat16",
+        "data.path": work / "tiny",
+        "train.max_steps": 3,
+        "train.save_steps": 3,
+        "train.per_device_train_batch_size": 8,
+        "train.gradient_accumulation_steps": 8,
+        "train.gradient_checkpointing": "true",
+        "train.learning_rate": "1e-5",
+        "rollout.max_completion_length": 256,
+    }
+    flat = [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/one_gpu.yaml"]
+    command(name, [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *flat, *extra], work)
+    return [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def serve(model: Path, quantization: str, log: Path) -> subprocess.Popen:
+    """A vLLM server on this card, ready to answer."""
+    arguments = f"""--model {model} --port {PORT} --host 127.0.0.1 --max-model-len 512 --enable-lora
+        --max-lora-rank 16 --logprobs-mode processed_logprobs --gpu-memory-utilization 0.4"""
+    if quantization != "none":
+        arguments += f" --quantization {quantization}"
+    environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments.split()],
+        stdout=open(log, "w"),
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/models", timeout=2)
+            return process
+        except OSError:
+            time.sleep(1)
+    print(log.read_text()[-4000:])
+    raise SystemExit("the server did not start")
+
+
+def row(name: str, metrics: list[dict]) -> dict:
+    """The last step, when every kernel is warm."""
+    last = metrics[-1]
+    seconds, peak = last["seconds"], last["peak_gib"]
+    return {
+        "what": name,
+        "seconds": seconds,
+        "rollout_tok_s": last["rollout_tokens_per_s"],
+        "update_tok_s": last["update_tokens_per_s"],
+        "peak_rollout_gib": peak["rollout"],
+        "peak_update_gib": peak["update"],
+        "k3": last["sampler_k3"],
+        "ess": last["effective_sample_size"],
+        "kl_step1": metrics[0]["kl"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/path8b"))
+    parser.add_argument("--part", choices=("local", "server"), required=True)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--out", type=Path, help="JSON with every number")
+    options = parser.parse_args()
+    work = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    rows, seconds = local_part(work, options.layers) if options.part == "local" else server_part(work)
+    if options.out:
+        options.out.write_text(json.dumps({"rows": rows, "seconds": seconds}, indent=2))
+    print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  peak GiB  k3        ess")
+    for r in rows:
+        k3 = "-" if r["k3"] is None else f"{r['k3']:.2e}"
+        ess = "-" if r["ess"] is None else f"{r['ess']:.4f}"
+        s = r["seconds"]
+        print(
+            f"{r['what']:<26} {s['step']:6.1f} {s['rollout']:7.1f} {s['update']:8.1f} {r['rollout_tok_s']:10.0f} "
+            f"{r['update_tok_s']:10.0f} {r['peak_update_gib']:9.1f}  {k3:<9} {ess}"
+        )
+    print({name: round(value) for name, value in seconds.items()})
+
+
+def local_part(work: Path, layers: int) -> tuple[list[dict], dict]:
+    """Rows and seconds of what needs no server."""
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    print(f"model: {make_model(work / 'model', work / 'tiny', layers):.2f} B parameters", flush=True)
+    rows, seconds = [row("in process", train("inproc", work, []))], {}
+    config = ["--config", CONFIG, "--model.path", str(work / "model"), "--model.dtype", "bfloat16"]
+    seconds["merge base"], _ = command("base", ["-m", "merge", "base", *config, "--out", str(work / "deq")], work)
+    merge = ["-m", "merge", "--run", str(work / "inproc"), "--policy", "grpo", "--format", "bf16", "fp8", "w4a16"]
+    seconds["merge and verify 3 formats"], table = command("merge", merge, work)
+    print(table[-2500:])
+    return rows, seconds
+
+
+def server_part(work: Path) -> tuple[list[dict], dict]:
+    """Rows of the same steps against a server on the same card: which weights it holds, and in what format."""
+    rows: list[dict] = []
+    flags = ["--rollout.backend", "server", "--rollout.server_urls", f"['http://127.0.0.1:{PORT}']"]
+    for held, quantization in (("deq", "fp8"), ("model", "fp8"), ("deq", "none")):
+        name = f"{'dequantized' if held == 'deq' else 'original'} {quantization}"
+        process = serve(work / held, quantization, work / f"server-{held}-{quantization}.log")
+        try:
+            run = f"run-{held}-{quantization}"
+            rows.append(row(name, train(run, work, [*flags, "--rollout.max_sampler_k3", "5"])))
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+    return rows, {}
+
+
+if __name__ == "__main__":
+    main()
