@@ -216,7 +216,9 @@ def resolve(values: dict, overrides: list[str], where: str) -> Config:
         *groups, leaf = key.split(".")
         target = values
         for group in groups:
-            target = target.setdefault(group, {})
+            if target.get(group) is None:  # a group left empty in the YAML
+                target[group] = {}
+            target = target[group]
             if not isinstance(target, dict):
                 raise BadInput(f"--{key}: {group} is not a group of keys.")
         target[leaf] = value
@@ -293,7 +295,8 @@ def _build(kind: type, values: Any, prefix: str, where: str, problems: list[str]
     for item in dataclasses.fields(kind):
         name, hint = item.name, hints[item.name]
         if dataclasses.is_dataclass(hint):
-            arguments[name] = _build(hint, values.get(name) or {}, f"{prefix}{name}.", where, problems)
+            group = values.get(name)
+            arguments[name] = _build(hint, {} if group is None else group, f"{prefix}{name}.", where, problems)
         elif name in values:
             arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where, problems)
         elif item.default is MISSING and item.default_factory is MISSING:
@@ -363,8 +366,10 @@ def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             value = text
-        # A number given where text is expected (a name like 007) stays the text that was typed.
-        pairs.append((key, text if _leaf_type(key) is str else value))
+        # Where text is expected, what was typed is the text: a name like 007, a prompt with a colon in it.
+        kind = _leaf_type(key)
+        as_typed = kind is str or (kind == (str | None) and value is not None)
+        pairs.append((key, text if as_typed else value))
     return pairs
 
 

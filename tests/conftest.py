@@ -1,0 +1,168 @@
+"""Models and runs that tests share: each is made once per session, the runs by the recipe's own command line.
+
+`tiny_model_dir` has random weights. It never answers right, so its rewards have no spread and its gradients are zero.
+`learning_model_dir` was supervised for a few seconds: some of its sampled answers are right, so a step learns.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before the first import of torch: on two cores more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from recipes.parts.errors import run_command
+from recipes.parts.rundir import RunDir
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+# 4 problems x 4 completions a step, about 0.2 s.
+SMALL = {
+    "rollout.group_size": 4,
+    "rollout.max_completion_length": 24,
+    "train.per_device_train_batch_size": 16,
+    "train.max_steps": 6,
+    "train.save_steps": 2,
+    "policy.lora_rank": 4,
+    "policy.lora_alpha": 8,
+    "watch.completions_every": 2,
+}
+
+
+@dataclass
+class Finished:
+    """A command that ended: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def make_base(folder: Path, *arguments: Any) -> Path:
+    """A model made by recipes/tiny_base.py in this process."""
+    from recipes.tiny_base import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tiny_base.py", "--out", str(folder), *map(str, arguments)])
+        main()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory) -> Path:
+    """Random Qwen3 weights with tokenizer, chat template and generated problems; nothing it says is right."""
+    folder = tmp_path_factory.mktemp("models") / "untrained"
+    size = ("--hidden", 64, "--layers", 2, "--problems", 200, "--heldout", 40)
+    return make_base(folder, "--steps", 0, *size)
+
+
+@pytest.fixture(scope="session")
+def learning_model_dir(tmp_path_factory) -> Path:
+    """A base whose sampled answers are sometimes right, so that groups have a spread and gradients are not zero."""
+    folder = tmp_path_factory.mktemp("models") / "learning"
+    size = ("--hidden", 64, "--layers", 2, "--limit", 10, "--problems", 800, "--heldout", 40)
+    return make_base(folder, "--steps", 200, "--processes", 1, *size)
+
+
+@pytest.fixture(scope="session")
+def recipe_arguments() -> Callable[..., list[str]]:
+    """`recipe_arguments(model, run directory, {key: value})`: the command line of a small run."""
+
+    def make(model: Path, output: Path, changes: dict | None = None, flags: tuple[str, ...] = ()) -> list[str]:
+        keys = {"run.output_dir": output, "model.path": model, "data.path": model, **SMALL, **(changes or {})}
+        return ["--config", str(CONFIG), *(f"--{key}={value}" for key, value in keys.items()), *flags]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[[list[str]], subprocess.Popen]:
+    """Start `accelerate launch recipes/grpo_qlora.py` as a user does, in a process group of its own."""
+
+    def start(arguments: list[str]) -> subprocess.Popen:
+        command = [*LAUNCH, "recipes/grpo_qlora.py", *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory, launch, recipe_arguments, learning_model_dir) -> RunDir:
+    """A finished run of 6 steps with checkpoints at 2, 4 and 6 (the last two kept). Copy it before changing it."""
+    run = RunDir(tmp_path_factory.mktemp("runs") / "tiny")
+    out, err = (process := launch(recipe_arguments(learning_model_dir, run.path))).communicate(timeout=240)
+    assert process.returncode == 0, f"{out}\n{err}"
+    (run.path / "stdout.txt").write_text(out)
+    return run
+
+
+@pytest.fixture(scope="session")
+def recipe() -> Callable[[list[str]], Finished]:
+    """The recipe's command line in this process (imports cost 10 s per launch): exit code and output."""
+
+    def run(arguments: list[str]) -> Finished:
+        from recipes.grpo_qlora import main
+
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.setattr(sys, "argv", ["recipes/grpo_qlora.py", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                run_command(main)
+        return Finished(ended.value.code, out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def build_trainer() -> Callable[..., Any]:
+    """The trainer as the recipe builds it, not yet started; `rewards` replaces the configured reward functions."""
+
+    class Built(Exception):
+        pass
+
+    def build(arguments: list[str], rewards: list | None = None) -> Any:
+        from recipes.grpo_qlora import main
+        from recipes.parts.trainer import PolicyTrainer
+
+        found = []
+
+        def stop(trainer: Any, resume: bool) -> None:
+            found.append(trainer)
+            raise Built
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["recipes/grpo_qlora.py", *arguments])
+            patch.setattr(PolicyTrainer, "train_run", stop)
+            if rewards is not None:
+                patch.setattr("reward.reward_functions", lambda config: (rewards, [1.0] * len(rewards)))
+            with pytest.raises(Built):
+                main()
+        return found[0]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def read_jsonl() -> Callable[[Path], list[dict]]:
+    """The objects of a jsonl file; a line that is not strict JSON fails the test."""
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    def read(path: Path) -> list[dict]:
+        return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+    return read
