@@ -4,13 +4,14 @@ transformers writes straight into `checkpoint-N` and `get_last_checkpoint` takes
 is written aside, gets a manifest with every file's size and hash, and is renamed to `checkpoints/step-N`.
 """
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 
-from recipes.parts.errors import CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.record import drop_steps_after
-from recipes.parts.rundir import RunDir, write_manifest
+from recipes.parts.rundir import RunDir, read_manifest, write_manifest
 
 
 def staging_directory(run: RunDir) -> Path:
@@ -39,16 +40,24 @@ def discard_staged(run: RunDir) -> None:
 
 
 def rotate(run: RunDir, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints."""
-    for old in sorted(run.checkpoints.glob("step-[0-9]*"))[:-keep]:
-        shutil.rmtree(old)
+    """Delete all but the `keep` newest whole checkpoints; a damaged one never takes the place of a whole one."""
+    whole = []
+    for checkpoint in sorted(run.checkpoints.glob("step-[0-9]*"), reverse=True):
+        with contextlib.suppress(BadInput):
+            read_manifest(checkpoint, "training-state")
+            whole.append(checkpoint)
+    for checkpoint in run.checkpoints.glob("step-[0-9]*"):
+        if checkpoint not in whole[:keep]:
+            shutil.rmtree(checkpoint)
 
 
 def saving_failed(run: RunDir, step: int, error: OSError) -> CheckFailed:
     """The error of a save that the disk refused: what is left, and how to go on."""
     free = shutil.disk_usage(run.path).free / 2**20
-    whole = sorted(entry.name for entry in run.checkpoints.glob("step-[0-9]*"))
-    left = f"{run.checkpoints / whole[-1]} is whole" if whole else "no checkpoint was completed before"
+    try:
+        left = f"{run.newest_checkpoint()} is whole"
+    except BadInput:
+        left = "no checkpoint was completed before"
     return CheckFailed(
         f"saving step {step} failed: {error} ({free:.0f} MiB free). Nothing half-written is kept; {left}. "
         "Free some space, then continue with --resume."

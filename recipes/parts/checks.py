@@ -117,7 +117,7 @@ def _sampler(config: Config) -> list[str]:
                 f"sampler's log-probs with the policy's, and a truncated sampler is another distribution. Set "
                 f"rollout.{key} to {off}, or rollout.correction to none."
             )
-    if rollout.correction_cap <= 1:
+    if not rollout.correction_cap > 1:
         found.append(f"rollout.correction_cap ({rollout.correction_cap}) must be above 1, the ratio of equals.")
     return found
 
@@ -181,6 +181,11 @@ def check_run_directory(config: Config, resume: bool) -> RunDir:
         if run.path.exists() and any(entry.name != "config.json" for entry in run.path.iterdir()):
             raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
         return run
+    if not any(run.checkpoints.glob("step-*")):
+        raise BadInput(
+            f"{run.path} holds a run without a checkpoint: it is running now, or it stopped before its first "
+            "checkpoint and cannot be resumed. Remove it, or start another run with --run.name NAME."
+        )
     if not resume:
         raise BadInput(
             f"{run.path} holds a run already. Continue it with --resume, or start another with --run.name NAME."

@@ -107,6 +107,8 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
     if not (directory / MANIFEST).is_file():
         raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not to the end.")
     manifest = read_json(directory / MANIFEST)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise BadInput(f"{directory / MANIFEST} lists no files: it was not written by this kit.")
     if kind is not None and manifest.get("kind") != kind:
         raise BadInput(f"{directory} holds a {manifest.get('kind')!r}, expected a {kind!r}.")
     for name, listed in manifest["files"].items():

@@ -1,0 +1,210 @@
+"""Checks of several keys at once, and of the directory a run may write to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.checks import FREE_ON_RESUME, check_config, check_run_directory
+from recipes.parts.config import Config, load_config, to_dict
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir, write_json, write_manifest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+
+
+def configuration(**changes) -> Config:
+    """The shipped configuration with keys changed (`train__beta=0.1`)."""
+    overrides = [part for key, value in changes.items() for part in (f"--{key.replace('__', '.')}", str(value))]
+    return load_config(CONFIG, overrides)
+
+
+def refusal(processes: int = 1, **changes) -> str:
+    with pytest.raises(BadInput) as caught:
+        check_config(configuration(**changes), processes)
+    return str(caught.value)
+
+
+def test_a_group_that_does_not_divide_the_batch_is_refused_with_the_numbers_and_the_sizes_that_fit():
+    changes = {"train__per_device_train_batch_size": 2, "train__gradient_accumulation_steps": 4}
+    assert refusal(2, rollout__group_size=6, **changes) == (
+        "rollout.group_size (6) must divide the generation batch (2 per device x 2 processes x 4 steps = 16). "
+        "Use 2, 4, 8, 16, or another batch."
+    )
+    check_config(configuration(rollout__group_size=8, **changes), 2)
+
+
+def test_the_number_of_processes_counts():
+    changes = {"train__per_device_train_batch_size": 4, "rollout__group_size": 8}
+    assert "4 per device x 1 processes x 1 steps = 4" in refusal(1, **changes)
+    check_config(configuration(**changes), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__group_size": 1}, "rollout.group_size (1) must be at least 2"),
+        ({"rollout__top_p": 0.9}, "rollout.top_p is 0.9 with rollout.correction token_truncate"),
+        ({"rollout__top_k": 20}, "rollout.top_k is 20 with rollout.correction token_truncate"),
+        ({"rollout__top_p": 1.5, "rollout__correction": "none"}, "rollout.top_p (1.5) must be between 0 and 1."),
+        ({"rollout__correction_cap": 1.0}, "rollout.correction_cap (1.0) must be above 1"),
+        ({"rollout__correction_cap": "nan"}, "rollout.correction_cap (nan) must be above 1"),
+        ({"rollout__temperature": 0}, "rollout.temperature (0.0) must be a number above 0."),
+        ({"train__beta": -0.1}, "train.beta (-0.1) must be 0 or more."),
+        ({"train__beta": "nan"}, "train.beta (nan) must be 0 or more."),
+        ({"train__learning_rate": "nan"}, "train.learning_rate (nan) must be a number above 0."),
+        ({"train__max_steps": 0}, "train.max_steps (0) must be at least 1."),
+        ({"train__keep_checkpoints": 0}, "train.keep_checkpoints (0) must be at least 1."),
+        ({"policy__reference": "none"}, "train.beta (0.01) is above 0 and policy.reference is none."),
+        ({"policy__reference": "Qwen/Qwen3-8B"}, "policy.reference is 'Qwen/Qwen3-8B': a second model is never"),
+        ({"policy__reference": "copy", "train__beta": 0}, "policy.reference is 'copy': a second model is never"),
+        ({"policy__target_modules": "[q_proj, lm_head]"}, "policy.target_modules names ['lm_head']"),
+        ({"policy__target_modules": "[model.embed_tokens]"}, "policy.target_modules names ['model.embed_tokens']"),
+        ({"policy__target_modules": "everything"}, "policy.target_modules is 'everything'. Use all-linear or a list"),
+        ({"policy__lora_rank": 12, "rollout__backend": "server"}, "policy.lora_rank (12) is not served by vLLM."),
+        ({"reward__functions": "[]"}, "reward.functions is empty."),
+        ({"reward__weights": "[1, 2]"}, "reward.weights has 2 entries for 1 reward.functions."),
+        ({"watch__report_to": "[wandbb]"}, "watch.report_to names 'wandbb'."),
+        ({"eval__formats": "[fp4]"}, "eval.formats names 'fp4'."),
+        ({"eval__formats": "[bf16]"}, "eval.gate.format (fp8) is not in eval.formats ['bf16']."),
+        ({"data__path": "null"}, "data.id or data.path is missing"),
+        (
+            {"train__num_iterations": 2, "train__save_steps": 5},
+            "train.save_steps (5) must be a multiple of train.num_iterations (2)",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(changes, message):
+    assert message in refusal(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rollout__top_p": 0.9, "rollout__top_k": 20, "rollout__correction": "none"},
+        {"policy__reference": "none", "train__beta": 0},
+        {"policy__lora_rank": 12},
+        {"policy__lora_rank": 16, "rollout__backend": "server"},
+        {"policy__target_modules": "[q_proj, mlp.down_proj]"},
+    ],
+)
+def test_settings_that_work_pass(changes):
+    check_config(configuration(**changes), 1)
+
+
+def test_everything_wrong_is_reported_at_once():
+    found = refusal(rollout__group_size=7, policy__reference="copy", rollout__top_p=0.5, train__max_steps=-1)
+    for key in ("rollout.group_size (7)", "policy.reference", "rollout.top_p", "train.max_steps (-1)"):
+        assert key in found
+    assert len(found.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [("ACCELERATE_USE_FSDP", "true", "FSDP"), ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", "ZeRO-3")],
+)
+def test_a_sharded_base_is_refused(monkeypatch, variable, value, name):
+    monkeypatch.setenv(variable, value)
+    assert f"{name} shards the base" in refusal()
+
+
+def test_zero_2_is_not_sharding_the_base(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    check_config(configuration(), 1)
+
+
+def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (2,)) -> RunDir:
+    """A directory as a started run leaves it: configuration, base, and a whole checkpoint per step."""
+    run = RunDir(folder)
+    folder.mkdir()
+    write_json(run.config_file, {"config": to_dict(config)})
+    write_json(run.base_file, {"hash": "00"})
+    for step in steps:
+        checkpoint = run.checkpoints / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "optimizer.pt").write_bytes(b"x" * 100)
+        write_manifest(checkpoint, "training-state", step=step)
+    return run
+
+
+def directory_refusal(config: Config, resume: bool = False) -> str:
+    with pytest.raises(BadInput) as caught:
+        check_run_directory(config, resume)
+    return str(caught.value)
+
+
+def test_the_directory_of_another_run_is_refused(tmp_path):
+    config = configuration(run__output_dir=tmp_path / "run")
+    run_with_checkpoint(tmp_path / "run", config)
+    assert "holds a run already. Continue it with --resume" in directory_refusal(config)
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    config = configuration(run__output_dir=tmp_path)
+    assert "exists and is not a run directory" in directory_refusal(config)
+    assert "is a file" in directory_refusal(configuration(run__output_dir=tmp_path / "notes.txt"))
+
+
+@pytest.mark.parametrize("what", ["absent", "empty", "dry run"])
+def test_a_directory_without_a_run_may_be_written_but_not_resumed(tmp_path, what):
+    folder = tmp_path / "run"
+    if what != "absent":
+        folder.mkdir()
+    if what == "dry run":
+        (folder / "config.json").write_text("{}")
+    config = configuration(run__output_dir=folder)
+    assert check_run_directory(config, resume=False).path == folder
+    assert "holds no started run. Leave --resume out" in directory_refusal(config, resume=True)
+
+
+def test_resume_with_the_same_settings_is_accepted(tmp_path):
+    config = configuration(run__output_dir=tmp_path / "run")
+    run_with_checkpoint(tmp_path / "run", config)
+    assert check_run_directory(config, resume=True).newest_checkpoint().name == "step-000002"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__learning_rate": 5e-3}, "train.learning_rate was 0.001, is 0.005"),
+        ({"policy__lora_rank": 8}, "policy.lora_rank was 16, is 8"),
+        ({"data__max_train_problems": 10}, "data.max_train_problems was None, is 10"),
+        ({"run__seed": 1}, "run.seed was 0, is 1"),
+        ({"train__trl": "{top_entropy_quantile: 0.5}"}, "train.trl was {}, is {'top_entropy_quantile': 0.5}"),
+    ],
+)
+def test_resume_with_another_setting_is_refused_by_its_name(tmp_path, changes, message):
+    run_with_checkpoint(tmp_path / "run", configuration())
+    assert message in directory_refusal(configuration(run__output_dir=tmp_path / "run", **changes), resume=True)
+
+
+def test_resume_may_change_what_does_not_alter_the_learning(tmp_path):
+    run_with_checkpoint(tmp_path / "run", configuration())
+    changes = {"train__max_steps": 200, "train__save_steps": 5, "watch__completions_every": 1, "eval__max_problems": 9}
+    assert set(FREE_ON_RESUME) >= {"train.max_steps", "train.save_steps", "watch", "eval"}
+    check_run_directory(configuration(run__output_dir=tmp_path / "run", **changes), resume=True)
+
+
+def test_resume_without_a_whole_checkpoint_is_refused(tmp_path):
+    config = configuration(run__output_dir=tmp_path / "run")
+    run = run_with_checkpoint(tmp_path / "run", config)
+    (run.checkpoints / "step-000002" / "optimizer.pt").write_bytes(b"x" * 99)
+    assert "no whole training-state" in directory_refusal(config, resume=True)
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint_says_that_it_cannot_be_resumed(tmp_path):
+    config = configuration(run__output_dir=tmp_path / "run")
+    run_with_checkpoint(tmp_path / "run", config, steps=())
+    for resume in (False, True):
+        found = directory_refusal(config, resume)
+        assert "stopped before its first checkpoint" in found and "Remove it" in found
+
+
+def test_a_configuration_file_that_is_damaged_is_named(tmp_path):
+    config = configuration(run__output_dir=tmp_path / "run")
+    run = run_with_checkpoint(tmp_path / "run", config)
+    run.config_file.write_text(json.dumps({"config": to_dict(config)})[:-20])
+    assert "config.json is not JSON" in directory_refusal(config, resume=True)

@@ -1,0 +1,237 @@
+"""What is published is whole or absent; what is damaged is found and named."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
+
+ROOT = Path(__file__).parents[2]
+
+
+def artifact(folder: Path, kind: str = "adapter", **fields) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "weights.bin").write_bytes(bytes(range(256)) * 4)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "small.txt").write_text("x")
+    write_manifest(folder, kind, **fields)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("x"), OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), SystemExit(3)]
+)
+def test_publish_leaves_nothing_when_its_block_fails(tmp_path, error):
+    with pytest.raises(type(error)):
+        with publish(tmp_path / "out") as partial:
+            (partial / "half").write_text("half")
+            raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publish_keeps_the_old_version_when_overwriting_fails(tmp_path):
+    with publish(tmp_path / "out") as partial:
+        (partial / "a").write_text("old")
+    with pytest.raises(RuntimeError):
+        with publish(tmp_path / "out", overwrite=True) as partial:
+            (partial / "a").write_text("new")
+            raise RuntimeError
+    assert (tmp_path / "out" / "a").read_text() == "old"
+    with publish(tmp_path / "out", overwrite=True) as partial:
+        (partial / "b").write_text("new")
+        assert (tmp_path / "out" / "a").read_text() == "old"
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["b"]
+
+
+def test_publish_refuses_to_overwrite_unless_asked(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(BadInput, match="exists already"):
+        with publish(tmp_path / "out"):
+            raise AssertionError("the block must not run")
+
+
+def test_a_process_killed_while_publishing_leaves_no_artifact_and_no_obstacle(tmp_path):
+    code = (
+        "import sys, time; from recipes.parts.rundir import publish, write_manifest\n"
+        "with publish(sys.argv[1] + '/v000001') as partial:\n"
+        "    (partial / 'weights').write_text('x'); write_manifest(partial, 'adapter')\n"
+        "    print('inside', flush=True); time.sleep(60)\n"
+    )
+    run = RunDir(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", code, str(run.adapters)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"inside\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert [entry.name for entry in run.adapters.iterdir()] == [".partial-v000001"]
+    with pytest.raises(BadInput, match="no whole adapter"):
+        run.newest_adapter()
+    with publish(run.adapter_dir(1)) as partial:
+        write_manifest(partial, "adapter")
+    assert [entry.name for entry in run.adapters.iterdir()] == ["v000001"]
+
+
+def test_a_whole_artifact_reads_back_with_its_fields(tmp_path):
+    manifest = read_manifest(artifact(tmp_path / "a", version=3), "adapter", deep=True)
+    assert manifest["version"] == 3
+    assert set(manifest["files"]) == {"weights.bin", "sub/small.txt"}
+    assert manifest["files"]["weights.bin"]["bytes"] == 1024
+
+
+def test_a_missing_file_manifest_or_directory_is_named(tmp_path):
+    folder = artifact(tmp_path / "a")
+    (folder / "sub" / "small.txt").unlink()
+    with pytest.raises(BadInput, match=r"is not whole: sub/small\.txt is missing"):
+        read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(BadInput, match=r"has no manifest\.json"):
+        read_manifest(folder)
+    with pytest.raises(BadInput, match="does not exist"):
+        read_manifest(tmp_path / "b")
+
+
+def test_a_truncated_file_is_found_by_size_and_a_changed_byte_by_hash(tmp_path):
+    folder = artifact(tmp_path / "a")
+    content = bytearray((folder / "weights.bin").read_bytes())
+    content[500] ^= 1
+    (folder / "weights.bin").write_bytes(content)
+    read_manifest(folder)
+    with pytest.raises(BadInput, match=r"is damaged: the content of weights\.bin"):
+        read_manifest(folder, deep=True)
+    (folder / "weights.bin").write_bytes(content[:-1])
+    with pytest.raises(BadInput, match=r"weights\.bin has 1023 bytes, its manifest says 1024"):
+        read_manifest(folder)
+
+
+def test_an_artifact_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="holds a 'checkpoint', expected a 'adapter'"):
+        read_manifest(artifact(tmp_path / "a", "checkpoint"), "adapter")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"kind": "training-state"}', "\x00\x01"])
+def test_a_manifest_that_is_no_manifest_is_bad_input(tmp_path, text):
+    folder = artifact(tmp_path / "a", "training-state")
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(BadInput):
+        read_manifest(folder, "training-state")
+
+
+def test_write_json_keeps_the_old_file_when_the_value_cannot_be_written(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    for value in ({"x": float("nan")}, {"x": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            write_json(tmp_path / "a.json", value)
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_reader_of_write_json_never_sees_half(tmp_path):
+    path, text = tmp_path / "a.json", "y" * 200_000
+    write_json(path, {"n": 0, "text": text})
+    child = os.fork()
+    if child == 0:
+        for number in range(60):
+            write_json(path, {"n": number, "text": text})
+        os._exit(0)
+    seen = 0
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        assert len(json.loads(path.read_text())["text"]) == 200_000
+        seen += 1
+        time.sleep(0.001)
+    assert seen > 5
+
+
+def checkpoint(run: RunDir, step: int) -> Path:
+    staged = staging_directory(run) / f"checkpoint-{step}"
+    staged.mkdir(parents=True)
+    for name in ("adapter_model.safetensors", "optimizer.pt", "trainer_state.json"):
+        (staged / name).write_bytes(os.urandom(300))
+    return commit_checkpoint(run, step, "00")
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+
+
+def damage_truncated(folder: Path) -> None:
+    (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:200])
+
+
+def damage_no_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def damage_half_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:80])
+
+
+def damage_empty_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("")
+
+
+DAMAGES = [damage_missing, damage_truncated, damage_no_manifest, damage_half_manifest, damage_empty_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_whole_checkpoint_is_taken_never_a_damaged_newer_one(tmp_path, damage):
+    run = RunDir(tmp_path)
+    checkpoint(run, 2)
+    newest = checkpoint(run, 10)
+    assert run.newest_checkpoint().name == "step-000010"
+    damage(newest)
+    assert run.newest_checkpoint().name == "step-000002"
+
+
+def test_what_is_staged_is_never_taken_and_is_removed(tmp_path):
+    run = RunDir(tmp_path)
+    checkpoint(run, 2)
+    leftover = staging_directory(run) / "checkpoint-4"
+    leftover.mkdir()
+    (leftover / "optimizer.pt").write_bytes(b"half")
+    assert run.newest_checkpoint().name == "step-000002"
+    discard_staged(run)
+    assert [entry.name for entry in run.checkpoints.iterdir()] == ["step-000002"]
+
+
+def test_rotation_keeps_the_newest(tmp_path):
+    run = RunDir(tmp_path)
+    for step in (2, 4, 10):
+        checkpoint(run, step)
+    rotate(run, 2)
+    assert sorted(entry.name for entry in run.checkpoints.glob("step-*")) == ["step-000004", "step-000010"]
+
+
+def test_rotation_never_removes_the_only_whole_checkpoint(tmp_path):
+    run = RunDir(tmp_path)
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+    damage_truncated(run.checkpoints / "step-000004")
+    damage_truncated(run.checkpoints / "step-000006")
+    rotate(run, 2)
+    assert run.newest_checkpoint().name == "step-000002"
+
+
+def test_the_newest_adapter_is_the_highest_whole_version(tmp_path):
+    run = RunDir(tmp_path)
+    artifact(run.adapter_dir(9))
+    artifact(run.adapter_dir(10))
+    artifact(run.adapters / ".partial-v000011")
+    assert run.newest_adapter() == run.adapter_dir(10)
+    (run.adapter_dir(10) / "weights.bin").unlink()
+    assert run.newest_adapter() == run.adapter_dir(9)
+
+
+def test_opening_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"has no config\.json"):
+        RunDir.open(tmp_path)
+    with pytest.raises(BadInput, match="no run directory"):
+        RunDir.open(tmp_path / "absent")
