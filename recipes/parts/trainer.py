@@ -77,6 +77,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "top_k": rollout.top_k,
         "reward_weights": config.reward.weights,
         "bf16": config.model.dtype == "bfloat16",
+        # Without this, transformers refuses bf16 where there is no GPU, and a dry run could not check such a recipe.
+        "use_cpu": not torch.cuda.is_available(),
         "save_strategy": "steps",
         "save_steps": train.save_steps,
         "logging_steps": 1,
