@@ -9,9 +9,14 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.record import drop_steps_after
 from recipes.parts.rundir import RunDir, read_manifest, write_manifest
+
+# A full disk is an OSError to Python, a SafetensorError to safetensors and a RuntimeError without errno to torch.save.
+SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def staging_directory(run: RunDir) -> Path:
@@ -51,22 +56,27 @@ def rotate(run: RunDir, keep: int) -> None:
             shutil.rmtree(checkpoint)
 
 
-def saving_failed(run: RunDir, step: int, error: OSError) -> CheckFailed:
-    """The error of a save that the disk refused: what is left, and how to go on."""
+def saving_failed(run: RunDir, step: int, error: Exception) -> CheckFailed:
+    """The error of a save that the disk refused: what is left, and how to go on. Call it before space is freed."""
     free = shutil.disk_usage(run.path).free / 2**20
     try:
         left = f"{run.newest_checkpoint()} is whole"
     except BadInput:
         left = "no checkpoint was completed before"
     return CheckFailed(
-        f"saving step {step} failed: {error} ({free:.0f} MiB free). Nothing half-written is kept; {left}. "
-        "Free some space, then continue with --resume."
+        f"saving step {step} failed: {str(error).splitlines()[0]} ({free:.1f} MiB free). Nothing half-written is "
+        f"kept; {left}. Free some space, then continue with --resume."
     )
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step that `checkpoints/step-000010` was written after."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def rewind(run: RunDir, checkpoint: Path) -> int:
     """The checkpoint's step; lines of later steps leave metrics.jsonl and ledger.jsonl, so none is told twice."""
-    step = int(checkpoint.name.removeprefix("step-"))
+    step = checkpoint_step(checkpoint)
     for path in (run.metrics_file, run.ledger_file):
         drop_steps_after(path, step)
     return step

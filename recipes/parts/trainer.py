@@ -17,6 +17,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from recipes.parts.checkpoint import (
+    SAVE_ERRORS,
+    checkpoint_step,
     commit_checkpoint,
     discard_staged,
     rewind,
@@ -154,6 +156,9 @@ class PolicyTrainer(GRPOTrainer):
                 step = rewind(self.run, checkpoint)
                 self.recorder.say(f"resuming from {checkpoint} (step {step})")
         self.accelerator.wait_for_everyone()
+        if checkpoint and checkpoint_step(checkpoint) >= self.args.max_steps:
+            # transformers would train one step more.
+            return
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self.accelerator.is_main_process:
             discard_staged(self.run)
@@ -301,9 +306,10 @@ class PolicyTrainer(GRPOTrainer):
                 publish_adapter(policy, self.run.adapter_dir(step), step, self.base_hash)
                 commit_checkpoint(self.run, step, self.base_hash)
                 rotate(self.run, self.config.train.keep_checkpoints)
-        except OSError as error:
+        except SAVE_ERRORS as error:
+            failed = saving_failed(self.run, step, error)
             discard_staged(self.run)
-            raise saving_failed(self.run, step, error) from error
+            raise failed from error
         self.accelerator.wait_for_everyone()
 
     def _synchronize(self) -> None:

@@ -1,0 +1,265 @@
+"""The GRPO recipe by its command line: what a run leaves behind, what it refuses, and what a step computes.
+
+Runs and refusals in this process go through the recipe's own `main`, with the command line of a user.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.parts.rundir import read_json
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    *("step", "total_steps", "time", "loss", "reward", "reward_std", "rewards", "zero_spread_fraction", "kl"),
+    *("entropy", "clip_fraction", "truncated_fraction", "completion_length", "masked_fraction", "grad_norm"),
+    *("learning_rate", "sampler_k3", "effective_sample_size", "rollout_tokens_per_s", "update_tokens_per_s"),
+    *("seconds", "peak_gib", "adapter_version"),
+}
+LOG_LINE = re.compile(
+    r"step \d+/6 reward \S+ std \S+ kl \S+ entropy \S+ zero_spread \S+ clipped \S+ truncated \S+ length \S+ "
+    r"grad_norm \S+ seconds \S+ \(rollout \S+ .*update \S+\)"
+)
+
+
+def test_metrics_have_every_key_at_every_step(tiny_run, read_jsonl):
+    rows = read_jsonl(tiny_run.metrics_file)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert {"rollout", "reward", "update", "step"} <= row["seconds"].keys()
+        assert {"rollout", "update"} <= row["peak_gib"].keys()
+        assert row["total_steps"] == 6 and row["adapter_version"] == row["step"] - 1
+        # What every in-process run must have a number for.
+        for key in KEYS - {"sampler_k3", "effective_sample_size"}:
+            assert row[key] is not None, (row["step"], key)
+        assert row["rewards"] == {"math": row["reward"]}
+        assert 0 < row["seconds"]["rollout"] < row["seconds"]["step"]
+    assert any(row["grad_norm"] > 0.01 for row in rows) and any(row["reward"] > 0 for row in rows)
+
+
+def test_kl_is_zero_at_the_first_step_and_not_after(tiny_run, read_jsonl):
+    kl = [row["kl"] for row in read_jsonl(tiny_run.metrics_file)]
+    assert kl[0] == 0.0
+    assert all(value > 0 for value in kl[1:])
+
+
+def test_the_log_has_one_line_per_step_in_a_fixed_order_and_so_has_the_terminal(tiny_run):
+    lines = (tiny_run.logs / "trainer.log").read_text().splitlines()
+    assert len(lines) == 6 and all(LOG_LINE.fullmatch(line) for line in lines), lines
+    printed = (tiny_run.path / "stdout.txt").read_text().splitlines()
+    assert [line for line in printed if re.match(r"step \d+/", line)] == lines
+    assert "base unchanged" in printed[-1] and printed[-1].startswith("done: 6 steps")
+
+
+def test_completions_are_sampled_with_their_rewards_and_the_version_that_made_them(tiny_run, read_jsonl):
+    ledger = {row["step"]: row["problem_ids"] for row in read_jsonl(tiny_run.ledger_file)}
+    metrics = {row["step"]: row for row in read_jsonl(tiny_run.metrics_file)}
+    assert sorted(file.name for file in tiny_run.completions.iterdir()) == [
+        f"step-{step:06d}.jsonl" for step in (1, 2, 4, 6)
+    ]
+    for step in (1, 2, 4, 6):
+        rows = read_jsonl(tiny_run.completions / f"step-{step:06d}.jsonl")
+        assert len(rows) == 16
+        assert list(dict.fromkeys(row["problem_id"] for row in rows)) == ledger[step]
+        assert {row["adapter_version"] for row in rows} == {step - 1}
+        mean = sum(row["rewards"]["math"] for row in rows) / 16
+        assert mean == pytest.approx(metrics[step]["reward"])
+        for group in range(4):
+            assert abs(sum(row["advantage"] for row in rows[4 * group : 4 * group + 4])) < 1e-5
+        assert all(set(row) >= {"prompt", "completion"} and "<|im" not in row["completion"] for row in rows)
+
+
+def test_the_ledger_names_every_problem_once_in_an_epoch(tiny_run, read_jsonl):
+    rows = read_jsonl(tiny_run.ledger_file)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    consumed = [problem for row in rows for problem in row["problem_ids"]]
+    assert len(consumed) == len(set(consumed)) == 24
+
+
+def test_the_configuration_on_disk_says_how_the_run_was_made(tiny_run):
+    facts = read_json(tiny_run.config_file)
+    assert facts["config"]["policy"]["lora_rank"] == 4 and facts["config"]["train"]["learning_rate"] == 1e-3
+    assert facts["versions"]["trl"].startswith("1.16") and facts["versions"]["bitsandbytes"]
+    assert facts["seed"] == 0 and facts["processes"] == 1
+    assert facts["command"][0] == "grpo_qlora.py" and "--config" in facts["command"]
+
+
+def test_a_typo_is_refused_with_exit_code_2_before_anything_heavy_is_imported():
+    command = [sys.executable, "-X", "importtime", "recipes/grpo_qlora.py", "--config"]
+    command += ["recipes/configs/grpo-tiny-nf4-cpu.yaml", "--train.bta", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "unknown key train.bta. Did you mean train.beta?" in done.stderr
+    assert "Traceback" not in done.stderr and "recipes.parts.config" in done.stderr
+    assert not re.search(r"\| +(torch|transformers|trl)$", done.stderr, re.MULTILINE)
+
+
+def test_the_launcher_passes_a_refusal_on(launch, recipe_arguments, tmp_path):
+    out, err = (process := launch(recipe_arguments(tmp_path, tmp_path / "r", {"run.nme": "x"}))).communicate(
+        timeout=90
+    )
+    assert process.returncode != 0, out
+    assert "error: " in err and "unknown key run.nme. Did you mean run.name?" in err
+
+
+def test_a_dry_run_checks_everything_and_leaves_only_the_configuration(
+    tmp_path, recipe, recipe_arguments, tiny_model_dir, build_trainer
+):
+    arguments = recipe_arguments(tiny_model_dir, tmp_path / "run")
+    done = recipe([*arguments, "--dry_run"])
+    assert done.code == 0, done.err
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert "4 problems x 4 completions of at most 24 tokens, 6 steps over 200 problems" in done.out
+    assert read_json(tmp_path / "run" / "config.json")["config"]["train"]["max_steps"] == 6
+    # A real run, and before it another dry run, may start where a dry run was.
+    assert recipe([*arguments, "--dry_run"]).code == 0
+    build_trainer(arguments)
+
+
+def step_of(trainer, read_jsonl) -> tuple[dict, dict[str, torch.Tensor]]:
+    """(metrics, gradient of every adapter tensor) of a trainer's only step."""
+    gradients = {}
+
+    def keep(*_) -> None:
+        named = trainer.model.named_parameters()
+        gradients.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_pre_hook(keep)
+    trainer.train_run(resume=False)
+    return read_jsonl(trainer.run.metrics_file)[0], gradients
+
+
+def varied_reward(prompts, completions, **_) -> list[float]:
+    """A number that differs within every group, whatever the model says."""
+    return [float(index % 3) for index in range(len(completions))]
+
+
+def test_every_loss_takes_a_step_and_they_differ_on_the_same_rollouts(
+    tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl
+):
+    metrics, gradients = {}, {}
+    for loss in ("dr_grpo", "dapo", "grpo"):
+        changes = {"train.loss_type": loss, "train.max_steps": 1, "train.max_grad_norm": 1e9}
+        trainer = build_trainer(recipe_arguments(learning_model_dir, tmp_path / loss, changes), [varied_reward])
+        assert trainer.args.loss_type == loss
+        assert trainer.args.scale_rewards == ("none" if loss == "dr_grpo" else "group")
+        metrics[loss], gradients[loss] = step_of(trainer, read_jsonl)
+    texts = [(tmp_path / loss / "completions" / "step-000001.jsonl").read_text() for loss in metrics]
+    said = [[json.loads(line)["completion"] for line in text.splitlines()] for text in texts]
+    assert said[0] == said[1] == said[2]
+    losses = [row["loss"] for row in metrics.values()]
+    for first, second in (("dr_grpo", "dapo"), ("dapo", "grpo"), ("dr_grpo", "grpo")):
+        flat = [torch.cat([tensor.flatten() for tensor in gradients[loss].values()]) for loss in (first, second)]
+        assert flat[0].norm() > 1e-3 and flat[1].norm() > 1e-3
+        assert (flat[0] - flat[1]).norm() > 1e-2 * flat[0].norm(), (first, second)
+    assert len({round(loss, 7) for loss in losses}) == 3, losses
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_scale_rewards_of_the_configuration_wins_over_the_default_of_the_loss(
+    tmp_path, recipe_arguments, scale, tiny_model_dir
+):
+    from recipes.parts.config import parse_command
+    from recipes.parts.rundir import RunDir
+    from recipes.parts.trainer import trainer_arguments
+
+    for loss in ("dr_grpo", "grpo"):
+        changes = {"train.scale_rewards": scale, "train.loss_type": loss}
+        config, _ = parse_command("x", recipe_arguments(tiny_model_dir, tmp_path, changes))
+        assert trainer_arguments(config, RunDir(tmp_path)).scale_rewards == scale
+
+
+def watched_step(trainer) -> tuple[list, list]:
+    """(prompt ids, completion ids) that TRL worked on in a trainer's only step."""
+    seen = []
+    generate = trainer._generate
+
+    def watch(prompts):
+        output = generate(prompts)
+        seen.append((output[0], output[1]))
+        return output
+
+    trainer._generate = watch
+    trainer.train_run(resume=False)
+    return seen[0]
+
+
+def test_a_prompt_gets_the_chat_template_once_and_nothing_follows_the_stop_token(
+    tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl
+):
+    changes = {"train.max_steps": 1, "data.prompt_suffix": " Box it.", "data.system_prompt": "Be brief."}
+    trainer = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes))
+    prompts, completions = watched_step(trainer)
+    tokenizer = trainer.processing_class
+    for text in tokenizer.batch_decode(prompts):
+        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+        assert text.endswith(" Box it.<|im_end|>\n<|im_start|>assistant\n")
+        assert text.count("<|im_start|>user") == 1 and text.count("<|im_start|>") == 3
+    stop = tokenizer.eos_token_id
+    assert any(stop in ids for ids in completions)
+    for ids in completions:
+        assert stop not in ids[:-1] and tokenizer.pad_token_id not in ids
+
+
+def test_truncated_completions_are_counted(tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl):
+    changes = {"train.max_steps": 1, "rollout.max_completion_length": 14}
+    trainer = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes))
+    _, completions = watched_step(trainer)
+    stop = trainer.processing_class.eos_token_id
+    cut = sum(stop not in ids for ids in completions)
+    assert 0 < cut < 16 and all(len(ids) == 14 for ids in completions if stop not in ids)
+    row = read_jsonl(trainer.run.metrics_file)[0]
+    assert row["truncated_fraction"] == pytest.approx(cut / 16)
+    assert row["completion_length"] == pytest.approx(sum(map(len, completions)) / 16)
+    assert row["completion_tokens"] == sum(map(len, completions))
+
+
+def test_a_reward_of_none_is_masked_and_counted_and_is_not_zero_in_the_mean(
+    tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl
+):
+    def sometimes(prompts, completions, **_):
+        return [None if index % 4 == 0 else float(index % 4) for index in range(len(completions))]  # None 1 2 3
+
+    changes = {"train.max_steps": 1}
+    trainer = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes), [sometimes])
+    trainer.train_run(resume=False)
+    row = read_jsonl(trainer.run.metrics_file)[0]
+    assert row["masked_fraction"] == 0.25
+    assert row["reward"] == row["rewards"]["sometimes"] == 2.0
+    said = read_jsonl(trainer.run.completions / "step-000001.jsonl")
+    assert [entry["rewards"]["sometimes"] for entry in said] == [None, 1.0, 2.0, 3.0] * 4
+    assert [entry["advantage"] for entry in said] == pytest.approx([0.0, -1.0, 0.0, 1.0] * 4)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch, read_jsonl
+):
+    from recipes.parts.trainer import PolicyTrainer
+
+    compute, seen = PolicyTrainer._compute_loss, []
+
+    def explode(self, model, inputs):
+        seen.append(self)
+        return compute(self, model, inputs) * (math.inf if self.state.global_step == 1 else 1.0)
+
+    monkeypatch.setattr(PolicyTrainer, "_compute_loss", explode)
+    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.save_steps": 1}))
+    assert done.code == 1
+    assert "error: step 2: the gradient is not finite. The adapter was not updated" in done.err
+    run = seen[-1].run
+    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1]
+    saved = load_file(run.newest_adapter() / "adapter_model.safetensors")
+    assert run.newest_adapter().name == "v000001"
+    state = {name.replace(".default", ""): p for name, p in seen[-1].model.named_parameters() if p.requires_grad}
+    assert saved.keys() == state.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, state[name].detach().cpu()), name
