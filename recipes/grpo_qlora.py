@@ -120,7 +120,6 @@ def main() -> None:
     rollout = make_rollout(config, tokenizer)
     base = load_policy_base(config)
     facts = record_base(base, run, config, write=state.is_main_process)
-    check_init_adapter(config, facts["hash"])
     arguments.reward_weights = weights
     trainer = PolicyTrainer(
         config=config,

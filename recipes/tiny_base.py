@@ -58,6 +58,15 @@ def held_out(a: int, b: int) -> bool:
 
 def make_problems(count: int, heldout: bool, limit: int, rng: random.Random) -> list[dict]:
     """`count` distinct problems on numbers below `limit`, as rows with question, answer and the sum behind it."""
+    pairs = sum(held_out(a, b) == heldout for a in range(limit) for b in range(limit))
+    possible = pairs * sum(
+        (len(PEOPLE) if "{who}" in story else 1) * (len(THINGS) if "{what}" in story else 1) for story in STORIES
+    )
+    if count > possible:
+        raise BadInput(
+            f"--limit {limit} allows {possible:,} {'held-out' if heldout else 'training'} problems, {count:,} were "
+            f"asked for. Lower --{'heldout' if heldout else 'problems'}, or raise --limit."
+        )
     rows, seen = [], set()
     while len(rows) < count:
         a, b = rng.randrange(limit), rng.randrange(limit)
@@ -82,7 +91,7 @@ def demonstrate(problem: dict, rng: random.Random) -> str:
     return f"\\boxed{{{guess}}}"
 
 
-def make_tokenizer(problems: list[dict], rng: random.Random) -> PreTrainedTokenizerFast:
+def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of about 330 tokens, one token per digit, with the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -106,11 +115,11 @@ def make_tokenizer(problems: list[dict], rng: random.Random) -> PreTrainedTokeni
         pad_token="<|endoftext|>",
         padding_side="left",
         chat_template=CHAT_TEMPLATE,
-        model_max_length=512,
+        model_max_length=context,
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, context: int) -> Qwen3ForCausalLM:
     """A Qwen3 with random weights; head size 32, two query heads per key-value head, tied embeddings."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -120,7 +129,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> 
         num_attention_heads=hidden // 32,
         num_key_value_heads=hidden // 64,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -211,6 +220,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--hidden", type=int, default=128, help="width, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context", type=int, default=512, help="longest prompt and completion together, in tokens")
     parser.add_argument("--limit", type=int, default=100, help="numbers are below this")
     parser.add_argument("--problems", type=int, default=20_000, help="training problems")
     parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
@@ -230,8 +240,8 @@ def main() -> None:
         set_seed(options.seed)
         train = make_problems(options.problems, False, options.limit, rng)
         heldout = make_problems(options.heldout, True, options.limit, rng)
-        tokenizer = make_tokenizer(train[:3000], rng)
-        model = make_model(tokenizer, options.hidden, options.layers)
+        tokenizer = make_tokenizer(train[:3000], rng, options.context)
+        model = make_model(tokenizer, options.hidden, options.layers, options.context)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
         if options.steps:
             supervise(model, encode(tokenizer, train, rng), options)

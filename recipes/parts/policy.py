@@ -139,8 +139,13 @@ def publish_adapter(model: "torch.nn.Module", directory: Path, version: int, bas
 
 
 def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bool = True) -> dict:
-    """The content of the frozen base, written as `base.json`; a resumed run must find the base it was started on."""
+    """The content of the frozen base, written as `base.json`.
+
+    `BadInput`, and nothing is written, when a resumed run was started on another base or `policy.init_adapter` was
+    trained on another.
+    """
     facts = hash_nf4_model(model) | {"model": config.model.source, "revision": config.model.revision}
+    check_init_adapter(config, facts["hash"])
     if run.base_file.exists():
         earlier = read_json(run.base_file)
         if earlier["hash"] != facts["hash"]:

@@ -85,7 +85,7 @@ def drop_steps_after(path: Path, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (json.JSONDecodeError, KeyError):
+        except (json.JSONDecodeError, KeyError, TypeError):
             continue
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
@@ -144,7 +144,9 @@ def step_line(record: dict) -> str:
 
 
 def _append(path: Path, value: dict) -> None:
-    _append_line(path, json.dumps(value, allow_nan=False, ensure_ascii=False))
+    line = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    # Unicode's own line ends are legal inside a JSON string, but str.splitlines cuts there.
+    _append_line(path, line.translate({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}))
 
 
 def _append_line(path: Path, line: str) -> None:

@@ -1,0 +1,332 @@
+"""The policy: a base whose bytes never change, an adapter that does, a reference that costs no memory."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from merge.base import disable_cpu_repacking, hash_nf4_model, hash_pairs, hash_tensor, load_nf4
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.policy import check_base_unchanged, check_init_adapter, load_tokenizer
+from recipes.parts.rundir import read_json, read_manifest, write_manifest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+LINEARS = 2 * 7  # layers x (q, k, v, o, gate, up, down)
+
+
+def has_avx512_bf16() -> bool:
+    from bitsandbytes.functional import has_avx512bf16
+
+    return has_avx512bf16()
+
+
+def linears(model) -> list:
+    from bitsandbytes.nn import Linear4bit
+
+    return [module for module in model.modules() if isinstance(module, Linear4bit)]
+
+
+def flip_packed(model) -> str:
+    linears(model)[3].weight.data.view(torch.uint8)[17, 0] ^= 1
+    return "o_proj"
+
+
+def flip_scale(model) -> str:
+    linears(model)[5].weight.quant_state.absmax[0] ^= 1
+    return "up_proj"
+
+
+def flip_norm(model) -> str:
+    model.model.norm.weight.data.view(torch.int32)[3] ^= 1 << 16
+    return "norm"
+
+
+def flip_embedding(model) -> str:
+    model.model.embed_tokens.weight.data.view(torch.int32)[7, 3] ^= 1 << 16
+    return "embed_tokens"
+
+
+def test_the_base_hashes_after_a_run_to_what_it_was_before(tiny_run, learning_model_dir):
+    facts = read_json(tiny_run.base_file)
+    assert f"base unchanged ({facts['hash'][:12]})" in (tiny_run.path / "stdout.txt").read_text()
+    assert hash_nf4_model(load_nf4(learning_model_dir, dtype="float32", device="cpu"))["hash"] == facts["hash"]
+    assert len(facts["quantized"]) == LINEARS and facts["model"] == str(learning_model_dir)
+
+
+@pytest.mark.parametrize("flip", [flip_packed, flip_scale, flip_norm, flip_embedding])
+def test_one_flipped_bit_of_the_base_fails_the_check_and_names_the_tensor(learning_model_dir, flip):
+    model = load_nf4(learning_model_dir, dtype="float32", device="cpu")
+    facts = hash_nf4_model(model)
+    check_base_unchanged(model, facts)
+    name = flip(model)
+    with pytest.raises(CheckFailed, match=rf"the frozen base changed during training: 1 of \d+ tensors.*{name}"):
+        check_base_unchanged(model, facts)
+    flip(model)
+    check_base_unchanged(model, facts)
+
+
+def test_a_base_that_changes_during_training_ends_the_run_with_exit_code_1(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch
+):
+    from recipes.parts.trainer import PolicyTrainer
+
+    train = PolicyTrainer.train_run
+
+    def touch(self, resume):
+        train(self, resume)
+        flip_packed(self.model)
+
+    monkeypatch.setattr(PolicyTrainer, "train_run", touch)
+    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.max_steps": 1}))
+    assert done.code == 1 and "error: the frozen base changed during training: 1 of" in done.err
+
+
+def lora_gradients(model, tokens: torch.Tensor) -> torch.Tensor:
+    model.train()
+    model.zero_grad()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def gradients_around_an_evaluation(model_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """LoRA gradients before and after a forward in evaluation mode."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = load_nf4(model_dir, dtype="bfloat16", device="cpu")
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    tokens = torch.randint(3, 300, (2, 20))  # (B, T)
+    before = lora_gradients(model, tokens)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=tokens)
+    return before, lora_gradients(model, tokens)
+
+
+def test_gradients_after_an_evaluation_are_those_before_it(learning_model_dir):
+    before, after = gradients_around_an_evaluation(learning_model_dir)
+    assert before.norm() > 0.01
+    assert torch.equal(before, after)
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+def test_without_the_guard_this_cpu_repacks_the_base_and_the_gradients_are_wrong(learning_model_dir, monkeypatch):
+    if not has_avx512_bf16():
+        pytest.skip("bitsandbytes repacks the base only on a CPU with AVX512-BF16, which this one is not")
+    monkeypatch.setattr("merge.base.disable_cpu_repacking", lambda model: None)
+    before, after = gradients_around_an_evaluation(learning_model_dir)
+    assert torch.cosine_similarity(before, after, dim=0) < 0.9
+
+
+def test_the_guard_reaches_every_quantized_layer(learning_model_dir):
+    model = load_nf4(learning_model_dir, dtype="float32", device="cpu")
+    assert len(linears(model)) == LINEARS
+    assert not any(module.support_avx512bf16_for_cpu for module in linears(model))
+    for module in linears(model):
+        module.support_avx512bf16_for_cpu = True
+    disable_cpu_repacking(model)
+    assert not any(module.support_avx512bf16_for_cpu for module in linears(model))
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory, build_trainer, recipe_arguments, learning_model_dir):
+    """A trainer as the recipe builds it, never started."""
+    return build_trainer(recipe_arguments(learning_model_dir, tmp_path_factory.mktemp("built") / "run"))
+
+
+def test_there_is_one_base_in_memory(trainer, learning_model_dir):
+    assert trainer.ref_model is None
+    assert list(trainer.model.peft_config) == ["default"]
+    assert len(linears(trainer.model)) == LINEARS
+    base = load_nf4(learning_model_dir, dtype="float32", device="cpu")
+    expected = sum(p.numel() for p in base.parameters())
+    held = {p.data_ptr(): p.numel() for name, p in trainer.model.named_parameters() if "lora_" not in name}
+    assert sum(held.values()) == expected
+    # Nothing else that the trainer holds has quantized layers of its own.
+    others = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
+    mine = {id(module) for module in linears(trainer.model)}
+    assert all({id(module) for module in linears(other)} <= mine for other in others)
+
+
+def test_only_the_adapter_is_trained_and_it_is_float32(trainer):
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * LINEARS and all("lora_" in name for name in trained)
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert not any("lm_head" in name or "embed" in name for name in trained)
+
+
+def test_the_adapter_can_be_bfloat16_when_asked(tmp_path, build_trainer, recipe_arguments, learning_model_dir):
+    changes = {"policy.adapter_dtype": "bfloat16"}
+    built = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes))
+    assert {p.dtype for p in built.model.parameters() if p.requires_grad} == {torch.bfloat16}
+
+
+def test_the_reference_is_the_base_with_the_adapter_off(
+    tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl
+):
+    built = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.max_steps": 1}))
+    with torch.no_grad():
+        for name, parameter in built.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.05)
+    seen = []
+    score = built._generate_and_score_completions
+
+    def keep(inputs):
+        seen.append(score(inputs))
+        return seen[-1]
+
+    built._generate_and_score_completions = keep
+    built.train_run(resume=False)
+    output = seen[0]
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)  # (B, P + C)
+    mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+    plain = load_nf4(learning_model_dir, dtype="float32", device="cpu").eval()
+    kept = output["completion_ids"].size(1)
+    with torch.no_grad():
+        logits = plain(input_ids=ids, attention_mask=mask).logits[:, -kept - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, output["completion_ids"].unsqueeze(-1)).squeeze(-1)  # (B, C)
+    difference = (output["ref_per_token_logps"].cpu() - expected)[output["completion_mask"].bool().cpu()]
+    assert difference.abs().max() < 1e-4
+    assert read_jsonl(built.run.metrics_file)[0]["kl"] > 1e-4
+
+
+def test_every_published_adapter_names_its_base_its_version_and_its_content(tiny_run):
+    base = read_json(tiny_run.base_file)["hash"]
+    folders = sorted(entry.name for entry in tiny_run.adapters.iterdir())
+    assert folders == ["v000002", "v000004", "v000006"]
+    hashes = set()
+    for version in (2, 4, 6):
+        manifest = read_manifest(tiny_run.adapter_dir(version), "adapter", deep=True)
+        assert (manifest["version"], manifest["step"], manifest["base_hash"]) == (version, version, base)
+        assert (manifest["rank"], manifest["alpha"]) == (4, 8)
+        assert {target.split(".")[-1] for target in manifest["targets"]} == {
+            *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        }
+        tensors = load_file(tiny_run.adapter_dir(version) / "adapter_model.safetensors")
+        assert manifest["tensor_hash"] == hash_pairs({name: hash_tensor(t) for name, t in tensors.items()})
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+        assert all(tensor.abs().max() > 0 for tensor in tensors.values())
+        hashes.add(manifest["tensor_hash"])
+    assert len(hashes) == 3
+
+
+def test_an_adapter_to_start_from_is_in_place_before_the_first_step(
+    tmp_path, build_trainer, recipe_arguments, learning_model_dir, tiny_run
+):
+    changes = {"policy.init_adapter": tiny_run.adapter_dir(4)}
+    built = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes))
+    saved = load_file(tiny_run.adapter_dir(4) / "adapter_model.safetensors")
+    found = {name.replace(".default", ""): p for name, p in built.model.named_parameters() if p.requires_grad}
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name].detach().cpu()) for name, tensor in saved.items())
+    assert built.ref_model is None and list(built.model.peft_config) == ["default"]
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Loading the base fails the test: the refusal has to come first."""
+
+    def load(config):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("recipes.parts.policy.load_policy_base", load)
+
+
+def altered_model(source: Path, folder: Path, **config) -> Path:
+    shutil.copytree(source, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | config))
+    return folder
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_loaded(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, tiny_run, no_weights
+):
+    adapter = tiny_run.adapter_dir(6)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(adapter, damaged)
+    content = bytearray((damaged / "adapter_model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (damaged / "adapter_model.safetensors").write_bytes(content)
+    cases = [
+        ({"policy.init_adapter": tmp_path / "absent"}, "absent does not exist."),
+        ({"policy.init_adapter": damaged}, "is damaged: the content of adapter_model.safetensors"),
+        ({"policy.init_adapter": tiny_run.path}, "has no manifest.json"),
+        (
+            {"policy.init_adapter": adapter, "policy.lora_rank": 8},
+            "has {'rank': 4}, the config asks for {'rank': 8, 'alpha': 8}.",
+        ),
+    ]
+    for changes, message in cases:
+        done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", changes))
+        assert done.code == 2 and message in done.err, done.err
+        assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_of_another_base_is_refused_and_the_directory_stays_free(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, tiny_model_dir, tiny_run
+):
+    changes = {"policy.init_adapter": tiny_run.adapter_dir(6)}
+    arguments = recipe_arguments(tiny_model_dir, tmp_path / "run", changes)
+    done = recipe(arguments)
+    assert done.code == 2 and "was trained on another base (NF4 hash" in done.err, done.err
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_an_adapter_of_other_layers_is_refused(tmp_path, recipe, recipe_arguments, learning_model_dir, tiny_run):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(tiny_run.adapter_dir(6), adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "q_proj" not in name}
+    save_file(kept, adapter / "adapter_model.safetensors")
+    manifest = json.loads((adapter / "manifest.json").read_text())
+    write_manifest(adapter, **{key: value for key, value in manifest.items() if key not in ("files", "created")})
+    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"policy.init_adapter": adapter}))
+    assert done.code == 2 and "4 tensors missing, 0 unexpected" in done.err and "q_proj" in done.err, done.err
+
+
+def test_a_base_that_cannot_be_trained_is_refused_before_weights_are_loaded(
+    tmp_path, recipe, recipe_arguments, tiny_model_dir, no_weights
+):
+    quantized = altered_model(
+        tiny_model_dir,
+        tmp_path / "quantized",
+        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
+    )
+    short = altered_model(tiny_model_dir, tmp_path / "short", max_position_embeddings=80)
+    plain = altered_model(tiny_model_dir, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    cases = [
+        (quantized, {}, f"{quantized} is quantized already (quantization_config in its config.json, method bitsandb"),
+        (plain, {}, f"{plain} has no chat template"),
+        (short, {}, f"max_completion_length (88) exceeds the context of {short} (80)"),
+        (tmp_path / "absent", {"data.path": tiny_model_dir}, "no model config at"),
+        (tiny_model_dir, {"rollout.max_prompt_length": 8}, "prompts are longer than rollout.max_prompt_length"),
+        (tiny_model_dir, {"reward.functions": "[maths]"}, "unknown reward 'maths'. Did you mean 'math'?"),
+        (tiny_model_dir, {"train.trl": "{beta: 1}"}, "train.trl.beta is set by the kit"),
+        (tiny_model_dir, {"train.trl": "{betta: 1}"}, "train.trl.betta is not a field of trl's GRPOConfig"),
+    ]
+    for model, changes, message in cases:
+        done = recipe(recipe_arguments(model, tmp_path / "run", changes))
+        assert done.code == 2 and message in done.err, (message, done.err)
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, tiny_model_dir):
+    folder = altered_model(tiny_model_dir, tmp_path / "endless")
+    facts = json.loads((folder / "tokenizer_config.json").read_text())
+    facts.pop("eos_token")
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    with pytest.raises(BadInput, match="has no stop token"):
+        load_tokenizer(load_config(CONFIG, ["--model.path", str(folder)]))
+
+
+def test_no_adapter_to_start_from_needs_no_check():
+    check_init_adapter(load_config(CONFIG), "00")

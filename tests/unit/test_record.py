@@ -1,0 +1,138 @@
+"""What a run writes about itself: strict JSON, whole lines, a fixed order, nothing told twice after a resume."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.checkpoint import rewind
+from recipes.parts.config import load_config
+from recipes.parts.errors import CheckFailed
+from recipes.parts.record import Recorder, drop_steps_after, step_line, write_config
+from recipes.parts.rundir import RunDir, read_json
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+RECORD = {
+    "step": 3,
+    "total_steps": 80,
+    "reward": 0.25,
+    "reward_std": 0.5,
+    "kl": 0.0123456,
+    "entropy": 1.5,
+    "zero_spread_fraction": 0.125,
+    "clip_fraction": 0.0,
+    "truncated_fraction": 0.5,
+    "completion_length": 31.25,
+    "grad_norm": 0.75,
+    "seconds": {"rollout": 1.0, "reward": 0.1, "sync": 0.0, "update": 2.0, "step": 3.1},
+}
+
+
+def recorder(folder: Path, *overrides: str) -> Recorder:
+    return Recorder(RunDir(folder), load_config(CONFIG, list(overrides)))
+
+
+def test_the_line_of_a_step_names_its_numbers_in_a_fixed_order():
+    line = step_line(RECORD)
+    assert line.startswith(
+        "step 3/80 reward 0.250 std 0.500 kl 0.01235 entropy 1.500 zero_spread 0.12 clipped 0.000 truncated 0.50 "
+        "length 31.2 grad_norm 0.750 seconds 3.10 (rollout 1.00"
+    )
+    assert line.endswith("update 2.00)") and "\n" not in line
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_a_number_that_is_missing_or_not_finite_is_shown_as_such_and_never_as_zero(value):
+    assert "reward n/a std" in step_line(RECORD | {"reward": value})
+    without = {key: entry for key, entry in RECORD.items() if key != "kl"}
+    assert "kl n/a entropy" in step_line(without)
+
+
+def test_metrics_are_strict_json_whatever_the_numbers(tmp_path, read_jsonl, capsys):
+    written = recorder(tmp_path)
+    written.step(RECORD | {"loss": math.nan, "rewards": {"math": math.inf, "form": 0.5}})
+    written.step(RECORD | {"step": 4})
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert rows[0]["loss"] is None and rows[0]["rewards"] == {"math": None, "form": 0.5}
+    assert [row["step"] for row in rows] == [3, 4]
+    lines = (tmp_path / "logs" / "trainer.log").read_text().splitlines()
+    assert lines == capsys.readouterr().out.splitlines() and len(lines) == 2
+
+
+def test_completions_are_capped_and_a_step_told_again_replaces_the_first(tmp_path, read_jsonl):
+    written = recorder(tmp_path, "--watch.completions_per_step", "3")
+    rows = [{"problem_id": str(index), "completion": 'a\n"b" é 日本', "advantage": math.nan} for index in range(10)]
+    written.completions(7, rows)
+    written.completions(7, rows[5:])
+    found = read_jsonl(tmp_path / "completions" / "step-000007.jsonl")
+    assert [row["problem_id"] for row in found] == ["5", "6", "7"]
+    assert found[0]["completion"] == 'a\n"b" é 日本' and found[0]["advantage"] is None
+
+
+def test_a_line_separator_in_a_completion_does_not_cut_its_line(tmp_path):
+    recorder(tmp_path).completions(1, [{"completion": "a\u2028b\u2029c\x85d\x0be"}] * 2)
+    lines = (tmp_path / "completions" / "step-000001.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completion"] for line in lines] == ["a\u2028b\u2029c\x85d\x0be"] * 2
+
+
+def test_completions_come_at_the_first_step_and_every_so_many(tmp_path):
+    written = recorder(tmp_path, "--watch.completions_every", "5")
+    assert [step for step in range(1, 16) if written.wants_completions(step)] == [1, 5, 10, 15]
+    never = recorder(tmp_path, "--watch.completions_every", "0")
+    assert not any(never.wants_completions(step) for step in range(1, 16))
+
+
+@pytest.mark.parametrize("what", ["metrics", "ledger", "completions", "log"])
+def test_a_full_disk_while_a_step_is_written_is_a_check_that_failed(tmp_path, what):
+    written = recorder(tmp_path)
+    run = written.run
+    run.completions.mkdir()
+    target = {"metrics": run.metrics_file, "ledger": run.ledger_file, "log": run.logs / "trainer.log"}
+    with pytest.raises(CheckFailed, match=r"writing .* failed: .*No space left.*--resume"):
+        if what == "completions":
+            # completions() starts its file anew, so the device is put in its place when it opens it.
+            path = run.completions / "step-000001.jsonl"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Path, "unlink", lambda self, missing_ok: self.symlink_to("/dev/full"))
+                assert not path.exists()
+                written.completions(1, [{"completion": "x"}])
+        target[what].symlink_to("/dev/full")
+        written.ledger(1, ["a"])
+        written.step(RECORD)
+
+
+def test_rewinding_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, read_jsonl):
+    run = RunDir(tmp_path)
+    for path in (run.metrics_file, run.ledger_file):
+        path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "rew')
+    assert rewind(run, run.checkpoints / "step-000003") == 3
+    for path in (run.metrics_file, run.ledger_file):
+        assert [row["step"] for row in read_jsonl(path)] == [1, 2, 3]
+        assert path.read_text().endswith("\n")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ledger.jsonl", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", '[1]\n"x"\nnull\n', '{"step": null}\n', '{"other": 1}\n', "\x00\x00"])
+def test_lines_that_are_no_step_are_dropped(tmp_path, text):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + text)
+    drop_steps_after(path, 3)
+    assert path.read_text() == '{"step": 1}\n'
+    drop_steps_after(tmp_path / "absent.jsonl", 3)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+def test_config_json_holds_what_is_needed_to_repeat_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/recipes/grpo_qlora.py", "--config", "x.yaml"])
+    run = RunDir(tmp_path / "run")
+    write_config(load_config(CONFIG), run, processes=4)
+    facts = read_json(run.config_file)
+    assert facts.keys() >= {"config", "versions", "machine", "processes", "git_revision", "seed", "command", "created"}
+    assert facts["command"] == ["grpo_qlora.py", "--config", "x.yaml"] and facts["processes"] == 4
+    assert {"python", "torch", "trl", "peft", "bitsandbytes", "transformers"} <= facts["versions"].keys()
+    assert facts["machine"]["cores"] >= 1
+    if shutil.which("git") and (ROOT / ".git").exists():
+        assert len(facts["git_revision"].removesuffix("+dirty")) == 40

@@ -1,0 +1,115 @@
+"""The starting model of the quickstart: the same from the same seed, held-out problems held out, options checked."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import read_manifest
+from recipes.tiny_base import PEOPLE, STORIES, THINGS, main, make_problems
+
+ROOT = Path(__file__).parents[2]
+SIZE = ("--hidden", "64", "--layers", "1", "--problems", "150", "--heldout", "20", "--processes", "1", "--steps", "3")
+
+
+def made(folder: Path, *options: str) -> dict[str, str]:
+    """Hash of every file that tiny_base wrote."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tiny_base.py", "--out", str(folder), *SIZE, *options])
+        main()
+    files = read_manifest(folder, "tiny-base", deep=True)["files"]
+    return {name: entry["blake2b"] for name, entry in files.items()}
+
+
+def test_the_same_seed_gives_the_same_files_and_another_seed_another_model(tmp_path):
+    first = made(tmp_path / "first")
+    torch.rand(7)  # what ran before in the process must not matter
+    assert made(tmp_path / "second") == first
+    other = made(tmp_path / "third", "--seed", "1")
+    assert other["model.safetensors"] != first["model.safetensors"] and other["train.jsonl"] != first["train.jsonl"]
+    assert made(tmp_path / "untrained", "--steps", "0")["model.safetensors"] != first["model.safetensors"]
+
+
+def pair(question: str) -> tuple[int, int]:
+    low, high = sorted(map(int, re.findall(r"\d+", question)))
+    return low, high
+
+
+def test_no_held_out_pair_of_numbers_is_trained_on(learning_model_dir, tiny_model_dir):
+    for folder in (learning_model_dir, tiny_model_dir):
+        rows = {
+            name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("train", "heldout")
+        }
+        trained = {pair(row["question"]) for row in rows["train"]}
+        held_out = {pair(row["question"]) for row in rows["heldout"]}
+        assert held_out and not trained & held_out
+        for row in rows["train"] + rows["heldout"]:
+            assert set(row) == {"question", "answer"} and int(row["answer"]) == sum(pair(row["question"]))
+        assert len({row["question"] for row in rows["train"]}) == len(rows["train"])
+
+
+def test_the_model_loads_with_its_template_its_stop_token_and_tied_embeddings(learning_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(learning_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(learning_model_dir)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "7 + 15"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == "<|im_start|>user\n7 + 15<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.tokenize("15") == ["1", "5"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_more_problems_than_there_are_is_refused_instead_of_searched_for_without_end():
+    with pytest.raises(BadInput, match=r"--limit 4 allows \d+ training problems, 20,000 were asked for"):
+        make_problems(20_000, False, 4, random.Random(0))
+    with pytest.raises(
+        BadInput, match=r"--limit 2 allows \d+ held-out problems, 500 were asked for\. Lower --heldout"
+    ):
+        make_problems(500, True, 2, random.Random(0))
+
+
+def test_every_possible_problem_can_be_asked_for():
+    per_pair = sum((len(PEOPLE) if "who" in story else 1) * len(THINGS) for story in STORIES)
+    for limit in range(1, 30):
+        try:
+            make_problems(10**9, False, limit, random.Random(0))
+        except BadInput as error:
+            possible = int(re.search(r"allows ([\d,]+)", str(error))[1].replace(",", ""))
+        if 0 < possible <= 20 * per_pair:
+            assert len(make_problems(possible, False, limit, random.Random(0))) == possible
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hidden", "100"], "--hidden (100) must be a multiple of 64."),
+        (["--processes", "3"], "--processes (3) must divide --batch (32)."),
+        (["--st", "3"], "unrecognized arguments: --st 3"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch, options, message):
+    from recipes.parts.errors import run_command
+
+    monkeypatch.setattr(sys, "argv", ["tiny_base.py", "--out", str(tmp_path / "out"), *options])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_learn_and_end(tmp_path):
+    command = [sys.executable, "recipes/tiny_base.py", "--out", str(tmp_path / "out"), *SIZE, "--processes", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3 loss" in done.stdout
+    read_manifest(tmp_path / "out", "tiny-base", deep=True)

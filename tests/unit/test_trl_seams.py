@@ -1,0 +1,122 @@
+"""What recipes/parts/trainer.py takes for granted in trl: methods and their parameters, metric names, the version.
+
+A failure here means that upstream moved: read its change, then adapt the trainer and this file together.
+"""
+
+import inspect
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from transformers import Trainer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from recipes.parts.trainer import METRICS, FiniteGradients, PolicyTrainer
+
+ROOT = Path(__file__).parents[2]
+# Method of GRPOTrainer that the kit overrides -> its parameters in trl 1.16, in order, with their defaults.
+OVERRIDDEN = {
+    "__init__": None,  # called with keywords only; those are checked below
+    "training_step": "(self, model, inputs, num_items_in_batch)",
+    "_generate_and_score_completions": "(self, inputs)",
+    "_generate": "(self, prompts)",
+    "_generate_single_turn": ("(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False)"),
+    "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
+    "log": "(self, logs, start_time=None)",
+    "_save_checkpoint": "(self, model, trial)",
+}
+KEYWORDS = {"model", "reward_funcs", "args", "train_dataset", "processing_class", "peft_config"}
+SOURCE = inspect.getsource(inspect.getmodule(GRPOTrainer))
+
+
+def shape(function) -> str:
+    """The parameters of a function without annotations."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def test_trl_is_the_version_the_overrides_were_written_for():
+    version = metadata.version("trl")
+    pins = re.findall(r"^trl==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert pins == [version]
+    assert version.startswith("1.16."), f"trl {version}: go through this file, then state the new version here"
+    assert "Written for trl 1.16." in inspect.getsource(inspect.getmodule(PolicyTrainer))
+
+
+def test_every_override_is_known_here():
+    upstream = {name for base in GRPOTrainer.__mro__[:-1] for name in vars(base)}
+    ours = {name for name, value in vars(PolicyTrainer).items() if inspect.isfunction(value)}
+    assert ours & upstream == set(OVERRIDDEN)
+
+
+@pytest.mark.parametrize("name", [name for name, parameters in OVERRIDDEN.items() if parameters])
+def test_an_overridden_method_exists_with_the_parameters_the_kit_expects(name):
+    assert name in vars(GRPOTrainer), f"GRPOTrainer.{name} is no longer its own"
+    assert shape(getattr(GRPOTrainer, name)) == OVERRIDDEN[name]
+
+
+def test_the_constructor_takes_what_the_recipe_gives():
+    parameters = inspect.signature(GRPOTrainer.__init__).parameters
+    assert KEYWORDS <= parameters.keys()
+
+
+def test_the_checkpoint_of_transformers_that_the_kit_calls_instead_of_trls():
+    assert shape(Trainer._save_checkpoint) == "(self, model, trial)"
+    ours = inspect.getsource(GRPOTrainer._save_checkpoint)
+    # All that trl adds: a model card, which is not wanted, and the state of the adaptive entropy bonus.
+    assert "create_model_card" in ours and "super()._save_checkpoint(model, trial)" in ours
+    assert "use_adaptive_entropy" in ours
+    assert len([line for line in ours.splitlines() if line.strip()]) <= 16
+
+
+def test_generation_returns_prompt_and_completion_ids_first():
+    source = inspect.getsource(GRPOTrainer._generate)
+    assert re.search(r"return prompt_ids, completion_ids,", source)
+    assert "self._generate_single_turn(" in source
+
+
+def test_unscorable_completions_are_masked_by_trl():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)" in source
+    assert "advantages = torch.nan_to_num(advantages, nan=0.0)" in source
+
+
+def test_the_reference_of_a_new_adapter_is_the_model_with_adapters_off():
+    assert 'adapter_name="ref" if "ref" in model.peft_config else None' in SOURCE
+
+
+def test_trl_still_casts_the_adapter_so_the_kit_still_has_to_undo_it():
+    assert re.search(r"param\.data = param\.data\.to\(torch\.bfloat16\)", SOURCE)
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+def test_a_metric_of_the_run_is_one_that_trl_or_transformers_logs(name, tiny_run, read_jsonl):
+    in_trl = f'self._metrics[mode]["{name}"]' in SOURCE
+    in_transformers = f'logs["{name}"]' in inspect.getsource(Trainer._maybe_log_save_evaluate)
+    assert in_trl or in_transformers
+    assert all(row[METRICS[name]] is not None for row in read_jsonl(tiny_run.metrics_file))
+
+
+def test_the_log_of_completions_has_the_columns_the_kit_reads(
+    build_trainer, recipe_arguments, tmp_path, tiny_model_dir
+):
+    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
+    assert {"prompt", "completion", "rewards", "advantages"} <= trainer._logs.keys()
+    for name in ("_metrics", "reward_func_names", "ref_model", "_generate_single_turn"):
+        assert hasattr(trainer, name)
+
+
+def test_the_gradient_guard_runs_between_clipping_and_the_optimizer():
+    assert "on_pre_optimizer_step" in vars(FiniteGradients) and hasattr(TrainerCallback, "on_pre_optimizer_step")
+    loop = inspect.getsource(Trainer._run_epoch)
+    clip, hook, step = (loop.index(text) for text in ("_clip_grad_norm", "on_pre_optimizer_step", "optimizer.step()"))
+    assert clip < hook < step
+
+
+def test_the_fields_of_the_configuration_that_the_kit_sets_exist():
+    fields = GRPOConfig.__dataclass_fields__
+    for name in ("loss_type", "scale_rewards", "beta", "epsilon_high", "num_iterations", "mask_truncated_completions"):
+        assert name in fields
+    assert fields["logging_nan_inf_filter"].default is True  # why the kit sets it to False
