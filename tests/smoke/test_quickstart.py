@@ -1,0 +1,112 @@
+"""The path of the quickstart by the commands it types, on a run of six steps of a model made in seconds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.rundir import RunDir, read_json, read_manifest
+from recipes.quickstart import summary
+
+ROOT = Path(__file__).parents[2]
+FORMATS = ("nf4", "bf16", "fp8", "w4a16")
+# What the quickstart runs on a finished run, and the exit codes it accepts.
+STEPS = {
+    "plot": (["launch.watch", "RUN", "--plot"], (0,)),
+    "merge": (["merge", "--run", "RUN", "--format", "bf16", "fp8", "w4a16", "nf4"], (1,)),
+    "eval": (["eval", "--run", "RUN"], (0,)),
+    "gate": (["eval", "gate", "--run", "RUN"], (0, 1)),
+}
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, recipe, recipe_arguments) -> tuple[RunDir, dict[str, subprocess.CompletedProcess]]:
+    """A run after every command, and what each of them said."""
+    folder = tmp_path_factory.mktemp("path")
+    run, base = RunDir(folder / "run"), folder / "base"
+    # w4a16 packs groups of 128 inputs, so the width is the quickstart's; the sums are easier.
+    size = ("--layers", "1", "--limit", "10", "--problems", "800", "--heldout", "24")
+    made = command("recipes/tiny_base.py", "--out", str(base), "--steps", "150", "--processes", "1", *size)
+    assert made.returncode == 0, made.stderr
+    changes = {"data.eval_split": "heldout", "eval.batch_size": 24, "train.learning_rate": 3e-3}
+    trained = recipe(recipe_arguments(base, run.path, changes))
+    assert trained.code == 0, trained.err
+    done = {}
+    for name, (words, accepted) in STEPS.items():
+        done[name] = command("-m", *(str(run.path) if word == "RUN" else word for word in words))
+        assert done[name].returncode in accepted, f"{name}: {done[name].stderr[-3000:]}"
+    return run, done
+
+
+def test_these_are_the_commands_the_quickstart_types():
+    text = (ROOT / "recipes/quickstart.py").read_text()
+    for words in (["launch.watch", "--plot"], ["merge", "--run", "--format"], ["eval", "--run"], ["eval", "gate"]):
+        typed = [line for line in text.splitlines() if all(f'"{word}"' in line for word in words)]
+        assert typed, f"{words} is no longer a step of recipes/quickstart.py"
+    assert re.search(r'formats = \["bf16", "fp8", "w4a16", "nf4"\]', text)
+
+
+def test_every_file_the_path_promises_is_there_and_whole(path):
+    run, _ = path
+    assert (run.path / "health.png").read_bytes().startswith(b"\x89PNG")
+    assert (run.path / "eval.png").read_bytes().startswith(b"\x89PNG")
+    assert all(name in (run.path / "eval.md").read_text() for name in FORMATS)
+    merged = {str(place.parent.relative_to(run.merged)) for place in run.merged.rglob("manifest.json")}
+    assert merged == {f"{policy}/{name}" for policy in ("base", "grpo") for name in FORMATS} - {"grpo/nf4"}
+    base = read_json(run.base_file)["hash"]
+    for place in merged:
+        assert read_manifest(run.merged / place, "checkpoint", deep=True)["base_hash"] == base
+    written = {place.stem for place in (run.path / "eval").glob("*.jsonl")}
+    assert written == {f"{policy}-{name}" for policy in ("base", "grpo") for name in FORMATS}
+
+
+def test_nf4_of_the_policy_is_refused_with_the_share_of_the_update_it_would_keep(path):
+    _, done = path
+    assert re.search(r"refused: grpo nf4: .*\d% of the update", done["merge"].stdout)
+
+
+def test_the_matrix_has_every_cell_and_the_gain_is_that_of_its_cells(path):
+    run, _ = path
+    result = read_json(run.eval_file)
+    assert result["n"] == 24
+    for name in FORMATS:
+        base, grpo = (result["matrix"][policy][name]["accuracy"] for policy in ("base", "grpo"))
+        assert result["gain"][name]["difference"] == pytest.approx(grpo - base, abs=1e-9)
+    assert result["adapter_version"] == 6
+    assert "Sampled at temperature 1, seed 0; accuracies" in (run.path / "eval.md").read_text()
+
+
+def test_the_gate_says_no_exactly_when_the_artifact_is_not_promoted(path):
+    run, done = path
+    promoted = read_manifest(run.merged / "grpo" / "fp8")["promoted"]
+    assert promoted == (done["gate"].returncode == 0)
+    assert ("not promoted: " in done["gate"].stdout) == (not promoted)
+    # Six steps on 24 problems show no gain of ten points.
+    assert done["gate"].returncode == 1
+
+
+def test_the_summary_tells_what_the_files_hold(path):
+    run, _ = path
+    result = read_json(run.eval_file)
+    text = summary(run, {"GRPO": 41.4, "eval": 2.0})
+    assert re.search(r"^training reward +0\.\d{3} .* -> 0\.\d{3} ", text, re.M)
+    before, after = (result["matrix"][policy]["nf4"]["accuracy"] for policy in ("base", "grpo"))
+    line = next(line for line in text.splitlines() if line.startswith("held-out accuracy"))
+    assert f"{before:.1%} [" in line
+    assert f"-> {after:5.1%} [" in line
+    assert "n = 24" in line
+    rows = [line.split()[0] for line in text.splitlines() if line.startswith(FORMATS)]
+    assert rows == list(FORMATS)
+    assert result["conclusion"] in text
+    assert re.search(r"^total +43 s$", text, re.M)
+    assert f"{run.path}/" in text

@@ -1,0 +1,161 @@
+"""Every shipped recipe configuration loads strictly, passes the checks, and has a launch line that starts it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.checks import check_config
+from recipes.parts.config import Config, load_config
+from recipes.parts.errors import BadInput, KitError
+from reward import reward_functions
+from tests.unit.command_lines import ROOT, Command, in_comments, launch_arguments, problem, program
+
+FOLDER = ROOT / "recipes/configs"
+CONFIGS = sorted(path for path in FOLDER.rglob("*") if path.is_file())
+
+
+def launches(path: Path) -> list[Command]:
+    return [command for command in in_comments(path) if program(list(command.words)) == "accelerate"]
+
+
+def server_complaints(path: Path, config: Config) -> list[str]:
+    """What the `vllm serve` line of a header does not give that the rollouts ask for."""
+    if config.rollout.backend != "server":
+        return []
+    serves = [command for command in in_comments(path) if program(list(command.words)) == "vllm"]
+    bases = [command for command in in_comments(path) if command.words[:4] == ("python", "-m", "merge", "base")]
+    if not serves or not bases:
+        return ["rollouts come from a server, and the header does not say how to write its base and start it"]
+    found = []
+    for command in serves:
+        options = dict(zip(command.words, command.words[1:], strict=False))
+        tokens = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        if command.words[2] != bases[0].words[bases[0].words.index("--out") + 1]:
+            found.append(f"{command.where}: {command.words[2]} is not what `merge base` writes")
+        if int(options.get("--max-model-len", 0)) < tokens:
+            found.append(f"{command.where}: --max-model-len is below the {tokens} tokens of prompt and completion")
+        if int(options.get("--max-lora-rank", 0)) < config.policy.lora_rank:
+            found.append(f"{command.where}: --max-lora-rank is below policy.lora_rank ({config.policy.lora_rank})")
+        if "--enable-lora" not in command.words or options.get("--logprobs-mode") != "processed_logprobs":
+            found.append(f"{command.where}: needs --enable-lora and --logprobs-mode processed_logprobs")
+    if "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" not in path.read_text():
+        found.append("the server takes no adapters without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
+    return found
+
+
+def complaints(path: Path) -> list[str]:
+    """Everything that is wrong with a configuration file, its header included."""
+    try:
+        config = load_config(path)
+    except KitError as error:
+        return [str(error)]
+    found = [text for text in map(problem, in_comments(path)) if text]
+    if not launches(path):
+        return [*found, "the header has no `accelerate launch` line"]
+    if found:
+        return found
+    for command in launches(path):
+        arguments = launch_arguments(list(command.words[2:]))
+        started = arguments.training_script_args
+        if Path(started[started.index("--config") + 1]).name != path.name:
+            found.append(f"{command.where} starts another configuration")
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                if arguments.use_deepspeed:
+                    patch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(arguments.zero_stage))
+                if arguments.use_fsdp:
+                    patch.setenv("ACCELERATE_USE_FSDP", "true")
+                check_config(config, arguments.num_processes)
+            reward_functions(config.reward)
+        except KitError as error:
+            found.append(str(error))
+    return found + server_complaints(path, config)
+
+
+def test_the_documented_recipes_are_all_there():
+    assert {path.stem for path in CONFIGS} >= {
+        "grpo-tiny-nf4-cpu",
+        "grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu",
+        "grpo-qwen3_8b-nf4-fp8-deepmath-8gpu",
+        "grpo-qwen3_8b-nf4-fp8-1x24gb",
+    }
+    assert {path.suffix for path in CONFIGS} == {".yaml"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_loads_passes_the_checks_and_can_be_launched(path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert complaints(path) == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_trl_takes_every_configuration_also_where_there_is_no_gpu(path, tmp_path):
+    from recipes.parts.rundir import RunDir
+    from recipes.parts.trainer import trainer_arguments
+
+    config = load_config(path)
+    (launch,) = launches(path)
+    # This process stands for all of them.
+    config.train.gradient_accumulation_steps *= launch_arguments(list(launch.words[2:])).num_processes
+    made = trainer_arguments(config, RunDir(tmp_path / "run"))
+    assert made.num_generations == config.rollout.group_size
+    assert made.bf16 == (config.model.dtype == "bfloat16")
+
+
+def test_run_names_differ_so_that_two_recipes_never_share_a_directory():
+    names = [load_config(path).run.name for path in CONFIGS]
+    assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("learning_rate: 2e-5", "learning_rat: 2e-5", "Did you mean train.learning_rate"),
+        ("learning_rate: 2e-5", "learning_rate: fast", "must be a number"),
+        ("backend: server", "backend: remote", "one of in_process, server"),
+        ("lora_rank: 16", "lora_rank: 17", "not served by vLLM"),
+        # Divides the batch of one process and not that of four times three.
+        ("group_size: 8", "group_size: 7", "must divide the generation batch (4 per device x 4 processes x 16"),
+        ("--num_processes 4", "--num_processes 3 --num_machine 1", "num_machine"),
+        ("functions: [math]", "functions: [maths]", "maths"),
+        ("accelerate_configs/ddp.yaml", "accelerate_configs/dpp.yaml", "no accelerate config"),
+        ("accelerate_configs/ddp.yaml", "accelerate_configs/zero3.yaml", "ZeRO-3"),
+        ("accelerate_configs/ddp.yaml", "accelerate_configs/fsdp2.yaml", "FSDP"),
+        ("recipes/grpo_qlora.py", "recipes/grpo.py", "no file recipes/grpo.py"),
+        ("--config recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml", "--dry_run", "required: --config"),
+        (
+            "--config recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml",
+            "--config recipes/configs/grpo-tiny-nf4-cpu.yaml",
+            "starts another configuration",
+        ),
+        ("--max-model-len 3072", "--max-model-len 2048", "below the 3072 tokens"),
+        ("--max-lora-rank 16", "--max-lora-rank 8", "below policy.lora_rank (16)"),
+        ("processed_logprobs", "raw_logprobs", "needs --enable-lora and --logprobs-mode"),
+        ("processed_logprobs", "processed", "invalid choice"),
+        ("vllm serve models/qwen3-8b-base", "vllm serve models/qwen3-8b", "is not what `merge base` writes"),
+        ("merge base", "merge basis", "merge basis"),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_LORA", "takes no adapters"),
+        ("accelerate launch", "torchrun", "no `accelerate launch` line"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path, old, new, complaint, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    source = FOLDER / "grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
+    text = source.read_text()
+    assert old in text
+    path = tmp_path / source.name
+    path.write_text(text.replace(old, new))
+    assert complaint in "\n".join(complaints(path))
+
+
+def test_the_process_count_is_that_of_the_launch_line(tmp_path):
+    source = FOLDER / "grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
+    config = load_config(source, ["--rollout.group_size", "128"])
+    check_config(config, 4)
+    with pytest.raises(BadInput, match="x 1 processes x"):
+        check_config(config, 1)
+    path = tmp_path / source.name
+    path.write_text(source.read_text().replace("group_size: 8", "group_size: 128"))
+    assert complaints(path) == []
+    assert "WORLD_SIZE" not in os.environ
