@@ -69,7 +69,9 @@ def write_report(result: dict, folder: Path) -> None:
 def markdown(result: dict) -> str:
     """The report as Markdown: conclusion, matrix, gains, survival, and what it was measured with. Percent, points."""
     lines = [f"# Evaluation on {result['n']} held-out problems", "", *_bullets(result["conclusion"]), ""]
-    lines += ["## Matrix", "", "Greedy decoding; accuracies and rates in percent, 95 % Wilson intervals.", ""]
+    temperature = result.get("temperature", 0)
+    decoding = f"Sampled at temperature {temperature:g}, seed {result['seed']}" if temperature else "Greedy decoding"
+    lines += ["## Matrix", "", f"{decoding}; accuracies and rates in percent, 95 % Wilson intervals.", ""]
     lines += _table(
         "policy|format|accuracy|interval|boxed only|parsed|prompt leak|ended|cut|undecided|tokens|s",
         [
