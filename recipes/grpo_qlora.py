@@ -18,6 +18,7 @@ Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dr
 nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,16 +30,22 @@ from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
 
 
+def say(text: str) -> None:
+    """Print, in the main process only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
 def load_data(config: Config, tokenizer) -> tuple:
-    """The training set as TRL reads it, and the problems behind it; every prompt fits."""
+    """The training set as TRL reads it and its size; every prompt fits, and the held-out problems can be read."""
     from recipes.parts.data import drop_long, read_problems, to_dataset
 
     problems, report = read_problems(config.data, "train")
     problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
-    print(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used", flush=True)
+    say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
     heldout, report = read_problems(config.data, "eval")
-    print(f"held-out problems: {report.summary()}, {len(heldout):,} used", flush=True)
-    return to_dataset(problems, config.data), problems, heldout
+    say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
+    return to_dataset(problems, config.data), len(problems)
 
 
 def check_context(config: Config, model_config) -> None:
@@ -108,11 +115,11 @@ def main() -> None:
     check_init_adapter(config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
-    dataset, problems, _ = load_data(config, tokenizer)
+    dataset, problems = load_data(config, tokenizer)
     arguments = trainer_arguments(config, run)
     state = PartialState()
+    say(describe_plan(config, problems, processes))
     if state.is_main_process:
-        print(describe_plan(config, len(problems), processes), flush=True)
         write_config(config, run, processes)
     if flags.dry_run:
         return
@@ -136,12 +143,10 @@ def main() -> None:
     started = time.perf_counter()
     trainer.train_run(resume=flags.resume)
     check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
-    if state.is_main_process:
-        print(
-            f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
-            f"({facts['hash'][:12]}), adapter {run.newest_adapter()}",
-            flush=True,
-        )
+    say(
+        f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
+        f"({facts['hash'][:12]}), adapter {run.newest_adapter()}"
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ checkpoint becomes whole, so this one class overrides `_generate`, `_generate_si
 moves any of them. The loss, the advantages, the sampler and the optimizer loop stay TRL's.
 """
 
+import math
 import resource
 import time
 from collections import defaultdict
@@ -103,9 +104,15 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         if key not in fields:
             raise BadInput(f"train.trl.{key} is not a field of trl's GRPOConfig.")
     try:
-        return GRPOConfig(**ours, **train.trl)
+        arguments = GRPOConfig(**ours, **train.trl)
     except (ValueError, TypeError) as error:
         raise BadInput(f"trl refuses the configuration: {error}") from None
+    if arguments.n_gpu > 1:
+        raise BadInput(
+            f"one process sees {arguments.n_gpu} GPUs and would use one. Launch with accelerate_configs/one_gpu.yaml, "
+            "which shows it one, or with accelerate_configs/ddp.yaml and --num_processes."
+        )
+    return arguments
 
 
 class FiniteGradients(TrainerCallback):
@@ -254,6 +261,12 @@ class PolicyTrainer(GRPOTrainer):
             self.recorder.step(record)
             if self.recorder.wants_completions(record["step"]) and record["completion_tokens"]:
                 self.recorder.completions(record["step"], self._completion_rows(record["adapter_version"]))
+        # DeepSpeed keeps the gradients to itself, so there FiniteGradients sees none and this is the first to know.
+        if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
+            raise CheckFailed(
+                f"step {record['step']}: {' and '.join(bad)} not finite. Do not use this step's adapter; continue from "
+                "the last checkpoint with --resume and a lower train.learning_rate."
+            )
 
     def _record(self, logs: dict) -> dict:
         seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | dict(self._seconds)

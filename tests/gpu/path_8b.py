@@ -4,7 +4,8 @@ Shows what a CPU cannot: that the NF4 path fits and runs at size, what it costs,
 card serves each adapter version, and how far the sampler is from the policy. Random weights: no reward is learned.
 
     python tests/gpu/path_8b.py --part local     # train in process, write the dequantized base, merge, quantize
-    python tests/gpu/path_8b.py --part server    # then: the same steps against FP8 and BF16 servers on the same card
+    python tests/gpu/path_8b.py --part parallel --layers 8    # two GPUs: one process, DDP, ZeRO-2
+    python tests/gpu/path_8b.py --part server    # after local: the same steps against FP8 and BF16 servers on the same card
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl, vllm.
 """
@@ -72,7 +73,7 @@ def command(name: str, arguments: list[str], logs: Path) -> tuple[float, str]:
     return seconds, done.stdout
 
 
-def train(name: str, work: Path, extra: list[str]) -> list[dict]:
+def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", processes: int = 1) -> list[dict]:
     """Steps of the recipe; the rows of its metrics.jsonl."""
     overrides = {
         "run.name": name,
@@ -83,13 +84,14 @@ def train(name: str, work: Path, extra: list[str]) -> list[dict]:
         "train.max_steps": 3,
         "train.save_steps": 3,
         "train.per_device_train_batch_size": 8,
-        "train.gradient_accumulation_steps": 8,
+        "train.gradient_accumulation_steps": 8 // processes,
         "train.gradient_checkpointing": "true",
         "train.learning_rate": "1e-5",
         "rollout.max_completion_length": 256,
     }
     flat = [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/one_gpu.yaml"]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
+    launch += ["--num_processes", str(processes)]
     command(name, [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *flat, *extra], work)
     return [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
 
@@ -139,13 +141,16 @@ def row(name: str, metrics: list[dict]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--work", type=Path, default=Path("/tmp/path8b"))
-    parser.add_argument("--part", choices=("local", "server"), required=True)
+    parser.add_argument("--part", choices=("local", "server", "parallel"), required=True)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
-    rows, seconds = local_part(work, options.layers) if options.part == "local" else server_part(work)
+    if options.part == "local":
+        rows, seconds = local_part(work, options.layers)
+    else:
+        rows, seconds = (server_part(work), {}) if options.part == "server" else parallel_part(work, options.layers)
     if options.out:
         options.out.write_text(json.dumps({"rows": rows, "seconds": seconds}, indent=2))
     print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  peak GiB  k3        ess")
@@ -173,7 +178,19 @@ def local_part(work: Path, layers: int) -> tuple[list[dict], dict]:
     return rows, seconds
 
 
-def server_part(work: Path) -> tuple[list[dict], dict]:
+def parallel_part(work: Path, layers: int) -> tuple[list[dict], dict]:
+    """Rows of the same steps on one GPU and on two, by DDP and by ZeRO-2; the first losses have to agree."""
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    make_model(work / "model", work / "tiny", layers)
+    rows, seconds = [], {}
+    for launcher, processes in (("one_gpu", 1), ("ddp", 2), ("zero2", 2)):
+        started = time.perf_counter()
+        rows.append(row(f"{launcher} x {processes}", train(f"run-{launcher}", work, [], launcher, processes)))
+        seconds[launcher] = time.perf_counter() - started
+    return rows, seconds
+
+
+def server_part(work: Path) -> list[dict]:
     """Rows of the same steps against a server on the same card: which weights it holds, and in what format."""
     rows: list[dict] = []
     flags = ["--rollout.backend", "server", "--rollout.server_urls", f"['http://127.0.0.1:{PORT}']"]
@@ -186,7 +203,7 @@ def server_part(work: Path) -> tuple[list[dict], dict]:
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(60)
-    return rows, {}
+    return rows
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def resolve(path: Path):
 
 
 def test_the_documented_configs_are_all_there():
-    names = {"cpu", "one_gpu", "ddp", "zero2", "zero3", "fsdp2", "two_nodes"}
+    names = {"cpu", "one_gpu", "ddp", "zero2", "two_nodes"}
     assert {path.stem for path in CONFIGS} == names
 
 
@@ -48,12 +48,10 @@ def test_accelerate_reads_every_key(path, monkeypatch):
     assert bool(arguments.use_cpu) == (kind == "cpu")
     assert arguments.mixed_precision == ("no" if kind == "cpu" else "bf16")
     assert arguments.multi_gpu == (kind in ("ddp", "two_nodes"))
-    assert arguments.use_deepspeed == (kind in ("zero2", "zero3"))
-    assert arguments.use_fsdp == (kind == "fsdp2")
+    assert arguments.gpu_ids == ("0" if kind == "one_gpu" else "all")
+    assert arguments.use_deepspeed == (kind == "zero2")
     if arguments.use_deepspeed:
         assert arguments.zero_stage == int(kind[-1])
-    if arguments.use_fsdp:
-        assert arguments.fsdp_version == 2
 
 
 @pytest.mark.parametrize("group", [None, "deepspeed_config"])

@@ -120,8 +120,6 @@ def test_run_names_differ_so_that_two_recipes_never_share_a_directory():
         ("--num_processes 4", "--num_processes 3 --num_machine 1", "num_machine"),
         ("functions: [math]", "functions: [maths]", "maths"),
         ("accelerate_configs/ddp.yaml", "accelerate_configs/dpp.yaml", "no accelerate config"),
-        ("accelerate_configs/ddp.yaml", "accelerate_configs/zero3.yaml", "ZeRO-3"),
-        ("accelerate_configs/ddp.yaml", "accelerate_configs/fsdp2.yaml", "FSDP"),
         ("recipes/grpo_qlora.py", "recipes/grpo.py", "no file recipes/grpo.py"),
         ("--config recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml", "--dry_run", "required: --config"),
         (
