@@ -63,7 +63,8 @@ def summary(run: RunDir, seconds: dict[str, float]) -> str:
     lines = [
         "",
         f"training reward     {mean_reward(rows[:10]):.3f} (first 10 steps) -> {mean_reward(rows[-10:]):.3f} (last)",
-        f"held-out accuracy   {percent(cells['nf4'][0])} -> {percent(cells['nf4'][1])}, 95 % Wilson, n = {result['n']}",
+        f"held-out accuracy   {percent(cells['nf4'][0])} -> {percent(cells['nf4'][1])}, 95 % Wilson, "
+        f"n = {result['n']}",
         f"gain                {gain['difference']:+.1%} [{low:+.1%}, {high:+.1%}], paired bootstrap",
         "",
         f"{'format':<8}{'base':<24}{'GRPO':<24}gain survival (gain there - gain in bf16)",

@@ -264,8 +264,8 @@ class PolicyTrainer(GRPOTrainer):
         # DeepSpeed keeps the gradients to itself, so there FiniteGradients sees none and this is the first to know.
         if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
             raise CheckFailed(
-                f"step {record['step']}: {' and '.join(bad)} not finite. Do not use this step's adapter; continue from "
-                "the last checkpoint with --resume and a lower train.learning_rate."
+                f"step {record['step']}: {' and '.join(bad)} not finite. Do not use this step's adapter; continue "
+                "from the last checkpoint with --resume and a lower train.learning_rate."
             )
 
     def _record(self, logs: dict) -> dict:
