@@ -114,8 +114,9 @@ class Recorder:
         self.say(step_line(record))
 
     def wants_completions(self, step: int) -> bool:
-        every = self.config.watch.completions_every
-        return bool(every) and (step == 1 or step % every == 0)
+        """Whether a step that generated is sampled: the first, and the first at or after every multiple."""
+        every, apart = self.config.watch.completions_every, self.config.train.num_iterations
+        return bool(every) and (step == 1 or step // every != (step - apart) // every)
 
     def completions(self, step: int, rows: list[dict]) -> None:
         """Write a sample of a step's completions, whole groups first to last, capped per step."""

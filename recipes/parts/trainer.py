@@ -101,6 +101,10 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     for key in train.trl:
         if key in ours:
             raise BadInput(f"train.trl.{key} is set by the kit. Use the key of its own group instead.")
+        if key == "use_adaptive_entropy":
+            raise BadInput(
+                "train.trl.use_adaptive_entropy: its state is not in the checkpoints, so no resume is exact."
+            )
         if key not in fields:
             raise BadInput(f"train.trl.{key} is not a field of trl's GRPOConfig.")
     try:
@@ -152,6 +156,7 @@ class PolicyTrainer(GRPOTrainer):
         self._counts: dict[str, float] = defaultdict(float)
         self._peak: dict[str, float] = {}
         self._problem_ids: list[str] = []
+        self._rollout_version = 0
         self._step_started: float | None = None
 
     def train_run(self, resume: bool) -> None:
@@ -183,6 +188,7 @@ class PolicyTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         # (B*G) rows of this process; with all processes, the problems of the step in the order they were drawn.
+        self._rollout_version = self.adapter_version
         self._problem_ids = gather_object([row["problem_id"] for row in inputs])
         if self.recorder:
             self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(self._problem_ids)))
@@ -288,7 +294,7 @@ class PolicyTrainer(GRPOTrainer):
             "update_tokens_per_s": counts["tokens"] / seconds["update"] if counts["tokens"] else None,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "peak_gib": {name: round(value, 4) for name, value in self._peak.items()},
-            "adapter_version": step - 1,
+            "adapter_version": self._rollout_version,
         }
 
     def _completion_rows(self, version: int) -> list[dict]:

@@ -3,8 +3,8 @@
 Shows what a CPU cannot: that the NF4 path fits and runs at size, what it costs, that a vLLM FP8 server on the same
 card serves each adapter version, and how far the sampler is from the policy. Random weights: no reward is learned.
 
-    python tests/gpu/path_8b.py --part local     # train in process, write the dequantized base, merge, quantize
-    python tests/gpu/path_8b.py --part parallel --layers 8    # two GPUs: one process, DDP, ZeRO-2
+    python tests/gpu/path_8b.py --part local     # train in process, write the base, merge, quantize
+    python tests/gpu/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2
     python tests/gpu/path_8b.py --part server    # after local: the same steps against FP8 and BF16 servers on the same card
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl, vllm.

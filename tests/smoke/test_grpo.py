@@ -263,3 +263,17 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
     assert saved.keys() == state.keys()
     for name, tensor in saved.items():
         assert torch.equal(tensor, state[name].detach().cpu()), name
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_where_gradients_cannot_be_seen(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch
+):
+    from recipes.parts.trainer import FiniteGradients, PolicyTrainer
+
+    compute = PolicyTrainer._compute_loss
+    monkeypatch.setattr(FiniteGradients, "on_pre_optimizer_step", lambda *arguments, **kwargs: None)
+    monkeypatch.setattr(PolicyTrainer, "_compute_loss", lambda self, *inputs: compute(self, *inputs) * math.inf)
+    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.save_steps": 1}))
+    assert done.code == 1
+    assert "error: step 1: loss and grad_norm not finite" in done.err
+    assert not (tmp_path / "run" / "adapters").exists()

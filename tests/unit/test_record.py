@@ -81,6 +81,9 @@ def test_a_line_separator_in_a_completion_does_not_cut_its_line(tmp_path):
 def test_completions_come_at_the_first_step_and_every_so_many(tmp_path):
     written = recorder(tmp_path, "--watch.completions_every", "5")
     assert [step for step in range(1, 16) if written.wants_completions(step)] == [1, 5, 10, 15]
+    reused = recorder(tmp_path, "--watch.completions_every", "5", "--train.num_iterations", "2")
+    # A batch is generated at every other step, so what the 10th would have shown is in the 11th.
+    assert [step for step in range(1, 16, 2) if reused.wants_completions(step)] == [1, 5, 11, 15]
     never = recorder(tmp_path, "--watch.completions_every", "0")
     assert not any(never.wants_completions(step) for step in range(1, 16))
 

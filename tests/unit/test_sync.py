@@ -109,5 +109,5 @@ def test_a_server_with_another_tokenizer_is_refused(replicas, tiny_model_dir):
     config = load_config(
         "recipes/configs/grpo-tiny-nf4-cpu.yaml", [f"--rollout.server_urls=['{replica.url}']", "--run.name=run"]
     )
-    with pytest.raises(BadInput, match="tokenizes .* as \\[1, 2, 3\\]"):
+    with pytest.raises(BadInput, match=r"tokenizes .* as \[1, 2, 3\]"):
         ServerRollout(config, AutoTokenizer.from_pretrained(tiny_model_dir)).check()
