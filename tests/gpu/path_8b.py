@@ -5,7 +5,7 @@ card serves each adapter version, and how far the sampler is from the policy. Ra
 
     python tests/gpu/path_8b.py --part local     # train in process, write the base, merge, quantize
     python tests/gpu/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2
-    python tests/gpu/path_8b.py --part server    # after local: the same steps against FP8 and BF16 servers on the same card
+    python tests/gpu/path_8b.py --part server    # after local: against FP8 and BF16 servers on the same card
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl, vllm.
 """
