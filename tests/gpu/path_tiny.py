@@ -88,10 +88,8 @@ def main() -> None:
         means = [sum(row["reward"] for row in rows[i : i + 10]) / 10 for i in range(0, len(rows), 10)]
         print(f"{name:<11} reward per 10 steps", " ".join(f"{mean:.3f}" for mean in means))
         last = rows[-1]
-        k3 = [row["sampler_k3"] for row in rows if row["sampler_k3"] is not None]
-        print(
-            f"{name:<11} step 1 kl {rows[0]['kl']:.2e}, step seconds {last['seconds']}, k3 max {max(k3, default=0):.2e}"
-        )
+        k3 = max((row["sampler_k3"] for row in rows if row["sampler_k3"] is not None), default=0)
+        print(f"{name:<11} step 1 kl {rows[0]['kl']:.2e}, step seconds {last['seconds']}, k3 max {k3:.2e}")
 
 
 if __name__ == "__main__":
