@@ -27,6 +27,7 @@ _CHARACTERS = {
     ord("\u00b7"): "\\cdot ",
     ord("\u00b0"): "^\\circ ",
 }
+_THIN_GROUPS = re.compile("(?<!\\d)\\d{1,3}(?:[\u2009\u202f]\\d{3})+(?!\\d)")  # 10 000 as ISO 80000 sets it
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 
@@ -40,10 +41,17 @@ _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)
 _PLAIN = re.compile(_NUMBER)
 _SIGN_AND_CURRENCY = re.compile(r"([+-]?)\s*(\\?\$|[€£¥₹])?\s*([+-]?)\s*")
 
-# What may stand left of "=" in an answer: x, f(x), a_1, \theta, \angle ABC, \text{area}.
+# What may stand left of "=" in an answer: x, f(x), f^{-1}(x), a_1, \theta, \angle ABC, \text{area}, \vec{v}.
 _NAME = re.compile(
-    r"(?!\\(?:frac|sqrt|cdot|times|div|pm|sum|int))(?:\\?[A-Za-z]+|\\text\{[^{}]*\})"
-    r"(?:\s+[A-Za-z]+|_\{?\w+\}?|\([\w, ]*\)|')*"
+    r"(?!\\(?:frac|sqrt|cdot|times|div|pm|sum|int|pi|infty)(?![A-Za-z]))"
+    r"(?:\\(?:text|mathrm|mathbf|mathcal|vec|hat|bar|overline|overrightarrow)\s*\{[^{}]*\}|\\?[A-Za-z]+)"
+    r"(?:\s+[A-Za-z]+|_\{?\w+\}?|\^\{?-1\}?(?=\s*\()|\([\w, ]*\)|')*"
+)
+# A second statement or a second value in one answer.
+_CONNECTIVE = re.compile(
+    r"\\(?:lor|land|vee|wedge|implies|impliedby|iff|therefore|because|(?:[Ll]ong)?(?:[Ll]eft)?[Rr]ightarrow|Leftarrow)"
+    r"(?![A-Za-z])|[\u2227\u2228\u2190-\u2194\u21d0-\u21d4\u27f5-\u27fa\u2234\u2235]"
+    r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 )
 _UNIT_POWER = r"(?:\s*\^\s*\{?\s*[23]\s*\}?|[²³])?"
 _UNIT = re.compile(rf"[A-Za-zµ]+\.?{_UNIT_POWER}(?:(?:\s*/\s*|\s+)[A-Za-zµ]+\.?{_UNIT_POWER}){{0,3}}")
@@ -59,7 +67,11 @@ _NOT_UNITS = frozenset(
     "fold k b bn mn and or nor not but than then less more fewer greater least most about roughly approximately "
     "to choose remainder base zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
     "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety negative "
-    "alpha beta gamma delta theta lambda sigma omega phi psi".split()
+    "alpha beta gamma delta theta lambda sigma omega phi psi "
+    "root roots cube cubes squares inverse inverses reciprocal reciprocals opposite conjugate complement factorials "
+    "power powers exponent exponents raised logs logarithm logarithms sum sums difference product "
+    "products quotient added subtracted multiplied double doubled triple tripled twice halved "
+    "wrong incorrect false error invalid unknown undefined impossible".split()
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SAME_UNIT = {
@@ -112,6 +124,7 @@ def normalized(text: str) -> str:
 
     Decimal digits of any script become ASCII (their value is the same); superscripts do not (5² is not 52).
     """
+    text = _THIN_GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = text.translate(_CHARACTERS)
     if not text.isascii():
         text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in text)
@@ -267,6 +280,8 @@ def decide(predicted: str | None, gold: str) -> bool | None:
     gold_words, words = _words(gold), _words(predicted)
     if gold_words is not None:
         return words == gold_words
+    if _says_more(predicted, gold):
+        return False
     gold_number = plain_number(_without_name(gold, predicted))
     if gold_number is None:
         return None
@@ -301,18 +316,45 @@ def _without_name(text: str, other: str) -> str:
     return text
 
 
+def _says_more(predicted: str, gold: str) -> bool:
+    """True when `predicted` holds more statements than the single value or equation `gold`.
+
+    A symbolic parser takes the last side of `x = 4 = 5` and of `4 = 5`, and one side of `x = 4 \\lor x = 5`.
+    """
+    if "," in gold or re.search(r"\\(?:pm|mp|begin)(?![A-Za-z])", gold) or _CONNECTIVE.search(gold):
+        return False  # several values: their equations may be written out
+    sides, expected = _sides(predicted), len(_sides(gold))
+    if len(sides) > max(2, expected):
+        return True
+    if expected > 1:
+        return False
+    return (len(sides) > 1 and not _NAME.fullmatch(sides[0].strip())) or _CONNECTIVE.search(predicted) is not None
+
+
+def _sides(text: str) -> list[str]:
+    """`text` cut at every `=` outside braces; `<=`, `>=` and `!=` are no cuts."""
+    depth, cuts = 0, [-1]
+    for token in re.finditer(r"\\.|[<>!]=|[{}=]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if token[0] == "=" and depth == 0:
+            cuts.append(token.start())
+    return [text[start + 1 : end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
 def _never_a_number(text: str) -> bool:
     """True for shapes that a symbolic parser reads as a number they are not, or not for certain."""
     if "=" in text and not _NAME.fullmatch(text.partition("=")[0].strip()):
         return True  # "4=5" and "x+1=5" would be read as 5
     in_texts = "".join(_TEXT.findall(text))
-    verbal = re.search(r"\d\s*(?:\\(?:text\w*|mathrm)\s*\{|\s)\s*([A-Za-z]+)", text)
+    verbal = re.search(r"\d\s*(?:\\(?:text\w*|mathrm)\s*\{|\s)\s*([A-Za-z][A-Za-z\s./-]*)", text)
+    words = re.findall(r"[A-Za-z]+", verbal[1]) if verbal else []
     return bool(
         re.search(r"\d\s+[\d.]", text)  # "2 3" would be added or multiplied
         or re.search(r"[\d)}]\s*_", text)  # "12_8" is a number in base 8
         or re.search(r"\\[lc]?dots|\.\.|\\p?mod(?![A-Za-z])", text)  # a rounded value, a residue class
         or (re.search(r"\d", in_texts) and re.search(r"\d", _TEXT.sub("", text)))  # 5\text{ feet 6 inches}
-        or (verbal is not None and (verbal[1].lower() in _NOT_UNITS or verbal[1] == "M"))  # 5 million, 5 dozen
+        or words[:1] == ["M"]
+        or any(word.lower() in _NOT_UNITS for word in words)  # 5 million, 5 dozen, 5 feet wrong
     )
 
 

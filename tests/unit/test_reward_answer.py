@@ -153,6 +153,8 @@ EQUAL = [
     ("４２", "42"),
     ("٤٢", "42"),
     ("4\u200b2", "42"),
+    ("10\u202f000", "10000"),
+    ("1\u2009234\u2009567.5", "1234567.5"),
     ("x = 5", "5"),
     ("300 K", r"300\text{ K}"),
     ("$5$", "5"),
@@ -186,6 +188,30 @@ DIFFERENT = [
     ("4 2", "42"),
     ("4=5", "5"),
     ("x+1=5", "5"),
+    ("x = 4 = 5", "5"),
+    ("x = 4 = 5", "x = 5"),
+    ("f(x)=4=5", "5"),
+    (r"x=4 \lor x=5", "5"),
+    (r"x=4 \land x=5", "5"),
+    (r"x=4 \Rightarrow x=5", "5"),
+    (r"x=4 \text{ or } x=5", "5"),
+    ("x=4 → x=5", "5"),
+    (r"\sqrt2 = \sqrt3", r"\sqrt3"),
+    (r"2 = \frac{\pi}{2}", r"\frac{\pi}{2}"),
+    (r"\pi = 2\pi = 3\pi", r"3\pi"),
+    (r"\pi = 3\pi", r"3\pi"),
+    ("5 wrong", "5"),
+    (r"5\text{ wrong}", "5"),
+    ("5 feet wrong", "5"),
+    ("5 root", "5"),
+    ("5 roots", "5"),
+    ("5 inverse", "5"),
+    ("5 cube", "5"),
+    ("5 squares", "5"),
+    ("5 added", "5"),
+    ("5 reciprocal", "5"),
+    ("10\u202f00", "1000"),
+    ("1\u20090000", "10000"),
     (r"\frac{1}{1}=5", "5"),
     (r"5\mathrm{k}", "5"),
     ("5 M", "5"),
@@ -244,6 +270,24 @@ def test_equal_numbers_and_words_are_equal_without_a_worker(predicted, gold):
 def test_different_numbers_and_words_differ_without_a_worker(predicted, gold):
     assert decide(predicted, gold) is not True
     assert answers_equal(predicted, gold) is False
+
+
+@pytest.mark.parametrize(
+    ("predicted", "gold"),
+    [
+        (r"x = \sqrt3", r"\sqrt3"),
+        (r"f(x) = x^2 + 1", "x^2+1"),
+        (r"f^{-1}(x) = \frac{x-1}{2}", r"\frac{x-1}{2}"),
+        (r"\vec{v} = 3\pi", r"3\pi"),
+        ("x=1, x=2", "1, 2"),
+        (r"x = 1 \text{ or } x = 2", "1, 2"),
+        ("x <= 5", r"x \le 5"),
+        ("y = 2x + 1", "y = 1 + 2x"),
+    ],
+)
+def test_a_named_value_and_several_named_values_still_equal_the_bare_ones(predicted, gold):
+    assert decide(predicted, gold) is not False
+    assert answers_equal(predicted, gold) is True
 
 
 @pytest.mark.parametrize(("predicted", "gold"), NOT_PLAIN)
