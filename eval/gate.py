@@ -17,14 +17,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.artifacts import Artifact, artifact, merge_command, set_promotion
+from eval.artifacts import POLICIES, Artifact, artifact, merge_command, set_promotion
+from eval.problems import held_out, problems_hash
 from eval.report import read_result
-from eval.run import run_config
+from eval.run import measurement, run_config
 from recipes.parts.config import Config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
 from recipes.parts.rundir import RunDir, file_hash
 
 PASS, FAIL, NOT_SHOWN = "pass", "FAIL", "NOT SHOWN"
+# Columns are looked for one by one, and how many prompts share a batch is a matter of speed.
+NOT_COMPARED = ("formats", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,10 @@ def gated_artifact(run: RunDir, name: str) -> Artifact:
 
 
 def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:
-    """`BadInput` unless the evaluation measured this very artifact, beside bf16, on the configuration's problems."""
+    """`BadInput` unless the evaluation measured these very checkpoints as the configuration says, on its problems.
+
+    The checkpoints are those of base and GRPO in the gate's format and in bf16.
+    """
     again = f"Evaluate again: python -m eval --run {run.path}"
     name, manifest = config.eval.gate.format, checkpoint.manifest
     measured, expected = result.get("data") or {}, dataclasses.asdict(config.data)
@@ -91,20 +97,37 @@ def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact)
             f"eval.json was measured on other problems or prompts than the configuration names: data.{other[0]} was "
             f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {again}"
         )
-    cells = result["matrix"].get("grpo", {})
-    if absent := [needed for needed in dict.fromkeys((name, "bf16")) if needed not in cells]:
-        raise BadInput(f"eval.json has no {', '.join(absent)} cell, which the gate compares. {again}")
+    measured = result.get("eval") or {}
+    expected = {key: value for key, value in measurement(config).items() if key not in NOT_COMPARED}
+    if other := [key for key, value in expected.items() if measured.get(key) != value]:
+        raise BadInput(
+            f"eval.json was measured in another way than the configuration names: eval.{other[0]} was "
+            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {again}"
+        )
+    if (found := problems_hash(held_out(config.data, config.eval.max_problems))) != result.get("problems_hash"):
+        raise BadInput(
+            f"eval.json is stale: its problems_hash is {result.get('problems_hash')}, that of the held-out problems "
+            f"is now {found}. {again}"
+        )
+    formats = list(dict.fromkeys((name, "bf16")))
+    for policy in POLICIES:
+        cells = result["matrix"].get(policy, {})
+        if absent := [needed for needed in formats if needed not in cells]:
+            raise BadInput(f"eval.json has no {', '.join(absent)} cell of {policy}, which the gate compares. {again}")
     for key in ("base_hash", "adapter_hash"):
         if result.get(key) != manifest.get(key):
             raise BadInput(
                 f"eval.json is stale: its {key} is {result.get(key)}, that of {checkpoint.path} is "
                 f"{manifest.get(key)}. {again}"
             )
-    if cells[name].get("artifact_hash") != checkpoint.hash:
-        raise BadInput(
-            f"eval.json is stale: it measured files that hash to {cells[name].get('artifact_hash')}, those of "
-            f"{checkpoint.path} now hash to {checkpoint.hash}. {again}"
-        )
+    for policy in POLICIES:
+        for used in formats:
+            now = checkpoint if (policy, used) == ("grpo", name) else artifact(run, policy, used)
+            if (old := result["matrix"][policy][used].get("artifact_hash")) != now.hash:
+                raise BadInput(
+                    f"eval.json is stale: its artifact_hash of {policy} in {used} is {old}, that of {now.path} is now "
+                    f"{now.hash}. {again}"
+                )
 
 
 def judge(config: Config, result: dict, manifest: dict) -> list[Rule]:

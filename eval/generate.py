@@ -1,8 +1,8 @@
 """Completions of chat prompts, batched, with the checks that keep a measurement from being void.
 
 Covers: the chat template applied exactly once, left padding, the model's own end-of-turn token as stop token, greedy
-decoding, and sampling with common random numbers: every checkpoint meets the same noise on the same problem and
-position, so two nearly equal checkpoints draw nearly equal completions and their paired difference is tight.
+decoding, and sampling with common random numbers: every checkpoint meets the same noise on the same problem, position
+and token, so two nearly equal checkpoints draw nearly equal completions and their paired difference is tight.
 A chat model fed raw prompts, or generating past its end of turn, measures the wrong thing without an error, so both
 are refused before the first batch.
 Does not cover: top_p and top_k, several completions a prompt, an engine other than transformers.
@@ -105,7 +105,8 @@ def generate(
     """One completion per conversation, in their order, at most `max_new_tokens` tokens each.
 
     `temperature` 0 is greedy; above it, tokens are drawn from softmax(logits / temperature) by the Gumbel-max method
-    (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's place and the position.
+    (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's place in `conversations`,
+    the position and the token, so neither on the batch nor on the order.
     Prompts of similar length share a batch, so little of it is padding; results return in input order.
     """
     import torch
@@ -123,7 +124,7 @@ def generate(
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             batch, mask = _left_padded([prompts[index] for index in chosen], pad, model.device)
-            noise = [GumbelNoise(temperature, seed, start, batch.shape[1])] if temperature > 0 else []
+            noise = [GumbelNoise(temperature, seed, chosen, batch.shape[1])] if temperature > 0 else []
             output = model.generate(
                 input_ids=batch,
                 attention_mask=mask,
@@ -138,22 +139,55 @@ def generate(
 class GumbelNoise:
     """A logits processor after which argmax is an exact sample of softmax(scores / temperature).
 
-    The noise is drawn on the CPU from (seed, batch, position), so it is the same for every checkpoint and device.
+    The noise of a token is a hash of (seed, problem, position, token): whatever shares the batch, it is the same for
+    every checkpoint, and on every device up to the last bits of a float32 logarithm. `problems` are the places of the
+    batch's rows among all problems.
     """
 
-    def __init__(self, temperature: float, seed: int, batch: int, prompt_length: int):
-        self.temperature, self.key, self.prompt_length = temperature, (seed, batch), prompt_length
+    def __init__(self, temperature: float, seed: int, problems: Sequence[int], prompt_length: int):
+        self.temperature, self.prompt_length = temperature, prompt_length
+        self.keys = [_key(seed, problem) for problem in problems]
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:  # (B, T) and (B, V) -> (B, V)
         import torch
 
         position = input_ids.shape[1] - self.prompt_length
-        text = "/".join(map(str, (*self.key, position)))
-        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        generator = torch.Generator().manual_seed(key)
-        # -log(-log(U)) with -log(U) drawn as an exponential, which never is 0 in float64.
-        gumbel = -torch.empty(scores.shape, dtype=torch.float64).exponential_(generator=generator).log()
-        return scores.float() / self.temperature + gumbel.to(scores.device, torch.float32)
+        streams = _mix(torch.tensor(self.keys, device=scores.device) + torch.tensor(position) * _STEP)
+        # On a CPU a row at a time, which stays in its cache: 2.4 times as fast at V = 151,936.
+        rows = streams.split(1) if scores.device.type == "cpu" else [streams]
+        noise = torch.cat([_gumbel(row, scores.shape[1]) for row in rows])
+        return noise.add_(scores.float() / self.temperature)
+
+
+# SplitMix64 (Steele, Lea and Flood 2014): a 64-bit counter times an odd constant, mixed. Constants are as signed
+# integers, whose products wrap around in the same way.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIXERS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+
+
+def _key(seed: int, problem: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{problem}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _mix(values: Any) -> Any:
+    """SplitMix64's finalizer of an int64 tensor, in place."""
+    for shift, factor in _MIXERS:
+        values ^= (values >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the mask makes the shift a logical one
+        values *= factor
+    values ^= (values >> 31).bitwise_and_((1 << 33) - 1)
+    return values
+
+
+def _gumbel(streams: Any, width: int) -> Any:
+    """Gumbel noise (rows, width) in float32, one stream of counters per row (int64)."""
+    import torch
+
+    counters = torch.arange(width, device=streams.device) * _STEP
+    top = (_mix(streams[:, None] + counters) >> 32).bitwise_and_((1 << 32) - 1)
+    # -log(-log(1 - v)): near v = 0, where the large values come from, float32 has all 32 bits of v.
+    uniform = top.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def set_threads(parameters: int) -> None:

@@ -104,6 +104,12 @@ def markdown(result: dict) -> str:
     used = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines += ["", "![accuracy and gain survival](eval.png)", "", f"Measured {result['date']} with {used}.", ""]
     lines += [f"Adapter v{result['adapter_version']}, at most {result['max_new_tokens']} new tokens.", ""]
+    if "engine" in result:
+        lines += [
+            f"Engine: {result['engine']}, computing in {result['compute_dtype']}; fp8 and w4a16 weights are "
+            "dequantized at load time.",
+            "",
+        ]
     lines += [f"Command: `{' '.join(result['command'])}`", ""]
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from eval.score import Record, as_rows, score, summarize
 from eval.stats import minimum_detectable_effect
 from recipes.parts.config import Config, load_config, resolve
 from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import RunDir, read_json, write_json
+from recipes.parts.rundir import RunDir, write_json
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "compressed-tensors", "math-verify", "scipy", "numpy")
 
@@ -39,13 +39,20 @@ class Plan:
 
     @property
     def max_new_tokens(self) -> int:
-        return self.config.eval.max_new_tokens or self.config.rollout.max_completion_length
+        return measurement(self.config)["max_new_tokens"]
 
     @property
     def reference(self) -> str:
         """The format that the minimum detectable effect is stated for: the gate's where it is measured."""
         wanted = self.config.eval.gate.format
         return wanted if wanted in self.formats else self.formats[0]
+
+
+def measurement(config: Config) -> dict:
+    """How a configuration measures: its eval group without the gate, the length of completions resolved."""
+    values = dataclasses.asdict(config.eval)
+    del values["gate"]
+    return values | {"max_new_tokens": config.eval.max_new_tokens or config.rollout.max_completion_length}
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -92,10 +99,9 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     problems = held_out(config.data, config.eval.max_problems)
     base = None  # the original checkpoint is only needed for the nf4 cells
     if "nf4" in formats:
-        from merge.base import find_checkpoint
+        from merge.verify import base_directory
 
-        info = read_json(run.base_file)
-        base = find_checkpoint(arguments.base or info["model"], info.get("revision"))
+        base = base_directory(run, arguments.base, weights=not arguments.dry_run)
     return Plan(run, Path(arguments.out or run.path), config, formats, sources, problems, base)
 
 
@@ -152,6 +158,9 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "adapter_version": plan.sources.adapter_version,
         "adapter_hash": plan.sources.adapter_hash,
         "data": dataclasses.asdict(plan.config.data),
+        "eval": measurement(plan.config) | {"formats": plan.formats},
+        "engine": "transformers",
+        "compute_dtype": compute_dtype(),
         "max_new_tokens": plan.max_new_tokens,
         "temperature": settings.temperature,
         "seed": settings.seed,
@@ -164,6 +173,13 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
     report.write_report(result, plan.out)
     write_json(plan.out / "eval.json", result)
     return result
+
+
+def compute_dtype() -> str:
+    """The dtype that cells are computed in on this machine: float32 on a CPU, bfloat16 on a GPU."""
+    from merge.verify import default_device, scoring_dtype
+
+    return str(scoring_dtype(default_device())).removeprefix("torch.")
 
 
 def answer_pool(config: Config) -> Any:

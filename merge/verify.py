@@ -6,6 +6,7 @@ which is the evaluation's.
 """
 
 import contextlib
+import gc
 import json
 import warnings
 from dataclasses import dataclass
@@ -77,10 +78,32 @@ def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def release_memory() -> None:
+    """Free what `del model` leaves: an NF4 parameter and its module refer to each other, so only the collector can."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def base_directory(run: RunDir, base: str | Path | None = None, weights: bool = True) -> Path:
+    """Where the original checkpoint of a run lies: `base` when given, else the one its base.json names.
+
+    Without `weights`, the weights of a hub id are not downloaded. `BadInput` when it is not there; a run that was
+    trained on a local directory is never looked up on the hub.
+    """
+    info = read_json(run.base_file)
+    local = (run.config().get("model") or {}).get("path") is not None
+    if base is None and local and not Path(info["model"]).is_dir():
+        raise BadInput(
+            f"the run was trained on the local checkpoint {info['model']}, which does not exist (seen from "
+            f"{Path.cwd()}). Pass the base with --base."
+        )
+    return find_checkpoint(base or info["model"], info.get("revision"), weights)
+
+
 def base_checkpoint(run: RunDir, base: str | Path | None = None, device: Any = None) -> BaseCheckpoint:
     """The original checkpoint of a run: `base` when given, else the one its base.json names."""
-    info = read_json(run.base_file)
-    return BaseCheckpoint(find_checkpoint(base or info["model"], info.get("revision")), info, device)
+    return BaseCheckpoint(base_directory(run, base), read_json(run.base_file), device)
 
 
 def check_adapter_base(adapter: Path, info: dict) -> dict:
@@ -121,12 +144,13 @@ def load_policy(
 
 
 def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
-    """Token ids (1, T) of the run's own sequences: held-out prompts, then prompts with their logged completions.
+    """Token ids (1, T) of the run's own sequences: prompts with their logged completions, then held-out prompts.
 
-    Always the same for a run. Held-out prompts come from a local jsonl, chat template applied; a run on a hub data
-    set has its completions alone. `BadInput` when there is neither.
+    Always the same for a run. Completions come first, since prompts alone would use up the tokens of a large
+    vocabulary. Held-out prompts come from a local jsonl, chat template applied; a run on a hub data set has its
+    completions alone. `BadInput` when there is neither.
     """
-    texts = [*_held_out_prompts(run, tokenizer), *_logged_completions(run, tokenizer)]
+    texts = [*_logged_completions(run, tokenizer), *_held_out_prompts(run, tokenizer)]
     budget = min(MAX_TOKENS, MAX_LOGPROBS // vocabulary)
     batch = []
     for text in texts:
@@ -146,7 +170,9 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
 
 def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
     data = run.config().get("data", {})
-    file = Path(data.get("eval_path") or data.get("path") or "")
+    if not (place := data.get("eval_path") or data.get("path")):
+        return []  # Path("") would be the current directory, whose test.jsonl is not the run's
+    file = Path(place)
     if file.is_dir():
         file = file / f"{data.get('eval_split', 'test')}.jsonl"
     if file.suffix != ".jsonl" or not file.is_file():
@@ -227,15 +253,19 @@ class Verifier:
         if adapter is not None:
             with model.disable_adapter():
                 self.scores["base"] = log_probs(model, batch)
+        del model
+        release_memory()
 
     def update_kl(self) -> float:
         """KL(policy‖base): what a checkpoint without the adapter would show."""
         return compare(self.scores["grpo"], self.scores["base"], self.batch).mean_kl
 
     def compare(self, policy: str, directory: Path) -> Comparison:
-        return compare(
-            self.scores[policy], log_probs(load_for_scoring(directory, self.device), self.batch), self.batch
-        )
+        model = load_for_scoring(directory, self.device)
+        scores = log_probs(model, self.batch)
+        del model
+        release_memory()
+        return compare(self.scores[policy], scores, self.batch)
 
     def check_bf16(self, policy: str, directory: Path) -> Comparison:
         """The comparison of a BF16 checkpoint; `CheckFailed` when it is not the policy up to rounding."""

@@ -7,6 +7,8 @@ import pytest
 
 from eval import gate
 from eval.artifacts import artifact_hash
+from eval.problems import held_out, problems_hash
+from eval.run import measurement
 from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import (
@@ -32,38 +34,46 @@ def run(tmp_path):
     """A run whose fp8 checkpoint passes every rule of the default gate."""
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
+    for name, verb in (("train", "trained"), ("test", "asked")):
+        rows = [json.dumps({"question": f"What is {verb} in round {i}?", "answer": str(i)}) for i in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     config = {
         "run": {"name": "tiny"},
         "model": {"id": "tiny"},
         "train": {"max_steps": 1},
-        "data": {"path": "problems.jsonl"},
+        "data": {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "test.jsonl")},
     }
     write_json(run.config_file, {"config": config})
     write_json(run.base_file, {"hash": "b" * 64})
-    with publish(run.merged / "grpo" / "fp8") as partial:
-        (partial / "model.safetensors").write_bytes(b"weights")
-        manifest = write_manifest(
-            partial,
-            "checkpoint",
-            policy="grpo",
-            format="fp8",
-            base_hash="b" * 64,
-            adapter_version=10,
-            adapter_hash="a" * 64,
-            verify={"mean_kl": 0.001},
-            promoted=False,
-        )
-    row = {"bf16": CELL, "fp8": {**CELL, "artifact_hash": artifact_hash(manifest)}}
+    matrix = {"base": {}, "grpo": {}}
+    for policy, name in (("base", "bf16"), ("base", "fp8"), ("grpo", "bf16"), ("grpo", "fp8")):
+        with publish(run.merged / policy / name) as partial:
+            (partial / "model.safetensors").write_bytes(f"weights of {policy} {name}".encode())
+            manifest = write_manifest(
+                partial,
+                "checkpoint",
+                policy=policy,
+                format=name,
+                base_hash="b" * 64,
+                adapter_version=10 if policy == "grpo" else None,
+                adapter_hash="a" * 64 if policy == "grpo" else None,
+                verify={"mean_kl": 0.001},
+                promoted=False,
+            )
+        matrix[policy][name] = {**CELL, "artifact_hash": artifact_hash(manifest)}
+    settings = config_from_dict(config)
     result = {
         "n": 300,
-        "matrix": {"base": row, "grpo": row},
+        "problems_hash": problems_hash(held_out(settings.data, settings.eval.max_problems)),
+        "matrix": matrix,
         "gain": {"bf16": estimate(0.2, 0.15, 0.25), "fp8": estimate(0.19, 0.14, 0.24)},
         "gain_survival": {"fp8": estimate(-0.01, -0.03, 0.01)},
         "quantization_loss": {"fp8": estimate(0.01, -0.01, 0.03)},
         "conclusion": "",
         "base_hash": "b" * 64,
         "adapter_hash": "a" * 64,
-        "data": dataclasses.asdict(config_from_dict(config).data),
+        "data": dataclasses.asdict(settings.data),
+        "eval": measurement(settings),
     }
     write_json(run.eval_file, result)
     return run
@@ -148,14 +158,20 @@ def test_the_number_of_problems_that_would_decide_is_given(run, capsys):
 
 
 def _tamper(run):
-    (run.merged / "grpo" / "fp8" / "model.safetensors").write_bytes(b"heavier")
+    (run.merged / "grpo" / "fp8" / "model.safetensors").write_bytes(b"WEIGHTS of grpo fp8")
 
 
-def _merge_again(run):
-    _tamper(run)
-    old = read_json(run.merged / "grpo" / "fp8" / MANIFEST)
+def _merge_again(run, policy="grpo", name="fp8"):
+    place = run.merged / policy / name
+    (place / "model.safetensors").write_bytes(b"heavier")
+    old = read_json(place / MANIFEST)
     facts = {key: value for key, value in old.items() if key not in ("kind", "created", "files")}
-    write_manifest(run.merged / "grpo" / "fp8", "checkpoint", **facts)
+    write_manifest(place, "checkpoint", **facts)
+
+
+def _other_problem(run):
+    file = run.path.parent / "test.jsonl"
+    file.write_text(file.read_text().replace("round 2", "round 22"))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +179,18 @@ def _merge_again(run):
     [
         (lambda run: edit(run, "adapter_hash", value="c" * 64), [], "stale: its adapter_hash is cccc"),
         (lambda run: edit(run, "base_hash", value="c" * 64), [], "stale: its base_hash"),
-        (_merge_again, [], "stale: it measured files"),
+        (_merge_again, [], "artifact_hash of grpo in fp8"),
+        (lambda run: _merge_again(run, "grpo", "bf16"), [], "artifact_hash of grpo in bf16"),
+        (lambda run: _merge_again(run, "base", "fp8"), [], "artifact_hash of base in fp8"),
+        (lambda run: _merge_again(run, "base", "bf16"), [], "artifact_hash of base in bf16"),
+        (_other_problem, [], "stale: its problems_hash"),
+        (lambda run: edit(run, "eval", "seed", value=7), [], "eval.seed was 7, it is 0"),
+        (lambda run: edit(run, "eval", "temperature", value=1.0), [], "eval.temperature was 1.0"),
+        (lambda run: edit(run, "eval", "max_new_tokens", value=9), [], "eval.max_new_tokens was 9, it is 256"),
+        (lambda run: edit(run, "eval", "bootstrap_samples", value=100), [], "eval.bootstrap_samples was 100"),
+        (lambda run: edit(run, "eval", value=None), [], "measured in another way"),
+        (lambda run: None, ["--eval.max_problems", "3"], "eval.max_problems was 300, it is 3"),
+        (lambda run: None, ["--rollout.max_completion_length", "99"], "eval.max_new_tokens was 256, it is 99"),
         (_tamper, [], "is damaged"),
         (lambda run: edit(run, "data", "eval_path", value="easy.jsonl"), [], "data.eval_path was 'easy.jsonl'"),
         (lambda run: edit(run, "data", value=None), [], "other problems or prompts"),
@@ -179,6 +206,12 @@ def test_what_the_gate_cannot_judge_is_bad_input(run, spoil, overrides, message)
     spoil(run)
     with pytest.raises(BadInput, match=message):
         decide(run, *overrides)
+
+
+def test_another_batch_size_or_choice_of_columns_measures_the_same(run):
+    edit(run, "eval", "batch_size", value=7)
+    edit(run, "eval", "formats", value=["bf16", "fp8"])
+    assert decide(run) == 0
 
 
 def test_an_evaluation_without_bf16_cannot_be_gated(run):

@@ -1,9 +1,11 @@
 """Generation on a random-weight Qwen3: template, padding, stop tokens, and what is refused."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
+from scipy import stats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -90,6 +92,55 @@ def test_results_are_in_input_order_and_do_not_depend_on_the_batch(model, tokeni
     assert len({generation.raw for generation in one_by_one}) > 1
     for batch_size in (2, 3, 64):
         assert generate.generate(model, tokenizer, ask(), 12, batch_size=batch_size) == one_by_one
+
+
+def test_sampled_completions_do_not_depend_on_the_batch_but_on_seed_and_problem(model, tokenizer):
+    def sample(batch_size, seed=3):
+        return generate.generate(model, tokenizer, ask(), 12, batch_size=batch_size, temperature=1.0, seed=seed)
+
+    one_by_one = sample(1)
+    assert one_by_one != generate.generate(model, tokenizer, ask(), 12) != sample(1, seed=4) != one_by_one
+    for batch_size in (2, 3, 64):
+        assert sample(batch_size) == one_by_one
+    twice = generate.generate(model, tokenizer, ask(QUESTIONS[:1] * 2), 12, temperature=1.0)
+    assert twice[0] != twice[1]  # the same question in two places meets two noises
+
+
+def test_noise_turns_argmax_into_samples_of_softmax_that_are_independent_across_rows():
+    torch.manual_seed(0)
+    temperature, logits = 0.7, 2 * torch.randn(40)
+    expected = (logits / temperature).softmax(-1).numpy()
+    noise, tokens = generate.GumbelNoise(temperature, 5, range(200), 10), []
+    for position in range(200):
+        scores = noise(torch.zeros(200, 10 + position), logits.repeat(200, 1))
+        tokens.append(scores.argmax(-1))
+    drawn = torch.stack(tokens)  # (position, row)
+    counts = torch.bincount(drawn.flatten(), minlength=40).numpy()
+    common = expected > 20 / 40_000
+    observed = [*counts[common], counts[~common].sum()]
+    wanted = [*expected[common] * 40_000, expected[~common].sum() * 40_000]
+    assert stats.chisquare(observed, wanted).pvalue > 1e-3
+    # Two neighbors agree as often as independent draws do, between rows and between positions.
+    agree = float((expected**2).sum())
+    for same in (drawn[:, 1:] == drawn[:, :-1], drawn[1:] == drawn[:-1]):
+        assert abs(same.float().mean().item() - agree) < 4 * math.sqrt(agree * (1 - agree) / same.numel())
+
+
+def test_noise_is_gumbel_over_a_whole_vocabulary_and_finite_at_its_ends():
+    values = generate.GumbelNoise(1.0, 0, [0, 1], 0)(torch.zeros(2, 7), torch.zeros(2, 151_936))
+    assert torch.isfinite(values).all()
+    assert not torch.equal(values[0], values[1])
+    for row in values.double().numpy():
+        assert stats.kstest(row, "gumbel_r").pvalue > 1e-3
+    ends = generate._gumbel(torch.zeros(1, dtype=torch.int64), 1)  # SplitMix64 maps 0 to 0
+    assert ends.item() == pytest.approx(33 * math.log(2))
+
+
+def test_the_mixer_is_the_published_splitmix64():
+    # The first three outputs for seed 1234567, as Rosetta Code lists them for Vigna's splitmix64.c.
+    counters = torch.tensor(1234567) + torch.tensor([1, 2, 3]) * generate._STEP
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [value % 2**64 for value in generate._mix(counters).tolist()] == expected
 
 
 def test_the_stop_token_ends_a_completion_and_is_not_part_of_it(model, tokenizer):
