@@ -351,7 +351,7 @@ def _never_a_number(text: str) -> bool:
     return bool(
         re.search(r"\d\s+[\d.]", text)  # "2 3" would be added or multiplied
         or re.search(r"[\d)}]\s*_", text)  # "12_8" is a number in base 8
-        or re.search(r"\\[lc]?dots|\.\.|\\p?mod(?![A-Za-z])", text)  # a rounded value, a residue class
+        or re.search(r"\\[lc]?dots|\.\.|\\(?:p?mod|equiv)(?![A-Za-z])", text)  # a rounded value, a residue class
         or (re.search(r"\d", in_texts) and re.search(r"\d", _TEXT.sub("", text)))  # 5\text{ feet 6 inches}
         or words[:1] == ["M"]
         or any(word.lower() in _NOT_UNITS for word in words)  # 5 million, 5 dozen, 5 feet wrong
