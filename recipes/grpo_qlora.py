@@ -18,25 +18,24 @@ Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dr
 nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.parts.checks import check_config, check_run_directory, world_size
+from recipes.parts.checks import check_config, check_run_directory, is_main_process, lock_run, world_size
 from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
 
 
 def say(text: str) -> None:
     """Print, in the main process only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         print(text, flush=True)
 
 
-def load_data(config: Config, tokenizer) -> tuple:
+def load_data(config: Config, tokenizer, processes: int) -> tuple:
     """The training set as TRL reads it and its size; every prompt fits, and the held-out problems can be read."""
     from recipes.parts.data import drop_long, read_problems, to_dataset
 
@@ -45,6 +44,14 @@ def load_data(config: Config, tokenizer) -> tuple:
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
     heldout, report = read_problems(config.data, "eval")
     say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
+    train = config.train
+    needed = (
+        train.per_device_train_batch_size * processes * train.gradient_accumulation_steps // config.rollout.group_size
+    )
+    if len(problems) < needed:
+        raise BadInput(
+            f"a step draws {needed} problems and {len(problems)} are left. Lower the batch, or add problems."
+        )
     return to_dataset(problems, config.data), len(problems)
 
 
@@ -94,7 +101,7 @@ def main() -> None:
     config, flags = parse_command(__doc__)
     processes = world_size()
     check_config(config, processes)
-    run = check_run_directory(config, flags.resume)
+    run = check_run_directory(config, flags.resume, processes)
 
     from accelerate import PartialState
 
@@ -115,14 +122,17 @@ def main() -> None:
     check_init_adapter(config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
-    dataset, problems = load_data(config, tokenizer)
+    dataset, problems = load_data(config, tokenizer, processes)
     arguments = trainer_arguments(config, run)
     state = PartialState()
     say(describe_plan(config, problems, processes))
+    if flags.dry_run:
+        if state.is_main_process and not flags.resume:
+            write_config(config, run, processes)
+        return
+    lock = lock_run(run) if state.is_main_process else None
     if state.is_main_process:
         write_config(config, run, processes)
-    if flags.dry_run:
-        return
 
     rollout = make_rollout(config, tokenizer)
     base = load_policy_base(config)
@@ -147,6 +157,8 @@ def main() -> None:
         f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
         f"({facts['hash'][:12]}), adapter {run.newest_adapter()}"
     )
+    if lock:
+        lock.close()
 
 
 if __name__ == "__main__":

@@ -90,14 +90,17 @@ def main() -> int:
     launch = [python, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     if not BASE.exists():
         step("starting model", [python, "recipes/tiny_base.py", "--out", str(BASE)], seconds)
-    path = free_run("quickstart" if options.seed == 0 else f"quickstart-seed{options.seed}")
+    path = free_run("tiny" if options.seed == 0 else f"tiny-seed{options.seed}")
     run = RunDir(path)
     chosen = ["--run.name", path.name, "--run.seed", str(options.seed)]
     step("GRPO", [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *chosen], seconds)
     step("plot", [python, "-m", "launch.watch", str(path), "--plot"], seconds)
-    # nf4 is refused (exit 1) because quantizing to it again would drop the update; the other three are written.
-    formats = ["bf16", "fp8", "w4a16", "nf4"]
-    step("merge and quantize", [python, "-m", "merge", "--run", str(path), "--format", *formats], seconds, (1,))
+    merge = [python, "-m", "merge", "--run", str(path), "--format"]
+    step("merge and quantize", [*merge, "bf16", "fp8", "w4a16"], seconds)
+    # Refused (exit 1): quantizing to NF4 again would round small updates away.
+    step("merge to nf4", [*merge, "nf4", "--policy", "grpo"], seconds, (CHECK_FAILED,))
+    if (run.merged / "grpo" / "nf4").exists():
+        raise CheckFailed("nf4 was not refused.")
     step("eval", [python, "-m", "eval", "--run", str(path)], seconds)
     gate = step("gate", [python, "-m", "eval", "gate", "--run", str(path)], seconds, (0, CHECK_FAILED))
     print(summary(run, seconds), flush=True)

@@ -15,8 +15,14 @@ from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.record import drop_steps_after
 from recipes.parts.rundir import RunDir, read_manifest, write_manifest
 
-# A full disk is an OSError to Python, a SafetensorError to safetensors and a RuntimeError without errno to torch.save.
 SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether a failed save is the disk's fault: torch.save raises a RuntimeError without errno, as CUDA does too."""
+    return (
+        not isinstance(error, RuntimeError) or "PytorchStreamWriter" in str(error) or "inline_container" in str(error)
+    )
 
 
 def staging_directory(run: RunDir) -> Path:
@@ -60,12 +66,12 @@ def saving_failed(run: RunDir, step: int, error: Exception) -> CheckFailed:
     """The error of a save that the disk refused: what is left, and how to go on. Call it before space is freed."""
     free = shutil.disk_usage(run.path).free / 2**20
     try:
-        left = f"{run.newest_checkpoint()} is whole"
+        left = f"{run.newest_checkpoint()} is whole. Free some space, then continue with --resume."
     except BadInput:
-        left = "no checkpoint was completed before"
+        left = "no checkpoint was completed before. Free some space, remove the run and start it again."
+    reason = (str(error) or type(error).__name__).splitlines()[0]
     return CheckFailed(
-        f"saving step {step} failed: {str(error).splitlines()[0]} ({free:.1f} MiB free). Nothing half-written is "
-        f"kept; {left}. Free some space, then continue with --resume."
+        f"saving step {step} failed: {reason} ({free:.1f} MiB free). Nothing half-written is kept; {left}"
     )
 
 
@@ -75,8 +81,15 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def rewind(run: RunDir, checkpoint: Path) -> int:
-    """The checkpoint's step; lines of later steps leave metrics.jsonl and ledger.jsonl, so none is told twice."""
+    """The checkpoint's step; what later steps left (metrics, ledger, adapters, completions) is removed, because the
+    run takes another course from here and nothing may be told twice or mistaken for its newest adapter."""
     step = checkpoint_step(checkpoint)
     for path in (run.metrics_file, run.ledger_file):
         drop_steps_after(path, step)
+    for adapter in run.adapters.glob("v[0-9]*"):
+        if int(adapter.name[1:]) > step:
+            shutil.rmtree(adapter)
+    for sample in run.completions.glob("step-*.jsonl"):
+        if int(sample.stem.removeprefix("step-")) > step:
+            sample.unlink()
     return step

@@ -1,22 +1,36 @@
 """Checks of a configuration that involve several keys, and of its run directory; all before any weight is loaded."""
 
+import fcntl
+import math
 import os
+import re
+from typing import IO
 
 from recipes.parts.config import Config, to_dict
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
+from recipes.parts.rundir import RunDir, read_json
 
 # The ranks vLLM 0.31 allocates LoRA slots for (vllm/config/lora.py).
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 TRACKERS = ("trackio", "tensorboard", "wandb")
+LOCK = ".lock"
 FORMATS = ("nf4", "bf16", "fp8", "w4a16")
-# A resumed run may change these and no others: they do not alter what is learned.
-FREE_ON_RESUME = ("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval")
+# A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
+FREE_ON_RESUME = (
+    *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
+    *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
+    *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
+)
 
 
 def world_size() -> int:
     """The number of trainer processes, as `accelerate launch` announces it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this is the one process that prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_config(config: Config, processes: int) -> None:
@@ -28,7 +42,8 @@ def check_config(config: Config, processes: int) -> None:
         *_sampler(config),
         *_adapter(config),
         *_lists(config),
-        *_parallelism(),
+        *_servers(config),
+        *_parallelism(config),
     ]
     if problems:
         raise BadInput("\n".join(problems))
@@ -50,6 +65,9 @@ def _positive(config: Config) -> list[str]:
         "eval.max_problems": config.eval.max_problems,
         "eval.batch_size": config.eval.batch_size,
         "eval.bootstrap_samples": config.eval.bootstrap_samples,
+        "watch.completions_per_step": config.watch.completions_per_step,
+        "data.max_train_problems": config.data.max_train_problems,
+        "data.max_eval_problems": config.data.max_eval_problems,
     }
     above_zero = {
         "train.learning_rate": config.train.learning_rate,
@@ -57,6 +75,9 @@ def _positive(config: Config) -> list[str]:
         "train.epsilon": config.train.epsilon,
         "rollout.temperature": config.rollout.temperature,
         "reward.timeout_s": config.reward.timeout_s,
+        "rollout.request_timeout_s": config.rollout.request_timeout_s,
+        "rollout.server_wait_s": config.rollout.server_wait_s,
+        "rollout.max_sampler_k3": config.rollout.max_sampler_k3,
     }
     shares = {
         "rollout.top_p": config.rollout.top_p,
@@ -64,9 +85,19 @@ def _positive(config: Config) -> list[str]:
         "data.max_bad_fraction": config.data.max_bad_fraction,
         "policy.lora_dropout": config.policy.lora_dropout,
     }
-    found = [f"{key} ({value}) must be at least 1." for key, value in minimum_one.items() if value < 1]
-    found += [f"{key} ({value}) must be a number above 0." for key, value in above_zero.items() if not value > 0]
+    found = [
+        f"{key} ({value}) must be at least 1." for key, value in minimum_one.items() if value is not None and value < 1
+    ]
+    found += [
+        f"{key} ({value}) must be a number above 0." for key, value in above_zero.items() if not 0 < value < math.inf
+    ]
     found += [f"{key} ({value}) must be between 0 and 1." for key, value in shares.items() if not 0 <= value <= 1]
+    if config.watch.completions_every < 0:
+        found.append(f"watch.completions_every ({config.watch.completions_every}) must be 0 (never) or more.")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
+        found.append(
+            f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-': it names directories."
+        )
     if not config.train.beta >= 0:
         found.append(f"train.beta ({config.train.beta}) must be 0 or more.")
     return found
@@ -85,11 +116,12 @@ def _batch(config: Config, processes: int) -> list[str]:
             f"device x {processes} processes x {train.gradient_accumulation_steps} steps = {batch}). "
             f"Use {', '.join(fits)}, or another batch."
         )
-    if train.num_iterations > 1 and train.save_steps % train.num_iterations:
-        found.append(
-            f"train.save_steps ({train.save_steps}) must be a multiple of train.num_iterations "
-            f"({train.num_iterations}): a checkpoint between two updates of one batch could not be resumed exactly."
-        )
+    for key, value in (("save_steps", train.save_steps), ("max_steps", train.max_steps)):
+        if train.num_iterations > 1 and value % train.num_iterations:
+            found.append(
+                f"train.{key} ({value}) must be a multiple of train.num_iterations ({train.num_iterations}): a "
+                "checkpoint between two updates of one batch could not be resumed exactly."
+            )
     return found
 
 
@@ -137,6 +169,24 @@ def _adapter(config: Config) -> list[str]:
     return found
 
 
+def _servers(config: Config) -> list[str]:
+    rollout = config.rollout
+    if rollout.backend != "server":
+        return []
+    found = []
+    if not rollout.server_urls:
+        found.append("rollout.server_urls is empty. Name at least one vLLM server, e.g. http://127.0.0.1:8000.")
+    for url in rollout.server_urls:
+        if not re.match(r"https?://[^/]+", url):
+            found.append(f"rollout.server_urls names {url!r}. Write it as http://host:port.")
+    if config.policy.lora_dropout:
+        found.append(
+            f"policy.lora_dropout ({config.policy.lora_dropout}) with rollout.backend server: the server samples "
+            "without dropout, so the sampler would not be the policy. Set it to 0."
+        )
+    return found
+
+
 def _lists(config: Config) -> list[str]:
     found, reward = [], config.reward
     if not reward.functions:
@@ -156,7 +206,12 @@ def _lists(config: Config) -> list[str]:
     return found
 
 
-def _parallelism() -> list[str]:
+def _parallelism(config: Config) -> list[str]:
+    if config.model.dtype == "float32" and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+        return [
+            "model.dtype is float32 and the accelerate config says mixed_precision: bf16, which would compute in "
+            "bfloat16. Set model.dtype to bfloat16, or pass --mixed_precision no to accelerate launch."
+        ]
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
     sharded = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else f"ZeRO-{stage}" if stage == "3" else None
     if sharded is None:
@@ -167,7 +222,7 @@ def _parallelism() -> list[str]:
     ]
 
 
-def check_run_directory(config: Config, resume: bool) -> RunDir:
+def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
     """The run's directory, free to be written; `BadInput` when it holds another run (or none to resume).
 
     A directory holds a run once `base.json` is there; what a dry run leaves (`config.json`) may be overwritten.
@@ -178,7 +233,7 @@ def check_run_directory(config: Config, resume: bool) -> RunDir:
     if not run.base_file.exists():
         if resume:
             raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
-        if run.path.exists() and any(entry.name != "config.json" for entry in run.path.iterdir()):
+        if run.path.exists() and any(entry.name not in ("config.json", LOCK) for entry in run.path.iterdir()):
             raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
         return run
     if not any(run.checkpoints.glob("step-*")):
@@ -190,14 +245,34 @@ def check_run_directory(config: Config, resume: bool) -> RunDir:
         raise BadInput(
             f"{run.path} holds a run already. Continue it with --resume, or start another with --run.name NAME."
         )
-    changed = _changed_keys(run.config(), to_dict(config))
+    before = read_json(run.config_file)
+    changed = _changed_keys(before["config"], to_dict(config))
+    steps = before["config"]["train"]["max_steps"]
+    if config.train.max_steps != steps and not config.train.lr_scheduler.startswith("constant"):
+        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the whole schedule")
+    if before.get("processes", processes) != processes:
+        changed.append(f"the number of trainer processes was {before['processes']}, is {processes}")
     if changed:
         raise BadInput(
             f"--resume: {run.path} was started with other settings: {'; '.join(changed[:5])}. Resume with the same "
-            "config (only train.max_steps, saving, watch and eval may change), or start another run."
+            "config (saving, watch, eval, server addresses and limits may change), or start another run."
         )
     run.newest_checkpoint()
     return run
+
+
+def lock_run(run: RunDir) -> IO:
+    """Keep other trainers out of the run directory for as long as the returned file is open."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    file = open(run.path / LOCK, "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BadInput(
+            f"{run.path} is being trained in by another process. Wait for it, or use another run.name."
+        ) from None
+    return file
 
 
 def _changed_keys(before: dict, after: dict, prefix: str = "") -> list[str]:

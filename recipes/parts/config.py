@@ -30,7 +30,7 @@ def _option(default: Any = MISSING, help: str = "") -> Any:
 class RunConfig:
     name: str = _option(help="name of the run; its directory is runs/<name> unless output_dir says otherwise")
     output_dir: str | None = _option(None, "run directory; must not hold another run")
-    seed: int = _option(0, "seed of sampling, adapter initialization and data order")
+    seed: int = _option(0, "seed of in-process sampling, adapter initialization and data order")
 
     @property
     def directory(self) -> Path:
@@ -59,7 +59,9 @@ class PolicyConfig:
     lora_dropout: float = _option(0.0, "dropout on the adapter's input; 0 keeps the policy equal to the sampler")
     use_rslora: bool = _option(False, "scale by alpha / sqrt(rank) instead")
     target_modules: str | list[str] = _option("all-linear", "all-linear, or names of linear layers")
-    adapter_dtype: Literal["float32", "bfloat16"] = _option("float32", "type of the trained adapter weights")
+    adapter_dtype: Literal["float32", "bfloat16"] = _option(
+        "float32", "type of the trained adapter weights; DeepSpeed keeps bfloat16 ones with float32 masters"
+    )
     reference: str = _option("adapter_off", "KL reference; adapter_off is the same model without the adapter")
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
 

@@ -1,5 +1,7 @@
 """The two ways a command of the kit ends badly, and the exit code of each."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -25,10 +27,23 @@ class CheckFailed(KitError):
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's `main` and exit: 0 done, 1 a check said no, 2 bad input; a `KitError` prints one message."""
+    """Run a command's `main` and exit: 0 done, 1 a check said no, 2 bad input.
+
+    A `KitError` and a full disk print one message; of several processes that fail alike, the main one prints it.
+    """
     try:
         code = main()
     except KitError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell(str(error))
         code = error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _tell(f"the disk is full: {error}. Nothing half-written is taken for whole; free some space and start again.")
+        code = CHECK_FAILED
     sys.exit(code or DONE)
+
+
+def _tell(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)

@@ -18,8 +18,27 @@ if TYPE_CHECKING:
 
 
 def check_base(config: Config) -> Any:
-    """The base model's transformers config, read without any weight; `BadInput` when it cannot be trained in NF4."""
-    return unquantized_config(config.model.source, config.model.revision)
+    """The base model's transformers config, read without any weight.
+
+    `BadInput` when it is quantized already, when transformers cannot build it with `model.attn_implementation`, or
+    when a name in `policy.target_modules` is no linear layer of it (peft would adapt the others and say nothing).
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    facts = unquantized_config(config.model.source, config.model.revision)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(facts, attn_implementation=config.model.attn_implementation)
+    except (ImportError, ValueError) as error:
+        raise BadInput(f"{config.model.source} cannot be built: {str(error).splitlines()[0]}") from None
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    wanted = [] if isinstance(config.policy.target_modules, str) else config.policy.target_modules
+    for target in wanted:
+        if not any(name == target or name.endswith(f".{target}") for name in linears):
+            known = sorted({name.rpartition(".")[2] for name in linears})
+            raise BadInput(f"policy.target_modules names {target!r}; linear layers here are {', '.join(known)}.")
+    return facts
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
@@ -88,9 +107,12 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
     if directory is None:
         return
     manifest = read_manifest(Path(directory), "adapter", deep=True)
-    wanted = {"rank": config.policy.lora_rank, "alpha": config.policy.lora_alpha}
-    if wrong := {name: manifest[name] for name, value in wanted.items() if manifest[name] != value}:
-        raise BadInput(f"{directory} has {wrong}, the config asks for {wanted}. Set policy.lora_rank and lora_alpha.")
+    policy = config.policy
+    wanted = {"rank": policy.lora_rank, "alpha": policy.lora_alpha, "rslora": policy.use_rslora}
+    if wrong := {name: manifest.get(name) for name, value in wanted.items() if manifest.get(name) != value}:
+        raise BadInput(
+            f"{directory} has {wrong}, the config asks for {wanted}. Set policy.lora_rank, lora_alpha and use_rslora."
+        )
     if base_hash is not None and manifest["base_hash"] != base_hash:
         raise BadInput(
             f"{directory} was trained on another base (NF4 hash {manifest['base_hash'][:12]}, this base has "
@@ -132,6 +154,7 @@ def publish_adapter(model: "torch.nn.Module", directory: Path, version: int, bas
             base_hash=base_hash,
             rank=adapter.r,
             alpha=adapter.lora_alpha,
+            rslora=adapter.use_rslora,
             targets=sorted(adapter.target_modules),
             tensor_hash=hash_pairs({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
         )
@@ -144,7 +167,10 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
     `BadInput`, and nothing is written, when a resumed run was started on another base or `policy.init_adapter` was
     trained on another.
     """
-    facts = hash_nf4_model(model) | {"model": config.model.source, "revision": config.model.revision}
+    facts = hash_nf4_model(model)
+    # A local path as merge and eval can find it from anywhere; of a hub id, the commit that was loaded.
+    source = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
+    facts |= {"model": source, "revision": config.model.revision or facts["revision"]}
     check_init_adapter(config, facts["hash"])
     if run.base_file.exists():
         earlier = read_json(run.base_file)

@@ -12,8 +12,9 @@ from typing import Any
 
 import requests
 
+from recipes.parts.checks import is_main_process
 from recipes.parts.config import Config
-from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed, KitError
 from recipes.parts.policy import publish_adapter
 from recipes.parts.sync import AdapterSync
 
@@ -30,26 +31,37 @@ class ServerRollout:
         self.version: int | None = None
 
     def check(self) -> None:
-        """Wait for every replica and refuse one that cannot serve this run; `CheckFailed` after `server_wait_s`."""
+        """Wait for every replica and refuse one that cannot serve this run; `CheckFailed` after `server_wait_s`.
+
+        The main process then unloads what earlier processes of this run left on the replicas.
+        """
         deadline = time.monotonic() + self.config.rollout.server_wait_s
         probe = "2 + 40 = 42 <|im_end|>"
         expected = self.tokenizer(probe, add_special_tokens=False)["input_ids"]
         needed = self.config.rollout.max_prompt_length + self.config.rollout.max_completion_length
-        for url in self.urls:
-            models = self._wait(url, deadline)
+        served = {url: self._wait(url, deadline) for url in self.urls}
+        for url, models in served.items():
             if models[0]["max_model_len"] < needed:
                 raise BadInput(
                     f"{url} serves {models[0]['max_model_len']} tokens of context; max_prompt_length + "
                     f"max_completion_length need {needed}. Restart it with --max-model-len {needed}."
                 )
-            body = {"model": models[0]["id"], "prompt": probe, "add_special_tokens": False}
-            tokens = requests.post(f"{url}/tokenize", json=body, timeout=60).json().get("tokens")
+            tokens = self._tokenize(url, models[0]["id"], probe)
             if tokens != expected:
                 raise BadInput(
                     f"{url} ({models[0]['id']}) tokenizes {probe!r} as {tokens}, the trainer as {expected}. "
                     "Serve the base that model.id or model.path names."
                 )
-            self.sync.forget([model["id"] for model in models[1:]], f"{self.config.run.name}-v")
+        if is_main_process():
+            for url, models in served.items():
+                self.sync.forget(url, [model["id"] for model in models[1:]])
+
+    def _tokenize(self, url: str, model: str, text: str) -> list[int] | None:
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        try:
+            return requests.post(f"{url}/tokenize", json=body, timeout=60).json().get("tokens")
+        except (requests.RequestException, ValueError) as error:
+            raise CheckFailed(f"{url}/tokenize failed ({type(error).__name__}): is it a vLLM server?") from None
 
     def _wait(self, url: str, deadline: float) -> list[dict]:
         """What the replica serves, once it answers; refused, hanging and unready replicas all end at the deadline."""
@@ -81,11 +93,15 @@ class ServerRollout:
         everything = gather_object(prompt_ids)
         outcome: list[Any] = [None, None]
         if trainer.accelerator.is_main_process:
+            # The other processes wait for the outcome, so no error may pass them by.
             try:
-                self._sync(trainer)
+                with trainer.timed("sync"):
+                    self._sync(trainer)
                 outcome[0] = self._generate_groups(everything)
-            except (CheckFailed, BadInput) as error:
+            except KitError as error:
                 outcome[1] = error
+            except Exception as error:
+                outcome[1] = CheckFailed(f"the rollout failed: {type(error).__name__}: {error}")
         broadcast_object_list(outcome)
         if outcome[1] is not None:
             raise outcome[1]
@@ -97,16 +113,14 @@ class ServerRollout:
         version = trainer.adapter_version
         if version == self.version:
             return
-        started = time.perf_counter()
         model = trainer.accelerator.unwrap_model(trainer.model)
-        folder = trainer.run.path / "sync"
+        folder = trainer.run.path / "sync" / self.sync.session
         directory = publish_adapter(model, folder / f"v{version:06d}", version, trainer.base_hash)
         self.sync.publish(directory, version)
         for old in sorted(folder.glob("v[0-9]*")):
             if old != directory:
                 shutil.rmtree(old)
         self.version = version
-        trainer._seconds["sync"] += time.perf_counter() - started
 
     def _generate_groups(self, prompt_ids: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         group = self.config.rollout.group_size

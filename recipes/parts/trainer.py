@@ -6,10 +6,13 @@ checkpoint becomes whole, so this one class overrides `_generate`, `_generate_si
 moves any of them. The loss, the advantages, the sampler and the optimizer loop stay TRL's.
 """
 
+import contextlib
 import math
+import os
 import resource
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from recipes.parts.checkpoint import (
     checkpoint_step,
     commit_checkpoint,
     discard_staged,
+    is_disk_error,
     rewind,
     rotate,
     saving_failed,
@@ -47,6 +51,11 @@ METRICS = {
     "grad_norm": "grad_norm",
     "learning_rate": "learning_rate",
 }
+
+
+INEXACT_ON_RESUME = (
+    *("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip", "save_only_model"),
+)
 
 
 def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
@@ -81,7 +90,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "reward_weights": config.reward.weights,
         "bf16": config.model.dtype == "bfloat16",
         # Without this, transformers refuses bf16 where there is no GPU, and a dry run could not check such a recipe.
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true",
         "save_strategy": "steps",
         "save_steps": train.save_steps,
         "logging_steps": 1,
@@ -126,8 +135,9 @@ class FiniteGradients(TrainerCallback):
         gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
         if gradients and not torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all():
             raise CheckFailed(
-                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated; continue "
-                "from the last checkpoint with --resume and a lower train.learning_rate, or look at completions/."
+                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated. Look at "
+                "completions/, or start another run from the newest adapter (policy.init_adapter) with a lower "
+                "train.learning_rate."
             )
 
 
@@ -180,6 +190,21 @@ class PolicyTrainer(GRPOTrainer):
         """The version the next rollout is sampled from: the number of updates made."""
         return self.state.global_step
 
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the block's wall-clock seconds to a phase of this step."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._seconds[phase] += time.perf_counter() - started
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # peft casts what it loads to float32.
+        set_adapter_dtype(self.model, self.config.policy.adapter_dtype)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._step_started is None:
             self._step_started = time.perf_counter()
@@ -215,6 +240,8 @@ class PolicyTrainer(GRPOTrainer):
         ratio = log_ratio.exp()
         sums = torch.stack([(ratio - 1 - log_ratio).sum(), ratio.sum(), (ratio**2).sum(), mask.sum().double()])
         k3_sum, ratio_sum, square_sum, count = self.accelerator.reduce(sums, "sum").tolist()
+        if count == 0:  # every completion was truncated and masked
+            return
         k3 = k3_sum / count
         self._metrics["train"]["sampler/k3"].append(k3)
         self._metrics["train"]["sampler/effective_sample_size"].append(ratio_sum**2 / (count * square_sum))
@@ -227,10 +254,8 @@ class PolicyTrainer(GRPOTrainer):
             )
 
     def _generate(self, prompts: list) -> tuple:
-        started = time.perf_counter()
-        output = super()._generate(prompts)
-        self._synchronize()
-        self._seconds["rollout"] += time.perf_counter() - started
+        with self.timed("rollout"):
+            output = super()._generate(prompts)
         prompt_ids, completion_ids = output[0], output[1]
         made = torch.tensor([sum(map(len, completion_ids)), sum(map(len, prompt_ids))], device=self.accelerator.device)
         completion_tokens, prompt_tokens = self.accelerator.reduce(made, "sum").tolist()
@@ -246,9 +271,8 @@ class PolicyTrainer(GRPOTrainer):
         return self.rollout.generate(self, prompt_ids)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        started = time.perf_counter()
-        rewards = super()._calculate_rewards(*args, **kwargs)  # (all processes' B*G, functions)
-        self._seconds["reward"] += time.perf_counter() - started
+        with self.timed("reward"):
+            rewards = super()._calculate_rewards(*args, **kwargs)  # (all processes' B*G, functions)
         self._counts["masked"] += rewards.isnan().all(dim=1).sum().item()
         self._counts["completions"] += len(rewards)
         return rewards
@@ -261,7 +285,7 @@ class PolicyTrainer(GRPOTrainer):
         self._synchronize()
         record = self._record(logs)
         self._step_started = None
-        for tally in (self._seconds, self._counts):
+        for tally in (self._seconds, self._counts, self._peak):
             tally.clear()
         if self.recorder:
             self.recorder.step(record)
@@ -270,8 +294,8 @@ class PolicyTrainer(GRPOTrainer):
         # DeepSpeed keeps the gradients to itself, so there FiniteGradients sees none and this is the first to know.
         if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
             raise CheckFailed(
-                f"step {record['step']}: {' and '.join(bad)} not finite. Do not use this step's adapter; continue "
-                "from the last checkpoint with --resume and a lower train.learning_rate."
+                f"step {record['step']}: {' and '.join(bad)} not finite. This step's adapter is not saved. Start "
+                "another run from the newest adapter (policy.init_adapter) with a lower train.learning_rate."
             )
 
     def _record(self, logs: dict) -> dict:
@@ -287,6 +311,9 @@ class PolicyTrainer(GRPOTrainer):
             **{ours: logs.get(theirs) for theirs, ours in METRICS.items()},
             "rewards": {name: logs.get(f"rewards/{name}/mean") for name in self.reward_func_names},
             "masked_fraction": counts["masked"] / counts["completions"] if counts["completions"] else None,
+            "unknown_rewards": {
+                f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")
+            },
             "sampler_k3": logs.get("sampler/k3"),
             "effective_sample_size": logs.get("sampler/effective_sample_size"),
             "completion_tokens": int(counts["completion_tokens"]),
@@ -326,8 +353,11 @@ class PolicyTrainer(GRPOTrainer):
                 commit_checkpoint(self.run, step, self.base_hash)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:
+            if not is_disk_error(error):
+                raise
             failed = saving_failed(self.run, step, error)
-            discard_staged(self.run)
+            if self.accelerator.is_main_process:
+                discard_staged(self.run)
             raise failed from error
         self.accelerator.wait_for_everyone()
 

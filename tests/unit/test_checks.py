@@ -1,12 +1,13 @@
 """Checks of several keys at once, and of the directory a run may write to."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from recipes.parts.checks import FREE_ON_RESUME, check_config, check_run_directory
-from recipes.parts.config import Config, load_config, to_dict
+from recipes.parts.checks import FREE_ON_RESUME, check_config, check_run_directory, lock_run
+from recipes.parts.config import Config, config_from_dict, load_config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, write_json, write_manifest
 
@@ -131,7 +132,7 @@ def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (
 
 def directory_refusal(config: Config, resume: bool = False) -> str:
     with pytest.raises(BadInput) as caught:
-        check_run_directory(config, resume)
+        check_run_directory(config, resume, 1)
     return str(caught.value)
 
 
@@ -156,14 +157,14 @@ def test_a_directory_without_a_run_may_be_written_but_not_resumed(tmp_path, what
     if what == "dry run":
         (folder / "config.json").write_text("{}")
     config = configuration(run__output_dir=folder)
-    assert check_run_directory(config, resume=False).path == folder
+    assert check_run_directory(config, resume=False, processes=1).path == folder
     assert "holds no started run. Leave --resume out" in directory_refusal(config, resume=True)
 
 
 def test_resume_with_the_same_settings_is_accepted(tmp_path):
     config = configuration(run__output_dir=tmp_path / "run")
     run_with_checkpoint(tmp_path / "run", config)
-    assert check_run_directory(config, resume=True).newest_checkpoint().name == "step-000002"
+    assert check_run_directory(config, resume=True, processes=1).newest_checkpoint().name == "step-000002"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_resume_may_change_what_does_not_alter_the_learning(tmp_path):
     run_with_checkpoint(tmp_path / "run", configuration())
     changes = {"train__max_steps": 200, "train__save_steps": 5, "watch__completions_every": 1, "eval__max_problems": 9}
     assert set(FREE_ON_RESUME) >= {"train.max_steps", "train.save_steps", "watch", "eval"}
-    check_run_directory(configuration(run__output_dir=tmp_path / "run", **changes), resume=True)
+    check_run_directory(configuration(run__output_dir=tmp_path / "run", **changes), resume=True, processes=1)
 
 
 def test_resume_without_a_whole_checkpoint_is_refused(tmp_path):
@@ -208,3 +209,60 @@ def test_a_configuration_file_that_is_damaged_is_named(tmp_path):
     run = run_with_checkpoint(tmp_path / "run", config)
     run.config_file.write_text(json.dumps({"config": to_dict(config)})[:-20])
     assert "config.json is not JSON" in directory_refusal(config, resume=True)
+
+
+def test_another_number_of_processes_cannot_resume(tiny_run):
+    config = config_from_dict(tiny_run.config())
+    config.run.output_dir = str(tiny_run.path)
+    with pytest.raises(BadInput, match="the number of trainer processes was 1, is 2"):
+        check_run_directory(config, resume=True, processes=2)
+
+
+def test_more_steps_need_a_constant_schedule(tiny_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_run.path, folder)
+    record = json.loads((folder / "config.json").read_text())
+    for scheduler, allowed in (("constant", True), ("cosine", False)):
+        record["config"]["train"]["lr_scheduler"] = scheduler
+        (folder / "config.json").write_text(json.dumps(record))
+        config = config_from_dict(record["config"])
+        config.run.output_dir, config.train.max_steps = str(folder), 12
+        if allowed:
+            check_run_directory(config, resume=True, processes=1)
+        else:
+            with pytest.raises(BadInput, match="moves the whole schedule"):
+                check_run_directory(config, resume=True, processes=1)
+
+
+def test_a_directory_is_trained_in_by_one_process_at_a_time(tmp_path):
+    run = RunDir(tmp_path / "run")
+    with lock_run(run), pytest.raises(BadInput, match="is being trained in by another process"):
+        lock_run(run)
+    lock_run(run).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"rollout__server_urls": []}, "rollout.server_urls is empty"),
+        ({"rollout__server_urls": ["localhost:8000"]}, "Write it as http://host:port"),
+        ({"policy__lora_dropout": 0.1}, "the server samples without dropout"),
+        ({"rollout__max_sampler_k3": 0.0}, "rollout.max_sampler_k3"),
+        ({"data__max_train_problems": -5}, "data.max_train_problems"),
+        ({"watch__completions_every": -1}, "watch.completions_every"),
+        ({"train__learning_rate": float("inf")}, "train.learning_rate"),
+        ({"run__name": "a/b"}, "run.name"),
+        ({"train__num_iterations": 2, "train__max_steps": 81, "train__save_steps": 2}, "train.max_steps"),
+    ],
+)
+def test_what_would_fail_later_is_refused_at_once(changes, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        check_config(configuration(rollout__backend="server", **changes), 1)
+
+
+def test_a_float32_model_is_not_silently_computed_in_bfloat16(monkeypatch):
+    check_config(configuration(model__dtype="float32"), 1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    check_config(configuration(model__dtype="bfloat16"), 1)
+    with pytest.raises(BadInput, match="--mixed_precision no"):
+        check_config(configuration(model__dtype="float32"), 1)

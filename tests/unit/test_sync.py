@@ -70,18 +70,26 @@ def test_a_new_version_replaces_the_old_one_on_every_replica(replicas, tmp_path)
     both = replicas(None, None)
     sync = AdapterSync([replica.url for replica in both], "run", 5)
     sync.publish(tmp_path / "v000001", 1)
-    assert sync.publish(tmp_path / "v000002", 2) == "run-v000002"
-    assert [replica.loaded for replica in both] == [{"run-v000002": str((tmp_path / "v000002").resolve())}] * 2
+    name = sync.publish(tmp_path / "v000002", 2)
+    assert name == f"run-{sync.session}-v000002"
+    assert [replica.loaded for replica in both] == [{name: str((tmp_path / "v000002").resolve())}] * 2
+
+
+def test_a_version_made_again_after_a_resume_has_another_name():
+    # vLLM's prefix cache knows an adapter by its name, and the second version 41 has other weights than the first.
+    first, second = (AdapterSync(["http://127.0.0.1:9"], "run", 5) for _ in range(2))
+    assert first.session != second.session
 
 
 def test_one_replica_that_refuses_keeps_all_on_the_old_version(replicas, tmp_path):
-    both = replicas(None, "run-v000002")
+    both = replicas(None, None)
     sync = AdapterSync([replica.url for replica in both], "run", 5)
-    sync.publish(tmp_path / "v000001", 1)
+    old = sync.publish(tmp_path / "v000001", 1)
+    both[1].refuses = f"run-{sync.session}-v000002"
     with pytest.raises(CheckFailed, match=rf"{both[1].url} did not load adapter version 2.*no slot left.*v000001"):
         sync.publish(tmp_path / "v000002", 2)
-    assert [list(replica.loaded) for replica in both] == [["run-v000001"]] * 2
-    assert sync.served == "run-v000001"
+    assert [list(replica.loaded) for replica in both] == [[old]] * 2
+    assert sync.served == old
 
 
 def test_a_replica_that_is_gone_is_named(replicas, tmp_path):
@@ -92,11 +100,15 @@ def test_a_replica_that_is_gone_is_named(replicas, tmp_path):
     assert alive.loaded == {}
 
 
-def test_what_an_earlier_process_left_is_unloaded(replicas, tmp_path):
+def test_what_an_earlier_process_left_is_unloaded_and_nothing_else(replicas):
     (replica,) = replicas(None)
-    replica.loaded = {"run-v000007": "old", "other-v000001": "theirs"}
-    AdapterSync([replica.url], "run", 5).forget(["run-v000007", "other-v000001"], "run-v")
-    assert list(replica.loaded) == ["other-v000001"]
+    left = "run-0123abcd-v000007"
+    others = ["run-v2-0123abcd-v000001", "other-0123abcd-v000001", "run-notes"]
+    replica.loaded = dict.fromkeys([left, *others], "path")
+    sync = AdapterSync([replica.url], "run", 5)
+    # A replica that was restarted no longer has it and answers 404: nothing is wrong.
+    sync.forget(replica.url, [left, "run-0123abcd-v000008", *others])
+    assert list(replica.loaded) == others
 
 
 def test_a_server_with_another_tokenizer_is_refused(replicas, tiny_model_dir):

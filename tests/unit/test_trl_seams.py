@@ -15,6 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 from recipes.parts.trainer import METRICS, FiniteGradients, PolicyTrainer
 
 ROOT = Path(__file__).parents[2]
+# Method of transformers' Trainer that the kit overrides -> its parameters in transformers 5.17.
+OVERRIDDEN_IN_TRAINER = {"_load_from_checkpoint": "(self, resume_from_checkpoint, model=None)"}
 # Method of GRPOTrainer that the kit overrides -> its parameters in trl 1.16, in order, with their defaults.
 OVERRIDDEN = {
     "__init__": None,  # called with keywords only; those are checked below
@@ -48,7 +50,9 @@ def test_trl_is_the_version_the_overrides_were_written_for():
 def test_every_override_is_known_here():
     upstream = {name for base in GRPOTrainer.__mro__[:-1] for name in vars(base)}
     ours = {name for name, value in vars(PolicyTrainer).items() if inspect.isfunction(value)}
-    assert ours & upstream == set(OVERRIDDEN)
+    assert ours & upstream == {*OVERRIDDEN, *OVERRIDDEN_IN_TRAINER}
+    for name, parameters in OVERRIDDEN_IN_TRAINER.items():
+        assert name not in vars(GRPOTrainer) and shape(getattr(Trainer, name)) == parameters
 
 
 @pytest.mark.parametrize("name", [name for name, parameters in OVERRIDDEN.items() if parameters])
