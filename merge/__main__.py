@@ -61,17 +61,29 @@ class Merge:
         self.adapter, self.adapter_facts = self._find_adapter()
         self._check_outputs()
 
+        from merge.verify import base_directory
+
+        self.directory = base_directory(self.run, arguments.base, weights=not arguments.dry_run)
+        self.base, self.updates = self._open_base()
+        self.batch = None if arguments.skip_verify else self._batch()
+        self._verifier: Any = None
+
+    def _open_base(self) -> tuple[Any, dict]:
+        """The original checkpoint and the adapter's updates, checked; (None, {}) when a dry run has no weights."""
+        from merge.base import BaseCheckpoint
         from merge.merge import read_adapter
         from merge.quantize import check_shapes
-        from merge.verify import base_checkpoint
 
-        self.base = base_checkpoint(self.run, arguments.base)
-        self.updates = read_adapter(self.adapter, self.base) if self.adapter else {}
+        if self.arguments.dry_run and not any(self.directory.glob("*.safetensors")):
+            print(f"note: the weights of {self.info['model']} are not on this machine and a dry run does not download")
+            print("them, so tensor names, shapes and disk space are not checked", flush=True)
+            return None, {}
+        self.base = BaseCheckpoint(self.directory, self.info)
+        updates = read_adapter(self.adapter, self.base) if self.adapter else {}
         for name in self.formats:
             check_shapes(self.base, name)
         self._check_space()
-        self.batch = None if arguments.skip_verify else self._batch()
-        self._verifier: Any = None
+        return self.base, updates
 
     def _find_adapter(self) -> tuple[Path | None, dict]:
         if "grpo" not in self.policies:
@@ -150,13 +162,15 @@ class Merge:
     def _batch(self) -> list:
         from transformers import AutoTokenizer
 
+        from merge.base import unquantized_config
         from merge.verify import fixed_batch
 
+        vocabulary = unquantized_config(self.directory).vocab_size
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.base.directory)
+            tokenizer = AutoTokenizer.from_pretrained(self.directory)
         except (OSError, ValueError) as error:
-            raise BadInput(f"no tokenizer in {self.base.directory}: {str(error).splitlines()[0]}") from None
-        return fixed_batch(self.run, tokenizer, self.base.config.vocab_size)
+            raise BadInput(f"no tokenizer in {self.directory}: {str(error).splitlines()[0]}") from None
+        return fixed_batch(self.run, tokenizer, vocabulary)
 
     def verifier(self) -> Any:
         """The policies' scores, computed at the first use."""
@@ -208,7 +222,7 @@ def print_table(rows: list[Row]) -> None:
             row.policy,
             row.format,
             f"{weights / 2**20:.2f}" if weights else "-",
-            "-" if kept is None else f"{kept:.4f}",
+            f"{kept:.4f}" if kept is not None else "no update" if row.policy == "grpo" else "-",
             *numbers,
             row.note or str(row.path),
             f"{row.seconds:.1f}",
@@ -227,8 +241,8 @@ def main(argv: list[str] | None = None) -> int:
         return export(argv[1:])
     merge = Merge(parse_arguments(argv))
     for policy, name in merge.targets():
-        size = merge.bytes_of(name) / 2**20
-        print(f"{policy} {name}: {merge.place(policy, name)}, about {size:.1f} MiB", flush=True)
+        size = "" if merge.base is None else f", about {merge.bytes_of(name) / 2**20:.1f} MiB"
+        print(f"{policy} {name}: {merge.place(policy, name)}{size}", flush=True)
     if merge.arguments.dry_run:
         return DONE
 

@@ -6,6 +6,7 @@ Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes w
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -92,6 +93,7 @@ def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(path), revision=revision)
     except (OSError, ValueError) as error:
+        _pass_full_disk(error)
         raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
@@ -100,6 +102,12 @@ def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
             "the original 16-bit or 32-bit checkpoint: name that one."
         )
     return config
+
+
+def _pass_full_disk(error: Exception) -> None:
+    """Raise `error` again when it says that a download found the disk full, which is no fault of the input."""
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        raise error
 
 
 def _output_embedding(config: Any) -> list[str]:
@@ -260,8 +268,11 @@ def quantize_weight(weight: torch.Tensor, double_quantization: bool, offset: flo
     return packed, state
 
 
-def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
-    """The local directory of a checkpoint: `model` itself, or the cached snapshot of a hub id."""
+def find_checkpoint(model: str | Path, revision: str | None = None, weights: bool = True) -> Path:
+    """The local directory of a checkpoint: `model` itself, or the cached snapshot of a hub id.
+
+    Without `weights`, of a hub id only what is small is downloaded: configuration, tokenizer, index of the shards.
+    """
     path = Path(model)
     if path.is_dir():
         return path
@@ -269,13 +280,11 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
         raise BadInput(f"no checkpoint at {model}: the directory does not exist. Pass the base with --base.")
     from huggingface_hub import snapshot_download
 
+    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(
-            snapshot_download(
-                str(model), revision=revision, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]
-            )
-        )
+        return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # not found, gated, offline; a malformed id is a ValueError
+        _pass_full_disk(error)
         raise BadInput(
             f"no checkpoint at {model}, neither a directory nor on the hub: {str(error).splitlines()[0]}"
         ) from None

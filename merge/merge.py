@@ -182,6 +182,7 @@ def write_shards(directory: Path, shards: Iterator[tuple[str, dict[str, torch.Te
             ) from None
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
+        del tensors  # or it would stay while the next shard is built
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -201,6 +202,11 @@ def write_config(source: Path, directory: Path, quantization: dict | None) -> No
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COMPANIONS:
         if (source / name).is_dir():
-            shutil.copytree(source / name, directory / name)
+            # File by file: copytree's own error has no errno, by which a full disk is told from other faults.
+            for file in sorted((source / name).rglob("*")):
+                if file.is_file():
+                    target = directory / file.relative_to(source)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(file, target)
         elif (source / name).is_file():
             shutil.copy(source / name, directory / name)

@@ -136,7 +136,12 @@ class Retained:
 
 
 def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates: dict[str, Factors]) -> float | None:
-    """What `format_name` would keep of the update folded into the BF16 checkpoint `merged`; writes nothing."""
+    """What `format_name` would keep of the update folded into the BF16 checkpoint `merged`; writes nothing.
+
+    None when there is no update, or all of it is zero.
+    """
+    if not updates:
+        return None
     store = FORMATS.get(format_name)
     retained = Retained()
     for _, name, weight in _tensors(merged):
@@ -170,11 +175,12 @@ def quantize_checkpoint(
 
     `updates` is what was folded into `merged`, for the retained share. `verify` scores the directory before it is
     published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 of a base that was
-    NF4 already plus an update, unless `force`: an update smaller than the steps between NF4 values rounds away.
+    NF4 already plus an update, unless `force`: an update smaller than the steps between NF4 values rounds away. An
+    adapter that learned nothing (all of its update is zero) has nothing to lose and is written.
     Memory: one shard of the output and one tensor.
     """
-    if format_name == "nf4" and updates and not force:
-        share = retained_share(merged, format_name, base, updates)
+    share = retained_share(merged, format_name, base, updates) if format_name == "nf4" and not force else None
+    if share is not None:
         raise Refused(
             f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update: what is smaller than "
             "the steps between NF4 values rounds back to the base. Serve the adapter on the NF4 base, or use bf16, "
@@ -184,6 +190,15 @@ def quantize_checkpoint(
     store = FORMATS[format_name]
     retained = Retained()
 
+    def stored_parts(name: str, weight: torch.Tensor) -> Parts:
+        if name not in base.quantized:
+            return {name: weight}
+        stored, value = store(weight.to(base.device))
+        if name in updates:
+            before = store(base.tensor(name).to(torch.bfloat16))[1]
+            retained.add(value, before, updates[name].delta(base.device))
+        return {f"{name.removesuffix('.weight')}.{key}": part.cpu() for key, part in stored.items()}
+
     def shards() -> Iterator[tuple[str, Parts]]:
         parts: Parts = {}
         current = None
@@ -192,15 +207,7 @@ def quantize_checkpoint(
                 yield current, parts
                 parts = {}
             current = file
-            if name not in base.quantized:
-                parts[name] = weight
-                continue
-            weight = weight.to(base.device)
-            stored, value = store(weight)
-            parts |= {f"{name.removesuffix('.weight')}.{key}": part.cpu() for key, part in stored.items()}
-            if name in updates:
-                before = store(base.tensor(name).to(torch.bfloat16))[1]
-                retained.add(value, before, updates[name].delta(base.device))
+            parts |= stored_parts(name, weight)
         yield current, parts
 
     with publish(final, overwrite) as partial:

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from merge import merge as merge_module
 from merge.__main__ import main
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_manifest
+from recipes.parts.rundir import RunDir, read_manifest, write_manifest
 from tests.unit.test_merge_fixture import (
     alter_adapter,
     make_model,
@@ -108,6 +109,39 @@ def test_dry_run_checks_and_writes_nothing(tmp_path, capsys):
     assert main(["--run", str(run.path), "--format", "fp8", "--dry_run"]) == 0
     assert "grpo fp8" in capsys.readouterr().out
     assert not run.merged.exists()
+
+
+def test_a_dry_run_checks_what_needs_no_weights_when_they_are_on_the_hub(tmp_path, monkeypatch, capsys):
+    run = copy_of_run(tmp_path / "run")
+    config = json.loads(run.config_file.read_text())
+    config["config"]["model"] |= {"id": "owner/tiny", "path": None}
+    run.config_file.write_text(json.dumps(config))
+    info = json.loads(run.base_file.read_text())
+    run.base_file.write_text(json.dumps({**info, "model": "owner/tiny"}))
+    small = tmp_path / "snapshot"
+    shutil.copytree(shared_model(), small, ignore=shutil.ignore_patterns("*.safetensors"))
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **options: asked.append(options) or str(small))
+    assert main(["--run", str(run.path), "--format", "fp8", "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "note: the weights of owner/tiny are not on this machine" in out
+    assert f"grpo fp8: {run.merged / 'grpo' / 'fp8'}\n" in out
+    assert ["*.safetensors" in options["allow_patterns"] for options in asked] == [False]
+
+
+def test_nf4_of_an_adapter_that_learned_nothing_is_written_and_called_so(tmp_path, capsys):
+    run = copy_of_run(tmp_path / "run")
+    idle = alter_adapter(run, tmp_path / "idle")
+    file = idle / "adapter_model.safetensors"
+    save_file({n: t * 0 if "lora_B" in n else t for n, t in load_file(file).items()}, file)
+    manifest = json.loads((idle / "manifest.json").read_text())
+    facts = {key: value for key, value in manifest.items() if key not in ("kind", "created", "files")}
+    write_manifest(idle, "adapter", **facts)
+    arguments = ["--run", str(run.path), "--adapter", str(idle), "--policy", "grpo", "--format", "nf4"]
+    assert main(arguments) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert len(rows) == 2 and all("no update" in row for row in rows)
+    assert read_manifest(run.merged / "grpo" / "nf4", "checkpoint", deep=True)["retained_update"] is None
 
 
 def break_run(run: RunDir, fault: str, tmp_path: Path) -> list[str]:

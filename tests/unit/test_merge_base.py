@@ -1,5 +1,6 @@
 """The NF4 base: loaded, hashed and streamed to the same bytes."""
 
+import errno
 import json
 import shutil
 
@@ -13,6 +14,7 @@ from merge.base import (
     BaseCheckpoint,
     dequantize,
     dequantized_tensors,
+    find_checkpoint,
     hash_nf4_model,
     hash_quantized,
     load_base,
@@ -240,6 +242,30 @@ def test_missing_checkpoint_and_other_block_sizes_are_bad_input(tmp_path):
         load_nf4(shared_model(), block_size=128)
     with pytest.raises(BadInput, match="--base"):
         merge_base.find_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_weights_of_a_hub_id_are_downloaded_only_when_asked_for(tmp_path, monkeypatch, weights):
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        asked.append((name, revision, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_checkpoint("owner/model", "v1", weights) == tmp_path
+    assert asked == [("owner/model", "v1", weights, True)]
+
+
+def test_a_disk_that_a_download_fills_is_not_called_a_missing_checkpoint(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", full)
+    for read in (find_checkpoint, merge_base.unquantized_config):
+        with pytest.raises(OSError, match="No space left"):
+            read("owner/model")
 
 
 def test_model_without_nf4_has_no_nf4_hash():

@@ -4,7 +4,9 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
+import weakref
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 
 from merge import merge as merge_module
 from merge.base import BaseCheckpoint, load_nf4
-from merge.merge import read_adapter, write_bf16, write_config
+from merge.merge import read_adapter, write_bf16, write_config, write_shards
 from merge.quantize import retained_share
 from merge.verify import base_checkpoint, check_adapter_base
 from recipes.parts.errors import BadInput, CheckFailed
@@ -220,6 +222,54 @@ def test_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, mon
         write_bf16(base_checkpoint(run), {}, out, lambda _: {}, overwrite=True)
     assert [p.name for p in out.parent.iterdir()] == ["bf16"]
     assert read_manifest(out, deep=True) == before
+
+
+def test_a_shard_is_freed_before_the_next_is_built(tmp_path):
+    made: list[weakref.ref] = []
+
+    def build() -> dict[str, torch.Tensor]:
+        assert [ref() for ref in made] == [None] * len(made)
+        tensor = torch.ones(8)
+        made.append(weakref.ref(tensor))
+        return {f"t{len(made)}": tensor}
+
+    write_shards(tmp_path, ((f"model-{i}.safetensors", build()) for i in range(3)))
+    assert len(made) == 3
+    assert set(read_json(tmp_path / "model.safetensors.index.json")["weight_map"]) == {"t1", "t2", "t3"}
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+def test_a_disk_that_fills_beside_the_weights_is_told_by_its_error_number(tmp_path, monkeypatch, folder):
+    source, out = tmp_path / "source", tmp_path / "merged" / "bf16"
+    shutil.copytree(shared_model(), source)
+    if folder:
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "tools.jinja").write_text("x")
+    name = "tools.jinja" if folder else "tokenizer.json"
+    copy = shutil.copy
+
+    def full(file, target):
+        if file.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        return copy(file, target)
+
+    monkeypatch.setattr(shutil, "copy", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_bf16(base_checkpoint(shared_run(), source), {}, out, lambda _: {})
+    assert caught.value.errno == errno.ENOSPC
+    assert list(out.parent.iterdir()) == []
+
+
+def test_every_chat_template_is_carried_over(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "additional_chat_templates" / "deep").mkdir(parents=True)
+    out.mkdir()
+    (source / "config.json").write_text("{}")
+    for name in ("tools.jinja", "deep/rag.jinja"):
+        (source / "additional_chat_templates" / name).write_text(name)
+    write_config(source, out, None)
+    assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "tools.jinja"
+    assert (out / "additional_chat_templates" / "deep" / "rag.jinja").read_text() == "deep/rag.jinja"
 
 
 def test_full_disk_leaves_nothing(tmp_path):

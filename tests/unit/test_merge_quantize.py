@@ -1,15 +1,18 @@
 """The formats: what is stored is what was meant, readers agree, and the retained share tells the truth."""
 
 import json
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from merge import quantize as quantize_module
 from merge.base import BaseCheckpoint, dequantize, hash_nf4_model, load_nf4
 from merge.merge import read_adapter, write_bf16
-from merge.quantize import FORMATS, Refused, check_shapes, quantize_checkpoint
+from merge.quantize import FORMATS, Refused, check_shapes, quantize_checkpoint, retained_share
 from merge.verify import base_checkpoint, load_for_scoring
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import read_manifest
@@ -185,6 +188,44 @@ def test_nf4_of_the_policy_is_refused_with_the_share_and_leaves_nothing(tmp_path
 def test_nf4_of_the_base_alone_has_no_update_to_lose(tmp_path):
     base, _, merged = merged_run()
     assert quantize_checkpoint(merged, tmp_path / "nf4", "nf4", base, {}, no_verify)["retained_update"] is None
+
+
+def test_an_adapter_that_learned_nothing_has_nothing_to_lose(tmp_path):
+    base, updates, _ = merged_run()
+    idle = {name: replace(update, b=torch.zeros_like(update.b)) for name, update in updates.items()}
+    write_bf16(base, idle, tmp_path / "bf16", lambda _: {})
+    for name in FORMATS:
+        made = quantize_checkpoint(tmp_path / "bf16", tmp_path / name, name, base, idle, no_verify)
+        assert made["retained_update"] is None
+        assert read_manifest(tmp_path / name, "checkpoint", deep=True)["format"] == name
+
+
+def test_the_share_of_no_update_reads_no_tensor(tmp_path):
+    assert retained_share(tmp_path / "nowhere", "nf4", merged_run()[0], {}) is None
+
+
+def test_a_shard_is_freed_before_the_next_is_quantized(tmp_path, monkeypatch):
+    base, updates, merged = merged_run()
+    file, stored, alive = "", [], []
+    tensors, to_fp8 = quantize_module._tensors, FORMATS["fp8"]
+
+    def watched(directory):
+        nonlocal file
+        for row in tensors(directory):
+            file = row[0]
+            yield row
+
+    def watched_fp8(weight):
+        alive.append([place for place, part in stored if part() is not None and place != file])
+        parts, value = to_fp8(weight)
+        stored.extend((file, weakref.ref(part)) for part in parts.values())
+        return parts, value
+
+    monkeypatch.setattr(quantize_module, "_tensors", watched)
+    monkeypatch.setitem(FORMATS, "fp8", watched_fp8)
+    quantize_checkpoint(merged, tmp_path / "fp8", "fp8", base, updates, no_verify)
+    assert len({place for place, _ in stored}) == 2
+    assert alive == [[] for _ in alive]
 
 
 def test_w4a16_of_a_width_that_128_does_not_divide_is_bad_input(tmp_path):

@@ -1,16 +1,21 @@
 """The comparison with the policy: it sees a wrong merge, and only a wrong one."""
 
+import gc
 import json
 import math
+import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from merge import verify as verify_module
 from merge.merge import read_adapter, write_bf16
 from merge.verify import (
     Verifier,
     base_checkpoint,
+    base_directory,
     compare,
     fixed_batch,
     load_for_scoring,
@@ -117,9 +122,66 @@ def test_batch_is_the_same_every_time_and_holds_templated_prompts_and_completion
     batch = batch_of(run)
     texts = [tokenizer().decode(ids[0]) for ids in batch]
     assert texts == [tokenizer().decode(ids[0]) for ids in batch_of(run)]
-    assert texts[0].startswith("<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\nWhat is 2 plus 11?")
-    assert texts[0].count("<|im_start|>assistant") == 1
-    assert texts[-1].endswith("It is 13.<|im_end|>")
+    assert texts[0].endswith("It is 13.<|im_end|>")
+    assert texts[1].startswith("<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\nWhat is 2 plus 11?")
+    assert texts[1].count("<|im_start|>assistant") == 1
+    assert len(texts) == 13
+
+
+def test_a_large_vocabulary_leaves_its_tokens_to_the_completions(monkeypatch):
+    monkeypatch.setattr(verify_module, "MAX_LOGPROBS", 320 * 60)
+    (first, *_) = batch = batch_of(shared_run())
+    assert tokenizer().decode(first[0]).endswith("It is 13.<|im_end|>")
+    assert sum(ids.shape[1] for ids in batch) <= 60
+
+
+def test_no_data_path_does_not_mean_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "test.jsonl").write_text('{"question": "Whose is this?", "answer": "1"}\n')
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    write_json(run.config_file, {"config": {"data": {"id": "openai/gsm8k", "path": None, "eval_path": None}}})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="nothing to verify on"):
+        batch_of(run)
+
+
+def test_every_model_is_freed_before_the_next_is_loaded(tmp_path, monkeypatch):
+    loaded: list[weakref.ref] = []
+
+    def watch(name):
+        load = getattr(verify_module, name)
+
+        def watched(*arguments):
+            assert [ref() for ref in loaded] == [None] * len(loaded)
+            model = load(*arguments)
+            loaded.extend(weakref.ref(part) for part in (model, *model.modules()))
+            return model
+
+        monkeypatch.setattr(verify_module, name, watched)
+
+    watch("load_policy")
+    watch("load_for_scoring")
+    folder = write(tmp_path / "m", adapter_updates())
+    gc.disable()  # an NF4 layer is a reference cycle, so nothing but an explicit collection frees it
+    try:
+        check = verifier()
+        for policy in ("base", "grpo"):
+            check.compare(policy, folder)
+    finally:
+        gc.enable()
+    assert [ref() for ref in loaded] == [None] * len(loaded)
+
+
+def test_a_run_on_a_local_base_that_is_gone_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(shared_run().path, run.path)
+    info = json.loads(run.base_file.read_text())
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    for gone in ("models/tiny", str(tmp_path / "models" / "tiny")):
+        write_json(run.base_file, {**info, "model": gone})
+        with pytest.raises(BadInput, match=f"local checkpoint {gone}, which does not exist.*--base"):
+            base_directory(run)
+        assert base_directory(run, shared_model()) == shared_model()
 
 
 def test_messages_in_the_log_are_templated_and_a_run_without_text_is_bad_input(tmp_path):
