@@ -5,6 +5,7 @@ answers \\boxed{7} to everything; the adapter turns the 7 into an 8. So on probl
 whole matrix is known exactly.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -182,6 +183,8 @@ def test_the_matrix_has_the_accuracies_the_models_were_built_to_have(made):
         assert result[f"gain_survival_{name}"] == result["gain_survival"][name]["difference"] == 0.0
         assert result["gain_survival"][name]["interval"][0] < 0  # 40 problems cannot show that nothing is ever lost
     assert "gain_survival_bf16" not in result
+    assert (result["engine"], result["compute_dtype"]) in (("transformers", "float32"), ("transformers", "bfloat16"))
+    assert f"Engine: transformers, computing in {result['compute_dtype']}" in (made[0].path / "eval.md").read_text()
     assert result["adapter_version"] == 10
     assert result["base_hash"] == read_json(made[0].base_file)["hash"]
 
@@ -220,6 +223,21 @@ def test_the_gate_refuses_what_forty_problems_cannot_show_and_promotes_what_they
     manifest = read_manifest(run.merged / "grpo" / "fp8", "checkpoint", deep=True)
     assert manifest["promoted"] is True and manifest["promotion"]["eval_hash"]
     assert read_json(run.merged / "grpo" / "bf16" / MANIFEST)["promoted"] is False
+
+
+def test_an_evaluation_made_with_other_settings_cannot_be_gated(run):
+    from eval import gate
+    from eval import run as eval_run
+    from recipes.parts.errors import BadInput
+
+    other = ["--eval.seed", "7", "--eval.temperature", "0.5"]
+    few = ["--run", str(run.path), "--formats", "bf16", "fp8", "--batch_size", "7"]
+    assert eval_run.main([*few, *other]) == 0
+    with pytest.raises(BadInput, match=r"eval\.temperature was 0\.5, it is 0\.0"):
+        gate.main(["--run", str(run.path)])
+    with pytest.raises(BadInput, match=r"eval\.seed was 7, it is 0"):
+        gate.main(["--run", str(run.path), "--eval.temperature", "0.5"])
+    assert gate.main(["--run", str(run.path), *other, "--eval.gate.max_policy_kl", "0"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -301,6 +319,23 @@ def test_an_evaluation_that_dies_leaves_the_last_eval_json_in_place(run, monkeyp
     with pytest.raises(KeyboardInterrupt):
         eval_run.main(["--run", str(run.path), "--formats", "bf16"])
     assert run.eval_file.read_bytes() == before
+
+
+def test_a_disk_that_fills_is_told_by_its_error_number_and_leaves_the_last_eval_json(run, monkeypatch):
+    from eval import run as eval_run
+
+    before = run.eval_file.read_bytes()
+    for place in ("write_records", "write_json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(eval_run, place, _full_disk)
+            with pytest.raises(OSError, match="No space left") as caught:
+                eval_run.main(["--run", str(run.path), "--formats", "bf16", "--max_problems", "3"])
+        assert caught.value.errno == errno.ENOSPC
+        assert run.eval_file.read_bytes() == before
+
+
+def _full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _refused_in_process(monkeypatch, arguments: list[str], code: int, message: str) -> None:
