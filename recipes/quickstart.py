@@ -44,6 +44,19 @@ def free_run(name: str) -> Path:
     return path
 
 
+def judging_steps(path: Path) -> list[tuple[str, list[str], tuple[int, ...]]]:
+    """What follows training: name, arguments of python, accepted exit codes; the gate comes last."""
+    merge = ["-m", "merge", "--run", str(path), "--format"]
+    return [
+        ("plot", ["-m", "launch.watch", str(path), "--plot"], (0,)),
+        ("merge and quantize", [*merge, "bf16", "fp8", "w4a16"], (0,)),
+        # Refused (exit 1): quantizing to NF4 again would round small updates away.
+        ("merge to nf4", [*merge, "nf4", "--policy", "grpo"], (CHECK_FAILED,)),
+        ("eval", ["-m", "eval", "--run", str(path)], (0,)),
+        ("gate", ["-m", "eval", "gate", "--run", str(path)], (0, CHECK_FAILED)),
+    ]
+
+
 def mean_reward(rows: list[dict]) -> float:
     return sum(row["reward"] for row in rows) / len(rows)
 
@@ -94,17 +107,12 @@ def main() -> int:
     run = RunDir(path)
     chosen = ["--run.name", path.name, "--run.seed", str(options.seed)]
     step("GRPO", [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *chosen], seconds)
-    step("plot", [python, "-m", "launch.watch", str(path), "--plot"], seconds)
-    merge = [python, "-m", "merge", "--run", str(path), "--format"]
-    step("merge and quantize", [*merge, "bf16", "fp8", "w4a16"], seconds)
-    # Refused (exit 1): quantizing to NF4 again would round small updates away.
-    step("merge to nf4", [*merge, "nf4", "--policy", "grpo"], seconds, (CHECK_FAILED,))
+    for name, command, accepted in judging_steps(path):
+        code = step(name, [python, *command], seconds, accepted)
     if (run.merged / "grpo" / "nf4").exists():
-        raise CheckFailed("nf4 was not refused.")
-    step("eval", [python, "-m", "eval", "--run", str(path)], seconds)
-    gate = step("gate", [python, "-m", "eval", "gate", "--run", str(path)], seconds, (0, CHECK_FAILED))
+        raise CheckFailed("nf4 of the policy was written; it has to be refused.")
     print(summary(run, seconds), flush=True)
-    return gate
+    return code
 
 
 if __name__ == "__main__":
