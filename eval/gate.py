@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument("--out", type=Path, help="folder that holds eval.json; default: the run directory")
     parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+    parser.add_argument("--dry_run", action="store_true", help="judge and print, leave the manifest as it is")
     arguments, overrides = parser.parse_known_args(argv)
     run = RunDir.open(arguments.run)
     config = run_config(run, overrides, arguments.config)
@@ -62,6 +63,8 @@ def main(argv: list[str]) -> int:
     rules = judge(config, result, checkpoint.manifest)
     passed = all(rule.verdict == PASS for rule in rules)
     print_rules(rules, checkpoint)
+    if arguments.dry_run:
+        return DONE if passed else CHECK_FAILED
     promotion = None
     if passed:
         promotion = {"eval_hash": file_hash(file), "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

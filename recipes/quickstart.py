@@ -98,17 +98,23 @@ def summary(run: RunDir, seconds: dict[str, float]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of the GRPO run")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands, run none")
     options = parser.parse_args()
     python, seconds = sys.executable, {}
-    launch = [python, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
-    if not BASE.exists():
-        step("starting model", [python, "recipes/tiny_base.py", "--out", str(BASE)], seconds)
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     path = free_run("tiny" if options.seed == 0 else f"tiny-seed{options.seed}")
     run = RunDir(path)
     chosen = ["--run.name", path.name, "--run.seed", str(options.seed)]
-    step("GRPO", [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *chosen], seconds)
-    for name, command, accepted in judging_steps(path):
+    steps = [("GRPO", [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *chosen], (0,)), *judging_steps(path)]
+    if not BASE.exists():
+        steps.insert(0, ("starting model", ["recipes/tiny_base.py", "--out", str(BASE)], (0,)))
+    for name, command, accepted in steps:
+        if options.dry_run:
+            print("$ python " + " ".join(command))
+            continue
         code = step(name, [python, *command], seconds, accepted)
+    if options.dry_run:
+        return 0
     if (run.merged / "grpo" / "nf4").exists():
         raise CheckFailed("nf4 of the policy was written; it has to be refused.")
     print(summary(run, seconds), flush=True)

@@ -225,6 +225,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=20_000, help="training problems")
     parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel processes")
+    parser.add_argument("--dry_run", action="store_true", help="check the options, make nothing")
     parser.add_argument("--overwrite", action="store_true")
     return parser.parse_args()
 
@@ -235,6 +236,9 @@ def main() -> None:
         raise BadInput(f"--hidden ({options.hidden}) must be a multiple of 64.")
     if options.processes < 1 or options.batch % options.processes:
         raise BadInput(f"--processes ({options.processes}) must divide --batch ({options.batch}).")
+    if options.dry_run:
+        print(f"would make {options.out}: {options.steps} steps on {options.problems:,} problems", flush=True)
+        return
     with publish(Path(options.out), options.overwrite) as out:
         rng = random.Random(options.seed)
         set_seed(options.seed)

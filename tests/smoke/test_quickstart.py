@@ -95,3 +95,22 @@ def test_the_summary_tells_what_the_files_hold(path):
     assert result["conclusion"] in text
     assert re.search(r"^total +43 s$", text, re.M)
     assert f"{run.path}/" in text
+
+
+def test_a_dry_run_prints_the_commands_and_runs_none():
+    done = command("-m", "recipes.quickstart", "--seed", "12345", "--dry_run")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("$ python -m eval gate --run runs/tiny-seed12345")
+    assert len(lines) >= 6 and not (ROOT / "runs" / "tiny-seed12345").exists()
+    done = command("recipes/tiny_base.py", "--out", "models/never-made", "--dry_run")
+    assert done.returncode == 0 and not (ROOT / "models" / "never-made").exists()
+
+
+def test_a_dry_gate_judges_and_leaves_the_manifest(path):
+    run, done = path
+    before = (run.merged / "grpo" / "fp8" / "manifest.json").read_bytes()
+    dry = command("-m", "eval", "gate", "--run", str(run.path), "--dry_run")
+    assert dry.returncode == done["gate"].returncode
+    assert (run.merged / "grpo" / "fp8" / "manifest.json").read_bytes() == before
+    assert "promoted" not in dry.stdout
