@@ -10,7 +10,7 @@ def test_reward_climbs_within_twenty_five_steps(tmp_path, recipe, recipe_argumen
     keys = {
         "rollout.group_size": 8,
         "train.per_device_train_batch_size": 64,
-        "reward.functions": "[boxed_format]",  # what a base this small can learn: a quarter of its answers lack the box
+        "reward.functions": "[boxed_format]",  # a base this small can learn this: a fifth of its answers lack the box
         "train.max_steps": 25,
         "train.save_steps": 25,
         "train.learning_rate": "2e-3",
