@@ -52,10 +52,9 @@ METRICS = {
     "learning_rate": "learning_rate",
 }
 
-
-INEXACT_ON_RESUME = (
-    *("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip", "save_only_model"),
-)
+# Fields of GRPOConfig that take generation out of step with the optimizer, or leave state out of the checkpoints.
+INEXACT_ON_RESUME = ("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip")
+INEXACT_ON_RESUME += ("save_only_model",)
 
 
 def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
@@ -110,10 +109,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     for key in train.trl:
         if key in ours:
             raise BadInput(f"train.trl.{key} is set by the kit. Use the key of its own group instead.")
-        if key == "use_adaptive_entropy":
-            raise BadInput(
-                "train.trl.use_adaptive_entropy: its state is not in the checkpoints, so no resume is exact."
-            )
+        if key in INEXACT_ON_RESUME:
+            raise BadInput(f"train.trl.{key} is not supported: a run with it could not be resumed exactly.")
         if key not in fields:
             raise BadInput(f"train.trl.{key} is not a field of trl's GRPOConfig.")
     try:

@@ -12,7 +12,10 @@ import pytest
 from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from recipes.parts.trainer import METRICS, FiniteGradients, PolicyTrainer
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir
+from recipes.parts.trainer import INEXACT_ON_RESUME, METRICS, FiniteGradients, PolicyTrainer, trainer_arguments
 
 ROOT = Path(__file__).parents[2]
 # Method of transformers' Trainer that the kit overrides -> its parameters in transformers 5.17.
@@ -124,3 +127,13 @@ def test_the_fields_of_the_configuration_that_the_kit_sets_exist():
     for name in ("loss_type", "scale_rewards", "beta", "epsilon_high", "num_iterations", "mask_truncated_completions"):
         assert name in fields
     assert fields["logging_nan_inf_filter"].default is True  # why the kit sets it to False
+
+
+@pytest.mark.parametrize("key", [*INEXACT_ON_RESUME, "learning_rate", "no_such_field"])
+def test_a_field_that_breaks_the_kit_is_refused(key, tmp_path):
+    config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml")
+    config.train.trl = {"min_p": 0.0}
+    trainer_arguments(config, RunDir(tmp_path))
+    config.train.trl = {key: 1}
+    with pytest.raises(BadInput, match=f"train.trl.{key}"):
+        trainer_arguments(config, RunDir(tmp_path))
