@@ -20,6 +20,7 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import sys
@@ -33,7 +34,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.parts.errors import BadInput, run_command
+from recipes.parts.errors import BadInput, CheckFailed, run_command
 from recipes.parts.rundir import publish, write_manifest
 
 CHAT_TEMPLATE = (
@@ -163,25 +164,32 @@ def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], options: ar
     if options.processes == 1:
         return train_rank(0, model, rows, options, None)
     with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
         # Forked before any tensor thread starts, so the children share the problems and need no second import.
         context = multiprocessing.get_context("fork")
-        others = [
-            context.Process(target=train_rank, args=(rank, model, rows, options, store), daemon=True)
-            for rank in range(1, options.processes)
+        ranks = [
+            context.Process(target=train_rank, args=(rank, model, rows, options, folder), daemon=True)
+            for rank in range(options.processes)
         ]
-        for process in others:
+        for process in ranks:
             process.start()
-        train_rank(0, model, rows, options, store)
-        for process in others:
-            process.join()
+        running = {process.sentinel: process for process in ranks}
+        while running:
+            for sentinel in multiprocessing.connection.wait(list(running)):
+                if code := running.pop(sentinel).exitcode:
+                    for process in running.values():
+                        process.kill()
+                    raise CheckFailed(f"a training process ended with exit code {code}; --processes 1 needs none.")
+        model.load_state_dict(torch.load(Path(folder) / "weights.pt"))
 
 
-def train_rank(rank: int, model: Qwen3ForCausalLM, rows: list, options: argparse.Namespace, store: str | None) -> None:
+def train_rank(
+    rank: int, model: Qwen3ForCausalLM, rows: list, options: argparse.Namespace, folder: str | None
+) -> None:
     """One process's share of every batch; rank 0 prints a line every 100 steps."""
     learner: torch.nn.Module = model
-    if store:
+    if folder:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = f"file://{folder}/store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=options.processes)
         learner = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
@@ -207,8 +215,12 @@ def train_rank(rank: int, model: Qwen3ForCausalLM, rows: list, options: argparse
         if rank == 0 and (step % 100 == 0 or step == options.steps):
             seconds = time.perf_counter() - started
             print(f"step {step}/{options.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
-    if store:
-        torch.distributed.destroy_process_group()
+    if folder:
+        if rank == 0:
+            torch.save(model.state_dict(), Path(folder) / "weights.pt")
+        torch.distributed.barrier()
+        # No teardown: gloo's destructor (torch 2.13) now and then waits forever for its own thread.
+        os._exit(0)
 
 
 def parse_arguments() -> argparse.Namespace:
