@@ -1,8 +1,10 @@
 """The starting model of the quickstart: the same from the same seed, held-out problems held out, options checked."""
 
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +115,17 @@ def test_two_processes_learn_and_end(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "step 3/3 loss" in done.stdout
     read_manifest(tmp_path / "out", "tiny-base", deep=True)
+
+
+def test_a_training_process_that_dies_ends_the_command(tmp_path):
+    long = [*SIZE[:-1], "5000", "--processes", "2"]
+    command = [sys.executable, "recipes/tiny_base.py", "--out", str(tmp_path / "out"), *long]
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert any("step 100/" in line for line in running.stdout)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "a training process ended with exit code" in err
+    assert not (tmp_path / "out").exists()
