@@ -257,14 +257,14 @@ def test_an_evaluation_made_with_other_settings_cannot_be_gated(run):
 )
 def test_what_cannot_be_measured_is_refused_before_weights_load(run, spoil, code, message, monkeypatch):
     spoil(run)
-    _refused_in_process(monkeypatch, ["--run", str(run.path), "--dry_run"], code, message)
+    assert_refused(monkeypatch, ["--run", str(run.path), "--dry_run"], code, message)
 
 
 def test_held_out_problems_that_were_trained_on_are_refused_with_examples(run, tmp_path, monkeypatch):
     leaking = tmp_path / "train.jsonl"
     leaking.write_text(json.dumps({"question": "which digit is  drawn in ROUND 3", "answer": "8"}) + "\n")
     arguments = ["--run", str(run.path), "--dry_run", f"--data.path={leaking}"]
-    _refused_in_process(monkeypatch, arguments, 1, "Which digit is drawn in round 3?")
+    assert_refused(monkeypatch, arguments, 1, "Which digit is drawn in round 3?")
 
 
 def test_a_dry_run_says_what_could_be_detected_and_writes_nothing(run, monkeypatch, capsys):
@@ -298,7 +298,7 @@ def test_an_adapter_newer_than_the_merged_one_is_pointed_out_and_not_mixed_in(ru
     ],
 )
 def test_a_wrong_argument_is_bad_input(run, arguments, message, monkeypatch):
-    _refused_in_process(monkeypatch, ["--run", str(run.path), "--dry_run", *arguments], 2, message)
+    assert_refused(monkeypatch, ["--run", str(run.path), "--dry_run", *arguments], 2, message)
 
 
 def test_bad_input_leaves_the_process_with_two(tmp_path):
@@ -338,7 +338,7 @@ def _full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def _refused_in_process(monkeypatch, arguments: list[str], code: int, message: str) -> None:
+def assert_refused(monkeypatch, arguments: list[str], code: int, message: str) -> None:
     """The command's own main, without the seconds that a new process takes; loading weights would fail the test."""
     from eval import run as eval_run
     from recipes.parts.errors import KitError

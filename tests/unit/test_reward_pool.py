@@ -342,7 +342,8 @@ def test_a_budget_within_its_fraction_never_stops():
 def test_a_budget_forgets_what_left_its_window():
     budget = UnknownBudget("math", 0.02, window=300)
     for _ in range(5):
-        record(budget, 5, 300)
+        record(budget, 5, 300)  # 25 in 300 would be over the budget, 5 in 300 is not
+    assert budget.counts == {"timeout": 25}
 
 
 def test_a_budget_of_zero_stops_at_the_first_unknown():
