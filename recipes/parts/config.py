@@ -80,9 +80,40 @@ class RolloutConfig:
     )
     correction_cap: float = _option(2.0, "cap C of the importance ratio")
     server_urls: list[str] = _option(["http://127.0.0.1:8000"], "base URLs of the vLLM replicas")
+    sync: Literal["remerge", "adapter"] = _option(
+        "remerge", "remerge: replicas fold each adapter into their weights; adapter: they serve it unmerged"
+    )
+    transport: Literal["path", "body"] = _option(
+        "path", "how an adapter reaches the replicas: path on a file system they share, or in the HTTP body"
+    )
     request_timeout_s: float = _option(600.0, "longest wait for one generation request")
+    retries: int = _option(1, "further attempts, on the next replica, at a generation request that failed")
+    max_in_flight: int = _option(256, "prompts under way at once, over all replicas")
+    canary_prompts: int = _option(4, "training prompts that trainer and replicas score after each sync; 0 = no check")
+    max_canary_delta: float = _option(0.25, "stop when the mean |Δlogp| on the canary, nats a token, exceeds this")
     max_sampler_k3: float = _option(0.1, "stop when KL(sampler || policy) per token, nats, exceeds this")
     server_wait_s: float = _option(300.0, "longest wait for a server to answer at the start")
+
+
+@dataclass(kw_only=True)
+class ServerConfig:
+    base: str | None = _option(
+        None, "directory of the dequantized base (python -m merge base); default models/bases/<name>"
+    )
+    weights: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "bf16"] = _option(
+        "fp8_per_channel", "what vLLM stores the dequantized base as"
+    )
+    kv_cache: Literal["auto", "fp8"] = _option("auto", "type of the KV cache; auto is the model's own")
+    tensor_parallel: int = _option(1, "GPUs per replica")
+    gpus: list[int] | None = _option(None, "GPUs of the replicas, tensor_parallel each; default what CUDA shows")
+    gpu_memory_utilization: float = _option(0.9, "share of the card that a replica may take, weights and KV cache")
+    kv_cache_gib: float | None = _option(None, "GiB of KV cache instead of what the share leaves")
+    nf4_copy: Literal["gpu", "host"] = _option("gpu", "where remerge keeps its NF4 copy (0.56 bytes a weight)")
+    sleep: bool = _option(False, "weights to host memory and no KV cache during the update: for a shared card")
+    max_num_seqs: int = _option(256, "completions that a replica generates at once")
+    enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
+    host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
+    vllm: dict[str, Any] = _option({}, "further vLLM flags by name, e.g. {max_num_batched_tokens: 8192}")
 
 
 @dataclass(kw_only=True)
@@ -134,6 +165,7 @@ class TrainConfig:
     max_grad_norm: float = _option(1.0, "gradient clipping norm")
     weight_decay: float = _option(0.0, "AdamW weight decay")
     optimizer: str = _option("adamw_torch", "optimizer, as transformers names it")
+    max_gpu_gib: float | None = _option(None, "GPU memory that a trainer process may take; default the whole card")
     gradient_checkpointing: bool = _option(True, "recompute activations in the backward pass: less memory, slower")
     save_steps: int = _option(50, "steps between checkpoints and published adapters")
     keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept")
@@ -176,6 +208,7 @@ class Config:
     model: ModelConfig
     policy: PolicyConfig
     rollout: RolloutConfig
+    server: ServerConfig
     reward: RewardConfig
     data: DataConfig
     train: TrainConfig
