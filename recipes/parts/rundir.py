@@ -12,9 +12,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.parts.errors import BadInput
+
+if TYPE_CHECKING:
+    from recipes.parts.config import Config
 
 MANIFEST = "manifest.json"
 
@@ -120,6 +123,18 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
         if deep and file_hash(file) != listed["blake2b"]:
             raise BadInput(f"{directory} is damaged: the content of {name} is not what its manifest says.")
     return manifest
+
+
+def base_directory(config: "Config") -> Path:
+    """Where the dequantized base of a configuration lies: `server.base`, else models/bases/<name of the model>.
+
+    What `python -m merge base` writes and a rollout server reads; nothing is looked at on the disk.
+    """
+    if config.server.base:
+        return Path(config.server.base)
+    # A local model may be given as `.` or `..`, which have no name of their own.
+    name = Path(config.model.source).name
+    return Path("models/bases") / (name if name not in ("", "..") else Path(config.model.source).resolve().name)
 
 
 class RunDir:
