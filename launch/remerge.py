@@ -1,0 +1,376 @@
+"""The server's half of a remerge sync: a vLLM worker that folds each adapter into its own weights, in place.
+
+Loaded with `--worker-extension-cls launch.remerge.Remerge`. Every worker keeps an NF4 copy of its shard of the linear
+layers (from `nf4/` of the base directory). A sync makes dequantize(NF4) + s·B·A, rounds it once to the model's dtype
+and puts it through the quantization that vLLM itself applies when it loads a checkpoint, so that the served weights
+are those of a fresh load of the merged checkpoint. Parameters keep their addresses: CUDA graphs stay valid.
+
+Covers: fused layers (qkv, gate_up), tensor parallelism, the online FP8 quantizations, BF16, the NF4 copy in GPU or
+pinned host memory. Not covered: experts, embeddings and the output layer, pipeline parallelism, DoRA.
+Written for vllm 0.26 to 0.31.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BLOCK_SIZE = 64
+
+
+@dataclass
+class Part:
+    """One Hugging Face linear layer inside a worker's (possibly fused) layer: rows [row, row + rows) of it.
+
+    The worker's shard of the whole layer begins at output `first_out` and at input `first_in`.
+    """
+
+    name: str
+    row: int
+    rows: int
+    first_out: int
+    first_in: int
+
+
+@dataclass
+class Linear:
+    """A worker's linear layer, (rows, columns), with its NF4 copy: `packed` (rows·columns/2) uint8 and `absmax`
+    (rows·columns/64) float32, on the GPU or in pinned host memory."""
+
+    name: str
+    layer: Any
+    rows: int
+    columns: int
+    parts: list[Part]
+    packed: Any = None
+    absmax: Any = None
+
+
+@dataclass
+class State:
+    """What the extension keeps on a worker between calls."""
+
+    linears: list[Linear]
+    dtype: Any  # what NF4 dequantizes to
+    code: Any  # the 16 values of NF4
+    staged: dict[str, dict] = field(default_factory=dict)
+    active: str | None = None
+
+
+class Remerge:
+    """Methods that vLLM adds to every worker; called by `collective_rpc`. Each returns a plain dictionary, with
+    `error` in it when the call changed nothing."""
+
+    def remerge_describe(self) -> dict:
+        """The layers that an adapter may target, by their Hugging Face names."""
+        linears = find_linears(self.model_runner.model)
+        modules = [part.name for linear in linears for part in linear.parts]
+        why = None if linears else "the model has no linear layer that vLLM shards by rows or columns"
+        return {"modules": modules, "ready": hasattr(self, "_remerge"), "why": why}
+
+    def remerge_setup(self, base_dir: str, copy: str) -> dict:
+        """Read this worker's shard of the NF4 copy; `copy` is where it stays, gpu or host."""
+        import torch
+
+        started = time.perf_counter()
+        linears = find_linears(self.model_runner.model)
+        try:
+            dtype = read_copy(Path(base_dir) / "nf4", linears, self.device, copy)
+        except (OSError, KeyError, ValueError) as error:
+            return {"error": f"the NF4 copy in {base_dir} cannot be used: {error}"}
+        self._remerge = State(linears, dtype, nf4_code(self.device))
+        _synchronize(torch, self.device)
+        size = sum(linear.packed.nbytes + linear.absmax.nbytes for linear in linears)
+        return {"linears": len(linears), "gib": size / 2**30, "seconds": time.perf_counter() - started}
+
+    def remerge_stage(self, key: str, path: str) -> dict:
+        """Read this worker's shard of an adapter and check that every tensor has its place."""
+        if not hasattr(self, "_remerge"):
+            return {"error": "remerge_setup was not called"}
+        try:
+            adapter = read_adapter(Path(path), self._remerge.linears, self.device)
+        except (OSError, KeyError, ValueError) as error:
+            return {"error": f"the adapter in {path} cannot be folded in: {error}"}
+        self._remerge.staged[key] = adapter
+        return {"tensors": 2 * len(adapter)}
+
+    def remerge_activate(self, key: str) -> dict:
+        """Recompute every linear layer with a staged adapter, in place. No request may be under way."""
+        import torch
+
+        state = getattr(self, "_remerge", None)
+        if state is None or key not in state.staged:
+            return {"error": f"no adapter is staged as {key}"}
+        started = time.perf_counter()
+        with torch.inference_mode(), _vllm_context(self):
+            for linear, weight in merged_weights(state, state.staged[key], self.device):
+                write_weight(linear.layer, weight.to(self.model_config.dtype))
+        _synchronize(torch, self.device)
+        state.active = key
+        return {"linears": len(state.linears), "seconds": time.perf_counter() - started}
+
+    def remerge_discard(self, key: str) -> dict:
+        """Forget a staged adapter; the weights stay as they are."""
+        state = getattr(self, "_remerge", None)
+        if state is not None:
+            state.staged.pop(key, None)
+        return {}
+
+
+def find_linears(model: Any) -> list[Linear]:
+    """A worker's linear layers and, for each, the Hugging Face layers that it is made of."""
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        LinearBase,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+
+    fused = getattr(model, "packed_modules_mapping", {})
+    found = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LinearBase) or getattr(layer, "quant_method", None) is None:
+            continue
+        name = name.removesuffix(".base_layer")  # inside a LoRA layer
+        prefix, _, leaf = name.rpartition(".")
+        leaves = fused.get(leaf, [leaf])
+        columns = getattr(layer, "input_size_per_partition", layer.input_size)
+        first_in = layer.tp_rank * columns if isinstance(layer, RowParallelLinear) else 0
+        widths = getattr(layer, "output_partition_sizes", [layer.output_size])
+        if len(widths) != len(leaves):
+            continue
+        parts, row = [], 0
+        for index, (part, rows) in enumerate(zip(leaves, widths, strict=True)):
+            rank = layer.tp_rank if isinstance(layer, ColumnParallelLinear) else 0
+            if isinstance(layer, QKVParallelLinear) and index > 0:
+                rank //= layer.num_kv_head_replicas
+            full = f"{prefix}.{part}" if prefix else part
+            parts.append(Part(full, row, rows, rank * rows, first_in))
+            row += rows
+        found.append(Linear(name, layer, row, columns, parts))
+    return found
+
+
+def nf4_code(device: Any) -> Any:
+    """The 16 values of NF4, (16,) float32."""
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type("nf4", device=device)
+
+
+def read_copy(directory: Path, linears: list[Linear], device: Any, copy: str) -> Any:
+    """Give every linear its NF4 copy; returns the dtype that it dequantizes to.
+
+    `ValueError` when a layer has no copy or when its shard does not fall on block boundaries.
+    """
+    import torch
+    from safetensors import safe_open
+
+    if not (directory / "index.json").is_file():
+        raise ValueError(f"{directory} is not there. Write the base again with `python -m merge base`")
+    index = json.loads((directory / "index.json").read_text())
+    files: dict[str, Any] = {}
+
+    def read(tensor: str, file: str) -> Any:
+        if file not in files:
+            files[file] = safe_open(directory / file, framework="pt")
+        return files[file].get_tensor(tensor)
+
+    dtype = torch.bfloat16
+    for linear in linears:
+        if linear.columns % BLOCK_SIZE:
+            raise ValueError(
+                f"{linear.name} has {linear.columns} input columns on this worker, which blocks of {BLOCK_SIZE} do "
+                "not divide. Lower server.tensor_parallel"
+            )
+        packed, absmax = [], []
+        for part in linear.parts:
+            weight = f"{part.name}.weight"
+            if weight not in index:
+                raise ValueError(f"{weight} is not in it. The base was made for another model")
+            rows = slice(part.first_out, part.first_out + part.rows)
+            # The whole layer's columns; equal to the shard's unless the layer is sharded by columns.
+            width = linear.layer.input_size
+            bytes_ = read(f"{weight}.packed", index[weight]).view(-1, width // 2)
+            scales = read(f"{weight}.absmax", index[weight]).view(-1, width // BLOCK_SIZE)
+            start, stop = part.first_in, part.first_in + linear.columns
+            packed.append(bytes_[rows, start // 2 : stop // 2])
+            absmax.append(scales[rows, start // BLOCK_SIZE : stop // BLOCK_SIZE])
+            dtype = getattr(torch, (files[index[weight]].metadata() or {}).get("dtype", "bfloat16"))
+        linear.packed = _place(torch.cat(packed).reshape(-1), device, copy)
+        linear.absmax = _place(torch.cat(absmax).reshape(-1), device, copy)
+    return dtype
+
+
+def _place(tensor: Any, device: Any, copy: str) -> Any:
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory() if copy == "host" else tensor.to(device)
+
+
+def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[str, tuple]:
+    """{layer: (A (r, columns), B (rows, r), scale)} of this worker's shard, on its device, in the file's dtype.
+
+    One read and one copy to the device for the whole file. `ValueError` for a tensor without a place.
+    """
+    from peft.utils.other import get_pattern_key
+
+    config = json.loads((directory / "adapter_config.json").read_text())
+    tensors = read_tensors(directory / "adapter_model.safetensors", device)
+    alphas, ranks = config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}
+    adapter: dict[str, tuple] = {}
+    for linear in linears:
+        for part in linear.parts:
+            a = tensors.pop(f"base_model.model.{part.name}.lora_A.weight", None)
+            b = tensors.pop(f"base_model.model.{part.name}.lora_B.weight", None)
+            if a is None and b is None:
+                continue
+            if a is None or b is None:
+                raise ValueError(f"{part.name} has one of its two factors only")
+            a = a[:, part.first_in : part.first_in + linear.columns]
+            b = b[part.first_out : part.first_out + part.rows]
+            rank = a.shape[0]
+            if a.shape[1] != linear.columns or b.shape != (part.rows, rank):
+                raise ValueError(f"{part.name} has factors of {tuple(a.shape)} and {tuple(b.shape)}")
+            declared = ranks.get(get_pattern_key(ranks, part.name), config["r"])
+            if rank != declared:
+                raise ValueError(f"{part.name} has rank {rank}, adapter_config.json says {declared}")
+            alpha = alphas.get(get_pattern_key(alphas, part.name), config["lora_alpha"])
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            adapter[part.name] = (a, b, scale)
+    if tensors:
+        raise ValueError(f"this server has no place for {sorted(tensors)[0]} ({len(tensors)} such tensors)")
+    return adapter
+
+
+def read_tensors(path: Path, device: Any) -> dict[str, Any]:
+    """The tensors of a safetensors file as views of one buffer on `device`; `ValueError` for a file that is cut."""
+    import numpy as np
+    import torch
+
+    content = np.fromfile(path, dtype=np.uint8)
+    length = int.from_bytes(content[:8].tobytes(), "little") if len(content) >= 8 else -1
+    if not 0 < length <= len(content) - 8:
+        raise ValueError(f"{path.name} is not a whole safetensors file")
+    header = json.loads(content[8 : 8 + length].tobytes())
+    header.pop("__metadata__", None)
+    data = torch.from_numpy(content[8 + length :]).to(device)
+    if any(entry["data_offsets"][1] > len(data) for entry in header.values()):
+        raise ValueError(f"{path.name} is not a whole safetensors file")
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    found = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        if entry["dtype"] not in dtypes:
+            raise ValueError(f"{name} is of type {entry['dtype']}")
+        piece = data[start:stop]
+        if start % 4:  # a view of another type needs an aligned start
+            piece = piece.clone()
+        found[name] = piece.view(dtypes[entry["dtype"]]).view(entry["shape"])
+    return found
+
+
+def merged_weights(state: State, adapter: dict[str, tuple], device: Any) -> Iterator[tuple[Linear, Any]]:
+    """(linear, dequantize(NF4) + s·B·A (rows, columns)) for every linear of the worker, rounded once."""
+    for linear, packed, absmax in _on_device(state.linears, device):
+        weight = dequantize(packed, absmax, state.code, (linear.rows, linear.columns), state.dtype)
+        for part in linear.parts:
+            if part.name in adapter:
+                a, b, scale = adapter[part.name]
+                add_update(weight[part.row : part.row + part.rows], a, b, scale)
+        yield linear, weight
+
+
+def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtype: Any) -> Any:
+    """The weight that the trainer's bitsandbytes computes with, (rows, columns) in `dtype`."""
+    import torch
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    state = QuantState(
+        absmax=absmax, shape=torch.Size(shape), code=code, blocksize=BLOCK_SIZE, quant_type="nf4", dtype=dtype
+    )
+    return dequantize_4bit(packed.view(-1, 1), state)
+
+
+def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
+    """weight += scale · b · a, in place: accumulated in float32, rounded once to the weight's dtype."""
+    if weight.is_cuda and a.dtype == weight.dtype:
+        # cuBLAS accumulates in float32, adds the weight and rounds.
+        weight.addmm_(b, a, alpha=scale)
+    else:
+        weight.copy_(weight.float().addmm_(b.float(), a.float(), alpha=scale))
+
+
+def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any, Any]]:
+    """Every linear with its NF4 copy on the device; a copy in host memory is fetched one layer ahead."""
+    import torch
+
+    if device.type != "cuda" or not linears or linears[0].packed.is_cuda:
+        yield from ((linear, linear.packed, linear.absmax) for linear in linears)
+        return
+    fetching, computing = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+
+    def fetch(linear: Linear) -> tuple:
+        with torch.cuda.stream(fetching):
+            pair = linear.packed.to(device, non_blocking=True), linear.absmax.to(device, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(fetching)
+        return (*pair, done)
+
+    ahead = fetch(linears[0])
+    for index, linear in enumerate(linears):
+        packed, absmax, done = ahead
+        if index + 1 < len(linears):
+            ahead = fetch(linears[index + 1])
+        computing.wait_event(done)
+        packed.record_stream(computing)
+        absmax.record_stream(computing)
+        yield linear, packed, absmax
+
+
+def write_weight(layer: Any, weight: Any) -> None:
+    """Make `weight` (rows, columns) what a vLLM layer computes with, through the layer's own quantization.
+
+    On a GPU every parameter keeps its address; `RuntimeError` when its shape would change.
+    """
+    from torch import nn
+
+    fresh = nn.Module()
+    kept = ("_parameters", "_buffers", "_modules", "_already_called_process_weights_after_loading")
+    fresh.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in kept})
+    fresh.weight = nn.Parameter(weight, requires_grad=False)
+    before = set(fresh.__dict__)
+    layer.quant_method.process_weights_after_loading(fresh)
+    for name, value in fresh._parameters.items():
+        current = getattr(layer, name, None)
+        if value is None or current is None or current.shape != value.shape or current.dtype != value.dtype:
+            if weight.is_cuda:
+                raise RuntimeError(f"{name} of {type(layer).__name__} would change its shape or type")
+            setattr(layer, name, value)
+        else:
+            current.data.copy_(value.data)
+    for name, value in fresh.__dict__.items():
+        # What a CPU kernel keeps beside the parameters: packed weights in a closure.
+        if name not in kept and (name not in before or value is not layer.__dict__.get(name)):
+            setattr(layer, name, value)
+
+
+def _vllm_context(worker: Any) -> Any:
+    """vLLM's configuration and default dtype, as while it loads a model."""
+    import contextlib
+
+    from vllm.config import set_current_vllm_config
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(set_current_vllm_config(worker.vllm_config))
+    stack.enter_context(set_default_torch_dtype(worker.model_config.dtype))
+    return stack
+
+
+def _synchronize(torch: Any, device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
