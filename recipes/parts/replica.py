@@ -9,6 +9,7 @@ import binascii
 import hashlib
 import json
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from requests.adapters import HTTPAdapter
 from recipes.parts.errors import KitError
 
 PROTOCOL = 1
+# What was tested; the server's own check and the trainer's are this one.
+VLLM_FROM, VLLM_BELOW = (0, 26), (0, 32)
 PREFIX = "/v1/rollout"
 CONNECT_TIMEOUT_S = 10.0
 # Contains what tokenizers differ in: digits, spaces, a control token, another script.
@@ -82,6 +85,12 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
+def is_tested_vllm(version: str) -> bool:
+    """Whether the kit was tested with this vLLM, e.g. "0.31.0" or "0.26.0+cu129"."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return bool(numbers) and VLLM_FROM <= tuple(map(int, numbers.groups())) < VLLM_BELOW
+
+
 class Replica:
     """The routes of one replica as methods; every failure is a `ReplicaError`. May be used from several threads.
 
@@ -92,6 +101,7 @@ class Replica:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy variable or a .netrc must not catch the rollouts
+        self._http.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
         self._http.mount("http://", _KeepAlive(pool_maxsize=connections))
         self._http.mount("https://", _KeepAlive(pool_maxsize=connections))
         if key := os.environ.get("VLLM_API_KEY"):
