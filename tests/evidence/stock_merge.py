@@ -1,0 +1,267 @@
+"""What stock TRL's weight sync does to an NF4 base, and what this kit's sync does. Evidence for README.md.
+
+TRL 1.16's own code is driven: `VLLMGeneration._iter_named_params`, which its `sync_weights` exhausts once per sync
+(twice for the first). It calls peft's `merge_adapter`, yields what a server would receive, calls `unmerge_adapter`.
+No server receives it here; the weights are read between the two calls and after the second.
+Beside it the kit's way: the adapter is written to a file, and what a server computes from that file is read back.
+
+    python tests/evidence/stock_merge.py --base models/tiny-base                        # random update, 1 % of |W|
+    python tests/evidence/stock_merge.py --base models/tiny-base --adapter runs/tiny/adapters/v000080 --grow 80
+
+Columns: `update` |ΔW| / |W|; `kept` the share of it that the merged weights hold, <merged - W, ΔW> / <ΔW, ΔW> with W
+as it was before that sync; `drift` |W_k - W_0| / |W_0|; `outward` the share of the changed weights that moved away
+from zero; accuracies are greedy, on held-out problems, adapter on and off.
+Left out: the training between two syncs. The adapter is the same in every sync, or with --grow N becomes larger by
+1/N of itself from sync to sync, as a run's does; it is never trained on the base that the syncs before it left.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from merge.base import BaseCheckpoint, dequantize, hash_nf4_model, load_nf4, plain_name
+from merge.merge import fold, read_adapter
+from merge.quantize import Retained, to_fp8
+from recipes.parts.errors import BadInput, run_command
+from recipes.parts.policy import load_adapter_weights, publish_adapter
+
+Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32
+RANK, ALPHA = 16, 32
+MAX_NEW_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The state of the base after `syncs` of TRL's syncs; accuracies are None where they were not measured."""
+
+    syncs: int
+    update: float
+    kept: float | None  # of the last sync's merge
+    drift: float
+    outward: float | None
+    accuracy_on: float | None = None
+    accuracy_off: float | None = None
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What syncs of this kit leave: the base's bytes, and the share of the update in what the server computes."""
+
+    base_unchanged: bool
+    kept_bf16: float
+    kept_fp8: float
+    accuracy_on: float | None = None
+    accuracy_off: float | None = None
+
+
+def load_policy(base: Path, adapter: Path | None = None, size: float = 0.01, seed: int = 0) -> torch.nn.Module:
+    """`base` in NF4 with a LoRA adapter: the published one of a run, else random with |ΔW| = `size`·|W| per layer."""
+    from peft import LoraConfig, get_peft_model
+
+    settings: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
+    if adapter:
+        facts = json.loads((adapter / "adapter_config.json").read_text())
+        settings = {key: facts[key] for key in (*settings, "use_rslora")}
+    torch.manual_seed(seed)
+    # float32 as in the small run's YAML; the base that an adapter of that run belongs to depends on it.
+    model = get_peft_model(load_nf4(base, "float32"), LoraConfig(**settings, task_type="CAUSAL_LM"))
+    if adapter:
+        load_adapter_weights(model, adapter)
+        return model.eval()
+    for layer in layers(model).values():
+        b = layer.lora_B["default"].weight.data
+        torch.nn.init.normal_(b)
+        b *= size * dequantize(layer).norm() / layer.get_delta_weight("default").norm()
+    return model.eval()
+
+
+def layers(model: torch.nn.Module) -> dict[str, Any]:
+    """{plain module name: peft layer} of the adapted NF4 linears."""
+    from peft.tuners.lora.bnb import Linear4bit
+
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def read_weights(model: torch.nn.Module) -> Weights:
+    """What the adapted layers' NF4 bytes mean now."""
+    return {name: dequantize(layer).float() for name, layer in layers(model).items()}
+
+
+@torch.no_grad()
+def wanted_updates(model: torch.nn.Module) -> Weights:
+    """s·B·A of every adapted layer."""
+    return {name: layer.get_delta_weight("default").float() for name, layer in layers(model).items()}
+
+
+def stock_generation(model: torch.nn.Module) -> Any:
+    """TRL's `VLLMGeneration` in server mode on one process, without its server."""
+    from accelerate import Accelerator
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    generation = VLLMGeneration.__new__(VLLMGeneration)  # its __init__ asks for a server
+    generation.model, generation.mode, generation._weight_metadata = model, "server", None
+    generation.accelerator = Accelerator(cpu=True)
+    generation._dist = DistributedBackend(generation.accelerator)
+    return generation
+
+
+def trl_sync(model: torch.nn.Module) -> Weights:
+    """One sync as TRL does it, without its receiver; returns the merged weights it passed through."""
+    merged: Weights = {}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message=".*4-bit linear may get different generations")
+        for _ in stock_generation(model)._iter_named_params():
+            merged = merged or read_weights(model)
+    return merged
+
+
+def kept_share(after: Weights, before: Weights, wanted: Weights) -> float:
+    """<after - before, wanted> / <wanted, wanted> over all layers."""
+    retained = Retained()
+    for name, delta in wanted.items():
+        retained.add(after[name], before[name], delta)
+    share = retained.share()
+    if share is None:
+        raise BadInput("the adapter's update is zero, so there is nothing to keep. Pass a trained adapter.")
+    return share
+
+
+def relative(change: Weights, of: Weights) -> float:
+    """|change| / |of| over all layers (Frobenius)."""
+    squares = [sum(tensor.double().square().sum().item() for tensor in side.values()) for side in (change, of)]
+    return (squares[0] / squares[1]) ** 0.5
+
+
+def outward_share(now: Weights, start: Weights) -> float | None:
+    """Of the weights that changed, the share whose magnitude grew; None when none changed."""
+    grew = sum(((now[name].abs() > start[name].abs()).sum().item()) for name in start)
+    changed = sum(((now[name] != start[name]).sum().item()) for name in start)
+    return grew / changed if changed else None
+
+
+def accuracies(model: torch.nn.Module, accuracy: Callable[[], float] | None) -> tuple[float | None, float | None]:
+    """With the adapter on and off; None without a way to measure."""
+    if accuracy is None:
+        return None, None
+    on = accuracy()
+    with model.disable_adapter():
+        return on, accuracy()
+
+
+def growing(model: torch.nn.Module, grow: int | None) -> Callable[[int], None]:
+    """A function that gives the adapter its size at a sync: syncs/grow of the whole, all of it from `grow` on."""
+    whole = {name: layer.lora_B["default"].weight.data.clone() for name, layer in layers(model).items()}
+
+    def set_size(syncs: int) -> None:
+        for name, layer in layers(model).items():
+            layer.lora_B["default"].weight.data = whole[name] * (min(1.0, syncs / grow) if grow else 1.0)
+
+    return set_size
+
+
+def measure_stock(
+    model: torch.nn.Module, at: list[int], accuracy: Callable[[], float] | None = None, grow: int | None = None
+) -> Iterator[Stock]:
+    """The base after each number of syncs in `at`; the model's base is spoiled afterwards."""
+    start, set_size = read_weights(model), growing(model, grow)
+    before, kept = start, None
+    for syncs in range(max(at) + 1):
+        set_size(syncs)
+        wanted = wanted_updates(model)
+        if syncs:
+            kept = kept_share(trl_sync(model), before, wanted)
+            before = read_weights(model)
+        if syncs in at:
+            drift = relative({name: before[name] - start[name] for name in start}, start)
+            outward = outward_share(before, start)
+            yield Stock(syncs, relative(wanted, start), kept, drift, outward, *accuracies(model, accuracy))
+
+
+@torch.no_grad()
+def measure_ours(
+    model: torch.nn.Module,
+    base: Path,
+    syncs: int = 1,
+    accuracy: Callable[[], float] | None = None,
+    grow: int | None = None,
+) -> Ours:
+    """`syncs` syncs of this kit: the adapter to a file, and from the last file what the server computes with.
+
+    The server's weight is dequantize(NF4) + s·B·A, summed in float32 and rounded once to BF16, then for an FP8 server
+    quantized per output channel; the share is against the base as that server holds it.
+    """
+    facts, before, set_size = hash_nf4_model(model), read_weights(model), growing(model, grow)
+    checkpoint = BaseCheckpoint(base, facts)
+    with tempfile.TemporaryDirectory() as folder:
+        for version in range(1, syncs + 1):
+            set_size(version)
+            directory = publish_adapter(model, Path(folder) / f"v{version:06d}", version, facts["hash"])
+        written = read_adapter(directory, checkpoint)
+    wanted = wanted_updates(model)
+    bf16 = {name: fold(checkpoint, f"{name}.weight", written[f"{name}.weight"]) for name in wanted}
+    held = {name: before[name].to(torch.bfloat16) for name in wanted}
+    fp8, held_fp8 = ({name: to_fp8(weight)[1] for name, weight in side.items()} for side in (bf16, held))
+    on, off = accuracies(model, accuracy)
+    same = hash_nf4_model(model)["hash"] == facts["hash"]
+    set_size(grow or 0)
+    return Ours(same, kept_share(bf16, held, wanted), kept_share(fp8, held_fp8, wanted), on, off)
+
+
+def greedy_accuracy(model: torch.nn.Module, tokenizer: Any, rows: list[dict]) -> float:
+    """Share of `rows` (question, answer) whose greedy completion boxes the answer."""
+    from eval.generate import generate
+    from reward.answer import boxed_answer
+
+    asked = [[{"role": "user", "content": row["question"]}] for row in rows]
+    made = generate(model, tokenizer, asked, MAX_NEW_TOKENS, batch_size=100)
+    return sum(boxed_answer(one.text) == row["answer"] for one, row in zip(made, rows, strict=True)) / len(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--base", type=Path, required=True, help="what recipes/tiny_base.py wrote")
+    parser.add_argument("--adapter", type=Path, help="a published adapter of a run on that base; default: random")
+    parser.add_argument("--size", type=float, default=0.01, help="|ΔW|/|W| of the random adapter")
+    parser.add_argument("--grow", type=int, help="let the adapter grow from nothing to its size over so many syncs")
+    parser.add_argument("--syncs", type=int, nargs="+", default=[0, 1, 5, 10, 20], help="after how many to look")
+    parser.add_argument("--problems", type=int, default=200, help="held-out problems for the accuracies")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(options.base, padding_side="left")
+    rows = [json.loads(line) for line in (options.base / "heldout.jsonl").read_text().splitlines()]
+    rows = rows[: options.problems]
+    model = load_policy(options.base, options.adapter, options.size, options.seed)
+
+    def accuracy() -> float:
+        return greedy_accuracy(model, tokenizer, rows)
+
+    print(f"adapter {options.adapter or 'random'}, {len(rows)} held-out problems")
+    last = max(options.syncs)
+    ours = measure_ours(model, options.base, last, accuracy, options.grow)
+    print(
+        f"this kit after {last} syncs: base {'unchanged' if ours.base_unchanged else 'CHANGED'}, kept "
+        f"{ours.kept_bf16:.3f} on a BF16 server, {ours.kept_fp8:.3f} on an FP8 server; accuracy with the adapter on "
+        f"{ours.accuracy_on:.3f}, off {ours.accuracy_off:.3f}"
+    )
+    print("stock syncs | update | kept | drift | outward | accuracy, adapter on | off")
+    for row in measure_stock(model, options.syncs, accuracy, options.grow):
+        values = (row.update, row.kept, row.drift, row.outward, row.accuracy_on, row.accuracy_off)
+        print(row.syncs, *("–" if value is None else f"{value:.4f}" for value in values), sep=" | ", flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)
