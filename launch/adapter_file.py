@@ -1,0 +1,167 @@
+"""An adapter as a rollout server sees it before any weight is touched, and the reasons to refuse it.
+
+Names and shapes come from the file's header: no tensor is read, neither torch nor vLLM is needed.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Initializations that rewrite the base weight, so that B·A belongs to another base than the one that is served.
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
+PREFIX = "base_model.model."
+DTYPES = ("BF16", "F16", "F32")
+
+
+class Refused(Exception):
+    """An adapter that this server cannot serve as the trainer computes it; the message is the reason and the fix."""
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """The header of an adapter: `shapes` {tensor name: shape}, `dtypes` {tensor name: safetensors type}."""
+
+    directory: Path
+    config: dict
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a server has room for; None where it is not known.
+
+    `modules` are the layers that may be adapted, `shapes` their weights' (out, in), `max_rank` the largest rank.
+    """
+
+    modules: frozenset[str] | None
+    shapes: dict[str, tuple[int, int]]
+    max_rank: int | None
+
+
+def read_header(path: Path) -> tuple[dict[str, dict], dict[str, str]]:
+    """({tensor name: {"dtype", "shape", "data_offsets"}}, metadata) of a safetensors file.
+
+    `Refused` when the file is missing, cut short or no safetensors file.
+    """
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if not 0 < length <= size - 8:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", None) or {}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except FileNotFoundError:
+        raise Refused(f"{path} does not exist as this server sees it: {_SHARE}") from None
+    except PermissionError:
+        raise Refused(f"{path} may not be read by this server's user: {_SHARE}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{path} is not a whole safetensors file: {error}. Write it again.") from None
+    if size != 8 + length + end:
+        raise Refused(f"{path} has {size} bytes, its header says {8 + length + end}: not written to the end.")
+    return header, metadata
+
+
+_SHARE = "share the run directory with it under the same path, or set rollout.transport to body."
+
+
+def read_adapter(directory: Path) -> AdapterFile:
+    """Header and configuration of a peft adapter directory; `Refused` when one is missing or broken."""
+    directory = Path(directory)
+    header, _ = read_header(directory / "adapter_model.safetensors")
+    try:
+        config = json.loads((directory / "adapter_config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise Refused(f"{directory}/adapter_config.json cannot be read: {error}. Write the adapter again.") from None
+    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return AdapterFile(directory, config, shapes, {name: entry["dtype"] for name, entry in header.items()})
+
+
+def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
+    """{layer name: (out, in)} of every two-dimensional weight of a checkpoint but embeddings and the output layer.
+
+    Empty when `directory` holds no safetensors file.
+    """
+    found = {}
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        for name, entry in read_header(file)[0].items():
+            module, _, leaf = name.rpartition(".")
+            if leaf == "weight" and len(entry["shape"]) == 2 and module.split(".")[-1] not in NOT_LAYERS:
+                found[module] = tuple(entry["shape"])
+    return found
+
+
+def check(adapter: AdapterFile, room: Room) -> None:
+    """`Refused`, with every reason at once, when `adapter` is not a plain LoRA that fits into `room`."""
+    reasons = [*_configured(adapter.config), *_tensors(adapter, room)]
+    if reasons:
+        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        raise Refused(f"{adapter.directory} cannot be served: {'; '.join(reasons[:3])}{more}.")
+
+
+def _configured(config: dict) -> list[str]:
+    found = []
+    if config.get("peft_type") != "LORA":
+        found.append(f"peft_type is {config.get('peft_type')!r}, only LORA is served")
+    if config.get("use_dora"):
+        found.append("use_dora: DoRA rescales the merged weight, which s·B·A does not; train with use_dora=False")
+    if config.get("modules_to_save"):
+        found.append(f"modules_to_save {config['modules_to_save']}: trained copies have no place; train without them")
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        found.append("trained biases (bias or lora_bias) have no place; train with bias='none'")
+    if config.get("fan_in_fan_out"):
+        found.append("fan_in_fan_out: the factors are transposed (Conv1D models)")
+    if config.get("target_parameters"):
+        found.append("target_parameters: adapters on bare parameters (fused experts) have no place")
+    init = str(config.get("init_lora_weights", True)).lower()
+    if init.startswith(BASE_CHANGING_INITS):
+        found.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
+    return found
+
+
+def _tensors(adapter: AdapterFile, room: Room) -> list[str]:
+    if not adapter.shapes:
+        return ["it holds no tensor"]
+    found: list[str] = []
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in adapter.shapes.items():
+        module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if factor not in ("lora_A", "lora_B") or not name.endswith(".weight") or not name.startswith(PREFIX):
+            found.append(f"{name} is not lora_A or lora_B of a linear layer; train with a plain LoraConfig")
+        elif module.split(".")[-1] in NOT_LAYERS:
+            found.append(f"it adapts {module}; embeddings and the output layer are served unadapted, leave it out")
+        elif adapter.dtypes[name] not in DTYPES:
+            found.append(f"{name} is of type {adapter.dtypes[name]}, not {', '.join(DTYPES)}")
+        else:
+            layers.setdefault(module, {})[factor] = shape
+    for module, factors in layers.items():
+        found += _layer(module, factors, adapter.config, room)
+    return found
+
+
+def _layer(module: str, factors: dict[str, tuple[int, ...]], config: dict, room: Room) -> list[str]:
+    if room.modules is not None and module not in room.modules:
+        return [f"it adapts {module}, which the served model does not have or cannot adapt"]
+    if len(factors) != 2:
+        return [f"{module} has {next(iter(factors))} without the other factor"]
+    a, b = factors["lora_A"], factors["lora_B"]
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return [f"{module} has A {a} and B {b}, which do not multiply"]
+    if module in room.shapes and (b[0], a[1]) != room.shapes[module]:
+        return [f"{module} has A {a} and B {b} for a weight of {room.shapes[module]}"]
+    if room.max_rank is not None and a[0] > room.max_rank:
+        return [f"{module} has rank {a[0]}, the server was started with --max-lora-rank {room.max_rank}"]
+    # peft scales by alpha over the configured rank; with patterns the worker looks the module's own up.
+    if not config.get("rank_pattern") and _is_other_rank(config.get("r"), a[0]):
+        return [f"{module} has rank {a[0]}, adapter_config.json says {config.get('r')}"]
+    return []
+
+
+def _is_other_rank(configured: Any, rank: int) -> bool:
+    return not isinstance(configured, int) or configured != rank

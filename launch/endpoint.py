@@ -1,0 +1,398 @@
+"""The routes that a rollout server needs and vLLM does not have, added to vLLM's own server by its own option:
+
+    --middleware launch.endpoint.RolloutEndpoint
+
+Everything is under /v1/rollout, so vLLM's API key guards it. Token ids and log-probs travel in binary, nothing is
+detokenized, and a request names the adapter version that it wants: another one served is an error, not an answer.
+Written for vllm 0.26 to 0.31; imports vllm inside functions only.
+"""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.adapter_file import Refused, read_header
+from launch.versions import Problem, Version, Versions
+from recipes.parts.replica import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids, tokenizer_hash
+
+NF4_COPY = "GRPO_KIT_NF4_COPY"
+WAYS = ("adapter", "remerge")
+SAMPLING = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int}
+
+
+class RolloutEndpoint:
+    """ASGI middleware that adds the routes to the application it is added to, once, and passes everything on."""
+
+    def __init__(self, app: Callable):
+        self.app = app
+        self._is_attached = False
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        # The application stands in the scope, not in the constructor, which gets the next middleware.
+        if not self._is_attached and scope.get("app") is not None:
+            attach(scope["app"])
+            self._is_attached = True
+        await self.app(scope, receive, send)
+
+
+def attach(app: Any) -> None:
+    """Add the routes to vLLM's FastAPI application; `RuntimeError` when its servers would not share one state."""
+    arguments = getattr(app.state, "args", None)
+    if (getattr(arguments, "api_server_count", None) or 1) > 1 or (
+        getattr(arguments, "data_parallel_size", None) or 1
+    ) > 1:
+        raise RuntimeError(
+            "launch.endpoint keeps the served version in one process: start one server per replica, without "
+            "--api-server-count and --data-parallel-size."
+        )
+    routes = Routes(app)
+    for method, action in (
+        ("GET", "info"),
+        *(("POST", name) for name in ("generate", "score", "stage", "activate", "discard", "sleep", "wake")),
+    ):
+        app.router.add_route(f"{PREFIX}/{action}", routes.handler(action), methods=[method])
+
+
+class Routes:
+    """The handlers of one server. vLLM's engine is looked up with the first request: it is set after the start."""
+
+    def __init__(self, app: Any):
+        self.app = app
+        self._numbers = itertools.count()
+
+    @functools.cached_property
+    def engine(self) -> Any:
+        return self.app.state.engine_client
+
+    @functools.cached_property
+    def versions(self) -> Versions:
+        directory = Path(self.engine.vllm_config.model_config.model)
+        copy = os.environ.get(NF4_COPY, "gpu")
+        return Versions(self.engine, self.app.state.openai_serving_models, directory, base_hash(directory), copy)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return self.engine.vllm_config.model_config.get_vocab_size()
+
+    def handler(self, action: str) -> Callable[[Any], Awaitable[Any]]:
+        """The route of `action`: its answer as JSON, every failure as {"error": sentence} with its status."""
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
+
+        act = getattr(self, action)
+
+        async def handle(request: Request) -> Any:
+            try:
+                return JSONResponse(await act(request))
+            except Problem as problem:
+                return JSONResponse({"error": problem.text}, problem.status)
+            except ClientGone:
+                return JSONResponse({"error": "the client hung up."}, 499)
+            except Exception as error:  # the client is told what vLLM's log says
+                return JSONResponse({"error": f"{type(error).__name__}: {str(error)[:500]}"}, 500)
+
+        return handle
+
+    # GET /v1/rollout/info
+
+    async def info(self, request: Any) -> dict:
+        """What this server holds, serves and can do."""
+        config, versions = self.engine.vllm_config, self.versions
+        ways, refused, modules = await versions.ways()
+        served = versions.served
+        return {
+            "protocol": PROTOCOL,
+            "vllm": vllm_version(),
+            "model": str(config.model_config.model),
+            "base_hash": versions.base_hash,
+            "weights": config.model_config.quantization or "bf16",
+            "kv_cache": str(config.cache_config.cache_dtype),
+            "logprobs_mode": str(config.model_config.logprobs_mode),
+            "max_model_len": config.model_config.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "vocab_size": self.vocab_size,
+            "tokenizer_hash": await self._tokenizer_hash(),
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
+            "sync": ways,
+            "refused": refused,
+            "max_lora_rank": versions.max_lora_rank,
+            "modules": modules,
+            "served": served and {"way": served.way, "session": served.session, "version": served.version},
+            "damaged": versions.damaged,
+            "sleep_enabled": bool(config.model_config.enable_sleep_mode),
+            "asleep": await versions.is_asleep(),
+            "pid": os.getpid(),
+        }
+
+    async def _tokenizer_hash(self) -> str | None:
+        if not hasattr(self, "_hash"):
+            tokenizer = self.engine.get_tokenizer()
+            if inspect.isawaitable(tokenizer):
+                tokenizer = await tokenizer
+            # Sorting 150,000 names takes long enough to be felt by the requests under way.
+            self._hash = tokenizer and await asyncio.to_thread(tokenizer_hash, tokenizer)
+        return self._hash
+
+    # POST /v1/rollout/generate and score
+
+    async def generate(self, request: Any) -> dict:
+        """n samples of one prompt from the named version."""
+        body = await read_object(request)
+        ids = self._ids(body.get("token_ids"), "token_ids")
+        for key, kind in SAMPLING.items():
+            if not isinstance(body.get(key), kind) or isinstance(body[key], bool):
+                raise Problem(400, f"{key} must be a number, it is {body.get(key)!r:.60}.")
+        stops = body.get("stop_token_ids") or []
+        if not isinstance(stops, list) or not all(isinstance(one, int) for one in stops):
+            raise Problem(400, f"stop_token_ids must be a list of token ids, it is {stops!r:.60}.")
+        self._check_sizes(len(ids), body["n"], body["max_tokens"])
+        served = self.versions.serving(*version_of(body))
+        sampling = {key: body[key] for key in SAMPLING}
+        params = sampling_params(**sampling, stop_token_ids=stops, logprobs=0)
+        (output,) = await self._engine_outputs(request, [ids], params, served, str(body.get("request_id") or "none"))
+        samples = [sample(one) for one in sorted(output.outputs, key=lambda one: one.index)]
+        return {"version": served and served.version, "samples": samples}
+
+    async def score(self, request: Any) -> dict:
+        """Log-probs of given sequences, every token given those before it, at temperature 1."""
+        body = await read_object(request)
+        sequences = body.get("sequences")
+        if not isinstance(sequences, list) or not sequences:
+            raise Problem(400, "sequences must be a list of token id sequences.")
+        ids = [self._ids(text, f"sequences[{place}]") for place, text in enumerate(sequences)]
+        for one in ids:
+            if len(one) < 2:
+                raise Problem(400, "a sequence of one token has nothing to score.")
+            self._check_sizes(len(one), 1, 1)
+        served = self.versions.serving(*version_of(body), may_be_base=True)
+        params = sampling_params(n=1, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = await self._engine_outputs(request, ids, params, served, "score")
+        return {
+            "version": served and served.version,
+            "logprobs": [
+                encode_floats(flat_floats(one.prompt_logprobs, len(one.prompt_token_ids), 1)) for one in outputs
+            ],
+        }
+
+    def _ids(self, text: Any, where: str) -> list[int]:
+        try:
+            ids = decode_ids(text)
+        except ValueError as error:
+            raise Problem(400, f"{where} is not base64 of int32 token ids: {error}.") from None
+        if not len(ids):
+            raise Problem(400, f"{where} is empty.")
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise Problem(400, f"{where} holds the id {wrong}, the served model has {self.vocab_size} tokens.")
+        return ids.tolist()
+
+    def _check_sizes(self, length: int, n: int, max_tokens: int) -> None:
+        config = self.engine.vllm_config
+        longest, most = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
+        if n < 1 or max_tokens < 1:
+            raise Problem(400, f"n ({n}) and max_tokens ({max_tokens}) must be at least 1.")
+        if n > most:
+            raise Problem(400, f"n ({n}) is above the server's --max-num-seqs {most}. Start it with {n} or more.")
+        if length + max_tokens > longest:
+            raise Problem(
+                400,
+                f"{length} tokens and {max_tokens} new ones are more than the server's --max-model-len {longest}. "
+                f"Start it with {length + max_tokens} or more.",
+            )
+
+    async def _engine_outputs(
+        self, request: Any, prompts: list[list[int]], params: Any, served: Version | None, name: str
+    ) -> list[Any]:
+        """vLLM's final output per prompt; `Problem` when the weights changed meanwhile or a request was aborted."""
+        epoch = self.versions.epoch
+        lora = served.lora if served else None
+        work = asyncio.gather(
+            *(final_output(self.engine, ids, params, f"rollout-{name}-{next(self._numbers)}", lora) for ids in prompts)
+        )
+        try:
+            outputs = await unless_gone(request, work)
+        except (ValueError, TypeError) as error:  # what vLLM's own checks of a request raise
+            raise Problem(400, f"vLLM refuses the request: {error}") from None
+        self.versions.check_epoch(epoch)
+        return outputs
+
+    # POST /v1/rollout/stage, activate, discard, sleep, wake
+
+    async def stage(self, request: Any) -> dict:
+        """Load an adapter version from a directory or from the body, without serving it."""
+        query = request.query_params
+        if missing := [key for key in ("way", "run", "session", "version", "base_hash") if not query.get(key)]:
+            raise Problem(400, f"stage needs the query parameters {', '.join(missing)}.")
+        way, version = query["way"], query["version"]
+        if way not in WAYS or not version.isdecimal():
+            raise Problem(400, f"way ({way}) must be one of {', '.join(WAYS)}, version ({version}) a number.")
+        is_private = request.headers.get("content-type", "").startswith("application/octet-stream")
+        directory = await self._receive(request) if is_private else await named_directory(request)
+        arguments = (way, query["run"], query["session"], int(version), query["base_hash"])
+        return {"seconds": await self.versions.stage(*arguments, directory, is_private)}
+
+    async def _receive(self, request: Any) -> Path:
+        """A private directory with the adapter of the body."""
+        directory = self.versions.files.make()
+        try:
+            with open(directory / "adapter_model.safetensors", "wb") as file:
+                async for chunk in request.stream():
+                    file.write(chunk)
+            config = read_header(directory / "adapter_model.safetensors")[1].get("adapter_config")
+            if config is None:
+                raise Refused("the body's metadata has no adapter_config: send the file as the trainer writes it.")
+            (directory / "adapter_config.json").write_text(config)
+        except BaseException as error:
+            self.versions.files.remove(directory)
+            if isinstance(error, Refused):
+                raise Problem(422, str(error)) from None
+            raise
+        return directory
+
+    async def activate(self, request: Any) -> dict:
+        """Serve a staged version."""
+        started = time.perf_counter()
+        seconds = await self.versions.activate(*named_version(await read_object(request)))
+        return {"seconds": {**seconds, "total": time.perf_counter() - started}}
+
+    async def discard(self, request: Any) -> dict:
+        """Forget a staged version."""
+        await self.versions.discard(*named_version(await read_object(request)))
+        return {}
+
+    async def sleep(self, request: Any) -> dict:
+        """Free the GPU memory."""
+        return {"seconds": await self.versions.sleep()}
+
+    async def wake(self, request: Any) -> dict:
+        """Weights and KV cache back."""
+        return {"seconds": await self.versions.wake()}
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was there."""
+
+
+async def unless_gone(request: Any, work: asyncio.Future) -> Any:
+    """The result of `work`, which is cancelled (and aborted in the engine) when the client hangs up."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ClientGone
+    finally:
+        for task in (work, watch):
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+
+async def final_output(engine: Any, ids: list[int], params: Any, request_id: str, lora: Any) -> Any:
+    """vLLM's one RequestOutput of a prompt; `Problem` 503 when the engine aborted it."""
+    output = None
+    # The rendered form of a token prompt: vLLM's renderer would only wrap the ids.
+    prompt = {"type": "token", "prompt_token_ids": ids}
+    async for answer in engine.generate(prompt, params, request_id, lora_request=lora):
+        output = answer
+    reasons = {one.finish_reason for one in output.outputs} if output is not None else {"nothing"}
+    if not reasons <= {"stop", "length"}:
+        raise Problem(503, f"vLLM ended the request with {', '.join(sorted(map(str, reasons)))}.")
+    return output
+
+
+def sampling_params(**options: Any) -> Any:
+    """vLLM's parameters for one answer at the end: token ids and log-probs, no text."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    fixed = {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return SamplingParams(**options, **fixed)
+
+
+def sample(output: Any) -> dict:
+    """One completion for the wire."""
+    count = len(output.token_ids)
+    return {
+        "token_ids": encode_ids(output.token_ids),
+        "logprobs": encode_floats(flat_floats(output.logprobs, count, 0)),
+        "finish_reason": output.finish_reason,
+    }
+
+
+def flat_floats(flat: Any, positions: int, empty: int) -> np.ndarray:
+    """(positions - empty,) float32: the first log-prob of every position of vLLM's FlatLogprobs, which is the sampled
+    or given token's; the first `empty` positions have none."""
+    if len(flat.start_indices) != positions:
+        raise RuntimeError(f"vLLM returned {len(flat.start_indices)} log-probs for {positions} tokens")
+    values = np.asarray(flat.logprobs, dtype="<f4")
+    wanted = positions - empty
+    return values if len(values) == wanted else values[np.asarray(flat.start_indices[empty:])]
+
+
+async def read_object(request: Any) -> dict:
+    """The JSON object of a request; `Problem` 400 when there is none."""
+    try:
+        body = json.loads(await request.body())
+        if not isinstance(body, dict):
+            raise ValueError("it is not an object")
+    except ValueError as error:
+        raise Problem(400, f"the body is not a JSON object: {error}.") from None
+    return body
+
+
+async def named_directory(request: Any) -> Path:
+    """The absolute directory that a stage request names."""
+    path = (await read_object(request)).get("path")
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        raise Problem(400, f"path must be an absolute directory, it is {path!r:.80}.")
+    return Path(path)
+
+
+def version_of(body: dict) -> tuple[str | None, int | None]:
+    """(session, version) that a request asks for, both None for the base."""
+    session, version = body.get("session"), body.get("version")
+    if session is None and version is None:
+        return None, None
+    if not isinstance(session, str) or not isinstance(version, int):
+        raise Problem(400, f"session ({session!r:.40}) must be text and version ({version!r:.40}) a number.")
+    return session, version
+
+
+def named_version(body: dict) -> tuple[str, int]:
+    """(session, version) of a request that must name one."""
+    session, version = version_of(body)
+    if session is None:
+        raise Problem(400, "session and version are missing.")
+    return session, version
+
+
+def base_hash(directory: Path) -> str | None:
+    """The NF4 hash of a directory that `python -m merge base` wrote, else None."""
+    try:
+        found = json.loads((directory / "manifest.json").read_text()).get("base_hash")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def vllm_version() -> str:
+    """vLLM's version without a local part such as +cpu."""
+    import vllm
+
+    return vllm.__version__.split("+")[0]

@@ -1,0 +1,59 @@
+"""Directories for adapters that arrive in a request's body: in memory where there is /dev/shm, and never left behind.
+
+Each server process has one root with a lock held on it. Roots whose lock is free belong to processes that died and
+are removed by the next one, also from another container that shares the memory.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "rollout-adapters-"
+LOCK = ".lock"
+
+
+class PrivateFiles:
+    """Private directories of this process; the root is made with the first one."""
+
+    def __init__(self, parent: Path | None = None):
+        memory = Path("/dev/shm")
+        usable = memory.is_dir() and os.access(memory, os.W_OK)
+        self.parent = parent or (memory if usable else Path(tempfile.gettempdir()))
+        self._root: Path | None = None
+        self._lock: int | None = None
+
+    def make(self) -> Path:
+        """A new empty directory that only this user can read."""
+        if self._root is None:
+            self._remove_abandoned()
+            self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.parent))
+            self._lock = os.open(self._root / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            atexit.register(self.close)
+        return Path(tempfile.mkdtemp(dir=self._root))
+
+    def remove(self, directory: Path | None) -> None:
+        """Remove a directory of `make`; None is fine."""
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove everything."""
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            os.close(self._lock)
+            self._root = None
+
+    def _remove_abandoned(self) -> None:
+        for root in self.parent.glob(f"{PREFIX}*"):
+            with contextlib.suppress(OSError):
+                lock = os.open(root / LOCK, os.O_RDWR)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(root, ignore_errors=True)
+                finally:
+                    os.close(lock)

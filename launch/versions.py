@@ -1,0 +1,347 @@
+"""The adapter versions of one rollout server: what is staged, what is served, and how one becomes the other.
+
+Two ways. `adapter`: vLLM serves the adapter unmerged, by a name that no other version ever has. `remerge`: the
+workers fold it into their weights. Every change of state runs under one lock, and a change that fails leaves the
+version before it served, or the server marked as damaged: never weights that nobody can name.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.adapter_file import AdapterFile, Refused, Room, check, checkpoint_shapes, read_adapter
+from launch.private_files import PrivateFiles
+
+REMERGE = "launch.remerge.Remerge"
+Key = tuple[str, int]
+
+
+class Problem(Exception):
+    """A request that is answered with an HTTP status and a sentence."""
+
+    def __init__(self, status: int, text: str):
+        self.status, self.text = status, text
+        super().__init__(text)
+
+
+@dataclass
+class Version:
+    """One staged version; `lora` is vLLM's LoRARequest (adapter), `directory` is ours to remove (body transport)."""
+
+    way: str
+    run: str
+    session: str
+    version: int
+    lora: Any = None
+    directory: Path | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.session, self.version
+
+    @property
+    def name(self) -> str:
+        return f"{self.session}/{self.version}"
+
+
+class Versions:
+    """State of one server. `engine` is vLLM's engine client, `models` its OpenAIServingModels."""
+
+    def __init__(self, engine: Any, models: Any, base_dir: Path, base_hash: str | None, nf4_copy: str):
+        self.engine, self.models = engine, models
+        self.base_dir, self.base_hash, self.nf4_copy = base_dir, base_hash, nf4_copy
+        self.staged: dict[Key, Version] = {}
+        self.served: Version | None = None
+        self.epoch = 0  # counts changes of the weights in place: an answer that spans one is of no version
+        self.damaged: str | None = None
+        self.asleep = False
+        self.files = PrivateFiles()
+        self._lock = asyncio.Lock()
+        self._names: Counter[str] = Counter()
+        self._folded = False  # whether the weights ever were anything but the base
+        self._setup: asyncio.Task | None = None
+        self.shapes = checkpoint_shapes(base_dir) if base_dir.is_dir() else {}
+
+    # What the server can do ------------------------------------------------------------------------------------
+
+    @property
+    def max_lora_rank(self) -> int | None:
+        lora = getattr(self.engine.vllm_config, "lora_config", None)
+        return lora.max_lora_rank if lora else None
+
+    async def ways(self) -> tuple[list[str], dict[str, str], list[str] | None]:
+        """(ways that work, {way: why it does not}, layers that an adapter may target); sets remerge up if need be."""
+        ways, refused, modules = [], {}, sorted(self.shapes) or None
+        if self.max_lora_rank is None:
+            refused["adapter"] = "the server was started without --enable-lora"
+        else:
+            ways.append("adapter")
+        try:
+            modules = await self._remerge_modules()
+            ways.append("remerge")
+        except Problem as problem:
+            refused["remerge"] = problem.text
+        return ways, refused, modules
+
+    async def _remerge_modules(self) -> list[str]:
+        """The layers that the workers can recompute; `Problem` says why they cannot."""
+        if getattr(self.engine.vllm_config.parallel_config, "worker_extension_cls", "") != REMERGE:
+            raise Problem(400, f"the server was started without --worker-extension-cls {REMERGE}")
+        if not (self.base_dir / "nf4" / "index.json").is_file():
+            raise Problem(
+                400, f"{self.base_dir} has no NF4 copy (nf4/index.json). Write it again with python -m merge base"
+            )
+        if self._setup is None:
+            self._setup = asyncio.ensure_future(self._set_up_remerge())
+        # One set-up for all who ask; a client that hangs up must not end it.
+        return await asyncio.shield(self._setup)
+
+    async def _set_up_remerge(self) -> list[str]:
+        try:
+            described = await self._workers("remerge_describe")
+            if why := next((answer["why"] for answer in described if answer.get("why")), None):
+                raise Problem(500, why)
+            await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy)
+        except Exception as error:
+            raise Problem(500, f"the workers cannot fold adapters in: {error}") from None
+        return described[0]["modules"]
+
+    async def _workers(self, method: str, *args: Any) -> list[dict]:
+        """Every worker's answer; `Problem` 500 with the first reason when one has an error."""
+        answers = await self.engine.collective_rpc(method, None, args, {})
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                of = f" (rank {rank} of {len(answers)})" if len(answers) > 1 else ""
+                raise Problem(500, f"{method}{of}: {answer['error']}")
+        return answers
+
+    # Changes of state ------------------------------------------------------------------------------------------
+
+    async def stage(
+        self, way: str, run: str, session: str, version: int, base_hash: str, directory: Path, is_private: bool
+    ) -> float:
+        """Check and load an adapter without serving it; returns seconds. A private directory is removed with it."""
+        started = time.perf_counter()
+        entry = Version(way, run, session, version, directory=directory if is_private else None)
+        try:
+            async with self._lock:
+                self._check_state(entry, base_hash)
+                await self._drop_older_sessions(run, session, keep=self.served if way == "remerge" else None)
+                await (self._stage_remerge if way == "remerge" else self._stage_adapter)(entry, directory)
+                self.staged[entry.key] = entry
+        finally:
+            if self.staged.get(entry.key) is not entry or way == "remerge":
+                # The workers hold a remerged adapter's tensors; vLLM may read an unmerged one from disk again.
+                self.files.remove(entry.directory)
+        return time.perf_counter() - started
+
+    def _check_state(self, entry: Version, base_hash: str) -> None:
+        self._check_usable()
+        if entry.key in self.staged:
+            raise Problem(409, f"{entry.name} is staged already: discard it first, or use another version number.")
+        if base_hash != self.base_hash:
+            held = self.base_hash or "an unknown one: its directory was not written by python -m merge base"
+            raise Problem(
+                409,
+                f"the adapter belongs to the base {base_hash}, this server holds {held}. Write the base of this run "
+                "with python -m merge base and start the server on it.",
+            )
+        other = next((one for one in self.staged.values() if one.way != entry.way and one.run != entry.run), None)
+        if (entry.way == "adapter" and self._folded) or other:
+            raise Problem(
+                409,
+                f"this server has served another run by {other.way if other else 'remerge'}; by {entry.way} it would "
+                "serve this adapter on other weights. Restart the server.",
+            )
+
+    def _check_usable(self) -> None:
+        if self.damaged:
+            raise Problem(500, self.damaged)
+        if self.asleep:
+            raise Problem(503, "the server is asleep: POST /v1/rollout/wake first.")
+
+    async def _drop_older_sessions(self, run: str, session: str, keep: Version | None) -> None:
+        for entry in [*self.staged.values()]:
+            if entry.run == run and entry.session != session and entry is not keep:
+                await self._forget(entry)
+
+    async def _stage_remerge(self, entry: Version, directory: Path) -> None:
+        modules = await self._remerge_modules()
+        self._check_adapter(directory, Room(frozenset(modules), self.shapes, None))
+        try:
+            await self._workers("remerge_stage", entry.name, str(directory))
+        except Problem as problem:
+            await self._discard_on_workers(entry)
+            raise Problem(422, problem.text) from None
+        except BaseException:
+            await self._discard_on_workers(entry)
+            raise
+
+    async def _stage_adapter(self, entry: Version, directory: Path) -> None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        if self.max_lora_rank is None:
+            raise Problem(400, "the server was started without --enable-lora and --max-lora-rank.")
+        modules = frozenset(self.shapes) if self.shapes else None
+        self._check_adapter(directory, Room(modules, self.shapes, self.max_lora_rank))
+        name = f"{entry.run}-{entry.session}-v{entry.version:06d}"
+        self._names[name] += 1
+        if self._names[name] > 1:
+            # vLLM's prefix cache is keyed by the name: one that was used before may be answered from old blocks.
+            name = f"{name}-{self._names[name]}"
+        answer = await self.models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=str(directory)))
+        if not isinstance(answer, str):
+            raise Problem(422, f"vLLM did not load {directory}: {answer.error.message}")
+        entry.lora = self.models.lora_requests[name]
+
+    def _check_adapter(self, directory: Path, room: Room) -> AdapterFile:
+        try:
+            adapter = read_adapter(directory)
+            check(adapter, room)
+        except Refused as error:
+            raise Problem(422, str(error)) from None
+        return adapter
+
+    async def activate(self, session: str, version: int) -> dict[str, float]:
+        """Serve a staged version; returns seconds by part. A failure leaves the one before it served."""
+        async with self._lock:
+            self._check_usable()
+            entry = self.staged.get((session, version))
+            if entry is None:
+                known = ", ".join(one.name for one in self.staged.values()) or "nothing"
+                raise Problem(409, f"{session}/{version} is not staged; staged: {known}.")
+            if entry is self.served:
+                return {}
+            seconds = await self._fold_in(entry) if entry.way == "remerge" else {}
+            self.served = entry
+            await self._drop_older_sessions(entry.run, entry.session, keep=None)
+            return seconds
+
+    async def _fold_in(self, entry: Version) -> dict[str, float]:
+        """Recompute the workers' weights while nothing is generated and nothing is cached."""
+        seconds, before = {}, self.served
+        with _timed(seconds, "pause"):
+            await self.engine.pause_generation(mode="abort", clear_cache=True)
+        self.epoch += 1
+        self._folded = True
+        try:
+            with _timed(seconds, "remerge"):
+                await self._workers("remerge_activate", entry.name)
+        except BaseException as error:
+            await self._unfold(before, error)
+            raise
+        finally:
+            self.epoch += 1
+            with _timed(seconds, "resume"):
+                await self._reset_prefix_cache()
+                await self.engine.resume_generation()
+        return seconds
+
+    async def _unfold(self, before: Version | None, error: BaseException) -> None:
+        """The version before back in the weights, or the server marked as damaged."""
+        self.damaged = (
+            f"a change of the weights failed ({str(error)[:300]}): they are of no version. Restart the server."
+        )
+        if before is not None:
+            with contextlib.suppress(Exception):
+                await self._workers("remerge_activate", before.name)
+                self.damaged = None
+
+    async def _reset_prefix_cache(self) -> None:
+        for _ in range(50):
+            # False while blocks are still in use; they are not for long, everything was aborted.
+            if await self.engine.reset_prefix_cache() is not False:
+                return
+            await asyncio.sleep(0.02)
+        self.damaged = "the prefix cache could not be reset, it may hold another version's. Restart the server."
+
+    async def discard(self, session: str, version: int) -> None:
+        """Forget a staged version; one that is not there is fine, the served one is a `Problem`."""
+        async with self._lock:
+            entry = self.staged.get((session, version))
+            if entry is not None and entry is self.served:
+                raise Problem(409, f"{entry.name} is being served: activate another version first.")
+            if entry is not None:
+                await self._forget(entry)
+
+    async def _forget(self, entry: Version) -> None:
+        self.staged.pop(entry.key, None)
+        if entry is self.served:
+            self.served = None
+        if entry.way == "remerge":
+            await self._discard_on_workers(entry)
+        else:
+            from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+            await self.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=entry.lora.lora_name))
+            # Unloading makes vLLM forget the name; this gives the slot back.
+            await self.engine.remove_lora(entry.lora.lora_int_id)
+        self.files.remove(entry.directory)
+
+    async def _discard_on_workers(self, entry: Version) -> None:
+        with contextlib.suppress(Exception):
+            await self._workers("remerge_discard", entry.name)
+
+    async def sleep(self) -> float:
+        """Weights to host memory, no KV cache; returns seconds."""
+        started = time.perf_counter()
+        async with self._lock:
+            self._check_sleeps()
+            if not self.asleep:
+                # Requests that arrive while it falls asleep must find it so.
+                self.asleep = True
+                self.epoch += 1
+                await self.engine.sleep(level=1)
+        return time.perf_counter() - started
+
+    async def wake(self) -> float:
+        """Weights and KV cache back in place; returns seconds."""
+        started = time.perf_counter()
+        async with self._lock:
+            self._check_sleeps()
+            if self.asleep:
+                await self.engine.wake_up()
+                self.asleep = False
+        return time.perf_counter() - started
+
+    async def is_asleep(self) -> bool:
+        """Whether the engine sleeps, also when another route put it to sleep."""
+        # While an adapter is folded in, the engine is paused, which vLLM does not tell from asleep.
+        return self.asleep or (not self._lock.locked() and bool(await self.engine.is_sleeping()))
+
+    def _check_sleeps(self) -> None:
+        if not self.engine.vllm_config.model_config.enable_sleep_mode:
+            raise Problem(400, "the server was started without --enable-sleep-mode (server.sleep: true).")
+
+    # What a request is answered from ---------------------------------------------------------------------------
+
+    def serving(self, session: str | None, version: int | None, may_be_base: bool = False) -> Version | None:
+        """The version that a request names, None for the base; `Problem` when it is not what is served."""
+        self._check_usable()
+        served = self.served
+        asked = None if session is None and version is None else (session, version)
+        if asked == (served.key if served else None):
+            return served
+        if asked is None and may_be_base and not self._folded:
+            return None
+        held = served.name if served else "the base"
+        wanted = "the base" if asked is None else f"{session}/{version}"
+        raise Problem(409, f"this server serves {held}, not {wanted}.")
+
+    def check_epoch(self, epoch: int) -> None:
+        """`Problem` when the weights changed since `epoch`: such an answer belongs to no version."""
+        if epoch != self.epoch:
+            raise Problem(409, "the served version changed, or the server went to sleep, during this request.")
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Any:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[part] = time.perf_counter() - started
