@@ -187,16 +187,25 @@ def hash_nf4_model(model: torch.nn.Module) -> dict:
     if not states:
         raise BadInput("the model has no NF4 layer, so it has no NF4 base to hash. Load it with merge.base.load_nf4.")
     config = getattr(model, "config", None)
+    where = {"model": getattr(config, "_name_or_path", None), "revision": getattr(config, "_commit_hash", None)}
+    return base_facts(tensors, offsets, quantized, states[0], **where)
+
+
+def base_facts(
+    tensors: dict[str, str], offsets: dict[str, float], quantized: list[str], state: Any, model: Any, revision: Any
+) -> dict:
+    """The content of `base.json`: tensor hashes, offsets and names of the quantized layers, and what the bitsandbytes
+    quant state of one of them says about all."""
     return {
         "hash": hash_pairs(tensors),
-        "model": getattr(config, "_name_or_path", None),
-        "revision": getattr(config, "_commit_hash", None),
+        "model": model,
+        "revision": revision,
         "quantization": {
-            "type": states[0].quant_type,
-            "double_quantization": states[0].nested,
-            "block_size": states[0].blocksize,
-            "storage_dtype": _dtype_name(states[0].dtype),
-            "device": states[0].absmax.device.type,
+            "type": state.quant_type,
+            "double_quantization": state.nested,
+            "block_size": state.blocksize,
+            "storage_dtype": _dtype_name(state.dtype),
+            "device": state.absmax.device.type,
         },
         "quantized": sorted(quantized),
         "tensors": tensors,
@@ -215,7 +224,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     digest = hashlib.blake2b(str(tuple(tensor.shape)).encode(), digest_size=16)
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), HASH_BYTES // 4):
-        digest.update(_bytes(flat[start : start + HASH_BYTES // 4].float()))
+        digest.update(tensor_bytes(flat[start : start + HASH_BYTES // 4].float()))
     return digest.hexdigest()
 
 
@@ -228,11 +237,12 @@ def hash_quantized(packed: torch.Tensor, state: Any) -> str:
         parts += [state.offset, state.state2.absmax, state.state2.code]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     for part in parts:
-        digest.update(_bytes(part))
+        digest.update(tensor_bytes(part))
     return digest.hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's values as bytes in host memory, row-major; no copy when that is how it lies there."""
     return memoryview(tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy())
 
 
@@ -312,6 +322,25 @@ def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
         return {single.name: list(file.keys())}
 
 
+def select_shards(directory: Path, wanted: set[str], config: Any, complaint: str) -> dict[str, list[str]]:
+    """{shard file: its tensors among `wanted`} of a checkpoint.
+
+    `BadInput`, which begins with `complaint`, when one of them is not there or the checkpoint has any other. A tied
+    checkpoint may carry the output embedding a second time; the model has it once.
+    """
+    listed = checkpoint_shards(directory)
+    shards = {file: [name for name in names if name in wanted] for file, names in listed.items()}
+    found = {name for names in listed.values() for name in names}
+    extra = sorted(found - wanted)
+    if extra and getattr(config, "tie_word_embeddings", False):
+        extra = [name for name in extra if name.removesuffix(".weight") not in _output_embedding(config)]
+    if extra:
+        raise BadInput(f"{complaint}: it has {extra[0]}, which the base has not.")
+    if absent := sorted(wanted - found):
+        raise BadInput(f"{complaint}: it has no {absent[0]} ({len(absent)} of {len(wanted)}).")
+    return shards
+
+
 class BaseCheckpoint:
     """The original checkpoint read as the dequantized NF4 base that a run was trained on, one tensor at a time.
 
@@ -329,17 +358,8 @@ class BaseCheckpoint:
             "cuda" if info["quantization"].get("device") == "cuda" and torch.cuda.is_available() else "cpu"
         )
         self.quantized = {f"{name}.weight" for name in info["quantized"]}
-        shards = checkpoint_shards(self.directory)
-        self.shards = {file: [n for n in names if n in info["tensors"]] for file, names in shards.items()}
+        self.shards = select_shards(self.directory, set(info["tensors"]), self.config, self._stranger())
         self.files = {name: file for file, names in self.shards.items() for name in names}
-        extra = sorted({n for names in shards.values() for n in names} - set(self.files))
-        if getattr(self.config, "tie_word_embeddings", False):
-            # A tied checkpoint may carry the output embedding a second time; the model has it once.
-            extra = [name for name in extra if name.removesuffix(".weight") not in _output_embedding(self.config)]
-        if extra:
-            raise BadInput(f"{self._stranger()}: it has {extra[0]}, which the base has not.")
-        if absent := sorted(set(info["tensors"]) - set(self.files)):
-            raise BadInput(f"{self._stranger()}: it has no {absent[0]} ({len(absent)} of {len(info['tensors'])}).")
         self._open: tuple[str, Any] | None = None
 
     def _stranger(self) -> str:

@@ -2,63 +2,165 @@
 
 The trainer computes with dequantized NF4 weights. A server that holds the original ones samples from a policy about
 9 % of weight error away; one that holds this checkpoint (in BF16, or quantized to FP8 by vLLM as it loads) does not.
+Beside it lies the NF4 copy (nf4/), of which a server makes its weights anew with each adapter.
 """
 
 import argparse
+import contextlib
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from merge.base import BaseCheckpoint, find_checkpoint, hash_nf4_model, load_nf4, unquantized_config
-from merge.merge import write_bf16
-from merge.verify import release_memory
+from merge.base import checkpoint_shards, find_checkpoint, unquantized_config
+from merge.merge import COMPANIONS, write_config
+from merge.stream import NF4_FOLDER, Original, Plan, plan_base, write_base
+from merge.verify import default_device
 from recipes.parts.config import Config, load_config
-from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import read_json, read_manifest, write_json
+from recipes.parts.errors import DONE, BadInput, CheckFailed
+from recipes.parts.rundir import (
+    MANIFEST,
+    base_directory,
+    file_hash,
+    publish,
+    read_json,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m merge base", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--config", required=True, help="YAML of the run; its model and policy groups are read")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; a whole one is reused")
-    parser.add_argument("--dry_run", action="store_true", help="check the input, write nothing")
+    parser.add_argument(
+        "--config", required=True, help="YAML of the run; its model, policy and server groups are read"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="directory to write; default server.base or models/bases/<model>; a whole one is reused",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
     arguments, overrides = parser.parse_known_args(argv)
     config = load_config(arguments.config, overrides)
+    out = arguments.out or base_directory(config)
     if config.model.path is not None and not Path(config.model.path).is_dir():
         raise BadInput(f"model.path {config.model.path} does not exist (seen from {Path.cwd()}).")
     source = config.model.source
-    commit = getattr(unquantized_config(source, config.model.revision), "_commit_hash", None)
+    described = unquantized_config(source, config.model.revision)
+    commit = getattr(described, "_commit_hash", None)
     origin = {
         "model": str(Path(source).resolve()) if config.model.path else source,
         "revision": config.model.revision or commit,
     }
-    if arguments.out.exists():
-        manifest = check_reusable(arguments.out, config, origin)
-        print(f"{arguments.out} is there already (NF4 hash {manifest['base_hash'][:12]})")
+    if out.exists():
+        manifest = check_reusable(out, config, origin, commit, refresh=not arguments.dry_run)
+        print(f"{out} is there already (NF4 hash {manifest['base_hash'][:12]})")
         return DONE
     if arguments.dry_run:
-        print(f"would write the dequantized NF4 form of {source} to {arguments.out}")
+        place = find_checkpoint(source, config.model.revision, weights=False)
+        plan = plan_base(described) if config.model.path is None else _open(config, place).plan
+        check_space(out, plan)
+        print(f"would write {out}: {source} as dequantized NF4, {sizes(plan)}; it is not there yet")
         return DONE
     place = find_checkpoint(source, config.model.revision)
-    model = load_nf4(place, config.model.dtype, config.policy.double_quantization)
-    info = hash_nf4_model(model) | origin
-    del model
-    release_memory()
-    if not info["quantized"]:
-        raise BadInput(f"{source} has no linear layer to quantize.")
-
-    def add_facts(directory: Path) -> dict:
-        write_json(directory / "base.json", info)
-        return {}
-
-    facts = {"policy": "base", "base_hash": info["hash"], "adapter_version": None, "adapter_hash": None}
-    write_bf16(BaseCheckpoint(place, info), {}, arguments.out, add_facts, **facts)
-    print(f"wrote {arguments.out}: {source} as dequantized NF4 in BF16, NF4 hash {info['hash'][:12]}")
+    info = export(_open(config, place), out, origin, None if config.model.path else commit)
+    made_on = info["quantization"]["device"]
+    print(f"wrote {out}: {source} as dequantized NF4 in BF16, NF4 hash {info['hash'][:12]} as a {made_on} makes it")
     return DONE
 
 
-def check_reusable(directory: Path, config: Config, origin: dict) -> dict:
+def _open(config: Config, place: Path) -> Original:
+    return Original(place, config.model.dtype, config.policy.double_quantization, default_device())
+
+
+def sizes(plan: Plan) -> str:
+    """What the base takes on the disk, in words."""
+    return f"{_spell(plan.weights_bytes())} in BF16 and {_spell(plan.copy_bytes())} of NF4 copy"
+
+
+def _spell(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def check_space(out: Path, plan: Plan) -> None:
+    """`BadInput` when the disk has less room than the base takes."""
+    existing = next(parent for parent in [out, *out.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if plan.weights_bytes() + plan.copy_bytes() > free:
+        raise BadInput(
+            f"{existing} has {_spell(free)} free and the base needs {sizes(plan)}. Make room, or choose another place "
+            "with --out."
+        )
+
+
+def export(source: Original, out: Path, origin: dict, commit: str | None) -> dict:
+    """Publish the base of `source` at `out` and return its base.json.
+
+    `origin` is the model and revision to record; `commit` that of a hub model, None for a local one, whose files are
+    recorded instead. `CheckFailed`, and nothing at `out`, when the disk is full or a file changes meanwhile.
+    """
+    check_space(out, source.plan)
+    with publish(out) as partial, recorded(source.directory, commit) as files:
+        print(f"writing {out}: {sizes(source.plan)}", flush=True)
+        info = write_base(source, partial, **origin)
+        write_config(source.directory, partial, None)
+        write_json(partial / "base.json", info)
+        made_from = {"commit": commit, "files": {name: future.result() for name, future in files.items()}}
+        if commit is None and (change := changed_source(made_from, source.directory)):
+            raise CheckFailed(f"{source.directory} changed while it was read: {change}. Start again.")
+        facts = {"policy": "base", "base_hash": info["hash"], "adapter_version": None, "adapter_hash": None}
+        write_manifest(partial, "checkpoint", format="bf16", **facts, source=made_from)
+    return info
+
+
+def source_files(directory: Path) -> list[Path]:
+    """Everything of a checkpoint that its base is made of: weights, index, config, tokenizer."""
+    companions = [directory / name for name in COMPANIONS]
+    companions += [file for folder in companions if folder.is_dir() for file in sorted(folder.rglob("*"))]
+    names = ["config.json", "model.safetensors.index.json", *checkpoint_shards(directory)]
+    return [file for file in [*(directory / name for name in names), *companions] if file.is_file()]
+
+
+def fingerprint(file: Path) -> dict:
+    """Size, time and content of a file; the time is read first, so that a change while it is read shows."""
+    stat = file.stat()
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "blake2b": file_hash(file)}
+
+
+@contextlib.contextmanager
+def recorded(directory: Path, commit: str | None) -> Iterator[dict[str, Future]]:
+    """{file: its fingerprint to come} of a local checkpoint, computed beside the block; a commit needs none."""
+    files = [] if commit else source_files(directory)
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield {str(file.relative_to(directory)): pool.submit(fingerprint, file) for file in files}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def changed_source(made_from: dict, directory: Path) -> str | None:
+    """What differs between the files recorded and those at `directory`, in words; None when nothing does.
+
+    A file of the same size and time counts as the same; when only its time differs, its content decides.
+    """
+    now = {str(file.relative_to(directory)): file for file in source_files(directory)}
+    if names := sorted(set(now) ^ set(made_from["files"])):
+        return f"{names[0]} is {'new' if names[0] in now else 'gone'}"
+    for name, was in made_from["files"].items():
+        stat = now[name].stat()
+        if stat.st_size != was["bytes"]:
+            return f"{name} has {stat.st_size} bytes, it had {was['bytes']}"
+        if stat.st_mtime_ns != was["mtime_ns"] and file_hash(now[name]) != was["blake2b"]:
+            return f"{name} has other content"
+    return None
+
+
+def check_reusable(directory: Path, config: Config, origin: dict, commit: str | None, refresh: bool = True) -> dict:
     """The manifest of a checkpoint that is the dequantized base of `config`; `BadInput` names what differs.
 
-    `origin` holds the model and revision that the configuration stands for.
+    `origin` holds the model and revision that the configuration stands for, `commit` that of a hub model now. With
+    `refresh`, the times of files that were only touched are recorded, so that their content is not compared again.
     """
     manifest = read_manifest(directory, "checkpoint")
     info = read_json(directory / "base.json")
@@ -78,10 +180,40 @@ def check_reusable(directory: Path, config: Config, origin: dict) -> dict:
         "model.dtype": config.model.dtype,
         "policy.double_quantization": config.policy.double_quantization,
     }
+    fix = f"Remove it (rm -r {directory}) and run this command again, or choose another place with --out."
     if wrong := [key for key, value in wanted.items() if found[key] != value]:
         key = wrong[0]
         raise BadInput(
             f"{directory} exists and is not the base of this configuration: its {key} is {found[key]!r}, the "
-            f"configuration says {wanted[key]!r}. Remove it, or choose another place with --out."
+            f"configuration says {wanted[key]!r}. {fix}"
         )
+    if quantization.get("device") == "cpu" and default_device().type == "cuda":
+        raise BadInput(
+            f"{directory} holds NF4 as a CPU makes it. A trainer on this machine's GPU makes other bytes of the same "
+            f"weights, and its hash would not be the server's. {fix}"
+        )
+    made_from = manifest.get("source")
+    if made_from is None or f"{NF4_FOLDER}/index.json" not in manifest["files"]:
+        raise BadInput(
+            f"{directory} was written by an earlier version of this kit, without its NF4 copy (nf4/). {fix}"
+        )
+    if config.model.path is None and commit is not None:
+        change = None if made_from["commit"] == commit else f"commit {made_from['commit']}, now {commit}"
+    else:
+        change = changed_source(made_from, find_checkpoint(origin["model"], config.model.revision))
+    if change:
+        raise BadInput(f"{directory} was made before {origin['model']} changed ({change}). {fix}")
+    if refresh:
+        record_times(directory, manifest, Path(origin["model"]))
     return manifest
+
+
+def record_times(directory: Path, manifest: dict, source: Path) -> None:
+    """Write the times that the source's files have now into the manifest; without the right to, leave it."""
+    files = manifest["source"]["files"]
+    touched = {name: (source / name).stat().st_mtime_ns for name in files}
+    if any(files[name]["mtime_ns"] != time for name, time in touched.items()):
+        for name, time in touched.items():
+            files[name]["mtime_ns"] = time
+        with contextlib.suppress(OSError):
+            write_json(directory / MANIFEST, manifest)

@@ -4,6 +4,7 @@ The sum is taken in float32 and rounded once. Covers: rsLoRA, rank and alpha pat
 reason: DoRA, modules_to_save, trained biases, adapters that change the base (PiSSA and its kin), embedding adapters.
 """
 
+import contextlib
 import json
 import math
 import shutil
@@ -172,23 +173,35 @@ def write_shards(directory: Path, shards: Iterator[tuple[str, dict[str, torch.Te
     for file, tensors in shards:
         if not tensors:
             continue
-        try:
+        with writing(directory / file):
             save_file({name: t.contiguous() for name, t in tensors.items()}, directory / file, {"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            free = shutil.disk_usage(directory).free
-            raise CheckFailed(
-                f"could not write {directory / file}: {error}. {free / 2**20:.0f} MiB are free there. "
-                "Nothing of this checkpoint was kept; make room or choose another place with --out."
-            ) from None
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
         del tensors  # or it would stay while the next shard is built
     if len(set(weight_map.values())) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_index(directory, weight_map, total)
     else:
         only = directory / next(iter(weight_map.values()))
         only.rename(directory / "model.safetensors")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """`CheckFailed` with the free space when what the block writes to `path` does not fit on the disk."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(path.parent).free
+        raise CheckFailed(
+            f"could not write {path}: {error}. {free / 2**20:.0f} MiB are free there. "
+            "Nothing of this checkpoint was kept; make room or choose another place with --out."
+        ) from None
+
+
+def write_index(directory: Path, weight_map: dict[str, str], total: int) -> None:
+    """Write the index of a checkpoint of several shards: {tensor: its file} and the bytes of all tensors."""
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_config(source: Path, directory: Path, quantization: dict | None) -> None:

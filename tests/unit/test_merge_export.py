@@ -1,25 +1,35 @@
 """`python -m merge base`: what it records, what it reuses, and what it refuses to take for its own."""
 
 import json
+import os
+import re
 import shutil
 
 import pytest
+import torch
 import yaml
 
+from merge import export as merge_export
 from merge.__main__ import main
+from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import read_json, read_manifest, write_json, write_manifest
+from recipes.parts.rundir import base_directory, read_json, read_manifest, write_json, write_manifest
 from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def export(folder, out, *flags, **model) -> int:
-    """The command on a configuration of the tiny model, with `model` over its model group."""
+def settings(**model) -> dict:
+    """A configuration of the tiny model, with `model` over its model group."""
     model = {"id": "tiny", "path": str(shared_model()), "dtype": "float32", **model}
-    config = {"run": {"name": "tiny"}, "model": model, "train": {"max_steps": 1}, "data": {"path": "problems.jsonl"}}
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    return main(["base", "--config", str(folder / "run.yaml"), "--out", str(out), *flags])
+    return {"run": {"name": "tiny"}, "model": model, "train": {"max_steps": 1}, "data": {"path": "problems.jsonl"}}
+
+
+def export(folder, out, *flags, **model) -> int:
+    """The command on `settings`; without `out`, where the base lies by default."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings(**model)))
+    place = [] if out is None else ["--out", str(out)]
+    return main(["base", "--config", str(folder / "run.yaml"), *place, *flags])
 
 
 @pytest.fixture
@@ -92,3 +102,175 @@ def test_of_a_hub_id_the_commit_is_recorded_unless_a_revision_is_asked_for(tmp_p
     assert (info["model"], info["revision"]) == ("owner/tiny", recorded)
     assert read_manifest(tmp_path / "out", "checkpoint", deep=True)["base_hash"] == info["hash"]
     assert export(tmp_path, tmp_path / "out", **arguments) == 0
+
+
+@pytest.fixture
+def own(tmp_path):
+    """(a copy of the tiny checkpoint, the base made of it)."""
+    source = shutil.copytree(shared_model(), tmp_path / "own")
+    assert export(tmp_path, tmp_path / "base", path=str(source)) == 0
+    return source, tmp_path / "base"
+
+
+def set_time(file) -> None:
+    os.utime(file, ns=(1, 1))
+
+
+def flip_byte(file) -> None:
+    """Another content of the same size, at another time."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    set_time(file)
+
+
+SHARD = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: flip_byte(f / SHARD), rf"{SHARD} has other content"),
+        (lambda f: (f / "chat_template.jinja").write_text("{{ x }}"), "chat_template.jinja has 7 bytes, it had"),
+        (lambda f: flip_byte(f / "tokenizer.json"), "tokenizer.json has other content"),
+        (lambda f: (f / "generation_config.json").unlink(), "generation_config.json is gone"),
+        (lambda f: (f / "added_tokens.json").write_text("{}"), "added_tokens.json is new"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_changed_under_its_path_is_noticed(own, tmp_path, change, message):
+    source, base = own
+    change(source)
+    with pytest.raises(BadInput, match=rf"base was made before .*own changed \({message}.*rm -r .*base"):
+        export(tmp_path, base, path=str(source))
+
+
+def test_touched_files_are_compared_by_content_once(own, tmp_path, monkeypatch):
+    source, base = own
+    read = []
+    monkeypatch.setattr(
+        merge_export,
+        "file_hash",
+        lambda file, hashed=merge_export.file_hash: (read.append(file.name), hashed(file))[1],
+    )
+    for file in source.iterdir():
+        set_time(file)
+    assert export(tmp_path, base, "--dry_run", path=str(source)) == 0
+    assert SHARD in read
+    before = len(read)
+    assert export(tmp_path, base, path=str(source)) == 0
+    assert len(read) == 2 * before  # a dry run records nothing
+    assert export(tmp_path, base, path=str(source)) == 0
+    assert len(read) == 2 * before
+    flip_byte(source / SHARD)
+    os.utime(source / SHARD, ns=(2, 2))
+    with pytest.raises(BadInput, match="has other content"):
+        export(tmp_path, base, path=str(source))
+
+
+def test_a_moved_branch_of_a_hub_model_is_noticed(tmp_path, monkeypatch):
+    from transformers import AutoConfig
+
+    read, commits = AutoConfig.from_pretrained, iter([COMMIT, "f" * 40])
+    config = read(str(shared_model()))
+
+    def from_hub(path, **options):
+        if path != "owner/tiny":
+            return read(path)
+        config._commit_hash = next(commits)
+        return config
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_hub)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(shared_model()))
+    assert export(tmp_path, tmp_path / "out", id="owner/tiny", path=None, revision="main") == 0
+    with pytest.raises(BadInput, match=rf"made before owner/tiny changed \(commit {COMMIT}, now ffff"):
+        export(tmp_path, tmp_path / "out", id="owner/tiny", path=None, revision="main")
+
+
+def drop_copy(folder) -> None:
+    shutil.rmtree(folder / "nf4")
+    manifest = {k: v for k, v in read_json(folder / "manifest.json").items() if k not in ("kind", "files", "created")}
+    write_manifest(folder, "checkpoint", **manifest)
+
+
+def drop_source(folder) -> None:
+    write_json(
+        folder / "manifest.json", {k: v for k, v in read_json(folder / "manifest.json").items() if k != "source"}
+    )
+
+
+@pytest.mark.parametrize("older", [drop_copy, drop_source])
+def test_a_base_of_an_earlier_version_is_refused_with_the_way_to_remake_it(written, tmp_path, older):
+    older(written)
+    with pytest.raises(
+        BadInput, match=r"earlier version .* Remove it \(rm -r .*exported\) and run this command again"
+    ):
+        export(tmp_path, written)
+
+
+def test_a_base_made_on_a_cpu_is_refused_where_the_trainer_has_a_gpu(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(merge_export, "default_device", lambda: torch.device("cuda", 0))
+    with pytest.raises(BadInput, match="NF4 as a CPU makes it"):
+        export(tmp_path, written)
+
+
+@pytest.mark.parametrize(
+    ("model", "server", "place"),
+    [
+        ({"id": "Qwen/Qwen3-8B", "path": None}, {}, "models/bases/Qwen3-8B"),
+        ({"path": "models/tiny-base/"}, {}, "models/bases/tiny-base"),
+        ({"path": "/"}, {}, "models/bases"),
+        ({"path": "x"}, {"base": "/data/held"}, "/data/held"),
+    ],
+)
+def test_the_base_lies_where_the_configuration_says(model, server, place):
+    assert str(base_directory(config_from_dict({**settings(**model), "server": server}))) == place
+
+
+def test_a_model_given_as_the_current_directory_has_that_directorys_name(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert str(base_directory(config_from_dict(settings(path=".")))) == "models/bases/mine"
+
+
+def test_without_out_the_base_is_written_and_found_again_at_its_default_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert export(tmp_path, None) == 0
+    place = tmp_path / "models/bases" / shared_model().name
+    assert read_manifest(place, "checkpoint", deep=True)["policy"] == "base"
+    assert export(tmp_path, None) == 0
+    assert f"models/bases/{shared_model().name} is there already" in capsys.readouterr().out
+    with pytest.raises(BadInput, match=f"models/bases/{shared_model().name} exists and is not the base"):
+        export(tmp_path, None, dtype="bfloat16")
+    assert export(tmp_path, None, f"--server.base={tmp_path / 'elsewhere'}", dtype="bfloat16") == 0
+    assert (tmp_path / "elsewhere/base.json").is_file()
+
+
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(written, tmp_path, capsys):
+    out = tmp_path / "new"
+    assert export(tmp_path, out, "--dry_run") == 0
+    said = capsys.readouterr().out
+    assert f"would write {out}" in said and "it is not there yet" in said
+    assert not out.exists()
+    stored = sum(file.stat().st_size for file in written.glob("*.safetensors"))
+    copied = sum(file.stat().st_size for file in written.glob("nf4/*.safetensors"))
+    estimates = [float(number) * 2**20 for number in re.findall(r"([\d.]+) MiB", said)]
+    assert estimates == [pytest.approx(stored, abs=0.06 * 2**20), pytest.approx(copied, abs=0.06 * 2**20)]
+    assert export(tmp_path, written, "--dry_run") == 0
+    assert "is there already" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_hub_model_downloads_no_weights(tmp_path, monkeypatch, capsys):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(shared_model()))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: config)
+    patterns = []
+
+    def download(*_, allow_patterns, **__):
+        patterns.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert export(tmp_path, tmp_path / "out", "--dry_run", id="owner/tiny", path=None) == 0
+    assert "0.8 MiB in BF16 and 0.2 MiB of NF4 copy" in capsys.readouterr().out
+    assert "*.safetensors" not in patterns

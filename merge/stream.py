@@ -1,0 +1,276 @@
+"""The dequantized NF4 base and its NF4 copy, written tensor by tensor from the original checkpoint, without the model.
+
+Covers: which weights transformers quantizes, from the model's shapes alone; the facts of `base.json`, equal to those
+of the loaded model; safetensors files written in place. Memory: one tensor with what quantizing it takes.
+Not covered: models whose parameters are named or laid out otherwise than in their checkpoint (fused experts, Conv1D).
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from merge.base import (
+    BLOCK_SIZE,
+    base_facts,
+    checkpoint_shards,
+    hash_quantized,
+    hash_tensor,
+    quantize_weight,
+    select_shards,
+    tensor_bytes,
+    unquantized_config,
+)
+from merge.merge import write_index, writing
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import write_json
+
+NF4_FOLDER = "nf4"
+SAFETENSORS_NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What transformers makes of a checkpoint when it loads it in NF4."""
+
+    shapes: dict[str, tuple[int, ...]]  # of every parameter, in the model's order; a tied one once
+    quantized: frozenset[str]  # the weights among them that become NF4
+    tied: dict[str, str]  # {name a checkpoint may carry besides: the parameter it is}
+
+    def weights_bytes(self) -> int:
+        """Size of the tensors in BF16."""
+        return sum(2 * math.prod(shape) for shape in self.shapes.values())
+
+    def copy_bytes(self) -> int:
+        """Size of the tensors of the NF4 copy."""
+        return sum(copy_sizes(self.shapes[name])[0] + 4 * copy_sizes(self.shapes[name])[1] for name in self.quantized)
+
+
+def copy_sizes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(packed bytes, block maxima) of a weight in NF4."""
+    numel = math.prod(shape)
+    return -(-numel // 2), -(-numel // BLOCK_SIZE)
+
+
+def plan_base(config: Any) -> Plan:
+    """The plan of a transformers config, by transformers' own quantizer on a model without weights.
+
+    `BadInput` when nothing would be quantized, and for Conv1D layers, whose weights it turns before quantizing them.
+    """
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoHfQuantizer.from_config(settings, pre_quantized=False).preprocess_model(model, device_map={"": "cpu"})
+    model.tie_weights()
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    if not layers:
+        raise BadInput(f"{config.name_or_path or 'the model'} has no linear layer to quantize.")
+    for name, module in layers.items():
+        if getattr(module, "source_cls", torch.nn.Linear) is not torch.nn.Linear:
+            raise BadInput(f"{name} is a {module.source_cls.__name__}: only models of nn.Linear layers are supported.")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tied = {name: owner for name, owner in model.all_tied_weights_keys.items() if name not in shapes}
+    return Plan(shapes, frozenset(f"{name}.weight" for name in layers), tied)
+
+
+class Original:
+    """An original checkpoint, to be read as its NF4 base.
+
+    Opening reads the headers only, unless the output embedding is there a second time. `BadInput` when the checkpoint
+    is quantized already or its tensors are not those of the model that its config.json describes.
+    """
+
+    def __init__(self, directory: Path, dtype: str, double_quantization: bool, device: torch.device | str = "cpu"):
+        self.directory = Path(directory)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.double_quantization = double_quantization
+        self.device = device
+        config = unquantized_config(self.directory)
+        self.plan = plan_base(config)
+        complaint = f"{self.directory} is not the model that its config.json describes"
+        shards = select_shards(self.directory, set(self.plan.shapes), config, complaint)
+        self.shards = {file: names for file, names in shards.items() if names}
+        self.files = {name: file for file, names in self.shards.items() for name in names}
+        for file, names in self.shards.items():
+            with safe_open(self.directory / file, framework="pt") as opened:
+                for name in names:
+                    if (found := tuple(opened.get_slice(name).get_shape())) != (wanted := self.plan.shapes[name]):
+                        raise BadInput(f"{complaint}: {name} is {found}, it should be {wanted}.")
+        self._check_tied()
+
+    def _check_tied(self) -> None:
+        """`BadInput` when a tied weight is stored twice and differs: transformers would load both, vLLM one."""
+        for file, names in checkpoint_shards(self.directory).items():
+            for name in (name for name in names if name in self.plan.tied):
+                owner = self.plan.tied[name]
+                if not torch.equal(self._read(file, name), self.read(owner)):
+                    raise BadInput(
+                        f"{self.directory} ties {name} to {owner} and stores other values for it. Set "
+                        "tie_word_embeddings to false in its config.json if they are meant to differ."
+                    )
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as the trainer loads it, before quantization."""
+        return self._read(self.files[name], name)
+
+    def _read(self, file: str, name: str) -> torch.Tensor:
+        # Opened for each tensor: what was read of an open file stays in memory until it is closed.
+        with safe_open(self.directory / file, framework="pt") as opened:
+            return opened.get_tensor(name).to(device=self.device, dtype=self.dtype)
+
+
+class TensorFile:
+    """A safetensors file written one tensor at a time, in any order; the bytes are those of safetensors' `save_file`.
+
+    `tensors` is {name: (dtype, shape)} of everything that will be written. `CheckFailed` when the disk is full.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]):
+        self.path = path
+        self.header: dict[str, Any] = {"__metadata__": metadata}
+        # Wide types first, as save_file has them, so that every tensor is aligned.
+        end = 0
+        for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+            dtype, shape = tensors[name]
+            start, end = end, end + dtype.itemsize * math.prod(shape)
+            self.header[name] = {
+                "dtype": SAFETENSORS_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+        self.missing = set(tensors)
+
+    def __enter__(self) -> "TensorFile":
+        text = json.dumps(self.header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.data_start = 8 + len(text)
+        with writing(self.path):
+            self.file = open(self.path, "wb")
+            self.file.write(len(text).to_bytes(8, "little") + text)
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor, which must have the dtype and the size that the header says."""
+        entry, data = self.header[name], tensor_bytes(tensor)
+        start, end = entry["data_offsets"]
+        if SAFETENSORS_NAMES[tensor.dtype] != entry["dtype"] or len(data) != end - start:
+            raise ValueError(f"{name} is {tensor.dtype} of {len(data)} bytes, {self.path} has {entry} for it.")
+        with writing(self.path):
+            self.file.seek(self.data_start + start)
+            self.file.write(data)
+        self.missing.discard(name)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self.file.close()
+            return
+        with writing(self.path):
+            self.file.close()
+        if self.missing:
+            raise ValueError(f"{self.path} lacks {sorted(self.missing)[0]} ({len(self.missing)} tensors).")
+
+
+def write_base(source: Original, directory: Path, model: str, revision: str | None) -> dict:
+    """Write `model*.safetensors` (BF16, the source's shards) and `nf4/` into `directory`; return what base.json says.
+
+    `model` and `revision` are recorded there as where the original comes from.
+    """
+    files = source.shards if len(source.shards) > 1 else {"model.safetensors": list(source.files)}
+    (directory / NF4_FOLDER).mkdir()
+    state: Any = None
+    tensors: dict[str, str] = {}
+    offsets: dict[str, float] = {}
+    with ThreadPoolExecutor(1) as pool:
+        for file, names in files.items():
+            started = time.monotonic()
+            with _open_pair(source, directory, file, names) as (weights, copy):
+                for name in names:
+                    tensors[name], found = _write_tensor(source, name, weights, copy, pool)
+                    state = found or state
+                    if found is not None and found.nested:
+                        offsets[name] = found.offset.item()
+            print(f"  {file}: {len(names)} tensors in {time.monotonic() - started:.1f} s", flush=True)
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_index(directory, weight_map, source.plan.weights_bytes())
+    copies = {name: file for file, names in files.items() for name in names if name in source.plan.quantized}
+    write_json(directory / NF4_FOLDER / "index.json", dict(sorted(copies.items())))
+    return base_facts(
+        dict(sorted(tensors.items())),
+        {name: offsets[name] for name in source.plan.shapes if name in offsets},
+        [name.removesuffix(".weight") for name in copies],
+        state,
+        model,
+        revision,
+    )
+
+
+def _write_tensor(
+    source: Original, name: str, weights: TensorFile, copy: TensorFile | None, pool: ThreadPoolExecutor
+) -> tuple[str, Any]:
+    """Write one tensor and, of a quantized one, its NF4 copy; return its hash and its quant state.
+
+    The hash is taken by `pool` while the tensor is written.
+    """
+    value = source.read(name)
+    if name not in source.plan.quantized:
+        job = pool.submit(hash_tensor, value)
+        weights.write(name, value.to(torch.bfloat16))
+        return job.result(), None
+    packed, state = quantize_weight(value, source.double_quantization, None)
+    del value  # only its NF4 form is needed from here
+    job = pool.submit(hash_quantized, packed, state)
+    absmax = block_maxima(state)
+    weights.write(name, dequantize_with(packed, absmax, state).to(torch.bfloat16))
+    copy.write(f"{name}.packed", packed.reshape(-1))
+    copy.write(f"{name}.absmax", absmax)
+    return job.result(), state
+
+
+@contextlib.contextmanager
+def _open_pair(
+    source: Original, directory: Path, file: str, names: list[str]
+) -> Iterator[tuple[TensorFile, TensorFile | None]]:
+    """The BF16 file of a shard and the file of its NF4 copy, which is None for a shard without a quantized weight."""
+    shapes = source.plan.shapes
+    copied: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name in source.plan.quantized.intersection(names):
+        packed, blocks = copy_sizes(shapes[name])
+        copied |= {f"{name}.packed": (torch.uint8, (packed,)), f"{name}.absmax": (torch.float32, (blocks,))}
+    weights = TensorFile(directory / file, {n: (torch.bfloat16, shapes[n]) for n in names}, {"format": "pt"})
+    facts = {"block_size": str(BLOCK_SIZE), "dtype": str(source.dtype).removeprefix("torch.")}
+    with (
+        weights,
+        TensorFile(directory / NF4_FOLDER / file, copied, facts) if copied else contextlib.nullcontext() as copy,
+    ):
+        yield weights, copy
+
+
+def block_maxima(state: Any) -> torch.Tensor:
+    """The float32 block maxima (blocks,) of a quant state, double quantization undone as bitsandbytes undoes it."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    if not state.nested:
+        return state.absmax
+    return (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
+
+
+def dequantize_with(packed: torch.Tensor, absmax: torch.Tensor, state: Any) -> torch.Tensor:
+    """The weight in the storage dtype, from its packed bytes and plain block maxima."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    plain = QuantState(absmax, shape=state.shape, dtype=state.dtype, blocksize=state.blocksize, quant_type="nf4")
+    return dequantize_4bit(packed, plain)

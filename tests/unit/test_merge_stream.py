@@ -1,0 +1,261 @@
+"""The base written tensor by tensor: the loaded model's bytes, in the memory of one tensor, whole or not there."""
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from merge import export as merge_export
+from merge.base import dequantize, hash_nf4_model, load_nf4
+from merge.export import export
+from merge.stream import Original, TensorFile, plan_base
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import read_json, read_manifest
+from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
+
+ROOT = Path(__file__).parents[2]
+ORIGIN = {"model": "tiny", "revision": None}
+
+
+def single_model() -> Path:
+    """Read-only: an untied checkpoint in one file, in float32 and with values that BF16 does not have."""
+    folder = shared_folder() / "single"
+    if not folder.exists():
+        shutil.copytree(shared_model(tied=False), folder, ignore=shutil.ignore_patterns("model*"))
+        torch.manual_seed(5)
+        tensors = {
+            name: t.float() * (1 + 1e-3 * torch.rand(t.shape)) for name, t in read_all(shared_model(False)).items()
+        }
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def write(source: Path, out: Path, dtype: str = "float32", double_quantization: bool = True) -> dict:
+    return export(Original(source, dtype, double_quantization), out, ORIGIN, None)
+
+
+@pytest.mark.parametrize("double_quantization", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [shared_model, single_model], ids=["tied in two shards", "untied in one file"])
+def test_streaming_writes_what_the_loaded_model_is_bit_for_bit(tmp_path, model, dtype, double_quantization):
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    loaded = load_nf4(model(), dtype, double_quantization, device="cpu")
+    assert write(model(), tmp_path / "out", dtype, double_quantization) == hash_nf4_model(loaded) | ORIGIN
+    info = read_json(tmp_path / "out/base.json")
+    assert json.dumps(info) == json.dumps(hash_nf4_model(loaded) | ORIGIN)  # the order of the keys, too
+    stored, index = read_all(tmp_path / "out"), read_json(tmp_path / "out/nf4/index.json")
+    copies = read_all(tmp_path / "out/nf4")
+    assert sorted(stored) == sorted(info["tensors"])
+    assert sorted(index) == sorted(f"{name}.weight" for name in info["quantized"])
+    assert sorted(copies) == sorted(f"{name}.{part}" for name in index for part in ("packed", "absmax"))
+    for name, parameter in loaded.named_parameters():
+        if name not in index:
+            assert torch.equal(stored[name], parameter.to(torch.bfloat16)), name
+            continue
+        trained = dequantize(loaded.get_submodule(name.removesuffix(".weight")))
+        assert trained.dtype == getattr(torch, dtype)
+        assert torch.equal(stored[name], trained.to(torch.bfloat16)), name
+        with safe_open(tmp_path / "out/nf4" / index[name], framework="pt") as file:
+            assert file.metadata() == {"block_size": "64", "dtype": dtype}
+            packed, absmax = file.get_tensor(f"{name}.packed"), file.get_tensor(f"{name}.absmax")
+        assert torch.equal(packed, parameter.data.reshape(-1))
+        state = QuantState(absmax, shape=trained.shape, dtype=trained.dtype, blocksize=64, quant_type="nf4")
+        assert torch.equal(dequantize_4bit(packed.view(-1, 1), state), trained), name
+
+
+def test_transformers_loads_what_was_written(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    write(shared_model(), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    stored = read_all(tmp_path / "out")
+    assert {name for name, _ in model.named_parameters()} == set(stored)
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in model.named_parameters())
+
+
+def test_the_manifest_covers_the_nf4_copy(tmp_path):
+    write(shared_model(), tmp_path / "out")
+    listed = read_manifest(tmp_path / "out", "checkpoint", deep=True)["files"]
+    copies = [name for name in listed if name.startswith("nf4/")]
+    assert sorted(copies) == [
+        "nf4/index.json",
+        *(f"nf4/{file.name}" for file in sorted(shared_model().glob("*.safetensors"))),
+    ]
+    file = tmp_path / "out" / copies[-1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(BadInput, match=f"the content of {copies[-1]} is not"):
+        read_manifest(tmp_path / "out", "checkpoint", deep=True)
+
+
+def test_a_file_written_by_tensors_is_byte_for_byte_that_of_safetensors(tmp_path):
+    tensors = {
+        "b.packed": torch.arange(5, dtype=torch.uint8),
+        "b.absmax": torch.randn(3),
+        "a.weight": torch.randn(3, 5).bfloat16(),
+        "ü.scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+    }
+    save_file(tensors, tmp_path / "expected.safetensors", {"format": "pt"})
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with TensorFile(tmp_path / "out.safetensors", shapes, {"format": "pt"}) as file:
+        for name in reversed(tensors):
+            file.write(name, tensors[name])
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"lacks a\.weight \(4 tensors\)"):
+        with TensorFile(tmp_path / "out.safetensors", shapes, {"format": "pt"}) as file:
+            file.write("empty", tensors["empty"])
+    with pytest.raises(ValueError, match=r"a\.weight is torch.float32"):
+        with TensorFile(tmp_path / "out.safetensors", shapes, {"format": "pt"}) as file:
+            file.write("a.weight", tensors["a.weight"].float())
+
+
+MEMORY_AND_DEATH = """
+import os, signal, sys
+from pathlib import Path
+from merge import stream
+from merge.export import export
+folder = Path(sys.argv[1])
+
+def resident(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def write(name):
+    origin = {"model": name, "revision": None}
+    export(stream.Original(folder / name, "bfloat16", True), folder / f"{name}-base", origin, None)
+
+write("small")  # what libraries take once
+open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again
+before = resident("VmRSS:")
+write("large")
+print(resident("VmHWM:") - before, flush=True)
+written, write_tensor = [], stream._write_tensor
+
+def write_or_die(*arguments):
+    written.append(arguments[1])
+    if len(written) == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write_tensor(*arguments)
+
+stream._write_tensor = write_or_die
+(folder / "small").rename(folder / "killed")
+write("killed")
+"""
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    """(folder, the finished process): bases of a small and a large model written, then killed in a third."""
+    folder = tmp_path_factory.mktemp("died")
+    make_model(folder / "small")
+    make_model(folder / "large", hidden_size=512, intermediate_size=1024, num_hidden_layers=24)
+    command = [sys.executable, "-c", MEMORY_AND_DEATH, str(folder)]
+    return folder, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_memory_is_that_of_a_tensor_and_not_of_a_shard(died):
+    folder, done = died
+    peak = next(int(line) for line in done.stdout.splitlines() if line.isdigit())
+    shards = [file.stat().st_size for file in (folder / "large").glob("*.safetensors")]
+    assert (len(shards), max(shards) > 45 << 20) == (2, True)
+    # The largest tensor is 1 MiB in BF16; quantizing it on a CPU takes about 24 bytes a weight. Measured: 24 MiB.
+    assert peak < 36 << 20, f"{peak / 2**20:.0f} MiB"
+
+
+def test_a_killed_command_leaves_nothing_under_the_name_and_can_be_repeated(died):
+    folder, done = died
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = sorted(path.name for path in folder.iterdir() if "killed" in path.name)
+    assert left == [".partial-killed-base", "killed"]
+    assert list((folder / ".partial-killed-base").glob("*.safetensors")), "it was killed before it wrote anything"
+    write(folder / "killed", folder / "killed-base")
+    read_manifest(folder / "killed-base", "checkpoint", deep=True)
+    assert not (folder / ".partial-killed-base").exists()
+
+
+def test_a_disk_that_fills_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))  # the shards have about 400,000 bytes
+    try:
+        with pytest.raises(CheckFailed, match=r"could not write .*model-00001.*MiB are free there"):
+            write(shared_model(), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 0, 1 << 20))
+    with pytest.raises(BadInput, match=r"has 1\.0 MiB free and the base needs 0\.8 MiB in BF16 and 0\.2 MiB of NF4"):
+        write(shared_model(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_gives_no_base(tmp_path, monkeypatch):
+    source = shutil.copytree(shared_model(), tmp_path / "source")
+
+    def write_and_change(*arguments, **named):
+        info = write_base(*arguments, **named)
+        (source / "config.json").write_text((source / "config.json").read_text() + "\n")
+        return info
+
+    write_base = merge_export.write_base
+    monkeypatch.setattr(merge_export, "write_base", write_and_change)
+    with pytest.raises(CheckFailed, match=r"changed while it was read: config.json has"):
+        write(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def edit_shards(folder: Path, change) -> Path:
+    """A copy of the tied model in one file, its tensors passed through `change`."""
+    shutil.copytree(shared_model(), folder, ignore=shutil.ignore_patterns("model*"))
+    tensors = read_all(shared_model())
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def add_head(tensors: dict, off: float) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + off
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"it has no model\.norm\.weight \(1 of 24\)"),
+        (lambda t: t.update(bias=torch.zeros(3)), "it has bias, which the base has not"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(64)}), r"norm\.weight is \(64,\), it should be \(128,\)"),
+        (lambda t: add_head(t, 0.5), "ties lm_head.weight to model.embed_tokens.weight and stores other values"),
+    ],
+    ids=["missing", "unknown", "shape", "tied but different"],
+)  # fmt: skip
+def test_a_checkpoint_that_is_not_its_configs_model_is_refused(tmp_path, change, message):
+    with pytest.raises(BadInput, match=message):
+        Original(edit_shards(tmp_path / "model", change), "float32", True)
+
+
+def test_a_tied_checkpoint_that_stores_the_output_embedding_too_gives_the_same_base(tmp_path):
+    model = edit_shards(tmp_path / "model", lambda tensors: add_head(tensors, 0.0))
+    assert write(model, tmp_path / "out") == write(shared_model(), tmp_path / "other")
+    assert "lm_head.weight" not in read_all(tmp_path / "out")
+
+
+def test_layers_that_transformers_turns_before_quantizing_are_refused():
+    from transformers import GPT2Config
+
+    with pytest.raises(BadInput, match="is a Conv1D"):
+        plan_base(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=100))
