@@ -1,0 +1,81 @@
+"""Replicas against the trainer's own scores: what every sync checks, by hand and without a model."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+from recipes.parts.canary import compare, read_canary
+from recipes.parts.config import Config
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+from recipes.parts.replica import Replica, ReplicaError
+from recipes.parts.rundir import base_directory, read_json
+
+
+def check_replicas(config: Config) -> int:
+    """Print how far every replica is from the trainer and from the others; 1 when one is out of bound.
+
+    Reads the newest canary of the run and the base's hash; asks each replica for both.
+    """
+    path = newest_canary(config.run.directory)
+    facts, wanted = read_canary(path), expected_base(config)
+    session, version = facts["session"], facts["version"]
+    print(f"{path}: version {version} of session {session}, {len(facts['sequences'])} sequences")
+    scores: dict[str, list[np.ndarray]] = {}
+    failed = []
+    for url in config.rollout.server_urls:
+        client = Replica(url, config.rollout.request_timeout_s)
+        try:
+            info = client.info()
+            if wanted is not None and info["base_hash"] != wanted:
+                raise ReplicaError(url, "info", f"it holds the base {info['base_hash']}, the run's is {wanted}")
+            served = info["served"]
+            if served is None or (served["session"], served["version"]) != (session, version):
+                raise ReplicaError(
+                    url, "info", f"it serves {_name(served)}, the trainer's canary is {session}/{version}"
+                )
+            scores[url] = client.score(facts["sequences"], session, version)
+        except ReplicaError as error:
+            failed.append(f"{error}")
+            continue
+        finally:
+            client.close()
+        result = compare(scores[url], facts["policy"], facts["base"])
+        print(
+            f"{url} ({served['way']}): k3 {result.k3:.3g}, |Δlogp| mean {result.mean:.3g} max {result.max:.3g} over "
+            f"{result.tokens} tokens; from the base {result.to_base:.3g}, the adapter shifts {result.shift:.3g}: "
+            f"nearest is {result.nearest}"
+        )
+        if why := result.problem(config.rollout.max_canary_delta):
+            failed.append(f"{url}: {why}.")
+    for (one, first), (other, second) in itertools.combinations(scores.items(), 2):
+        apart = np.abs(np.concatenate(first) - np.concatenate(second))
+        print(f"{one} against {other}: |Δlogp| mean {apart.mean():.3g} max {apart.max():.3g}")
+        if not apart.mean() <= config.rollout.max_canary_delta:
+            failed.append(f"{one} and {other} differ by {apart.mean():.3g} nats a token.")
+    for text in failed:
+        print(f"error: {text}")
+    return CHECK_FAILED if failed else DONE
+
+
+def newest_canary(run: Path) -> Path:
+    """The canary that the run's trainer wrote last."""
+    found = sorted(run.glob("sync/*/canary.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise BadInput(
+            f"{run} holds no sync/*/canary.json: the trainer writes it with its first sync to a server, unless "
+            "rollout.canary_prompts is 0."
+        )
+    return found[-1]
+
+
+def expected_base(config: Config) -> str | None:
+    """The hash of the run's base, or of the base directory when the run has not written it; None without both."""
+    for path, key in ((config.run.directory / "base.json", "hash"), (base_directory(config) / "base.json", "hash")):
+        if path.is_file():
+            return read_json(path).get(key)
+    return None
+
+
+def _name(served: dict | None) -> str:
+    return f"{served['session']}/{served['version']}" if served else "the base"

@@ -1,0 +1,210 @@
+"""The processes of the replicas: started, waited for, watched, ended with everything that they started."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.vllm_command import Plan
+from recipes.parts.errors import CheckFailed
+from recipes.parts.replica import Replica, ReplicaError
+
+POLL_S = 0.5
+ANSWER_S = 5.0  # longest wait for one answer while a server starts
+STOP_S = 20.0  # what a server gets to end by itself
+LOG_LINES = 15
+PR_SET_PDEATHSIG = 1
+
+
+class Stopped(Exception):
+    """The user ended the command (Ctrl-C or SIGTERM)."""
+
+
+@dataclass
+class Running:
+    """One replica's process; it leads a process group of its own, which its workers belong to."""
+
+    plan: Plan
+    process: subprocess.Popen
+
+
+class Replicas:
+    """All replicas of one command. Use as a context: leaving it ends every process, unless `leave_running`."""
+
+    def __init__(self, plans: list[Plan], detach: bool = False):
+        self.plans, self.detach = plans, detach
+        self.running: list[Running] = []
+        self._signal: int | None = None
+        self._left = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Replicas":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._left:
+            stop_groups([one.process.pid for one in self.running])
+        for one in self.running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.process.wait(0 if self._left else 1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        self._signal = number
+
+    def leave_running(self) -> None:
+        """Keep the processes after this command."""
+        self._left = True
+
+    def start(self) -> None:
+        """Start every replica, its output appended to its log."""
+        prctl = ctypes.CDLL(None).prctl
+
+        def die_with_the_launcher() -> None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+        for plan in self.plans:
+            plan.log.parent.mkdir(parents=True, exist_ok=True)
+            environment = {**os.environ, **plan.environment}
+            # Its routes answer whoever reaches the port, key or not, and the kit's own do not need it.
+            environment.pop("VLLM_SERVER_DEV_MODE", None)
+            with open(plan.log, "a") as log:
+                log.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(plan.command)}\n")
+                log.flush()
+                process = subprocess.Popen(
+                    plan.command,
+                    # `python -m` puts the working directory first on the import path: not the checkout.
+                    cwd=plan.log.parent,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=None if self.detach else die_with_the_launcher,
+                )
+            self.running.append(Running(plan, process))
+
+    def wait_ready(self, wait_s: float, check: Callable[[Plan, dict], None]) -> None:
+        """Wait until every replica answers /v1/rollout/info and `check` accepts the answer, within one deadline.
+
+        `CheckFailed` names the replica and its log: a process that ended, at once; anything else, at the deadline.
+        """
+        deadline = time.monotonic() + wait_s
+        waiting = {one.plan.url: (one, "it was not asked yet") for one in self.running}
+        while waiting:
+            for url, (one, reason) in [*waiting.items()]:
+                self.check_alive()
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise CheckFailed(
+                        f"the server at {url} was not ready within {wait_s:g} s (rollout.server_wait_s): {reason}. "
+                        f"{_log(one.plan)}"
+                    )
+                info, reason = _ask(one.plan, min(ANSWER_S, left))
+                if info is None:
+                    waiting[url] = (one, reason)
+                else:
+                    check(one.plan, info)
+                    del waiting[url]
+            if waiting:
+                time.sleep(max(0.0, min(POLL_S, deadline - time.monotonic())))
+
+    def watch(self) -> None:
+        """Until the user ends the command (`Stopped`) or a replica ends (`CheckFailed`)."""
+        while True:
+            self.check_alive()
+            time.sleep(POLL_S)
+
+    def check_alive(self) -> None:
+        """`CheckFailed` when a replica has ended, `Stopped` when the user wants it all to end."""
+        if self._signal is not None:
+            raise Stopped
+        for one in self.running:
+            if (code := one.process.poll()) is not None:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                others = " The other replicas were stopped." if len(self.running) > 1 else ""
+                raise CheckFailed(f"the server at {one.plan.url} {how}.{others} {_log(one.plan)}")
+
+
+def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
+    """(answer, "") of /v1/rollout/info, or (None, why there is none yet); `CheckFailed` when there never will be."""
+    host = f"[{plan.host}]" if ":" in plan.host else plan.host
+    # An address that stands for all of the machine's is asked under one of them.
+    here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    client = Replica(f"http://{here}:{plan.port}", limit_s)
+    try:
+        return client.info(timeout_s=limit_s), ""
+    except ReplicaError as error:
+        if error.status in (None, 503) and error.retry:
+            return None, f"{error.text}{f' ({error.status})' if error.status else ''}"
+        raise CheckFailed(f"the server at {plan.url} cannot be used: {error}. {_log(plan)}") from None
+    finally:
+        client.close()
+
+
+def _log(plan: Plan) -> str:
+    return f"Its log is {plan.log}; the last lines:\n{last_lines(plan.log)}"
+
+
+def last_lines(log: Path, count: int = LOG_LINES) -> str:
+    """The last lines of a log, indented."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - 16_384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"  ({error})"
+    return "\n".join(f"  {line[:300]}" for line in lines[-count:])
+
+
+def stop_groups(groups: list[int], patience_s: float = STOP_S) -> list[int]:
+    """End whole process groups: SIGTERM, then SIGKILL for what is left after `patience_s`; the groups still there."""
+    for group in groups:
+        _signal_group(group, signal.SIGTERM)
+    left = _wait_gone(groups, patience_s)
+    for group in left:
+        _signal_group(group, signal.SIGKILL)
+    return _wait_gone(left, 5.0) if left else []
+
+
+def _wait_gone(groups: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [group for group in groups if members(group)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a group; zombies, which nobody may ever collect in a container, are not counted."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))) and int(fields[2]) == group:
+            if fields[0] not in ("Z", "X"):
+                found.append(int(entry.name))
+    return found
+
+
+def started_at(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: with it a pid names one process, not its successor."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat from the state on (0 state, 2 process group, 19 start time)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,155 @@
+"""Start, stop and check the rollout servers of a run, one replica per URL in rollout.server_urls:
+
+    python -m launch.server --config run.yaml
+    python -m launch.server --config run.yaml --detach
+    python -m launch.server stop --config run.yaml
+    python -m launch.server canary --config run.yaml
+
+Stays in the foreground and ends every replica when one dies, on Ctrl-C and on SIGTERM. Keys of the YAML can be given
+as --group.key value. `canary` lets every replica score what the trainer scored after its last sync, without a model.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from launch.replica_canary import check_replicas
+from launch.replicas import Replicas, Stopped, started_at, stop_groups
+from launch.vllm_command import Plan, check_base, check_ports, installed_vllm, plans, visible_gpus
+from recipes.parts.config import Config, load_config
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
+from recipes.parts.rundir import base_directory, read_json, write_json
+
+ACTIONS = ("start", "stop", "canary")
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    action = words.pop(0) if words and words[0] in ACTIONS else "start"
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.server [start | stop | canary]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check everything and print the commands, start nothing"
+    )
+    parser.add_argument("--detach", action="store_true", help="leave the replicas running once they are ready")
+    flags, overrides = parser.parse_known_args(words)
+    config = load_config(flags.config, overrides)
+    if action == "stop":
+        return stop(config)
+    if action == "canary":
+        return check_replicas(config)
+    return start(config, flags.config, flags.dry_run, flags.detach)
+
+
+def start(config: Config, config_path: str, dry_run: bool, detach: bool) -> int:
+    """Every check, then the replicas."""
+    vllm = installed_vllm()
+    found = plans(config, vllm, None if vllm.is_cpu else visible_gpus())
+    manifest = check_base(config, config_path)
+    check_ports(found)
+    describe(config, found, manifest, f"vLLM {vllm.version}", dry_run)
+    if dry_run:
+        return DONE
+
+    def check(plan: Plan, info: dict) -> None:
+        if wrong := differences(config, manifest, info):
+            raise CheckFailed(
+                f"the server at {plan.url} is not what the run needs: {'; '.join(wrong)}. Log: {plan.log}"
+            )
+        print(f"{plan.url} is ready after {time.monotonic() - started:.0f} s (pid {info['pid']})", flush=True)
+
+    started = time.monotonic()
+    with Replicas(found, detach) as replicas:
+        try:
+            replicas.start()
+            replicas.wait_ready(config.rollout.server_wait_s, check)
+            if detach:
+                write_json(
+                    state_file(config), {"replicas": [_state(one.plan, one.process.pid) for one in replicas.running]}
+                )
+                replicas.leave_running()
+                print(f"left running; end them with: python -m launch.server stop --config {config_path}", flush=True)
+                return DONE
+            print("serving; Ctrl-C ends every replica", flush=True)
+            replicas.watch()
+        except Stopped:
+            print("stopping", flush=True)
+    return DONE
+
+
+def _state(plan: Plan, pid: int) -> dict:
+    return {"url": plan.url, "pid": pid, "started_at": started_at(pid), "log": str(plan.log)}
+
+
+def state_file(config: Config) -> Path:
+    """Where a detached start says what it left running."""
+    return config.run.directory / "logs" / "server.json"
+
+
+def describe(config: Config, found: list[Plan], manifest: dict, vllm: str, dry_run: bool) -> None:
+    """What will be served, where, and the same as one line of TRL's own command."""
+    server, directory = config.server, base_directory(config)
+    way = f"remerge (NF4 copy on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
+    print(
+        f"{vllm}: {directory} (NF4 base {str(manifest.get('base_hash'))[:12]}) as {server.weights}, KV cache "
+        f"{server.kv_cache}, sync by {way}"
+    )
+    for plan in found:
+        gpus = f"GPU {', '.join(plan.gpus)}" if plan.gpus else "no GPU chosen here"
+        print(f"{plan.url}: listens on {plan.host}:{plan.port}, {gpus}, log {plan.log}")
+        if dry_run:
+            print(f"  {' '.join(plan.command)}")
+        print(f"  by hand: {plan.by_hand}")
+    print(
+        "trl vllm-serve sets VLLM_SERVER_DEV_MODE=1: then /collective_rpc, /update_weights, /pause, /sleep and others "
+        "answer whoever reaches the port, also without VLLM_API_KEY. The replicas started here run without it.",
+        flush=True,
+    )
+
+
+def differences(config: Config, manifest: dict, info: dict) -> list[str]:
+    """What a replica's /info says that does not fit the configuration."""
+    rollout, found = config.rollout, []
+    needed = rollout.max_prompt_length + rollout.max_completion_length
+    if info["base_hash"] != manifest.get("base_hash"):
+        found.append(f"it holds the base {info['base_hash']}, {base_directory(config)} is {manifest.get('base_hash')}")
+    if info["logprobs_mode"] != "processed_logprobs":
+        found.append(f"its logprobs mode is {info['logprobs_mode']}, not processed_logprobs")
+    if info["max_model_len"] < needed:
+        found.append(f"its context is {info['max_model_len']} tokens, the run needs {needed}")
+    if rollout.sync not in info["sync"]:
+        found.append(
+            f"it cannot sync by {rollout.sync}: {info.get('refused', {}).get(rollout.sync, 'no reason given')}"
+        )
+    if info["weights"] != config.server.weights:
+        found.append(f"its weights are {info['weights']}, server.weights is {config.server.weights}")
+    return found
+
+
+def stop(config: Config) -> int:
+    """End what a detached start left running; processes that are gone, or are others by now, are left alone."""
+    file = state_file(config)
+    if not file.is_file():
+        raise BadInput(f"{file} does not exist: no detached replica of this run is known.")
+    groups = []
+    for one in read_json(file)["replicas"]:
+        if started_at(one["pid"]) == one["started_at"]:
+            groups.append(one["pid"])
+            print(f"ending {one['url']} (pid {one['pid']})", flush=True)
+        else:
+            print(f"{one['url']} (pid {one['pid']}) has ended already; its log is {one['log']}", flush=True)
+    if left := stop_groups(groups):
+        print(f"error: the process groups {left} did not end.", file=sys.stderr)
+        return CHECK_FAILED
+    file.unlink()
+    return DONE
+
+
+if __name__ == "__main__":
+    run_command(main)

