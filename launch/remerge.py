@@ -296,12 +296,18 @@ def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtyp
 
 
 def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
-    """weight += scale · b · a, in place: accumulated in float32, rounded once to the weight's dtype."""
-    if weight.is_cuda and a.dtype == weight.dtype:
-        # cuBLAS accumulates in float32, adds the weight and rounds.
-        weight.addmm_(b, a, alpha=scale)
+    """weight (rows, columns) += scale · b · a, in place: the sum is taken in float32 and rounded once."""
+    import torch
+
+    if weight.is_cuda and a.dtype == torch.bfloat16:
+        # Products of BF16 factors, accumulated and kept in float32; addmm would round the update before it adds.
+        update = torch.mm(b, a, out_dtype=torch.float32)
     else:
-        weight.copy_(weight.float().addmm_(b.float(), a.float(), alpha=scale))
+        update = b.float() @ a.float()
+    if weight.dtype == torch.float32 or weight.is_cuda:
+        torch.add(weight, update, alpha=scale, out=weight)
+    else:
+        weight.copy_(weight.float().add_(update, alpha=scale))
 
 
 def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any, Any]]:
