@@ -86,14 +86,15 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
     )
 
 
-def make_rollout(config: Config, tokenizer):
-    """The rollout backend; None means that the policy generates in this process."""
+def make_rollout(config: Config, tokenizer, model_config, run):
+    """The rollout backend, checked as far as it can be without weights; None: the policy generates in this process."""
     if config.rollout.backend == "in_process":
         return None
+    from recipes.parts.policy import adapted_layers
     from recipes.parts.rollout import ServerRollout
 
-    rollout = ServerRollout(config, tokenizer)
-    rollout.check()
+    rollout = ServerRollout(config, tokenizer, run)
+    rollout.check(adapted_layers(config, model_config), model_config.get_text_config().vocab_size)
     return rollout
 
 
@@ -115,10 +116,12 @@ def main() -> None:
         record_base,
     )
     from recipes.parts.record import write_config
-    from recipes.parts.trainer import PolicyTrainer, trainer_arguments
+    from recipes.parts.rundir import write_json
+    from recipes.parts.trainer import PolicyTrainer, limit_gpu_memory, trainer_arguments
     from reward import reward_functions
 
-    check_context(config, check_base(config))
+    model_config = check_base(config)
+    check_context(config, model_config)
     check_init_adapter(config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
@@ -134,9 +137,14 @@ def main() -> None:
     if state.is_main_process:
         write_config(config, run, processes)
 
-    rollout = make_rollout(config, tokenizer)
+    limit_gpu_memory(config)
+    rollout = make_rollout(config, tokenizer, model_config, run)
     base = load_policy_base(config)
-    facts = record_base(base, run, config, write=state.is_main_process)
+    facts = record_base(base, run, config, write=False)
+    if rollout:
+        rollout.check_base(facts["hash"])
+    if state.is_main_process:
+        write_json(run.base_file, facts)
     arguments.reward_weights = weights
     trainer = PolicyTrainer(
         config=config,
@@ -151,7 +159,11 @@ def main() -> None:
         peft_config=lora_config(config.policy),
     )
     started = time.perf_counter()
-    trainer.train_run(resume=flags.resume)
+    try:
+        trainer.train_run(resume=flags.resume)
+    finally:
+        if rollout and state.is_main_process:
+            rollout.close()
     check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
     say(
         f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "

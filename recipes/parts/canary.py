@@ -92,7 +92,7 @@ def compare(
 
 
 def _flat(scores: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.asarray(one, dtype=np.float64).ravel() for one in [*scores, []]])
+    return np.concatenate([np.zeros(0), *(np.asarray(one, dtype=np.float64).ravel() for one in scores)])
 
 
 def _mean_abs(values: np.ndarray) -> float:

@@ -23,22 +23,32 @@ def check_base(config: Config) -> Any:
     `BadInput` when it is quantized already, when transformers cannot build it with `model.attn_implementation`, or
     when a name in `policy.target_modules` is no linear layer of it (peft would adapt the others and say nothing).
     """
+    facts = unquantized_config(config.model.source, config.model.revision)
+    adapted_layers(config, facts)
+    return facts
+
+
+def adapted_layers(config: Config, facts: Any) -> list[str]:
+    """Names of the linear layers that get an adapter, of a model with the transformers config `facts`; no weight is
+    read. Errors as `check_base`."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    facts = unquantized_config(config.model.source, config.model.revision)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(facts, attn_implementation=config.model.attn_implementation)
     except (ImportError, ValueError) as error:
         raise BadInput(f"{config.model.source} cannot be built: {str(error).splitlines()[0]}") from None
-    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    wanted = [] if isinstance(config.policy.target_modules, str) else config.policy.target_modules
-    for target in wanted:
+    head = model.get_output_embeddings()
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    targets = config.policy.target_modules
+    if isinstance(targets, str):  # all-linear: as peft, all but the output layer
+        return [name for name in linears if model.get_submodule(name) is not head]
+    for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             known = sorted({name.rpartition(".")[2] for name in linears})
             raise BadInput(f"policy.target_modules names {target!r}; linear layers here are {', '.join(known)}.")
-    return facts
+    return [name for name in linears if any(name == target or name.endswith(f".{target}") for target in targets)]
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":

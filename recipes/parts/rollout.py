@@ -1,84 +1,171 @@
-"""Rollouts from a separate vLLM server: token ids in, token ids and the sampler's log-probs out.
+"""Rollouts from separate vLLM replicas: token ids in, token ids and the sampler's log-probs out.
 
-The server holds the dequantized base (BF16, or FP8 as vLLM quantizes it) and serves each adapter version by name
-(`recipes/parts/sync.py`). TRL's own server path is not used: it merges the adapter into the NF4 weights and streams
+The replicas hold the dequantized base (`python -m launch.server`) and are told of each adapter version by
+`recipes/parts/sync.py`. TRL's own server path is not used: it merges the adapter into the NF4 weights and streams
 packed bytes. The trainer's process needs no vLLM.
 """
 
-import shutil
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import requests
-
-from recipes.parts.checks import is_main_process
+from recipes.parts.adapter_file import AdapterFile
 from recipes.parts.config import Config
+from recipes.parts.dispatch import Dispatcher, GenerationFailed
 from recipes.parts.errors import BadInput, CheckFailed, KitError
-from recipes.parts.policy import publish_adapter
+from recipes.parts.replica import (
+    PROTOCOL,
+    VLLM_BELOW,
+    VLLM_FROM,
+    Replica,
+    ReplicaError,
+    Sample,
+    is_tested_vllm,
+    tokenizer_hash,
+)
+from recipes.parts.rundir import RunDir, base_directory, read_json
+from recipes.parts.scorer import CanaryScorer
 from recipes.parts.sync import AdapterSync
 
-IN_FLIGHT = 256  # prompts under way at once, over all replicas
+START = "python -m launch.server --config ..."
+FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
 
 
 class ServerRollout:
-    """Generates the groups of a step on the replicas of `rollout.server_urls`; used by every trainer process."""
+    """Generates the groups of a step on the replicas of `rollout.server_urls`; used by every trainer process.
 
-    def __init__(self, config: Config, tokenizer: Any):
-        self.config, self.tokenizer = config, tokenizer
-        self.urls = [url.rstrip("/") for url in config.rollout.server_urls]
-        self.sync = AdapterSync(self.urls, config.run.name, config.rollout.request_timeout_s)
-        self.version: int | None = None
+    After `generate`, `versions` holds the adapter version behind each of this process's completions and `report` what
+    the main process knows about the sync: `sync_seconds` by part, `canary_delta` and `canary_k3` (the worst replica).
+    """
 
-    def check(self) -> None:
-        """Wait for every replica and refuse one that cannot serve this run; `CheckFailed` after `server_wait_s`.
+    def __init__(self, config: Config, tokenizer: Any, run: RunDir):
+        self.config, self.tokenizer, self.run = config, tokenizer, run
+        rollout = config.rollout
+        self.context = rollout.max_prompt_length + rollout.max_completion_length
+        self.replicas = [Replica(url, rollout.request_timeout_s, rollout.max_in_flight) for url in rollout.server_urls]
+        self.sync = AdapterSync(self.replicas, config, run.path / "sync")
+        self.scorer = CanaryScorer(rollout.canary_prompts, self.context)
+        self.versions: list[int] = []
+        self.report: dict[str, Any] = {}
+        self._infos: dict[str, dict] = {}
+        self._dispatcher: Dispatcher | None = None
+        self._adapter: AdapterFile | None = None
+        self._may_be_asleep = False
 
-        The main process then unloads what earlier processes of this run left on the replicas.
+    def check(self, linears: list[str], vocabulary: int) -> None:
+        """Wait for every replica and refuse one that cannot serve this run; before any weight is loaded.
+
+        `linears` are the names of the layers that get an adapter. `CheckFailed` after `rollout.server_wait_s`.
         """
         deadline = time.monotonic() + self.config.rollout.server_wait_s
-        probe = "2 + 40 = 42 <|im_end|>"
-        expected = self.tokenizer(probe, add_special_tokens=False)["input_ids"]
-        needed = self.config.rollout.max_prompt_length + self.config.rollout.max_completion_length
-        served = {url: self._wait(url, deadline) for url in self.urls}
-        for url, models in served.items():
-            if models[0]["max_model_len"] < needed:
-                raise BadInput(
-                    f"{url} serves {models[0]['max_model_len']} tokens of context; max_prompt_length + "
-                    f"max_completion_length need {needed}. Restart it with --max-model-len {needed}."
-                )
-            tokens = self._tokenize(url, models[0]["id"], probe)
-            if tokens != expected:
-                raise BadInput(
-                    f"{url} ({models[0]['id']}) tokenizes {probe!r} as {tokens}, the trainer as {expected}. "
-                    "Serve the base that model.id or model.path names."
-                )
-        if is_main_process():
-            for url, models in served.items():
-                self.sync.forget(url, [model["id"] for model in models[1:]])
+        tokenizer = tokenizer_hash(self.tokenizer)
+        self._infos = {replica.url: self._wait(replica, deadline) for replica in self.replicas}
+        problems = []
+        for url, info in self._infos.items():
+            problems += [f"{url}: {problem}" for problem in self._problems(info, linears, vocabulary, tokenizer)]
+        if problems:
+            raise BadInput("\n".join(problems))
+        for file in (self.run.base_file, base_directory(self.config) / "base.json"):
+            if file.is_file():
+                self.check_base(read_json(file)["hash"], str(file))
+                break
+        group = self.config.rollout.group_size
+        capacity = [max(1.0, info["max_num_seqs"] / group) for info in self._infos.values()]
+        rollout = self.config.rollout
+        self._dispatcher = Dispatcher(
+            self.replicas, capacity, rollout.retries, rollout.max_in_flight, rollout.request_timeout_s
+        )
+        self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
 
-    def _tokenize(self, url: str, model: str, text: str) -> list[int] | None:
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        try:
-            return requests.post(f"{url}/tokenize", json=body, timeout=60).json().get("tokens")
-        except (requests.RequestException, ValueError) as error:
-            raise CheckFailed(f"{url}/tokenize failed ({type(error).__name__}): is it a vLLM server?") from None
+    def check_base(self, base_hash: str, source: str = "the trainer's base") -> None:
+        """`BadInput` unless every replica holds the base with this NF4 hash."""
+        for url, info in self._infos.items():
+            if info["base_hash"] != base_hash:
+                held = f"{info['base_hash']:.12}" if info["base_hash"] else "unknown (no base.json beside its weights)"
+                raise BadInput(
+                    f"{url} serves {info['model']}, whose NF4 hash is {held}; {source} has {base_hash[:12]}. Write "
+                    f"this model's base (python -m merge base --config ...) and restart the replica ({START})."
+                )
 
-    def _wait(self, url: str, deadline: float) -> list[dict]:
-        """What the replica serves, once it answers; refused, hanging and unready replicas all end at the deadline."""
-        last = "no answer"
+    def _problems(self, info: dict, linears: list[str], vocabulary: int, tokenizer: str) -> list[str]:
+        """Why a replica cannot serve this run, each with what to do."""
+        rollout, way = self.config.rollout, self.config.rollout.sync
+        found = []
+        if not is_tested_vllm(info["vllm"]):
+            tested = f"{'.'.join(map(str, VLLM_FROM))} <= version < {'.'.join(map(str, VLLM_BELOW))}"
+            found.append(
+                f"vLLM {info['vllm']} is not one that the kit was tested with ({tested}). Install one of these."
+            )
+        if info["tokenizer_hash"] != tokenizer or info["vocab_size"] != vocabulary:
+            found.append(
+                f"{info['model']} has another tokenizer or vocabulary ({info['vocab_size']} entries) than "
+                f"{self.config.model.source} ({vocabulary}). Serve the base that model.id or model.path names."
+            )
+        if info["max_model_len"] < self.context:
+            found.append(
+                f"it serves {info['max_model_len']} tokens of context; max_prompt_length + max_completion_length need "
+                f"{self.context}. Restart it with this config ({START})."
+            )
+        if info["logprobs_mode"] != "processed_logprobs":
+            found.append(
+                f"its log-probs are {info['logprobs_mode']}, before temperature and sampling. Restart it with "
+                "--logprobs-mode processed_logprobs."
+            )
+        if info["max_num_seqs"] < rollout.group_size:
+            found.append(
+                f"it generates {info['max_num_seqs']} completions at once, fewer than rollout.group_size "
+                f"({rollout.group_size}). Raise server.max_num_seqs and restart it."
+            )
+        if self.config.server.sleep and not info["sleep_enabled"]:
+            found.append(f"server.sleep is true and it was started without. Restart it with this config ({START}).")
+        if info.get("damaged"):
+            found.append(info["damaged"])
+        if way not in info["sync"]:
+            why = (info.get("refused") or {}).get(way, f"it offers {', '.join(info['sync']) or 'nothing'}").rstrip(".")
+            found.append(
+                f"rollout.sync is {way}, which it cannot do: {why}. Restart it with this config ({START}), or set "
+                "rollout.sync."
+            )
+        elif way == "adapter" and (info["max_lora_rank"] or 0) < self.config.policy.lora_rank:
+            found.append(
+                f"it serves adapters up to rank {info['max_lora_rank']}, policy.lora_rank is "
+                f"{self.config.policy.lora_rank}. Restart it with this config ({START})."
+            )
+        if info["modules"] is not None and (missing := sorted(set(linears) - set(info["modules"]))):
+            found.append(
+                f"{len(missing)} of the {len(linears)} layers with an adapter cannot take one there, first "
+                f"{missing[:3]}. Leave them out of policy.target_modules."
+            )
+        return found
+
+    def _wait(self, replica: Replica, deadline: float) -> dict:
+        """What the replica is, once it answers; refused, hanging and unready replicas all end at the deadline."""
+        limit = self.config.rollout.server_wait_s
         while True:
             try:
-                response = requests.get(f"{url}/v1/models", timeout=min(5.0, self.config.rollout.server_wait_s))
-                if response.status_code == 200:
-                    return response.json()["data"]
-                last = f"HTTP {response.status_code}"
-            except (requests.RequestException, ValueError, KeyError) as error:
-                last = type(error).__name__
+                info = replica.info(timeout_s=min(FIRST_ANSWER_S, limit))
+                if info.get("protocol") != PROTOCOL:
+                    raise BadInput(
+                        f"{replica.url} speaks protocol {info.get('protocol')!r} of the kit, the trainer {PROTOCOL}. "
+                        "Start it from the same checkout."
+                    )
+                return info
+            except ReplicaError as error:
+                if error.status == 404:
+                    raise BadInput(
+                        f"{replica.url} is a server without /v1/rollout: a vLLM server that the kit did not start, or "
+                        f"another program. Start it with {START}, or set rollout.server_urls."
+                    ) from None
+                if error.status in (401, 403):
+                    raise BadInput(
+                        f"{replica.url} refuses the API key. Set VLLM_API_KEY to the one it was started with."
+                    ) from None
+                last = error
             if time.monotonic() > deadline:
                 raise CheckFailed(
-                    f"the rollout server at {url} did not answer within {self.config.rollout.server_wait_s:.0f} s "
-                    f"({last}). Start it (recipes/README.md has the command), look at its log, or set "
-                    "rollout.server_urls."
+                    f"the rollout server at {replica.url} did not answer within {limit:.0f} s ({last.text}). Start it "
+                    f"({START}){self._log_of(replica.url)}, or set rollout.server_urls."
                 )
             time.sleep(1.0)
 
@@ -91,82 +178,124 @@ class ServerRollout:
         from accelerate.utils import broadcast_object_list, gather_object
 
         everything = gather_object(prompt_ids)
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None, None, None]
+        self.report = {}
         if trainer.accelerator.is_main_process:
             # The other processes wait for the outcome, so no error may pass them by.
             try:
-                with trainer.timed("sync"):
-                    self._sync(trainer)
-                outcome[0] = self._generate_groups(everything)
+                outcome[:2] = self._step(trainer, everything)
             except KitError as error:
-                outcome[1] = error
+                outcome[2] = error
             except Exception as error:
-                outcome[1] = CheckFailed(f"the rollout failed: {type(error).__name__}: {error}")
+                outcome[2] = CheckFailed(f"the rollout failed: {type(error).__name__}: {error}")
         broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
+        if outcome[2] is not None:
+            raise outcome[2]
         start = trainer.accelerator.process_index * len(prompt_ids)
         mine = outcome[0][start : start + len(prompt_ids)]
+        self.versions = [outcome[1]] * len(mine)
         return [ids for ids, _ in mine], [logps for _, logps in mine]
+
+    def close(self) -> None:
+        """Leave the replicas awake; called once, however the run ends, by the main process."""
+        if self._may_be_asleep:
+            self._all(lambda replica: replica.wake())
+
+    def _step(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[tuple], int]:
+        """Wake, sync, generate, sleep; the samples of all processes and the version that made them."""
+        if self._may_be_asleep:
+            with trainer.timed("wake"):
+                self._all_or_fail(lambda replica: replica.wake(), "wake up")
+            self._may_be_asleep = False
+        self.scorer.choose(prompts)
+        with trainer.timed("sync"):
+            self._sync(trainer)
+        samples = self._generate_groups(prompts, trainer.eos_token_ids)
+        if self.config.server.sleep:
+            with trainer.timed("sleep"):
+                self._may_be_asleep = True
+                self._all_or_fail(lambda replica: replica.sleep(), "go to sleep")
+        for replica in self.replicas:
+            replica.close()
+        self.scorer.extend([ids for ids, _ in samples])
+        return samples, self.sync.served
 
     def _sync(self, trainer: Any) -> None:
         version = trainer.adapter_version
-        if version == self.version:
+        if version == self.sync.served:
             return
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        folder = trainer.run.path / "sync" / self.sync.session
-        directory = publish_adapter(model, folder / f"v{version:06d}", version, trainer.base_hash)
-        self.sync.publish(directory, version)
-        for old in sorted(folder.glob("v[0-9]*")):
-            if old != directory:
-                shutil.rmtree(old)
-        self.version = version
+        if self._adapter is None:
+            import torch
 
-    def _generate_groups(self, prompt_ids: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-        group = self.config.rollout.group_size
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            self._adapter = AdapterFile(model, getattr(torch, self.config.model.dtype), trainer.base_hash)
+
+        def score() -> tuple:
+            policy = self.scorer.policy(trainer)
+            return self.scorer.sequences, policy, self.scorer.base(trainer)
+
+        self.sync.publish(version, self._adapter, score if self.scorer.sequences else None)
+        self.report["sync_seconds"] = {part: round(value, 4) for part, value in self.sync.seconds.items()}
+        if results := self.sync.canary.values():
+            self.report["canary_delta"] = max(result.mean for result in results)
+            self.report["canary_k3"] = max(result.k3 for result in results)
+
+    def _generate_groups(self, prompt_ids: list[list[int]], stop: list[int]) -> list[tuple[list[int], list[float]]]:
+        rollout, group = self.config.rollout, self.config.rollout.group_size
         prompts = prompt_ids[::group]
         if any(prompt_ids[i] != prompts[i // group] for i in range(len(prompt_ids))):
             raise CheckFailed("the prompts of a group differ: the trainer's sampler no longer repeats each prompt.")
-        # Long prompts first: the last one to finish then costs least.
-        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        answers: list[Any] = [None] * len(prompts)
-        with ThreadPoolExecutor(min(IN_FLIGHT, len(prompts))) as pool:
-            futures = {
-                index: pool.submit(self._complete, self.urls[place % len(self.urls)], prompts[index])
-                for place, index in enumerate(order)
-            }
-            for index, future in futures.items():
-                answers[index] = future.result()
-        return [sample for answer in answers for sample in answer]
+        sampling = {"n": group, "max_tokens": rollout.max_completion_length, "temperature": rollout.temperature}
+        sampling |= {"top_p": rollout.top_p, "top_k": rollout.top_k, "stop_token_ids": list(stop)}
+        session, served = self.sync.session, self.sync.served
 
-    def _complete(self, url: str, prompt: list[int]) -> list[tuple[list[int], list[float]]]:
-        """`group_size` samples of one prompt; `CheckFailed` names the replica when it fails or answers short."""
-        rollout = self.config.rollout
-        body = {
-            "model": self.sync.served,
-            "prompt": prompt,
-            "n": rollout.group_size,
-            "max_tokens": rollout.max_completion_length,
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "repetition_penalty": 1.0,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "skip_special_tokens": False,
-        }
+        def ask(replica: Replica, request_id: str, prompt: list[int]) -> list[Sample]:
+            version, samples = replica.generate(request_id, prompt, **sampling, session=session, version=served)
+            if version != served:
+                raise CheckFailed(
+                    f"{replica.url} sampled from adapter version {version}, version {served} was asked for."
+                )
+            lengths = [(len(sample.token_ids), len(sample.logprobs)) for sample in samples]
+            if len(samples) != group or any(not 0 < ids == logps <= sampling["max_tokens"] for ids, logps in lengths):
+                reason = f"{len(samples)} samples for n = {group}, of (token ids, log-probs) {lengths[:8]}"
+                raise ReplicaError(
+                    replica.url, "generate", f"the answer is not what was asked for: {reason}", retry=False
+                )
+            return samples
+
         try:
-            response = requests.post(f"{url}/v1/completions", json=body, timeout=rollout.request_timeout_s)
-            response.raise_for_status()
-            choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
-            samples = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-        except (requests.RequestException, ValueError, KeyError, TypeError) as error:
+            groups = self._dispatcher.run(prompts, ask, f"{session}-v{served}")
+        except GenerationFailed as failed:
+            url = failed.errors[-1].url
             raise CheckFailed(
-                f"the rollout server at {url} failed on a prompt of {len(prompt)} tokens: {type(error).__name__}: "
-                f"{str(error)[:300]}. Look at its log, restart it, then continue with --resume."
+                f"the rollout server at {url} failed on a prompt of {failed.prompt_tokens} tokens, attempt "
+                f"{len(failed.errors)} of at most {1 + rollout.retries}: {failed}. Restart it{self._log_of(url)}, "
+                "then continue with --resume."
             ) from None
-        if len(samples) != rollout.group_size or any(len(ids) != len(logps) or not ids for ids, logps in samples):
-            raise CheckFailed(f"{url} answered {len(samples)} samples for n = {rollout.group_size}, or empty ones.")
-        if any(logp is None for _, logps in samples for logp in logps):
-            raise CheckFailed(f"{url} returned a log-prob that is not a number: the served weights are damaged.")
-        return samples
+        return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for samples in groups for sample in samples]
+
+    def _all(self, call: Any) -> list[ReplicaError]:
+        """Do it on all replicas at once; the failures."""
+
+        def attempt(replica: Replica) -> ReplicaError | None:
+            try:
+                call(replica)
+            except ReplicaError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(len(self.replicas)) as pool:
+            return [error for error in pool.map(attempt, self.replicas) if error]
+
+    def _all_or_fail(self, call: Any, what: str) -> None:
+        for error in self._all(call):
+            raise CheckFailed(
+                f"the replica at {error.url} did not {what}: {error.text}. Restart it{self._log_of(error.url)}, then "
+                "continue with --resume."
+            )
+
+    def _log_of(self, url: str) -> str:
+        """Where `launch.server` writes what this replica says, when it was started for this run on this machine."""
+        port = re.search(r":(\d+)", url.partition("://")[2])
+        log = self.run.logs / f"server-{port.group(1) if port else ''}.log"
+        return f" (its log: {log})" if log.is_file() else ""

@@ -33,6 +33,8 @@ from recipes.parts.checkpoint import (
 )
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.mismatch import KEYS as MISMATCH
+from recipes.parts.mismatch import measure
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
 from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
@@ -125,6 +127,23 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     return arguments
 
 
+def limit_gpu_memory(config: Config) -> None:
+    """Let this process take at most `train.max_gpu_gib` of its GPU; `BadInput` when the card is smaller.
+
+    An allocation beyond it is an out-of-memory error, also when the card has room: that room is the replica's.
+    """
+    limit = config.train.max_gpu_gib
+    if limit is None:
+        return
+    if not torch.cuda.is_available():
+        raise BadInput(f"train.max_gpu_gib is {limit:g} and there is no GPU. Leave it out.")
+    device = torch.cuda.current_device()
+    card = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if limit > card:
+        raise BadInput(f"train.max_gpu_gib ({limit:g}) is above the {card:.1f} GiB of the card. Lower it.")
+    torch.cuda.set_per_process_memory_fraction(limit / card, device)
+
+
 class FiniteGradients(TrainerCallback):
     """Stops the run before a gradient that is not finite reaches the adapter."""
 
@@ -162,7 +181,9 @@ class PolicyTrainer(GRPOTrainer):
         self._seconds: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
         self._peak: dict[str, float] = {}
+        self._sampler: dict[str, Any] = {}
         self._problem_ids: list[str] = []
+        self._row_versions: list[int] = []
         self._rollout_version = 0
         self._step_started: float | None = None
 
@@ -215,15 +236,16 @@ class PolicyTrainer(GRPOTrainer):
         if self.recorder:
             self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(self._problem_ids)))
         output = super()._generate_and_score_completions(inputs)
+        versions = self.rollout.versions if self.rollout is not None else [self._rollout_version] * len(inputs)
+        self._row_versions = gather_object(versions)
         if "sampling_per_token_logps" in output:
             self._log_mismatch(output)
         return output
 
     def _log_mismatch(self, output: dict) -> None:
-        """Distance of the sampler from the policy on the sampled tokens: k3 KL (Schulman 2020) and effective sample
-        size of the token ratios; `CheckFailed` above `rollout.max_sampler_k3`."""
-        mask = output["completion_mask"].bool()  # (B, C)
-        policy = output.get("old_per_token_logps")
+        """Record how far the sampler is from the policy; `CheckFailed` above `rollout.max_sampler_k3` or when a
+        sampler's log-prob is not a number."""
+        policy = output.get("old_per_token_logps")  # (B, C)
         if policy is None:
             with torch.no_grad():
                 policy = self._get_per_token_logps_and_entropies(
@@ -233,22 +255,35 @@ class PolicyTrainer(GRPOTrainer):
                     output["completion_ids"].size(1),
                     batch_size=self.args.per_device_train_batch_size,
                 )[0]
-        log_ratio = (policy - output["sampling_per_token_logps"])[mask].double()
-        ratio = log_ratio.exp()
-        sums = torch.stack([(ratio - 1 - log_ratio).sum(), ratio.sum(), (ratio**2).sum(), mask.sum().double()])
-        k3_sum, ratio_sum, square_sum, count = self.accelerator.reduce(sums, "sum").tolist()
-        if count == 0:  # every completion was truncated and masked
-            return
-        k3 = k3_sum / count
-        self._metrics["train"]["sampler/k3"].append(k3)
-        self._metrics["train"]["sampler/effective_sample_size"].append(ratio_sum**2 / (count * square_sum))
-        limit = self.config.rollout.max_sampler_k3
-        if not k3 <= limit:
-            raise CheckFailed(
-                f"step {self.state.global_step + 1}: the sampler is not the policy: k3 KL {k3:.4f} a token, limit "
-                f"rollout.max_sampler_k3 {limit}. Serve the dequantized base of this model (python -m merge base), "
-                "with --logprobs-mode processed_logprobs, and check that the replicas load each adapter."
+        local = torch.stack([policy, output["sampling_per_token_logps"], output["completion_mask"].to(policy.dtype)])
+        local = local.transpose(0, 2).contiguous()  # (C, B, 3)
+        # Completions are padded per process; percentiles need the tokens of all of them.
+        everywhere = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0))
+        width = len(everywhere) // self.accelerator.num_processes
+        rows = torch.cat(everywhere.split(width), dim=1)  # (C, N, 3)
+        rollout = self.config.rollout
+        floor = self.args.vllm_importance_sampling_clip_min
+        figures = measure(*rows.permute(2, 1, 0), rollout.correction, rollout.correction_cap, floor)
+        self._sampler |= figures
+        for key, value in figures.items():
+            if value is not None:  # for the trackers
+                self._metrics["train"][f"sampler/{key.removeprefix('sampler_')}"].append(value)
+        k3, limit, step = figures["sampler_k3"], rollout.max_sampler_k3, self.state.global_step + 1
+        if count := figures["sampler_nan_count"]:
+            problem = (
+                f"{count} log-probs of the sampler are not finite: the weights that it serves are damaged. Restart "
+                "the replicas, then continue with --resume."
             )
+        elif k3 is not None and not k3 <= limit:
+            problem = (
+                f"the sampler is not the policy: k3 KL {k3:.4f} a token, limit rollout.max_sampler_k3 {limit}. Serve "
+                "the dequantized base of this model (python -m merge base, python -m launch.server)."
+            )
+        else:
+            return
+        if self.recorder:
+            self.recorder.step(self._record({}, step))
+        raise CheckFailed(f"step {step}: {problem}")
 
     def _generate(self, prompts: list) -> tuple:
         with self.timed("rollout"):
@@ -265,7 +300,10 @@ class PolicyTrainer(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
         if self.rollout is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return self.rollout.generate(self, prompt_ids)
+        try:
+            return self.rollout.generate(self, prompt_ids)
+        finally:
+            self._sampler |= self.rollout.report
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.timed("reward"):
@@ -280,14 +318,14 @@ class PolicyTrainer(GRPOTrainer):
         if not training:
             return
         self._synchronize()
-        record = self._record(logs)
+        record = self._record(logs, self.state.global_step)
         self._step_started = None
-        for tally in (self._seconds, self._counts, self._peak):
+        for tally in (self._seconds, self._counts, self._peak, self._sampler):
             tally.clear()
         if self.recorder:
             self.recorder.step(record)
             if self.recorder.wants_completions(record["step"]) and record["completion_tokens"]:
-                self.recorder.completions(record["step"], self._completion_rows(record["adapter_version"]))
+                self.recorder.completions(record["step"], self._completion_rows())
         # DeepSpeed keeps the gradients to itself, so there FiniteGradients sees none and this is the first to know.
         if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
             raise CheckFailed(
@@ -295,12 +333,12 @@ class PolicyTrainer(GRPOTrainer):
                 "another run from the newest adapter (policy.init_adapter) with a lower train.learning_rate."
             )
 
-    def _record(self, logs: dict) -> dict:
+    def _record(self, logs: dict, step: int) -> dict:
         seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | dict(self._seconds)
         seconds["step"] = time.perf_counter() - (self._step_started or time.perf_counter())
         seconds["update"] = max(0.0, seconds["step"] - seconds["rollout"] - seconds["reward"])
         self._peak["update"] = _peak_gib()
-        counts, step = self._counts, self.state.global_step
+        counts = self._counts
         return {
             "step": step,
             "total_steps": self.state.max_steps,
@@ -311,8 +349,8 @@ class PolicyTrainer(GRPOTrainer):
             "unknown_rewards": {
                 f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")
             },
-            "sampler_k3": logs.get("sampler/k3"),
-            "effective_sample_size": logs.get("sampler/effective_sample_size"),
+            **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds")),
+            **self._sampler,
             "completion_tokens": int(counts["completion_tokens"]),
             "rollout_tokens_per_s": counts["completion_tokens"] / seconds["rollout"] if seconds["rollout"] else None,
             "update_tokens_per_s": counts["tokens"] / seconds["update"] if counts["tokens"] else None,
@@ -321,7 +359,7 @@ class PolicyTrainer(GRPOTrainer):
             "adapter_version": self._rollout_version,
         }
 
-    def _completion_rows(self, version: int) -> list[dict]:
+    def _completion_rows(self) -> list[dict]:
         logs = self._logs
         rewards = {name: list(values) for name, values in logs["rewards"].items()}
         return [
@@ -333,8 +371,11 @@ class PolicyTrainer(GRPOTrainer):
                 "advantage": advantage,
                 "adapter_version": version,
             }
-            for index, (problem_id, prompt, completion, advantage) in enumerate(
-                zip(self._problem_ids, logs["prompt"], logs["completion"], logs["advantages"], strict=True)
+            for index, (problem_id, version, prompt, completion, advantage) in enumerate(
+                zip(
+                    *(self._problem_ids, self._row_versions, logs["prompt"], logs["completion"], logs["advantages"]),
+                    strict=True,
+                )
             )
         ]
 

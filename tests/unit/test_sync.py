@@ -2,124 +2,255 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.canary import read_canary
+from recipes.parts.config import load_config
+from recipes.parts.errors import CheckFailed
+from recipes.parts.replica import Replica
 from recipes.parts.sync import AdapterSync
+from tests.unit.fake_replica import FakeReplica, log_probs
+
+CONFIG = Path(__file__).parents[2] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
 
 
-class Replica(ThreadingHTTPServer):
-    """A server that keeps the adapters it was told to load; `refuses` names the one it answers 500 to."""
+class Adapter:
+    """Writes a version as the trainer does, without a model."""
 
-    def __init__(self, refuses: str | None = None):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.refuses, self.loaded = refuses, {}
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+    base_hash = "ab" * 32
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+    def write(self, directory: Path, version: int) -> Path:
+        directory.mkdir(parents=True)
+        (directory / "adapter_model.safetensors").write_bytes(b"weights of %d" % version)
+        return directory
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Replica
+def scores_of(version: int):
+    """The trainer's side of the canary for an adapter version."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            return self._answer({"tokens": [1, 2, 3]})
-        name = body["lora_name"]
-        code = 500 if name == self.server.refuses else 200
-        if code == 200 and self.path == "/v1/load_lora_adapter":
-            self.server.loaded[name] = body["lora_path"]
-        elif code == 200 and self.path == "/v1/unload_lora_adapter":
-            code = 200 if self.server.loaded.pop(name, None) else 404
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(b"no slot left" if code == 500 else b"ok")
+    def score() -> tuple:
+        policy = [log_probs(ids, version) for ids in SEQUENCES]
+        return SEQUENCES, policy, [log_probs(ids, None) for ids in SEQUENCES]
 
-    def do_GET(self) -> None:
-        self._answer({"data": [{"id": "base", "max_model_len": 4096}]})
-
-    def _answer(self, value: dict) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
-
-    def log_message(self, *arguments) -> None:
-        pass
+    return score
 
 
 @pytest.fixture
 def replicas():
-    made: list[Replica] = []
+    made: list[FakeReplica] = []
 
-    def make(*refusals: str | None) -> list[Replica]:
-        made.extend(Replica(name) for name in refusals)
+    def make(count: int) -> list[FakeReplica]:
+        made.extend(FakeReplica() for _ in range(count))
         return made
 
     yield make
     for replica in made:
-        replica.shutdown()
-        replica.server_close()
+        replica.stop()
 
 
-def test_a_new_version_replaces_the_old_one_on_every_replica(replicas, tmp_path):
-    both = replicas(None, None)
-    sync = AdapterSync([replica.url for replica in both], "run", 5)
-    sync.publish(tmp_path / "v000001", 1)
-    name = sync.publish(tmp_path / "v000002", 2)
-    assert name == f"run-{sync.session}-v000002"
-    assert [replica.loaded for replica in both] == [{name: str((tmp_path / "v000002").resolve())}] * 2
+@pytest.fixture
+def synced(replicas, tmp_path):
+    """`synced(n, *overrides)`: n replicas and a sync to them, both on version 1."""
+
+    def make(count: int, *overrides: str) -> tuple[list[FakeReplica], AdapterSync]:
+        both = replicas(count)
+        config = load_config(CONFIG, ["--run.name=run", *overrides])
+        sync = AdapterSync([Replica(replica.url, 5) for replica in both], config, tmp_path / "sync")
+        sync.publish(1, Adapter(), scores_of(1))
+        return both, sync
+
+    return make
 
 
-def test_a_version_made_again_after_a_resume_has_another_name():
+def assert_all_serve(both: list[FakeReplica], sync: AdapterSync, version: int) -> None:
+    assert [replica.served for replica in both] == [(sync.session, version)] * len(both)
+    assert [replica.versions for replica in both] == [[version]] * len(both)
+    assert sync.served == version
+
+
+def test_a_new_version_replaces_the_old_one_on_every_replica(synced, tmp_path):
+    both, sync = synced(2)
+    sync.publish(2, Adapter(), scores_of(2))
+    assert_all_serve(both, sync, 2)
+    staged = both[0].staged[sync.session, 2]
+    directory = tmp_path / "sync" / sync.session / "v000002"
+    assert staged["body"] == {"path": str(directory.resolve())} and staged["base_hash"] == "ab" * 32
+    assert (staged["way"], staged["run"]) == ("remerge", "run")
+    assert sync.seconds.keys() == {"write", "stage", "activate", "canary"}
+    assert [path.name for path in sync.folder.glob("v*")] == ["v000002"], "older versions are deleted"
+
+
+def test_the_adapter_may_travel_in_the_body(synced):
+    both, sync = synced(2, "--rollout.transport=body", "--rollout.sync=adapter")
+    for replica in both:
+        staged = replica.staged[sync.session, 1]
+        assert staged["body"] == b"weights of 1" and staged["way"] == "adapter"
+
+
+def test_a_version_made_again_after_a_resume_has_another_name(synced, replicas, tmp_path):
     # vLLM's prefix cache knows an adapter by its name, and the second version 41 has other weights than the first.
-    first, second = (AdapterSync(["http://127.0.0.1:9"], "run", 5) for _ in range(2))
+    _, first = synced(1)
+    second = AdapterSync(first.replicas, first.config, tmp_path / "sync")
+    second.publish(1, Adapter(), None)
     assert first.session != second.session
+    assert sorted(path.name for path in (tmp_path / "sync").iterdir()) == [second.session]
 
 
-def test_one_replica_that_refuses_keeps_all_on_the_old_version(replicas, tmp_path):
-    both = replicas(None, None)
-    sync = AdapterSync([replica.url for replica in both], "run", 5)
-    old = sync.publish(tmp_path / "v000001", 1)
-    both[1].refuses = f"run-{sync.session}-v000002"
-    with pytest.raises(CheckFailed, match=rf"{both[1].url} did not load adapter version 2.*no slot left.*v000001"):
-        sync.publish(tmp_path / "v000002", 2)
-    assert [list(replica.loaded) for replica in both] == [[old]] * 2
-    assert sync.served == old
+def test_nothing_is_activated_before_everything_is_staged(synced):
+    both, sync = synced(2)
+    at_activation = []
+    for replica in both:
+        replica.before["activate"] = lambda body: at_activation.append([other.versions for other in both])
+    sync.publish(2, Adapter(), scores_of(2))
+    assert at_activation == [[[1, 2], [1, 2]]] * 2
 
 
-def test_a_replica_that_is_gone_is_named(replicas, tmp_path):
-    (alive,) = replicas(None)
-    sync = AdapterSync([alive.url, "http://127.0.0.1:9"], "run", 5)
-    with pytest.raises(CheckFailed, match=r"http://127\.0\.0\.1:9 did not load"):
-        sync.publish(tmp_path / "v000001", 1)
-    assert alive.loaded == {}
+def test_one_replica_that_does_not_load_keeps_all_on_the_old_version(synced):
+    both, sync = synced(2)
+    both[1].refuses["stage"] = (422, "rank 64 is above 16. Start it with --max-lora-rank 64.")
+    with pytest.raises(CheckFailed) as failed:
+        sync.publish(2, Adapter(), scores_of(2))
+    assert f"the replica at {both[1].url} did not load adapter version 2: 422 rank 64 is above 16" in str(failed.value)
+    assert "All replicas stay on version 1." in str(failed.value) and both[0].url not in str(failed.value)
+    assert_all_serve(both, sync, 1)
 
 
-def test_what_an_earlier_process_left_is_unloaded_and_nothing_else(replicas):
-    (replica,) = replicas(None)
-    left = "run-0123abcd-v000007"
-    others = ["run-v2-0123abcd-v000001", "other-0123abcd-v000001", "run-notes"]
-    replica.loaded = dict.fromkeys([left, *others], "path")
-    sync = AdapterSync([replica.url], "run", 5)
-    # A replica that was restarted no longer has it and answers 404: nothing is wrong.
-    sync.forget(replica.url, [left, "run-0123abcd-v000008", *others])
-    assert list(replica.loaded) == others
+def test_one_replica_that_does_not_switch_takes_the_others_back(synced):
+    both, sync = synced(2)
+    both[1].before["activate"] = lambda body: {"seconds": {}} if body["version"] == 1 else refuse(both[1])
+    with pytest.raises(CheckFailed, match=rf"{both[1].url} did not switch to adapter version 2.*version 1 again"):
+        sync.publish(2, Adapter(), scores_of(2))
+    assert_all_serve(both, sync, 1)
 
 
-def test_a_server_with_another_tokenizer_is_refused(replicas, tiny_model_dir):
-    from transformers import AutoTokenizer
+def refuse(replica: FakeReplica) -> None:
+    raise ConnectionError
 
-    from recipes.parts.config import load_config
-    from recipes.parts.rollout import ServerRollout
 
-    (replica,) = replicas(None)
-    config = load_config(
-        "recipes/configs/grpo-tiny-nf4-cpu.yaml", [f"--rollout.server_urls=['{replica.url}']", "--run.name=run"]
+def test_a_replica_that_cannot_go_back_is_named_too(synced):
+    both, sync = synced(2)
+    both[1].refuses["activate"] = (500, "engine dead")
+    with pytest.raises(CheckFailed, match=rf"The others serve version 1 again; the replica at {both[1].url} did not"):
+        sync.publish(2, Adapter(), scores_of(2))
+    assert both[0].served == (sync.session, 1)
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [(0, "serves the base without this adapter"), (9, "it serves other weights than the trainer's")],
+)
+def test_a_replica_whose_weights_are_not_the_policys_takes_all_back(synced, held, reason):
+    both, sync = synced(2, "--rollout.max_canary_delta=0.5")
+    both[1].holds = held
+    with pytest.raises(CheckFailed) as failed:
+        sync.publish(2, Adapter(), scores_of(2))
+    assert f"the canary of {both[1].url} failed" in str(failed.value) and reason in str(failed.value)
+    assert both[0].url not in str(failed.value) and "All replicas serve version 1 again." in str(failed.value)
+    assert_all_serve(both, sync, 1)
+
+
+def test_log_probs_that_are_not_numbers_fail_the_canary(synced):
+    both, sync = synced(1)
+    both[0].before["score"] = lambda body: {"version": 2, "logprobs": [nan(3), nan(2)]}
+    with pytest.raises(CheckFailed, match="5 of 5 canary tokens have a log-prob that is not finite"):
+        sync.publish(2, Adapter(), scores_of(2))
+    assert_all_serve(both, sync, 1)
+
+
+def nan(count: int) -> str:
+    from recipes.parts.replica import encode_floats
+
+    return encode_floats([float("nan")] * count)
+
+
+def test_a_trainer_that_cannot_score_takes_the_replicas_back(synced):
+    both, sync = synced(2)
+
+    def score() -> tuple:
+        raise CheckFailed("the trainer's own log-probs are not finite")
+
+    with pytest.raises(CheckFailed, match="the trainer's own"):
+        sync.publish(2, Adapter(), score)
+    assert_all_serve(both, sync, 1)
+
+
+def test_the_trainer_scores_while_the_replicas_load(synced):
+    both, sync = synced(1)
+    scored, staged = threading.Event(), []
+    both[0].before["stage"] = lambda body: staged.append(scored.wait(5))
+
+    def score() -> tuple:
+        scored.set()
+        return scores_of(2)()
+
+    sync.publish(2, Adapter(), score)
+    assert staged == [True], "a stage that waits for the trainer's scores got them"
+
+
+def test_a_replica_that_is_gone_is_named(synced):
+    both, sync = synced(2)
+    url = both[1].url
+    both.pop().stop()
+    with pytest.raises(CheckFailed, match=rf"{url} did not load .*ConnectionRefused"):
+        sync.publish(2, Adapter(), scores_of(2))
+    assert_all_serve(both, sync, 1)
+
+
+def test_the_canary_can_be_scored_again_by_hand(synced):
+    _, sync = synced(1)
+    sync.publish(3, Adapter(), scores_of(3))
+    facts = read_canary(sync.folder / "canary.json")
+    assert (facts["session"], facts["version"], facts["way"]) == (sync.session, 3, "remerge")
+    assert facts["sequences"] == SEQUENCES
+    np.testing.assert_array_equal(facts["policy"][1], log_probs(SEQUENCES[1], 3))
+    np.testing.assert_array_equal(facts["base"][0], log_probs(SEQUENCES[0], None))
+
+
+def test_a_full_disk_is_a_check_that_failed(build_trainer, recipe_arguments, tiny_model_dir, tmp_path, monkeypatch):
+    import torch
+
+    from recipes.parts.adapter_file import AdapterFile
+
+    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
+    file = AdapterFile(trainer.model, torch.bfloat16, "ab" * 32)
+    monkeypatch.setattr(
+        "recipes.parts.adapter_file.os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "full"))
     )
-    with pytest.raises(BadInput, match=r"tokenizes .* as \[1, 2, 3\]"):
-        ServerRollout(config, AutoTokenizer.from_pretrained(tiny_model_dir)).check()
+    with pytest.raises(CheckFailed, match=r"writing the adapter of version 3 .* failed: .*full.*--resume"):
+        file.write(tmp_path / "sync" / "v000003", 3)
+    assert list((tmp_path / "sync").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_adapter_that_travels_is_the_one_that_the_forward_computes_with(
+    build_trainer, recipe_arguments, tiny_model_dir, tmp_path, dtype
+):
+    import torch
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    from recipes.parts.adapter_file import AdapterFile
+
+    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
+    adapter = AdapterFile(trainer.model, getattr(torch, dtype), "ab" * 32)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    directory = adapter.write(tmp_path / "sync" / "v000001", 1)
+    written = load_file(directory / "adapter_model.safetensors")
+    expected = get_peft_model_state_dict(trainer.model)
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(written[name], tensor.to(getattr(torch, dtype))), name
+    trainer.model.save_pretrained(tmp_path / "peft")
+    config = (directory / "adapter_config.json").read_text()
+    assert json.loads(config) == json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    with safe_open(directory / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata()["adapter_config"] == config
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["version"] == 1 and manifest["base_hash"] == "ab" * 32 and manifest["rank"] == 4

@@ -1,0 +1,73 @@
+"""How far the sampler is from the policy on the tokens it sampled, and what the correction makes of it.
+
+A server samples with other kernels and other weights (FP8) than the trainer computes with. The correction multiplies
+the loss of a token by policy/sampler, capped; the figures here say how much work that is.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# Figure -> key of metrics.jsonl; all are of one generation batch over all processes.
+KEYS = (
+    *("sampler_k3", "effective_sample_size"),
+    *("sampler_delta_mean", "sampler_delta_p95", "sampler_delta_p99", "sampler_delta_max"),
+    *("corrected_token_fraction", "corrected_sequence_fraction", "sampler_nan_count"),
+)
+
+
+def measure(
+    policy: "torch.Tensor",
+    sampler: "torch.Tensor",
+    mask: "torch.Tensor",
+    correction: str,
+    cap: float,
+    floor: float | None = None,
+) -> dict[str, float | int | None]:
+    """The figures in `KEYS` for log-probs (N, T) of the same tokens and the mask (N, T) of those in the loss.
+
+    With d = log policy - log sampler: k3 = mean(exp(d) - 1 - d), an estimate of KL(sampler || policy) that is never
+    negative (Schulman 2020); |d| as mean, percentiles and maximum; the effective sample size of the uncapped token
+    ratios exp(d), as a share of the tokens. The corrected shares follow trl 1.16: token_truncate caps and token_mask
+    drops tokens whose ratio is outside [floor, cap]; sequence_truncate and sequence_mask do it to whole sequences, by
+    the product of their ratios. A sequence counts as corrected when any of its tokens is.
+    `sampler_nan_count` are tokens whose sampler log-prob is not finite; they are left out of the other figures. None:
+    no token to measure.
+    """
+    mask = mask.bool()
+    finite = sampler.isfinite()
+    figures: dict[str, float | int | None] = dict.fromkeys(KEYS)
+    figures["sampler_nan_count"] = int((mask & ~finite).sum())
+    usable = mask & finite
+    difference = (policy.double() - sampler.double()).where(usable, 0.0)
+    count = int(usable.sum())
+    if not count:
+        return figures
+    d = difference[usable]
+    ratio = d.exp()
+    delta = d.abs().sort().values
+    figures |= {
+        "sampler_k3": (ratio - 1 - d).mean().item(),
+        "effective_sample_size": (ratio.sum() ** 2 / (count * (ratio**2).sum())).item(),
+        "sampler_delta_mean": delta.mean().item(),
+        "sampler_delta_p95": _percentile(delta, 0.95),
+        "sampler_delta_p99": _percentile(delta, 0.99),
+        "sampler_delta_max": delta[-1].item(),
+    }
+    # Like trl, in which a token without a sampler's log-prob has ratio 1.
+    whole = correction.startswith("sequence")
+    ratios = (difference.sum(dim=1, keepdim=True) if whole else difference).exp()
+    outside = (ratios > cap) | (ratios < (floor if floor is not None else -math.inf))
+    if correction == "none":
+        outside = outside & False
+    touched = outside & mask  # (N, T), also for whole sequences
+    figures["corrected_token_fraction"] = (touched.sum() / mask.sum()).item()
+    figures["corrected_sequence_fraction"] = (touched.any(dim=1).sum() / mask.any(dim=1).sum()).item()
+    return figures
+
+
+def _percentile(ordered: "torch.Tensor", share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed (torch.quantile stops at 16M values)."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)].item()
