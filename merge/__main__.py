@@ -1,6 +1,6 @@
 """Merge a run's adapter into its dequantized NF4 base and write the formats asked for; see README.md.
 
-`python -m merge base --config X.yaml --out DIR` writes the dequantized base alone, for a rollout server.
+`python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server.
 """
 
 import argparse
