@@ -165,12 +165,19 @@ def last_lines(log: Path, count: int = LOG_LINES) -> str:
 
 
 def stop_groups(groups: list[int], patience_s: float = STOP_S) -> list[int]:
-    """End whole process groups: SIGTERM, then SIGKILL for what is left after `patience_s`; the groups still there."""
+    """End whole process groups: SIGTERM to the leader, after `patience_s` SIGKILL to all; the groups still there.
+
+    The leader alone is asked: a server whose workers are told at the same time waits for them in vain (15 s with
+    vLLM 0.31, 1 s this way).
+    """
     for group in groups:
-        _signal_group(group, signal.SIGTERM)
+        leader_lives = started_at(group) is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(group, signal.SIGTERM) if leader_lives else os.killpg(group, signal.SIGTERM)
     left = _wait_gone(groups, patience_s)
     for group in left:
-        _signal_group(group, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     return _wait_gone(left, 5.0) if left else []
 
 
@@ -179,11 +186,6 @@ def _wait_gone(groups: list[int], seconds: float) -> list[int]:
     while (left := [group for group in groups if members(group)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
 
 
 def members(group: int) -> list[int]:
