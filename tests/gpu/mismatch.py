@@ -139,6 +139,8 @@ def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
         generation_config="vllm",
         enable_lora=not merged,
         max_lora_rank=16,
+        # Without this vLLM gives the output layer LoRA slots too, and 0.26 fails on a small tied vocabulary.
+        lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         worker_extension_cls="launch.remerge.Remerge" if remerge else "",
         **STORAGE[storage],
     )
