@@ -1,0 +1,125 @@
+"""The client of one replica: what travels arrives as it was, and an error says whether a retry makes sense."""
+
+import time
+
+import numpy as np
+import pytest
+
+from recipes.parts.replica import (
+    Replica,
+    ReplicaError,
+    decode_floats,
+    decode_ids,
+    encode_floats,
+    encode_ids,
+    is_tested_vllm,
+    tokenizer_hash,
+)
+from tests.unit.fake_replica import FakeReplica
+
+
+@pytest.fixture
+def fake():
+    replica = FakeReplica()
+    yield replica
+    replica.stop()
+
+
+@pytest.mark.parametrize("ids", [[], [0], [151_935, 2**31 - 1, 7]])
+def test_token_ids_survive_the_way(ids):
+    assert decode_ids(encode_ids(ids)).tolist() == ids
+
+
+def test_log_probs_survive_the_way_bit_for_bit():
+    values = np.array([-0.1, -1e-30, 0.0, np.nan, -np.inf, -17.25], dtype=np.float32)
+    assert decode_floats(encode_floats(values)).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("text", ["?", "AAA", "AAAA", None, 7, "AAAA AAAA"])
+def test_what_is_not_binary_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        decode_ids(text)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.31.0", "0.26.0+cu129", "0.31.1.dev3+g1"])
+def test_a_version_of_vllm_that_was_tested(version):
+    assert is_tested_vllm(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.32.0", "1.0", "0.3.1", "dev"])
+def test_a_version_of_vllm_that_was_not_tested(version):
+    assert not is_tested_vllm(version)
+
+
+def test_a_client_error_is_final_and_a_server_error_is_not(fake):
+    replica = Replica(fake.url, 5)
+    for status, retry in ((400, False), (409, False), (422, False), (500, True), (503, True)):
+        fake.refuses["activate"] = (status, "this is why")
+        with pytest.raises(ReplicaError) as failed:
+            replica.activate("s", 1)
+        error = failed.value
+        assert (error.url, error.status, error.text, error.retry) == (fake.url, status, "this is why", retry)
+
+
+def test_no_answer_may_be_tried_again(fake):
+    url = fake.url
+    fake.before["sleep"] = lambda body: time.sleep(3)
+    with pytest.raises(ReplicaError, match=r"no answer within 0\.3 s") as slow:
+        Replica(url, 0.3).sleep()
+    fake.stop()
+    with pytest.raises(ReplicaError, match="Connection") as gone:
+        Replica(url, 3).info()
+    for failed in (slow, gone):
+        assert failed.value.retry and failed.value.status is None and url in str(failed.value)
+
+
+@pytest.mark.parametrize("answer", [{"samples": 3}, {"version": 1}, {"version": 1, "samples": [{"token_ids": "?"}]}])
+def test_an_answer_that_is_not_of_the_protocol_is_final(fake, answer):
+    fake.before["generate"] = lambda body: answer
+    sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+    with pytest.raises(ReplicaError, match="the answer is not of protocol 1") as failed:
+        Replica(fake.url, 5).generate("r", [1], **sampling, session="s", version=1)
+    assert not failed.value.retry
+
+
+@pytest.mark.parametrize("answer", [{"version": 2, "logprobs": ["AAAA"]}, {"version": 1, "logprobs": ["AAAAAAAA"]}])
+def test_scores_of_another_version_or_length_are_refused(fake, answer):
+    fake.before["score"] = lambda body: answer
+    with pytest.raises(ReplicaError, match="not of protocol"):
+        Replica(fake.url, 5).score([[1, 2]], "s", 1)
+
+
+def test_the_api_key_of_the_environment_is_sent(fake, monkeypatch):
+    keys = []
+    monkeypatch.setattr(
+        "tests.unit.fake_replica._Handler.do_GET",
+        lambda handler: keys.append(handler.headers.get("Authorization")) or handler._handle(None),
+    )
+    Replica(fake.url, 5).info()
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    Replica(fake.url, 5).info()
+    assert keys == [None, "Bearer secret"]
+
+
+def test_a_proxy_of_the_environment_does_not_catch_the_rollouts(fake, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert Replica(fake.url, 5).info()["protocol"] == 1
+
+
+class Tokenizer:
+    def __init__(self, vocabulary: dict[str, int], digits: int = 1):
+        self.vocabulary, self.digits = vocabulary, digits
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocabulary
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [len(text) // self.digits]
+
+
+def test_the_hash_of_a_tokenizer_knows_its_vocabulary_and_how_it_splits():
+    one = tokenizer_hash(Tokenizer({"a": 0, "b": 1}))
+    assert one == tokenizer_hash(Tokenizer({"b": 1, "a": 0}))
+    assert one != tokenizer_hash(Tokenizer({"a": 1, "b": 0}))
+    assert one != tokenizer_hash(Tokenizer({"a": 0, "b": 1}, digits=3))

@@ -1,0 +1,304 @@
+"""Rollouts against stand-in replicas: which are accepted, and how requests are spread, retried and taken once."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+from recipes.parts.config import load_config
+from recipes.parts.dispatch import Dispatcher, GenerationFailed
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.replica import Replica, ReplicaError, tokenizer_hash
+from recipes.parts.rollout import ServerRollout
+from recipes.parts.rundir import RunDir
+from tests.unit.fake_replica import FakeReplica, samples
+
+CONFIG = Path(__file__).parents[2] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+LINEARS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"]
+GROUP = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir):
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture
+def rollout(tokenizer, tmp_path):
+    """`rollout(n, info, *overrides)`: a rollout over n stand-in replicas, which are its `fakes`."""
+    made: list[FakeReplica] = []
+
+    def make(count: int, info: dict | None = None, *overrides: str) -> ServerRollout:
+        made.extend(FakeReplica(**{"tokenizer_hash": tokenizer_hash(tokenizer), **(info or {})}) for _ in range(count))
+        urls = [replica.url for replica in made]
+        keys = ["--run.name=run", f"--rollout.group_size={GROUP}", f"--rollout.server_urls={urls}"]
+        config = load_config(
+            CONFIG, [*keys, "--rollout.server_wait_s=3", f"--server.base={tmp_path}/none", *overrides]
+        )
+        found = ServerRollout(config, tokenizer, RunDir(tmp_path / "run"))
+        found.fakes = made
+        return found
+
+    yield make
+    for replica in made:
+        replica.stop()
+
+
+def served(rollout: ServerRollout) -> ServerRollout:
+    """Checked, and version 1 of the adapter on every replica."""
+    rollout.check(LINEARS, 316)
+    rollout.sync.served = 1
+    for fake in rollout.fakes:
+        fake.served = rollout.sync.session, 1
+        fake.calls.clear()
+    return rollout
+
+
+def generate(rollout: ServerRollout, prompts: int = 8) -> list[tuple[list[int], list[float]]]:
+    # Prompts of different lengths whose first token is their number.
+    ids = [[number] * (1 + number % 3) for number in range(prompts) for _ in range(GROUP)]
+    return rollout._generate_groups(ids, [0])
+
+
+def assert_complete(answers: list, prompts: int = 8) -> None:
+    assert [ids for ids, _ in answers] == [[number, index] for number in range(prompts) for index in range(GROUP)]
+
+
+@pytest.mark.parametrize(
+    ("info", "overrides", "reason"),
+    [
+        (
+            {"vllm": "0.32.1"},
+            [],
+            r"vLLM 0\.32\.1 is not one that the kit was tested with \(0\.26 <= version < 0\.32\)",
+        ),
+        ({"vllm": "0.9.0"}, [], "vLLM 0.9.0 is not one"),
+        ({"tokenizer_hash": "00"}, [], "another tokenizer or vocabulary"),
+        ({"vocab_size": 320}, [], r"vocabulary \(320 entries\) than .* \(316\)"),
+        ({"max_model_len": 60}, [], "serves 60 tokens of context; .* need 104"),
+        ({"logprobs_mode": "raw_logprobs"}, [], "--logprobs-mode processed_logprobs"),
+        ({"max_num_seqs": 1}, [], r"fewer than rollout.group_size \(2\)"),
+        ({"sync": ["adapter"]}, [], "rollout.sync is remerge, which it cannot do: it offers adapter"),
+        ({"sync": [], "refused": {"remerge": "no NF4 copy."}}, [], "cannot do: no NF4 copy. Restart"),
+        ({"max_lora_rank": 8}, ["--rollout.sync=adapter"], "adapters up to rank 8, policy.lora_rank is 16"),
+        ({"modules": LINEARS[:1]}, [], r"1 of the 2 layers with an adapter .*up_proj"),
+        ({"damaged": "its weights are of no version."}, [], "of no version"),
+        ({}, ["--server.sleep=true"], "server.sleep is true and it was started without"),
+        ({"protocol": 2}, [], "speaks protocol 2"),
+    ],
+)
+def test_a_replica_that_cannot_serve_the_run_is_refused(rollout, info, overrides, reason):
+    found = rollout(1, info, *overrides)
+    with pytest.raises(BadInput, match=reason) as refused:
+        found.check(LINEARS, 316)
+    assert found.fakes[0].url in str(refused.value)
+
+
+def test_a_replica_that_fits_is_accepted(rollout):
+    rollout(2, {"vllm": "0.26.0+cu129", "modules": [*LINEARS, "lm_head"]}).check(LINEARS, 316)
+
+
+def test_everything_wrong_with_all_replicas_is_said_at_once(rollout):
+    found = rollout(2, {"vllm": "1.0", "max_model_len": 1})
+    with pytest.raises(BadInput) as refused:
+        found.check(LINEARS, 316)
+    assert len(str(refused.value).splitlines()) == 4
+
+
+def test_another_base_is_refused_with_both_hashes(rollout):
+    found = rollout(1)
+    found.check(LINEARS, 316)
+    found.check_base("ab" * 32)
+    with pytest.raises(BadInput, match=r"NF4 hash is abababababab; the trainer's base has cdcdcdcdcdcd.*merge base"):
+        found.check_base("cd" * 32)
+
+
+def test_a_resumed_run_finds_another_base_before_it_loads_weights(rollout):
+    found = rollout(1)
+    found.run.path.mkdir()
+    found.run.base_file.write_text('{"hash": "%s"}' % ("ef" * 32))
+    with pytest.raises(BadInput, match=r"base.json has efefefefefef"):
+        found.check(LINEARS, 316)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "reason"),
+    [
+        (404, BadInput, r"that the kit did not start.* python -m launch\.server --config"),
+        (401, BadInput, "refuses the API key. Set VLLM_API_KEY"),
+        (503, CheckFailed, "did not answer within 3 s"),
+    ],
+)
+def test_a_server_that_is_none_of_ours_is_told_from_one_that_is_not_ready(rollout, status, error, reason):
+    found = rollout(1)
+    found.fakes[0].refuses["info"] = (status, "no")
+    with pytest.raises(error, match=reason):
+        found.check(LINEARS, 316)
+
+
+def test_answers_come_in_the_order_of_the_prompts_and_carry_their_version(rollout):
+    found = served(rollout(2))
+    assert_complete(generate(found))
+    sent = [body for fake in found.fakes for action, body in fake.bodies if action == "generate"]
+    assert {(body["session"], body["version"], body["n"]) for body in sent} == {(found.sync.session, 1, GROUP)}
+    assert len({body["request_id"] for body in sent}) == 8
+
+
+def test_a_slow_replica_gets_less_work(rollout):
+    found = served(rollout(2, {"max_num_seqs": 4}, "--rollout.max_in_flight=4"))
+    found.fakes[0].seconds_per_request = 0.4
+    assert_complete(generate(found, 24), 24)
+    slow, fast = (fake.calls.count("generate") for fake in found.fakes)
+    assert slow + fast == 24 and slow < 8 < fast
+    assert all(fake.most_at_once <= 4 for fake in found.fakes)
+
+
+@pytest.mark.parametrize("fault", ["cut connection", "error 500"])
+def test_a_request_that_fails_is_answered_by_the_other_replica(rollout, fault):
+    found = served(rollout(2))
+    if fault == "error 500":
+        found.fakes[0].refuses["generate"] = (500, "engine busy")
+    else:
+        found.fakes[0].before["generate"] = cut
+    assert_complete(generate(found))
+    assert found.fakes[1].calls.count("generate") == 8
+
+
+def cut(body: dict) -> None:
+    raise ConnectionError
+
+
+def test_a_request_is_tried_as_often_as_the_config_says_and_no_more(rollout):
+    found = served(rollout(2, None, "--rollout.retries=2"))
+    for fake in found.fakes:
+        fake.refuses["generate"] = (500, "no KV cache left")
+    with pytest.raises(CheckFailed) as failed:
+        generate(found, 1)
+    assert sum(fake.calls.count("generate") for fake in found.fakes) == 3
+    assert "attempt 3 of at most 3" in str(failed.value) and "no KV cache left" in str(failed.value)
+    assert all(fake.url in str(failed.value) for fake in found.fakes) and "--resume" in str(failed.value)
+
+
+def test_a_request_that_is_wrong_is_not_tried_again(rollout):
+    found = served(rollout(2))
+    for fake in found.fakes:
+        fake.refuses["generate"] = (409, "this server serves run/7")
+    with pytest.raises(CheckFailed, match="serves run/7"):
+        generate(found, 1)
+    assert sum(fake.calls.count("generate") for fake in found.fakes) == 1
+
+
+def test_the_log_of_a_replica_that_failed_is_named(rollout):
+    found = served(rollout(1, None, "--rollout.retries=0"))
+    found.run.logs.mkdir(parents=True)
+    log = found.run.logs / f"server-{found.fakes[0].server_port}.log"
+    log.write_text("")
+    found.fakes[0].refuses["generate"] = (500, "dead")
+    with pytest.raises(CheckFailed, match=str(log)):
+        generate(found, 1)
+
+
+def test_an_answer_of_another_version_ends_the_run(rollout):
+    found = served(rollout(1))
+    found.fakes[0].before["generate"] = lambda body: {"version": 7, "samples": samples([1], GROUP)}
+    with pytest.raises(CheckFailed, match="sampled from adapter version 7, version 1 was asked for"):
+        generate(found, 2)
+
+
+@pytest.mark.parametrize("answer", ["too few", "empty", "unequal", "not binary"])
+def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(rollout, answer):
+    found = served(rollout(1))
+    rows = samples([1], GROUP)
+    if answer == "too few":
+        rows.pop()
+    else:
+        rows[0]["token_ids"] = {"empty": "", "unequal": "AAAA", "not binary": "?"}[answer]
+    found.fakes[0].before["generate"] = lambda body: {"version": 1, "samples": rows}
+    with pytest.raises(CheckFailed, match=r"not what was asked for|not of protocol"):
+        generate(found, 1)
+
+
+def test_a_late_answer_of_an_abandoned_attempt_is_dropped():
+    # The first attempt answers after its deadline, with other tokens than the second.
+    calls: list[str] = []
+    release = threading.Event()
+
+    def ask(replica: Replica, request_id: str, prompt: list[int]) -> list:
+        calls.append(request_id)
+        if len(calls) == 1:
+            release.wait(10)
+            return ["late"]
+        if prompt == [2]:
+            release.set()
+            time.sleep(0.5)
+        return [f"answer {prompt[0]}"]
+
+    replica = SimpleNamespace(url="http://replica", info=lambda timeout_s: {})
+    dispatcher = Dispatcher([replica, replica], [1.0, 1.0], retries=1, max_in_flight=1, timeout_s=1.0)
+    answers = dispatcher.run([[1], [2]], ask, "v1")
+    assert answers == [["answer 1"], ["answer 2"]]
+    assert dispatcher.late_answers == 1 and len(set(calls)) == 3
+
+
+def test_a_replica_that_hangs_is_given_up_long_before_the_request_times_out(monkeypatch):
+    monkeypatch.setattr("recipes.parts.dispatch.PROBE_EVERY_S", 0.1)
+    hanging = threading.Event()
+
+    def silent(timeout_s: float) -> dict:
+        raise ReplicaError("http://hangs", "info", "no answer within 10 s")
+
+    replicas = [
+        SimpleNamespace(url="http://hangs", info=silent),
+        SimpleNamespace(url="http://fine", info=lambda **_: {}),
+    ]
+
+    def ask(replica: SimpleNamespace, request_id: str, prompt: list[int]) -> list:
+        if replica.url == "http://hangs":
+            hanging.wait(60)
+        return [prompt[0]]
+
+    dispatcher = Dispatcher(replicas, [1.0, 1.0], retries=1, max_in_flight=8, timeout_s=600)
+    started = time.monotonic()
+    assert dispatcher.run([[number] for number in range(4)], ask, "v1") == [[0], [1], [2], [3]]
+    with pytest.raises(GenerationFailed, match="answers none, not even info"):
+        Dispatcher(replicas[:1], [1.0], retries=1, max_in_flight=8, timeout_s=600).run([[1]], ask, "v1")
+    assert time.monotonic() - started < 20
+    hanging.set()
+
+
+def test_a_replica_that_dies_in_mid_generation_ends_the_run_quickly(rollout):
+    found = served(rollout(1))
+    found.fakes[0].seconds_per_request = 60
+    threading.Timer(0.5, found.fakes[0].stop).start()
+    started = time.monotonic()
+    with pytest.raises(CheckFailed, match=found.fakes[0].url):
+        generate(found)
+    assert time.monotonic() - started < 15
+
+
+def test_replicas_sleep_after_the_step_and_are_left_awake(rollout, monkeypatch):
+    found = served(rollout(2, {"sleep_enabled": True}, "--server.sleep=true", "--rollout.canary_prompts=0"))
+    monkeypatch.setattr(found, "_sync", lambda trainer: [fake.calls.append("sync") for fake in found.fakes])
+    phases = []
+    trainer = SimpleNamespace(timed=lambda phase: phases.append(phase) or threading.Lock(), eos_token_ids=[0])
+    prompts = [[3, 4]] * GROUP
+    for _ in range(2):
+        found._step(trainer, prompts)
+        assert all(fake.asleep for fake in found.fakes)
+    one_step = ["sync", "generate", "sleep"]
+    assert found.fakes[0].calls == [*one_step, "wake", *one_step]
+    assert phases == ["sync", "sleep", "wake", "sync", "sleep"]
+    found.close()
+    assert not any(fake.asleep for fake in found.fakes)
+
+
+def test_replicas_that_were_left_asleep_are_woken_before_the_first_sync(rollout, monkeypatch):
+    found = rollout(1, {"sleep_enabled": True}, "--server.sleep=true", "--rollout.canary_prompts=0")
+    found.fakes[0].asleep = True
+    served(found)
+    monkeypatch.setattr(found, "_sync", lambda trainer: None)
+    found._step(SimpleNamespace(timed=lambda phase: threading.Lock(), eos_token_ids=[0]), [[3, 4]] * GROUP)
+    assert found.fakes[0].calls[0] == "wake"
