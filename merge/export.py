@@ -180,7 +180,7 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
         "model.dtype": config.model.dtype,
         "policy.double_quantization": config.policy.double_quantization,
     }
-    fix = f"Remove it (rm -r {directory}) and run this command again, or choose another place with --out."
+    fix = f"Remove it (rm -r {directory}) and run this command again, or choose another place (server.base or --out)."
     if wrong := [key for key, value in wanted.items() if found[key] != value]:
         key = wrong[0]
         raise BadInput(
