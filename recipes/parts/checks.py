@@ -4,14 +4,14 @@ import fcntl
 import math
 import os
 import re
+from pathlib import Path
 from typing import IO
 
 from recipes.parts.config import Config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, read_json
 
-# The ranks vLLM 0.31 allocates LoRA slots for (vllm/config/lora.py).
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MOST_SERVED_RANK = 512  # the largest rank that vLLM 0.31 has LoRA slots for (vllm/config/lora.py)
 TRACKERS = ("trackio", "tensorboard", "wandb")
 LOCK = ".lock"
 FORMATS = ("nf4", "bf16", "fp8", "w4a16")
@@ -19,6 +19,8 @@ FORMATS = ("nf4", "bf16", "fp8", "w4a16")
 FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
+    *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
+    *("rollout.max_canary_delta", "server", "train.max_gpu_gib"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
 )
 
@@ -61,6 +63,9 @@ def _positive(config: Config) -> list[str]:
         "policy.lora_alpha": config.policy.lora_alpha,
         "rollout.max_prompt_length": config.rollout.max_prompt_length,
         "rollout.max_completion_length": config.rollout.max_completion_length,
+        "rollout.max_in_flight": config.rollout.max_in_flight,
+        "server.tensor_parallel": config.server.tensor_parallel,
+        "server.max_num_seqs": config.server.max_num_seqs,
         "reward.workers": config.reward.workers,
         "eval.max_problems": config.eval.max_problems,
         "eval.batch_size": config.eval.batch_size,
@@ -78,22 +83,33 @@ def _positive(config: Config) -> list[str]:
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
         "rollout.server_wait_s": config.rollout.server_wait_s,
         "rollout.max_sampler_k3": config.rollout.max_sampler_k3,
+        "rollout.max_canary_delta": config.rollout.max_canary_delta,
+        "server.gpu_memory_utilization": config.server.gpu_memory_utilization,
+        "server.kv_cache_gib": config.server.kv_cache_gib,
+        "train.max_gpu_gib": config.train.max_gpu_gib,
+    }
+    zero_or_more = {
+        "rollout.retries": config.rollout.retries,
+        "rollout.canary_prompts": config.rollout.canary_prompts,
+        "watch.completions_every": config.watch.completions_every,
     }
     shares = {
         "rollout.top_p": config.rollout.top_p,
         "reward.max_unknown_fraction": config.reward.max_unknown_fraction,
         "data.max_bad_fraction": config.data.max_bad_fraction,
         "policy.lora_dropout": config.policy.lora_dropout,
+        "server.gpu_memory_utilization": config.server.gpu_memory_utilization,
     }
     found = [
         f"{key} ({value}) must be at least 1." for key, value in minimum_one.items() if value is not None and value < 1
     ]
     found += [
-        f"{key} ({value}) must be a number above 0." for key, value in above_zero.items() if not 0 < value < math.inf
+        f"{key} ({value}) must be a number above 0."
+        for key, value in above_zero.items()
+        if value is not None and not 0 < value < math.inf
     ]
+    found += [f"{key} ({value}) must be 0 (never) or more." for key, value in zero_or_more.items() if value < 0]
     found += [f"{key} ({value}) must be between 0 and 1." for key, value in shares.items() if not 0 <= value <= 1]
-    if config.watch.completions_every < 0:
-        found.append(f"watch.completions_every ({config.watch.completions_every}) must be 0 (never) or more.")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
         found.append(
             f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-': it names directories."
@@ -164,21 +180,40 @@ def _adapter(config: Config) -> list[str]:
         found.append(
             f"policy.target_modules names {wrong}: log-probs are computed from the unadapted head. Remove it."
         )
-    if config.rollout.backend == "server" and policy.lora_rank not in SERVED_RANKS:
-        found.append(f"policy.lora_rank ({policy.lora_rank}) is not served by vLLM. Use one of {SERVED_RANKS}.")
     return found
 
 
 def _servers(config: Config) -> list[str]:
-    rollout = config.rollout
+    rollout, server, rank = config.rollout, config.server, config.policy.lora_rank
     if rollout.backend != "server":
         return []
-    found = []
-    if not rollout.server_urls:
-        found.append("rollout.server_urls is empty. Name at least one vLLM server, e.g. http://127.0.0.1:8000.")
-    for url in rollout.server_urls:
+    found, urls = [], [url.rstrip("/") for url in rollout.server_urls]
+    if not urls:
+        found.append("rollout.server_urls is empty. Name at least one replica, e.g. http://127.0.0.1:8000.")
+    for url in urls:
         if not re.match(r"https?://[^/]+", url):
             found.append(f"rollout.server_urls names {url!r}. Write it as http://host:port.")
+    if twice := sorted({url for url in urls if urls.count(url) > 1}):
+        found.append(f"rollout.server_urls names {', '.join(twice)} more than once: each replica has one URL.")
+    if server.gpus is not None:
+        wanted = server.tensor_parallel * len(urls)
+        if len(server.gpus) != wanted:
+            found.append(
+                f"server.gpus names {len(server.gpus)} GPUs; {len(urls)} replicas of server.tensor_parallel "
+                f"{server.tensor_parallel} take {wanted}."
+            )
+        if len(set(server.gpus)) != len(server.gpus) or any(gpu < 0 for gpu in server.gpus):
+            found.append(f"server.gpus ({server.gpus}) must name every GPU once, from 0.")
+    if server.max_num_seqs < rollout.group_size:
+        found.append(
+            f"server.max_num_seqs ({server.max_num_seqs}) is below rollout.group_size ({rollout.group_size}): a group "
+            "is sampled in one request."
+        )
+    if rollout.sync == "adapter" and rank > MOST_SERVED_RANK:
+        found.append(
+            f"policy.lora_rank ({rank}) is above {MOST_SERVED_RANK}, the largest that vLLM serves unmerged. Lower it, "
+            "or set rollout.sync to remerge, which takes any rank."
+        )
     if config.policy.lora_dropout:
         found.append(
             f"policy.lora_dropout ({config.policy.lora_dropout}) with rollout.backend server: the server samples "
@@ -225,7 +260,8 @@ def _parallelism(config: Config) -> list[str]:
 def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
     """The run's directory, free to be written; `BadInput` when it holds another run (or none to resume).
 
-    A directory holds a run once `base.json` is there; what a dry run leaves (`config.json`) may be overwritten.
+    A directory holds a run once `base.json` is there; what a dry run (`config.json`) and the rollout servers
+    (`logs/server*`) leave there is no run.
     """
     run = RunDir(config.run.directory)
     if run.path.exists() and not run.path.is_dir():
@@ -233,7 +269,7 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
     if not run.base_file.exists():
         if resume:
             raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
-        if run.path.exists() and any(entry.name not in ("config.json", LOCK) for entry in run.path.iterdir()):
+        if run.path.exists() and not all(_is_left_before_a_run(entry) for entry in run.path.iterdir()):
             raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
         return run
     if not any(run.checkpoints.glob("step-*")):
@@ -259,6 +295,13 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
         )
     run.newest_checkpoint()
     return run
+
+
+def _is_left_before_a_run(entry: Path) -> bool:
+    """Whether a dry run or the run's rollout servers, which start first, may have written this."""
+    if entry.name == "logs":
+        return all(file.name.startswith("server") for file in entry.iterdir())
+    return entry.name in ("config.json", LOCK)
 
 
 def lock_run(run: RunDir) -> IO:

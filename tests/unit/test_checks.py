@@ -63,7 +63,16 @@ def test_the_number_of_processes_counts():
         ({"policy__target_modules": "[q_proj, lm_head]"}, "policy.target_modules names ['lm_head']"),
         ({"policy__target_modules": "[model.embed_tokens]"}, "policy.target_modules names ['model.embed_tokens']"),
         ({"policy__target_modules": "everything"}, "policy.target_modules is 'everything'. Use all-linear or a list"),
-        ({"policy__lora_rank": 12, "rollout__backend": "server"}, "policy.lora_rank (12) is not served by vLLM."),
+        ({"server__max_num_seqs": 0}, "server.max_num_seqs (0) must be at least 1."),
+        ({"server__tensor_parallel": 0}, "server.tensor_parallel (0) must be at least 1."),
+        ({"server__gpu_memory_utilization": 1.2}, "server.gpu_memory_utilization (1.2) must be between 0 and 1."),
+        ({"server__gpu_memory_utilization": 0}, "server.gpu_memory_utilization (0.0) must be a number above 0."),
+        ({"server__kv_cache_gib": -1}, "server.kv_cache_gib (-1.0) must be a number above 0."),
+        ({"train__max_gpu_gib": 0}, "train.max_gpu_gib (0.0) must be a number above 0."),
+        ({"rollout__max_in_flight": 0}, "rollout.max_in_flight (0) must be at least 1."),
+        ({"rollout__retries": -1}, "rollout.retries (-1) must be 0 (never) or more."),
+        ({"rollout__canary_prompts": -1}, "rollout.canary_prompts (-1) must be 0 (never) or more."),
+        ({"rollout__max_canary_delta": "nan"}, "rollout.max_canary_delta (nan) must be a number above 0."),
         ({"reward__functions": "[]"}, "reward.functions is empty."),
         ({"reward__weights": "[1, 2]"}, "reward.weights has 2 entries for 1 reward.functions."),
         ({"watch__report_to": "[wandbb]"}, "watch.report_to names 'wandbb'."),
@@ -87,7 +96,11 @@ def test_settings_that_cannot_work_together_are_refused(changes, message):
         {"rollout__top_p": 0.9, "rollout__top_k": 20, "rollout__correction": "none"},
         {"policy__reference": "none", "train__beta": 0},
         {"policy__lora_rank": 12},
-        {"policy__lora_rank": 16, "rollout__backend": "server"},
+        {"policy__lora_rank": 12, "rollout__backend": "server"},
+        {"policy__lora_rank": 600, "rollout__backend": "server"},
+        {"policy__lora_rank": 512, "rollout__backend": "server", "rollout__sync": "adapter"},
+        {"rollout__backend": "server", "server__gpus": "[1, 3]", "server__tensor_parallel": 2},
+        {"rollout__retries": 0, "rollout__canary_prompts": 0},
         {"policy__target_modules": "[q_proj, mlp.down_proj]"},
     ],
 )
@@ -146,16 +159,23 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     config = configuration(run__output_dir=tmp_path)
     assert "exists and is not a run directory" in directory_refusal(config)
+    (tmp_path / "other" / "logs").mkdir(parents=True)
+    (tmp_path / "other" / "logs" / "mine.txt").write_text("mine")
+    assert "is not a run directory" in directory_refusal(configuration(run__output_dir=tmp_path / "other"))
     assert "is a file" in directory_refusal(configuration(run__output_dir=tmp_path / "notes.txt"))
 
 
-@pytest.mark.parametrize("what", ["absent", "empty", "dry run"])
+@pytest.mark.parametrize("what", ["absent", "empty", "dry run", "servers"])
 def test_a_directory_without_a_run_may_be_written_but_not_resumed(tmp_path, what):
     folder = tmp_path / "run"
     if what != "absent":
         folder.mkdir()
     if what == "dry run":
         (folder / "config.json").write_text("{}")
+    if what == "servers":  # python -m launch.server starts before the trainer
+        (folder / "logs").mkdir()
+        (folder / "logs" / "server-8000.log").write_text("")
+        (folder / "logs" / "server.json").write_text("{}")
     config = configuration(run__output_dir=folder)
     assert check_run_directory(config, resume=False, processes=1).path == folder
     assert "holds no started run. Leave --resume out" in directory_refusal(config, resume=True)
@@ -185,6 +205,13 @@ def test_resume_with_another_setting_is_refused_by_its_name(tmp_path, changes, m
 def test_resume_may_change_what_does_not_alter_the_learning(tmp_path):
     run_with_checkpoint(tmp_path / "run", configuration())
     changes = {"train__max_steps": 200, "train__save_steps": 5, "watch__completions_every": 1, "eval__max_problems": 9}
+    changes |= {"rollout__sync": "adapter", "rollout__transport": "body", "rollout__retries": 3}
+    changes |= {
+        "server__weights": "bf16",
+        "server__sleep": True,
+        "train__max_gpu_gib": 10,
+        "rollout__max_in_flight": 8,
+    }
     assert set(FREE_ON_RESUME) >= {"train.max_steps", "train.save_steps", "watch", "eval"}
     check_run_directory(configuration(run__output_dir=tmp_path / "run", **changes), resume=True, processes=1)
 
@@ -246,6 +273,11 @@ def test_a_directory_is_trained_in_by_one_process_at_a_time(tmp_path):
     [
         ({"rollout__server_urls": []}, "rollout.server_urls is empty"),
         ({"rollout__server_urls": ["localhost:8000"]}, "Write it as http://host:port"),
+        ({"rollout__server_urls": ["http://a:1", "http://b:1", "http://a:1/"]}, "http://a:1 more than once"),
+        ({"server__gpus": [0, 1, 2], "server__tensor_parallel": 2}, r"names 3 GPUs; 1 replicas .* 2 take 2\."),
+        ({"server__gpus": [1, 1], "server__tensor_parallel": 2}, "must name every GPU once"),
+        ({"server__max_num_seqs": 4}, r"server\.max_num_seqs \(4\) is below rollout\.group_size \(8\)"),
+        ({"policy__lora_rank": 520, "rollout__sync": "adapter"}, "set rollout.sync to remerge, which takes any rank"),
         ({"policy__lora_dropout": 0.1}, "the server samples without dropout"),
         ({"rollout__max_sampler_k3": 0.0}, "rollout.max_sampler_k3"),
         ({"data__max_train_problems": -5}, "data.max_train_problems"),
