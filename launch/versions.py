@@ -239,6 +239,7 @@ class Versions:
             with _timed(seconds, "resume"):
                 await self._reset_prefix_cache()
                 await self.engine.resume_generation()
+        self._check_usable()
         return seconds
 
     async def _unfold(self, before: Version | None, error: BaseException) -> None:

@@ -1,0 +1,329 @@
+"""From a configuration to the command line of every replica, and what is refused before anything starts."""
+
+import json
+import shlex
+import socket
+from importlib import metadata
+
+import pytest
+
+from launch import server, vllm_command
+from launch.vllm_command import Installed, Plan, check_base, check_ports, installed_vllm, plans
+from recipes.parts.config import Config, config_from_dict
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import write_json, write_manifest
+
+CUDA, CPU = Installed("0.26.0", False), Installed("0.31.0", True)
+TWO = ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("VLLM_API_KEY", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(**groups) -> Config:
+    """A configuration of a server run; keyword `server={...}` and the like change its groups."""
+    values = {
+        "run": {"name": "x", "seed": 3},
+        "model": {"id": "org/m"},
+        "policy": {"lora_rank": 16},
+        "rollout": {"backend": "server", "max_prompt_length": 100, "max_completion_length": 28},
+        "server": {},
+        "data": {"path": "d"},
+        "train": {"max_steps": 1},
+    }
+    for group, changes in groups.items():
+        values[group] = values[group] | changes
+    return config_from_dict(values)
+
+
+def only(found: list[Plan]) -> str:
+    (plan,) = found
+    return " ".join(plan.command[1:])
+
+
+def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
+    command = only(plans(config(), CUDA, ["0"]))
+    for part in (
+        "-m vllm.entrypoints.openai.api_server --model",
+        "models/bases/m --host 127.0.0.1 --port 8000",
+        "--dtype bfloat16",
+        "--max-model-len 129",
+        "--max-num-seqs 256",
+        "--tensor-parallel-size 1",
+        "--kv-cache-dtype auto",
+        "--quantization fp8_per_channel",
+        "--gpu-memory-utilization 0.9",
+        "--worker-extension-cls launch.remerge.Remerge",
+        "--logprobs-mode processed_logprobs",
+        "--generation-config vllm",
+        "--middleware launch.endpoint.RolloutEndpoint",
+        "--seed 3",
+    ):
+        assert part in command, part
+    for part in ("--enable-lora", "--enforce-eager", "--enable-sleep-mode", "--kv-cache-memory-bytes", "--api-key"):
+        assert part not in command
+
+
+@pytest.mark.parametrize(
+    ("groups", "there", "absent"),
+    [
+        ({"server": {"weights": "bf16"}}, [], ["--quantization"]),
+        ({"server": {"weights": "fp8_per_tensor", "kv_cache": "fp8"}}, ["fp8_per_tensor", "--kv-cache-dtype fp8"], []),
+        ({"server": {"kv_cache_gib": 2.5}}, ["--kv-cache-memory-bytes 2684354560"], []),
+        ({"server": {"sleep": True, "enforce_eager": True}}, ["--enable-sleep-mode", "--enforce-eager"], []),
+        ({"rollout": {"sync": "adapter"}}, ["--enable-lora --max-lora-rank 16 --max-loras 2"], ["remerge"]),
+        ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 20}}, ["--max-lora-rank 32"], []),
+        ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 1}}, ["--max-lora-rank 1 "], []),
+        ({"model": {"dtype": "float32"}, "server": {"weights": "bf16"}}, ["--dtype float32"], []),
+        (
+            {
+                "server": {
+                    "vllm": {"max_num_batched_tokens": 8192, "async_scheduling": True, "enable_prefix_caching": False}
+                }
+            },
+            ["--max-num-batched-tokens 8192", "--async-scheduling", "--no-enable-prefix-caching"],
+            ["True"],
+        ),
+        (
+            {"server": {"vllm": {"hf_overrides": {"a": 1}, "lora_dtype": None}}},
+            ['--hf-overrides {"a": 1}'],
+            ["lora-dtype"],
+        ),
+    ],
+)
+def test_keys_become_the_flags_that_vllm_knows(groups, there, absent):
+    command = only(plans(config(**groups), CUDA, ["0"])) + " "
+    assert [part for part in there if part not in command] == []
+    assert [part for part in absent if part in command] == []
+
+
+@pytest.mark.parametrize("vllm_keys", [{}, {"max_num_batched_tokens": 512}])
+@pytest.mark.parametrize("sync", ["adapter", "remerge"])
+def test_vllms_own_parser_accepts_the_command(sync, vllm_keys):
+    parse = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    groups = {"rollout": {"sync": sync}, "server": {"sleep": True, "kv_cache_gib": 1, "vllm": vllm_keys}}
+    (plan,) = plans(config(**groups), CUDA, ["0"])
+    parsed = parse(FlexibleArgumentParser()).parse_args(plan.command[3:])
+    assert (parsed.max_model_len, parsed.middleware) == (129, ["launch.endpoint.RolloutEndpoint"])
+    assert bool(parsed.enable_lora) == (sync == "adapter")
+
+
+def test_trls_parser_makes_the_same_server_of_the_line_to_start_it_by_hand():
+    vllm_serve = pytest.importorskip("trl.scripts.vllm_serve")
+    groups = {
+        "rollout": {"sync": "adapter"},
+        "server": {"enforce_eager": True, "vllm": {"max_num_batched_tokens": 512}},
+    }
+    (plan,) = plans(config(**groups), CUDA, ["0"])
+    line = shlex.split(plan.by_hand)
+    place = line.index("trl")
+    assert {"CUDA_VISIBLE_DEVICES=0", f"PYTHONPATH={vllm_command.ROOT}"} <= {*line[:place]}
+    parsed, rest = vllm_serve.make_parser().parse_args_and_config(line[place + 2 :], return_remaining_strings=True)
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = vllm_serve.build_command(parsed, rest)
+    parse = make_arg_parser(FlexibleArgumentParser()).parse_args
+    # `vllm serve MODEL …` takes the model as its first word.
+    theirs = parse(["--model", *command[command.index("serve") + 1 :]])
+    ours = parse(plan.command[3:])
+    differing = {key for key in vars(ours) if getattr(ours, key) != getattr(theirs, key)}
+    # What TRL's own weight sync needs and the kit's does not; vLLM's own model code, which "auto" prefers too.
+    assert differing == {"weight_transfer_config", "max_logprobs", "enable_scale_out", "model_impl"}
+
+
+def test_replicas_get_their_own_gpus_ports_logs_and_random_numbers(tmp_path):
+    groups = {"rollout": {"server_urls": TWO}, "server": {"tensor_parallel": 2}, "run": {"output_dir": str(tmp_path)}}
+    first, second = plans(config(**groups), CUDA, ["4", "5", "6", "7"])
+    assert (first.gpus, second.gpus) == (("4", "5"), ("6", "7"))
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert (first.log, second.log) == (tmp_path / "logs/server-8000.log", tmp_path / "logs/server-8001.log")
+    assert (first.options["seed"], second.options["seed"]) == (3, 4)
+
+
+def test_a_gpu_named_twice_is_shared():
+    groups = {"rollout": {"server_urls": TWO}, "server": {"gpus": [1, 1]}}
+    assert [plan.gpus for plan in plans(config(**groups), CUDA, None)] == [("1",), ("1",)]
+
+
+def test_a_cpu_server_gets_its_kv_cache_by_environment():
+    (plan,) = plans(config(server={"kv_cache_gib": 0.5}), CPU, None)
+    assert plan.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & plan.options.keys()
+
+
+@pytest.mark.parametrize(
+    ("groups", "vllm", "gpus", "reason"),
+    [
+        ({"rollout": {"server_urls": TWO}}, CUDA, ["0"], "need 2 GPUs, CUDA shows 1 (0)"),
+        ({"server": {"tensor_parallel": 4, "gpus": [0, 1]}}, CUDA, None, "need 4 GPUs, server.gpus lists 2 (0, 1)"),
+        ({}, CUDA, [], "need 1 GPUs, CUDA shows 0 (none)"),
+        ({}, CUDA, None, "no GPU was found"),
+        ({"server": {"gpus": [0]}}, CPU, None, "the installed vLLM is for CPUs"),
+        ({"server": {"weights": "fp8_per_tensor"}}, CPU, None, "Use fp8_per_channel or bf16"),
+        ({"server": {"weights": "fp8_per_block"}}, CPU, None, "no kernel in vLLM for CPUs"),
+        ({"server": {"sleep": True}}, CPU, None, "cannot sleep"),
+        ({"model": {"dtype": "float32"}}, CUDA, ["0"], "server.weights to bf16"),
+        ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 513}}, CUDA, ["0"], "largest vLLM serves, 512"),
+        ({"server": {"max_num_seqs": 4}}, CUDA, ["0"], "below rollout.group_size (8)"),
+        ({"server": {"gpu_memory_utilization": 90}}, CUDA, ["0"], "at most 1"),
+        ({"server": {"vllm": {"port": 1}}}, CUDA, ["0"], "rollout.server_urls decides"),
+        ({"server": {"vllm": {"max-lora-rank": 1}}}, CUDA, ["0"], "policy.lora_rank decides"),
+        ({"server": {"vllm": {"api_key": "k"}}}, CUDA, ["0"], "VLLM_API_KEY"),
+        ({"server": {"vllm": {"api_server_count": 2}}}, CUDA, ["0"], "kept in one process"),
+        ({"server": {"vllm": {"logprobs_mode": "raw_logprobs"}}}, CUDA, ["0"], "processed_logprobs"),
+        ({"rollout": {"server_urls": []}}, CUDA, ["0"], "rollout.server_urls is empty"),
+        ({"rollout": {"server_urls": [TWO[0], TWO[0]]}}, CUDA, ["0", "1"], "port 8000 twice"),
+        ({"rollout": {"server_urls": ["http://127.0.0.1"]}}, CUDA, ["0"], "http://host:port"),
+        ({"rollout": {"server_urls": ["https://127.0.0.1:1"]}}, CUDA, ["0"], "http://host:port"),
+        ({"rollout": {"server_urls": ["http://h:1/v1"]}}, CUDA, ["0"], "http://host:port"),
+        ({"rollout": {"server_urls": ["http://h:99999"]}}, CUDA, ["0"], "http://h:99999"),
+        ({"server": {"host": "0.0.0.0"}}, CUDA, ["0"], "open to the network, without a key"),
+        ({"rollout": {"server_urls": ["http://10.0.0.7:8000"]}}, CUDA, ["0"], "VLLM_API_KEY"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_key_to_change(groups, vllm, gpus, reason):
+    with pytest.raises(BadInput) as refused:
+        plans(config(**groups), vllm, gpus)
+    assert reason in str(refused.value)
+
+
+def test_every_problem_is_listed_at_once():
+    groups = {"server": {"weights": "fp8_per_block", "sleep": True, "vllm": {"port": 1}}}
+    with pytest.raises(BadInput) as refused:
+        plans(config(**groups), CPU, None)
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_an_open_address_is_fine_with_a_key_which_no_command_line_shows(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "hush-hush")
+    (plan,) = plans(config(server={"host": "0.0.0.0"}), CUDA, ["0"])
+    assert "--host 0.0.0.0" in " ".join(plan.command)
+    assert "hush" not in " ".join(plan.command) + plan.by_hand + str(plan.environment)
+
+
+def test_localhost_listens_on_the_loopback_only():
+    (plan,) = plans(config(rollout={"server_urls": ["http://localhost:8000"]}), CUDA, ["0"])
+    assert plan.host == "127.0.0.1"
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(BadInput, match=f"port {taken.getsockname()[1]} of {url}"):
+            check_ports(plans(config(rollout={"server_urls": [url]}), CUDA, ["0"]))
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_not_started_here(monkeypatch, host):
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    with pytest.raises(BadInput, match="is not an address of this machine"):
+        check_ports(plans(config(rollout={"server_urls": [f"http://{host}:8000"]}), CUDA, ["0"]))
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("0.25.9", False), ("0.26.0", True), ("0.31.4+cu129", True), ("0.32.0", False), ("dev", False)],
+)
+def test_only_tested_versions_of_vllm_are_started(monkeypatch, version, fits):
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm"]})
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    if fits:
+        assert installed_vllm() == Installed(version, False)
+    else:
+        with pytest.raises(BadInput, match=r"from 0\.26 to 0\.31"):
+            installed_vllm()
+
+
+def test_without_vllm_the_installation_is_named(monkeypatch):
+    monkeypatch.setattr(metadata, "packages_distributions", dict)
+    with pytest.raises(BadInput, match="vllm is not installed"):
+        installed_vllm()
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A whole base directory of the configuration above."""
+    directory = tmp_path / "base"
+    (directory / "nf4").mkdir(parents=True)
+    (directory / "nf4" / "index.json").write_text("{}")
+    quantization = {"storage_dtype": "bfloat16", "double_quantization": True}
+    write_json(
+        directory / "base.json", {"hash": "ab", "model": "org/m", "revision": None, "quantization": quantization}
+    )
+    write_manifest(directory, "checkpoint", base_hash="ab")
+    return directory
+
+
+def test_the_base_of_the_configuration_is_accepted(base):
+    assert check_base(config(server={"base": str(base)}), "run.yaml")["base_hash"] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ({"model": {"id": "org/other"}}, "its model is 'org/m', the configuration says 'org/other'"),
+        ({"model": {"id": "org/m", "dtype": "float32"}}, "its model.dtype is 'bfloat16'"),
+        ({"policy": {"double_quantization": False}}, "policy.double_quantization"),
+        ({"model": {"id": "org/m", "revision": "v2"}}, "model.revision"),
+    ],
+)
+def test_another_base_is_refused_with_what_differs(base, groups, reason):
+    with pytest.raises(BadInput) as refused:
+        check_base(config(**{**groups, "server": {"base": str(base)}}), "run.yaml")
+    assert reason in str(refused.value) and "python -m merge base --config run.yaml" in str(refused.value)
+
+
+def test_a_base_that_is_missing_cut_or_without_its_copy_names_the_command_that_writes_it(base, tmp_path):
+    command = "python -m merge base --config run.yaml"
+    with pytest.raises(BadInput, match=f"does not exist. Write it with {command}"):
+        check_base(config(server={"base": str(tmp_path / "absent")}), "run.yaml")
+    (base / "nf4" / "index.json").rename(base / "kept.json")
+    write_manifest(base, "checkpoint", base_hash="ab")
+    with pytest.raises(BadInput, match="no NF4 copy"):
+        check_base(config(server={"base": str(base)}), "run.yaml")
+    assert check_base(config(server={"base": str(base)}, rollout={"sync": "adapter"}), "run.yaml")
+    (base / "kept.json").write_text("{} ")
+    with pytest.raises(BadInput, match=f"not whole: kept.json has 3 bytes.*{command}"):
+        check_base(config(server={"base": str(base)}), "run.yaml")
+
+
+def test_an_answer_that_does_not_fit_the_run_says_what_differs():
+    info = {"base_hash": "ab", "logprobs_mode": "processed_logprobs", "max_model_len": 128, "sync": ["remerge"]}
+    info["weights"] = "fp8_per_channel"
+    assert server.differences(config(), {"base_hash": "ab"}, info) == []
+    wrong = {
+        "base_hash": "cd",
+        "logprobs_mode": "raw_logprobs",
+        "max_model_len": 127,
+        "sync": [],
+        "refused": {"remerge": "no copy"},
+        "weights": "bf16",
+    }
+    for key, value in wrong.items():
+        changed = info | {key: value} | ({"refused": wrong["refused"]} if key == "sync" else {})
+        found = server.differences(config(), {"base_hash": "ab"}, changed)
+        assert len(found) == (key != "refused"), (key, found)
+    assert "no copy" in server.differences(config(), {"base_hash": "ab"}, info | wrong)[3]
+
+
+def test_a_dry_run_says_what_would_be_served_and_starts_nothing(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(server, "installed_vllm", lambda: CPU)
+    values = {
+        "run": {"name": "x", "output_dir": str(tmp_path / "run")},
+        "model": {"id": "org/m"},
+        "train": {"max_steps": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(values | {"server": {"base": str(base)}, "data": {"path": "d"}}))
+    monkeypatch.setattr("sys.argv", ["server", "start", "--config", str(tmp_path / "run.yaml"), "--dry_run"])
+    assert server.main() == 0
+    said = capsys.readouterr().out
+    assert "sync by remerge" in said and "trl vllm-serve --model" in said and "VLLM_SERVER_DEV_MODE" in said
+    assert not (tmp_path / "run").exists()
