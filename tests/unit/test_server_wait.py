@@ -1,0 +1,218 @@
+"""Waiting for replicas and ending them, with small programs in the place of vLLM."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launch.replicas import Replicas, Stopped, members, started_at, stop_groups
+from launch.vllm_command import Plan
+from recipes.parts.errors import CheckFailed
+
+ANSWERS = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(STATUS); self.end_headers(); self.wfile.write(json.dumps(ANSWER).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+HANGS = """
+import socket, sys, time
+silent = socket.socket(); silent.bind(("127.0.0.1", int(sys.argv[1]))); silent.listen(); time.sleep(600)
+"""
+REFUSES = "import time; print('loading', flush=True); time.sleep(600)"
+DIES = "import sys; print('no kernel image', flush=True); sys.exit(3)"
+# A worker that ignores SIGTERM, and a server that does not wait for it.
+WITH_A_WORKER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+time.sleep(600)
+"""
+
+
+def answers(status: int, answer: dict) -> str:
+    return ANSWERS.replace("STATUS", str(status)).replace("ANSWER", repr(answer))
+
+
+@dataclass(frozen=True)
+class Program(Plan):
+    code: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.code, str(self.port)]
+
+
+@pytest.fixture
+def plan(tmp_path, free_port):
+    def make(code: str, number: int = 0) -> Program:
+        port = free_port()
+        log = tmp_path / "logs" / f"server-{port}.log"
+        return Program(f"http://127.0.0.1:{port}", "127.0.0.1", port, None, {}, {}, log, code)
+
+    return make
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return find
+
+
+def accept(plan: Plan, info: dict) -> None:
+    assert info["pid"] == 5
+
+
+def wait(plans: list[Plan], seconds: float) -> None:
+    with Replicas(plans) as replicas:
+        replicas.start()
+        replicas.wait_ready(seconds, accept)
+
+
+def test_replicas_that_answer_are_ready_and_gone_afterwards(plan):
+    plans = [plan(answers(200, {"pid": 5})), plan(answers(200, {"pid": 5}))]
+    with Replicas(plans) as replicas:
+        replicas.start()
+        replicas.wait_ready(30, accept)
+        groups = [one.process.pid for one in replicas.running]
+        assert all(members(group) for group in groups)
+    assert not any(members(group) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (REFUSES, "Connection refused"),
+        (HANGS, "no answer within"),
+        (answers(503, {"error": "loading weights"}), r"loading weights \(503\)"),
+    ],
+)
+def test_a_server_that_never_gets_ready_ends_at_the_deadline_with_the_reason_and_its_log(plan, code, reason):
+    replica, started = plan(code), time.monotonic()
+    with pytest.raises(CheckFailed, match=rf"(?s){replica.url} was not ready within 2 s.*{reason}.*{replica.log}"):
+        wait([replica], 2)
+    assert 2 <= time.monotonic() - started < 15
+
+
+def test_one_deadline_holds_for_all_replicas(plan):
+    started = time.monotonic()
+    with pytest.raises(CheckFailed, match="within 2 s"):
+        wait([plan(HANGS) for _ in range(4)], 2)
+    assert time.monotonic() - started < 15
+
+
+def test_a_server_that_dies_ends_the_wait_at_once_with_its_exit_code_and_last_words(plan):
+    dying, started = plan(DIES), time.monotonic()
+    with pytest.raises(CheckFailed, match=rf"(?s){dying.url} ended with exit code 3.*no kernel image"):
+        wait([plan(HANGS), dying], 120)
+    assert time.monotonic() - started < 40
+
+
+@pytest.mark.parametrize(("status", "reason"), [(404, "answered 404"), (401, "answered 401"), (500, "no such copy")])
+def test_an_answer_that_will_not_change_ends_the_wait_at_once(plan, status, reason):
+    started = time.monotonic()
+    with pytest.raises(CheckFailed, match=reason):
+        wait([plan(answers(status, {"error": "no such copy"}))], 120)
+    assert time.monotonic() - started < 30
+
+
+def test_a_replica_that_dies_later_ends_the_others(plan):
+    with Replicas([plan(answers(200, {"pid": 5})), plan(answers(200, {"pid": 5}))]) as replicas:
+        replicas.start()
+        replicas.wait_ready(30, accept)
+        first, second = replicas.running
+        os.kill(second.process.pid, signal.SIGKILL)
+        with pytest.raises(CheckFailed, match=f"{second.plan.url} was killed by SIGKILL"):
+            replicas.watch()
+    assert not members(first.process.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_and_every_process(plan, number):
+    handlers = signal.getsignal(number)
+    with pytest.raises(Stopped), Replicas([plan(HANGS)]) as replicas:
+        replicas.start()
+        os.kill(os.getpid(), number)
+        replicas.wait_ready(60, accept)
+    assert not members(replicas.running[0].process.pid)
+    assert signal.getsignal(number) == handlers
+
+
+def test_workers_that_ignore_the_signal_are_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER], start_new_session=True)
+    while len(members(process.pid)) < 2:
+        time.sleep(0.05)
+    time.sleep(0.5)  # until the worker ignores the signal
+    assert stop_groups([process.pid], patience_s=1) == []
+    assert members(process.pid) == []
+    process.wait()
+
+
+def test_workers_whose_server_was_killed_are_ended_too():
+    process = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER], start_new_session=True)
+    while len(members(process.pid)) < 2:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert stop_groups([process.pid], patience_s=1) == [] and members(process.pid) == []
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tests.unit.test_server_wait import HANGS, Program
+from launch.replicas import Replicas
+plan = Program("u", "127.0.0.1", int(sys.argv[1]), None, {}, {}, Path(sys.argv[2]), HANGS)
+with Replicas([plan], detach=sys.argv[3] == "detach") as replicas:
+    replicas.start()
+    print(replicas.running[0].process.pid, flush=True)
+    if sys.argv[3] == "detach":
+        replicas.leave_running()
+    else:
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("mode", ["foreground", "detach"])
+def test_a_launcher_killed_outright_takes_its_replicas_along_and_a_detached_one_leaves_them(tmp_path, free_port, mode):
+    words = [sys.executable, "-c", LAUNCHER, str(free_port()), str(tmp_path / "s.log"), mode]
+    pipe = subprocess.PIPE
+    root = Path(__file__).parents[2]
+    launcher = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=root)
+    server = int(launcher.stdout.readline())
+    if mode == "foreground":
+        launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while members(server) and mode == "foreground" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lives = bool(members(server))
+    stop_groups([server], patience_s=5)
+    assert lives == (mode == "detach")
+
+
+def test_a_start_time_tells_a_process_from_its_successor():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    first = started_at(process.pid)
+    assert first is not None and started_at(process.pid) == first
+    process.communicate(b"\n")
+    assert started_at(process.pid) is None
+
+
+def test_the_development_routes_are_off_whatever_the_shell_says(plan, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    code = f"import os; open({str(tmp_path / 'env')!r}, 'w').write(os.environ.get('VLLM_SERVER_DEV_MODE', 'off'))"
+    with pytest.raises(CheckFailed, match="exit code 0"):
+        wait([plan(code)], 30)
+    assert (tmp_path / "env").read_text() == "off"
