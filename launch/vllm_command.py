@@ -42,6 +42,7 @@ OWN_FLAGS = {
     "enable_sleep_mode": "server.sleep",
     "enable_lora": "rollout.sync",
     "max_lora_rank": "policy.lora_rank",
+    "lora_target_modules": "policy.target_modules",
     "worker_extension_cls": "rollout.sync",
     "seed": "run.seed",
     "api_key": "the environment variable VLLM_API_KEY, which no process list shows",
@@ -218,6 +219,9 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         rank = min(rank for rank in SERVED_RANKS if rank >= config.policy.lora_rank)
         # Two slots: the next version is loaded while the one before is still served.
         options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2}
+        # Without it vLLM gives the embeddings and the output layer slots too, which every step then computes.
+        if targets := _targets(config):
+            options["lora_target_modules"] = targets
     else:
         options["worker_extension_cls"] = "launch.remerge.Remerge"
     return options | {
@@ -227,6 +231,14 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         "middleware": "launch.endpoint.RolloutEndpoint",
         "disable_uvicorn_access_log": True,
     }
+
+
+def _targets(config: Config) -> list[str]:
+    """The names of the layers that get an adapter, as far as the configuration or the base directory tells."""
+    if not isinstance(config.policy.target_modules, str):
+        return config.policy.target_modules
+    facts = base_directory(config) / "base.json"
+    return sorted({name.rpartition(".")[2] for name in read_json(facts)["quantized"]}) if facts.is_file() else []
 
 
 def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) -> dict[str, str]:

@@ -1,0 +1,303 @@
+"""Syncs and rollouts of an 8B shape through the real server and the trainer's own client, and both on one small card.
+
+    python tests/gpu/rollout_8b.py --part speed      # one GPU: sync seconds and tok/s, remerge, adapter, BF16, offline
+    python tests/gpu/rollout_8b.py --part one_card   # one GPU: trainer and server together within --limit_gib
+
+Random weights of Qwen3-8B's shape, the residual branches scaled down so that FP8 noise does not drown the canary. The
+trainer is the recipe's, with its NF4 base on the same card; a version is its adapter after a made-up optimizer step.
+Needs CUDA, vllm, bitsandbytes. Prints tables last.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+MODES = {
+    "fp8 remerge": {"server.weights": "fp8_per_channel", "rollout.sync": "remerge"},
+    "fp8 adapter": {"server.weights": "fp8_per_channel", "rollout.sync": "adapter"},
+    "bf16": {"server.weights": "bf16", "rollout.sync": "remerge"},
+}
+SIZES, GROUP, PROMPT, NEW, SYNCS = (64, 256, 512), 8, 256, 512, 6
+KV_GIB = 58  # 512 sequences of 768 tokens
+
+
+def prepare(work: Path, layers: int) -> None:
+    """The model, as path_8b.py makes it, and its dequantized base by the command a user types."""
+    import torch
+    from path_8b import command, make_model
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    print(f"{make_model(work / 'model', work / 'tiny', layers):.2f} B parameters", flush=True)
+    for file in sorted((work / "model").glob("*.safetensors")):
+        with safe_open(file, "pt") as shard:
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}
+        for name in tensors:
+            if re.search(r"(o_proj|down_proj)\.weight$", name):
+                tensors[name] *= 0.1
+        save_file(tensors, file, {"format": "pt"})
+    torch.cuda.empty_cache()
+    seconds, _ = command("base", ["-m", "merge", "base", *flags(work, {})], work)
+    print(f"merge base: {seconds:.0f} s", flush=True)
+
+
+def flags(work: Path, changes: dict[str, Any]) -> list[str]:
+    """The command line of a run on this model; the trainer and the server read the same."""
+    keys = {"run.name": "run8b", "run.output_dir": work / "run", "model.path": work / "model"}
+    keys |= {"model.dtype": "bfloat16", "data.path": work / "tiny", "server.base": work / "base"}
+    keys |= {"rollout.group_size": GROUP, "rollout.max_prompt_length": PROMPT, "rollout.max_completion_length": NEW}
+    keys |= {"rollout.backend": "server", "rollout.max_sampler_k3": 5, "rollout.max_canary_delta": 5}
+    keys |= {"server.max_num_seqs": max(SIZES), "server.kv_cache_gib": KV_GIB, "train.learning_rate": "1e-5"}
+    return ["--config", CONFIG, *(f"--{key}={value}" for key, value in (keys | changes).items())]
+
+
+class Server:
+    """`python -m launch.server`, ready when entered and gone when left."""
+
+    def __init__(self, work: Path, changes: dict[str, Any]):
+        self.command = [sys.executable, "-m", "launch.server", *flags(work, changes), "--detach"]
+        self.end = [sys.executable, "-m", "launch.server", "stop", *flags(work, changes)]
+
+    def __enter__(self) -> float:
+        started = time.perf_counter()
+        done = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit((done.stdout + done.stderr)[-6000:])
+        return time.perf_counter() - started
+
+    def __exit__(self, *problem: Any) -> None:
+        subprocess.run(self.end, cwd=ROOT, capture_output=True, text=True)
+
+
+def build_trainer(work: Path) -> Any:
+    """The recipe's trainer on its NF4 base, not started; it generates nowhere yet."""
+    from recipes.grpo_qlora import main
+    from recipes.parts.trainer import PolicyTrainer
+
+    class Built(Exception):
+        pass
+
+    def stop(trainer: Any, resume: bool) -> None:
+        raise Built(trainer)
+
+    PolicyTrainer.train_run = stop
+    sys.argv = ["recipes/grpo_qlora.py", *flags(work, {"rollout.backend": "in_process", "run.output_dir": work / "t"})]
+    try:
+        main()
+    except Built as built:
+        return built.args[0]
+    raise SystemExit("the recipe did not start its trainer")
+
+
+def made_up_step(trainer: Any, step: int) -> None:
+    """What an optimizer step leaves behind: other adapter weights, one version more."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(step)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            noise = torch.randn(parameter.shape, device="cuda", generator=generator)
+            parameter.data.add_(noise, alpha=2e-3)
+    trainer.state.global_step = step
+    torch.cuda.synchronize()
+
+
+def connect(work: Path, trainer: Any, changes: dict[str, Any]) -> Any:
+    """The trainer's client of the server that runs now."""
+    from recipes.grpo_qlora import make_rollout
+    from recipes.parts.config import load_config
+    from recipes.parts.policy import check_base
+    from recipes.parts.rundir import RunDir
+
+    config = load_config(CONFIG, flags(work, changes)[2:])
+    rollout = make_rollout(config, trainer.processing_class, check_base(config), RunDir(work / "run"))
+    rollout.check_base(trainer.base_hash)
+    return rollout
+
+
+def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
+    """From the end of an optimizer step to the first token of the new version, in milliseconds; medians."""
+    import statistics
+
+    prompt = [random.randrange(3, 250) for _ in range(PROMPT)]
+    rollout.scorer.choose([[random.randrange(3, 250) for _ in range(64)] for _ in range(4)])
+    rows = []
+    for step in range(SYNCS):
+        made_up_step(trainer, step)
+        started = time.perf_counter()
+        rollout._sync(trainer)
+        synced = time.perf_counter()
+        sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+        session, served = rollout.sync.session, rollout.sync.served
+        rollout.replicas[0].generate(f"first-{step}", prompt, **sampling, session=session, version=served)
+        now = time.perf_counter()
+        parts = {name: 1e3 * value for name, value in rollout.report["sync_seconds"].items()}
+        rows.append(parts | {"sync": 1e3 * (synced - started), "to first token": 1e3 * (now - started)})
+        rows[-1]["canary delta"] = rollout.report["canary_delta"]
+    # The first has the server read its NF4 copy and every kernel warm up.
+    return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[-1]} | {"first": rows[0]["sync"]}
+
+
+def measure_speed(rollout: Any) -> dict[int, float]:
+    """Completion tokens a second by number of sequences, prompts never seen before."""
+    found = {}
+    for size in (SIZES[0], *SIZES):  # the first time warms up
+        prompts = [[random.randrange(3, 250) for _ in range(PROMPT)] for _ in range(size // GROUP)]
+        started = time.perf_counter()
+        samples = rollout._generate_groups([list(ids) for ids in prompts for _ in range(GROUP)], [])
+        found[size] = sum(len(ids) for ids, _ in samples) / (time.perf_counter() - started)
+    return found
+
+
+def speed(work: Path) -> dict[str, Any]:
+    """Every mode one after the other, then the offline engine."""
+    trainer = build_trainer(work)
+    results: dict[str, Any] = {}
+    for mode, changes in MODES.items():
+        with Server(work, changes) as start_s:
+            rollout = connect(work, trainer, changes)
+            sync = measure_syncs(rollout, trainer)
+            results[mode] = {"start_s": start_s, "sync_ms": sync, "tok_s": measure_speed(rollout)}
+            if mode == "fp8 remerge":
+                body = connect(work, trainer, changes | {"rollout.transport": "body"})
+                results[mode]["sync_by_body_ms"] = measure_syncs(body, trainer)
+        print(mode, json.dumps(results[mode]), flush=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--part", "offline", "--work", str(work)], capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("OFFLINE ")]
+    if not lines:
+        raise SystemExit((done.stdout + done.stderr)[-4000:])
+    results["offline fp8"] = {"tok_s": {int(k): v for k, v in json.loads(lines[-1][8:]).items()}}
+    return results
+
+
+def offline(work: Path) -> None:
+    """vLLM's offline engine with the same weights and options, no LoRA: what the HTTP path is compared with."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(work / "base"),
+        dtype="bfloat16",
+        quantization="fp8_per_channel",
+        max_model_len=PROMPT + NEW + 1,
+        max_num_seqs=max(SIZES),
+        kv_cache_memory_bytes=KV_GIB << 30,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+    )
+    params = {"temperature": 1.0, "max_tokens": NEW, "logprobs": 0, "detokenize": False, "flat_logprobs": True}
+    found = {}
+    for size in (SIZES[0], *SIZES):
+        prompts = [{"prompt_token_ids": [random.randrange(3, 250) for _ in range(PROMPT)]} for _ in range(size // 8)]
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, SamplingParams(n=GROUP, **params), use_tqdm=False)
+        tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        found[size] = tokens / (time.perf_counter() - started)
+    print("OFFLINE", json.dumps(found), flush=True)
+
+
+class MemoryWatch(threading.Thread):
+    """The most memory in use on the card, both processes and their CUDA contexts, sampled every 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak_gib, self.running = 0.0, True
+
+    def run(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        while self.running:
+            self.peak_gib = max(self.peak_gib, pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30)
+            time.sleep(0.05)
+
+
+def one_card(work: Path, limit_gib: float, sleep: bool) -> dict[str, Any]:
+    """Three steps of one group of 8 completions of 2,048 tokens, trainer and server on one card."""
+    from path_8b import command
+
+    tokens = 2048
+    changes = {"rollout.max_prompt_length": 64, "rollout.max_completion_length": tokens, "rollout.sync": "remerge"}
+    changes |= {"server.weights": "fp8_per_channel", "server.kv_cache": "fp8", "server.kv_cache_gib": 1.4}
+    changes |= {"server.max_num_seqs": GROUP, "server.nf4_copy": "host", "server.sleep": str(sleep).lower()}
+    changes |= {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": GROUP}
+    changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 3, "train.save_steps": 3}
+    changes |= {"train.max_gpu_gib": 9, "run.name": "onecard", "run.output_dir": work / f"onecard-{sleep}"}
+    watch = MemoryWatch()
+    watch.start()
+    with Server(work, changes) as start_s:
+        time.sleep(1)
+        idle, watch.peak_gib = watch.peak_gib, 0.0
+        command("onecard", ["recipes/grpo_qlora.py", *flags(work, changes)], work)
+    watch.running = False
+    rows = [json.loads(line) for line in (work / f"onecard-{sleep}" / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]
+    found = {"sleep": sleep, "start_s": start_s, "start_peak_gib": idle, "peak_gib": watch.peak_gib}
+    found |= {key: last[key] for key in ("seconds", "peak_gib", "rollout_tokens_per_s", "sampler_k3")} | {
+        "card_peak_gib": watch.peak_gib,
+        "tokens": last["completion_tokens"],
+    }
+    print("one card", json.dumps(found), flush=True)
+    verdict = "within" if max(idle, watch.peak_gib) <= limit_gib else "ABOVE"
+    print(
+        f"peak on the card {max(idle, watch.peak_gib):.2f} GiB, {verdict} {limit_gib} GiB; trainer {last['peak_gib']}"
+    )
+    return found
+
+
+def table(results: dict[str, Any]) -> None:
+    print(f"{'tok/s at':<14}" + "".join(f"{size:>10}" for size in SIZES))
+    for mode, found in results.items():
+        print(f"{mode:<14}" + "".join(f"{found['tok_s'][size]:>10,.0f}" for size in SIZES))
+    remerge = results["fp8 remerge"]["tok_s"]
+    for other in ("fp8 adapter", "bf16", "offline fp8"):
+        print(f"remerge / {other:<12}" + "".join(f"{remerge[s] / results[other]['tok_s'][s]:>10.3f}" for s in SIZES))
+    for mode in MODES:
+        for key in ("sync_ms", "sync_by_body_ms"):
+            if key in results[mode]:
+                parts = results[mode][key].items()
+                print(f"{mode}, {key}: " + ", ".join(f"{name} {value:.3g}" for name, value in parts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--part", choices=("speed", "offline", "one_card"), required=True)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/rollout8b"))
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--limit_gib", type=float, default=23.5, help="one_card: what a 24 GB card has to give")
+    parser.add_argument("--sleep", action="store_true", help="one_card: the server sleeps during the update")
+    parser.add_argument("--out", type=Path, help="JSON with every number")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    os.environ.setdefault("OMP_NUM_THREADS", "4")
+    os.chdir(ROOT)
+    if options.part == "offline":
+        return offline(options.work)
+    if not (options.work / "base" / "manifest.json").is_file():
+        prepare(options.work, options.layers)
+    found = (
+        speed(options.work) if options.part == "speed" else one_card(options.work, options.limit_gib, options.sleep)
+    )
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1))
+    if options.part == "speed":
+        table(found)
+
+
+if __name__ == "__main__":
+    main()
