@@ -198,7 +198,8 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None) -> list[Plan]
 def _options(config: Config, vllm: Installed) -> dict[str, Any]:
     server, rollout = config.server, config.rollout
     options: dict[str, Any] = {
-        "dtype": config.model.dtype,
+        # vLLM's FP8 computes in 16 bits only; a float32 trainer is then further away, which the canary shows.
+        "dtype": config.model.dtype if server.weights == "bf16" else "bfloat16",
         # One more than the longest sequence: vLLM scores a sequence only where one token could follow it.
         "max_model_len": rollout.max_prompt_length + rollout.max_completion_length + 1,
         "max_num_seqs": server.max_num_seqs,
@@ -262,11 +263,6 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         )
     if vllm.is_cpu and server.sleep:
         found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
-    if server.weights != "bf16" and config.model.dtype == "float32" and not vllm.is_cpu:
-        found.append(
-            f"server.weights {server.weights} computes in bfloat16, model.dtype is float32. Set model.dtype to "
-            "bfloat16, or server.weights to bf16 (served in float32 then)."
-        )
     if config.rollout.sync == "adapter" and config.policy.lora_rank > SERVED_RANKS[-1]:
         found.append(
             f"policy.lora_rank ({config.policy.lora_rank}) is above the largest vLLM serves, {SERVED_RANKS[-1]}."

@@ -78,6 +78,7 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
         ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 20}}, ["--max-lora-rank 32"], []),
         ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 1}}, ["--max-lora-rank 1 "], []),
         ({"model": {"dtype": "float32"}, "server": {"weights": "bf16"}}, ["--dtype float32"], []),
+        ({"model": {"dtype": "float32"}}, ["--dtype bfloat16"], []),
         (
             {
                 "server": {
@@ -168,7 +169,6 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
         ({"server": {"weights": "fp8_per_tensor"}}, CPU, None, "Use fp8_per_channel or bf16"),
         ({"server": {"weights": "fp8_per_block"}}, CPU, None, "no kernel in vLLM for CPUs"),
         ({"server": {"sleep": True}}, CPU, None, "cannot sleep"),
-        ({"model": {"dtype": "float32"}}, CUDA, ["0"], "server.weights to bf16"),
         ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 513}}, CUDA, ["0"], "largest vLLM serves, 512"),
         ({"server": {"max_num_seqs": 4}}, CUDA, ["0"], "below rollout.group_size (8)"),
         ({"server": {"gpu_memory_utilization": 90}}, CUDA, ["0"], "at most 1"),
