@@ -7,6 +7,7 @@ Beside it lies the NF4 copy (nf4/), of which a server makes its weights anew wit
 
 import argparse
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,12 +148,18 @@ def changed_source(made_from: dict, directory: Path) -> str | None:
     now = {str(file.relative_to(directory)): file for file in source_files(directory)}
     if names := sorted(set(now) ^ set(made_from["files"])):
         return f"{names[0]} is {'new' if names[0] in now else 'gone'}"
+    touched = []
     for name, was in made_from["files"].items():
         stat = now[name].stat()
         if stat.st_size != was["bytes"]:
             return f"{name} has {stat.st_size} bytes, it had {was['bytes']}"
-        if stat.st_mtime_ns != was["mtime_ns"] and file_hash(now[name]) != was["blake2b"]:
-            return f"{name} has other content"
+        if stat.st_mtime_ns != was["mtime_ns"]:
+            touched.append(name)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        hashes = pool.map(file_hash, [now[name] for name in touched])
+        for name, content in zip(touched, hashes, strict=True):
+            if content != made_from["files"][name]["blake2b"]:
+                return f"{name} has other content"
     return None
 
 
