@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,6 +19,9 @@ POLL_S = 0.5
 ANSWER_S = 5.0  # longest wait for one answer while a server starts
 STOP_S = 20.0  # what a server gets to end by itself
 LOG_LINES = 15
+START = "===="
+# The last lines are those of the processes that follow the first one down; what brought that down stands above.
+ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
 PR_SET_PDEATHSIG = 1
 
 
@@ -77,7 +81,7 @@ class Replicas:
             # Its routes answer whoever reaches the port, key or not, and the kit's own do not need it.
             environment.pop("VLLM_SERVER_DEV_MODE", None)
             with open(plan.log, "a") as log:
-                log.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(plan.command)}\n")
+                log.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(plan.command)}\n")
                 log.flush()
                 process = subprocess.Popen(
                     plan.command,
@@ -150,18 +154,23 @@ def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
 
 
 def _log(plan: Plan) -> str:
-    return f"Its log is {plan.log}; the last lines:\n{last_lines(plan.log)}"
+    text = read_end(plan.log)
+    cause = next((found[1] for line in text if (found := ERROR.search(line))), None)
+    first = f"The first error in it: {cause[:300]}\n" if cause else ""
+    tail = "\n".join(f"  {line[:300]}" for line in text[-LOG_LINES:])
+    return f"{first}Its log is {plan.log}; the last lines:\n{tail}"
 
 
-def last_lines(log: Path, count: int = LOG_LINES) -> str:
-    """The last lines of a log, indented."""
+def read_end(log: Path, most_bytes: int = 1 << 18) -> list[str]:
+    """The lines of the newest start in a log, as far as they fit into `most_bytes`."""
     try:
         with open(log, "rb") as file:
-            file.seek(max(0, log.stat().st_size - 16_384))
+            file.seek(max(0, log.stat().st_size - most_bytes))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
-        return f"  ({error})"
-    return "\n".join(f"  {line[:300]}" for line in lines[-count:])
+        return [str(error)]
+    starts = [number for number, line in enumerate(lines) if line.startswith(START)]
+    return lines[starts[-1] + 1 if starts else 0 :]
 
 
 def stop_groups(groups: list[int], patience_s: float = STOP_S) -> list[int]:

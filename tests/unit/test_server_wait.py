@@ -26,6 +26,11 @@ import socket, sys, time
 silent = socket.socket(); silent.bind(("127.0.0.1", int(sys.argv[1]))); silent.listen(); time.sleep(600)
 """
 REFUSES = "import time; print('loading', flush=True); time.sleep(600)"
+FAILS_IN_A_WORKER = """
+print("(Worker pid=7) ERROR 11-21 [executor.py:3] ValueError: no common block size", flush=True)
+for number in range(300): print("noise of the others", number)
+raise RuntimeError("Engine core initialization failed")
+"""
 DIES = "import sys; print('no kernel image', flush=True); sys.exit(3)"
 # A worker that ignores SIGTERM, and a server that does not wait for it.
 WITH_A_WORKER = """
@@ -117,6 +122,16 @@ def test_a_server_that_dies_ends_the_wait_at_once_with_its_exit_code_and_last_wo
     with pytest.raises(CheckFailed, match=rf"(?s){dying.url} ended with exit code 3.*no kernel image"):
         wait([plan(HANGS), dying], 120)
     assert time.monotonic() - started < 40
+
+
+def test_the_first_error_is_told_though_others_follow_it(plan):
+    failing = plan(FAILS_IN_A_WORKER)
+    failing.log.parent.mkdir()
+    failing.log.write_text("==== an earlier start\nOSError: of yesterday\n")
+    with pytest.raises(CheckFailed) as failed:
+        wait([failing], 120)
+    assert "The first error in it: ValueError: no common block size\n" in str(failed.value)
+    assert "RuntimeError: Engine core" in str(failed.value) and "yesterday" not in str(failed.value)
 
 
 @pytest.mark.parametrize(("status", "reason"), [(404, "answered 404"), (401, "answered 401"), (500, "no such copy")])
