@@ -26,8 +26,12 @@ CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 PORT = 8127
 
 
-def make_model(directory: Path, tokenizer_dir: Path, layers: int) -> float:
-    """A Qwen3-8B shape with random BF16 weights and the small tokenizer; returns its parameters in billions."""
+def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0) -> float:
+    """A Qwen3-8B shape with random BF16 weights and the small tokenizer; returns its parameters in billions.
+
+    `branches` scales what attention and MLP add to the residual stream: random branches amplify rounding, small ones
+    leave it about as visible as in a trained model.
+    """
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -52,6 +56,9 @@ def make_model(directory: Path, tokenizer_dir: Path, layers: int) -> float:
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_(branches)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
     )

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -36,18 +35,10 @@ def prepare(work: Path, layers: int) -> None:
     """The model, as path_8b.py makes it, and its dequantized base by the command a user types."""
     import torch
     from path_8b import command, make_model
-    from safetensors import safe_open
-    from safetensors.torch import save_file
 
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-    print(f"{make_model(work / 'model', work / 'tiny', layers):.2f} B parameters", flush=True)
-    for file in sorted((work / "model").glob("*.safetensors")):
-        with safe_open(file, "pt") as shard:
-            tensors = {name: shard.get_tensor(name) for name in shard.keys()}
-        for name in tensors:
-            if re.search(r"(o_proj|down_proj)\.weight$", name):
-                tensors[name] *= 0.1
-        save_file(tensors, file, {"format": "pt"})
+    parameters = make_model(work / "model", work / "tiny", layers, branches=0.1)
+    print(f"{parameters:.2f} B parameters", flush=True)
     torch.cuda.empty_cache()
     seconds, _ = command("base", ["-m", "merge", "base", *flags(work, {})], work)
     print(f"merge base: {seconds:.0f} s", flush=True)
