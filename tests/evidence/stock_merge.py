@@ -64,8 +64,13 @@ class Ours:
     accuracy_off: float | None = None
 
 
-def load_policy(base: Path, adapter: Path | None = None, size: float = 0.01, seed: int = 0) -> torch.nn.Module:
-    """`base` in NF4 with a LoRA adapter: the published one of a run, else random with |ΔW| = `size`·|W| per layer."""
+def load_policy(
+    base: Path, adapter: Path | None = None, size: float = 0.01, seed: int = 0, dtype: str = "float32"
+) -> torch.nn.Module:
+    """`base` in NF4 with a LoRA adapter: the published one of a run, else random with |ΔW| = `size`·|W| per layer.
+
+    `dtype` is the run's model.dtype, on which its base's hash depends; the small run's YAML has float32.
+    """
     from peft import LoraConfig, get_peft_model
 
     settings: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
@@ -73,8 +78,7 @@ def load_policy(base: Path, adapter: Path | None = None, size: float = 0.01, see
         facts = json.loads((adapter / "adapter_config.json").read_text())
         settings = {key: facts[key] for key in (*settings, "use_rslora")}
     torch.manual_seed(seed)
-    # float32 as in the small run's YAML; the base that an adapter of that run belongs to depends on it.
-    model = get_peft_model(load_nf4(base, "float32"), LoraConfig(**settings, task_type="CAUSAL_LM"))
+    model = get_peft_model(load_nf4(base, dtype), LoraConfig(**settings, task_type="CAUSAL_LM"))
     if adapter:
         load_adapter_weights(model, adapter)
         return model.eval()
