@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -81,7 +82,8 @@ class Replicas:
             # Its routes answer whoever reaches the port, key or not, and the kit's own do not need it.
             environment.pop("VLLM_SERVER_DEV_MODE", None)
             with open(plan.log, "a") as log:
-                log.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(plan.command)}\n")
+                command = shlex.join(plan.command).replace("\n", " ")
+                log.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n")
                 log.flush()
                 process = subprocess.Popen(
                     plan.command,

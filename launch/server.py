@@ -10,6 +10,7 @@ as --group.key value. `canary` lets every replica score what the trainer scored 
 """
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -104,7 +105,7 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: str, dry_r
         gpus = f"GPU {', '.join(plan.gpus)}" if plan.gpus else "no GPU chosen here"
         print(f"{plan.url}: listens on {plan.host}:{plan.port}, {gpus}, log {plan.log}")
         if dry_run:
-            print(f"  {' '.join(plan.command)}")
+            print(f"  {shlex.join(plan.command)}")
         print(f"  by hand: {plan.by_hand}")
     print(
         "trl vllm-serve sets VLLM_SERVER_DEV_MODE=1: then /collective_rpc, /update_weights, /pause, /sleep and others "

