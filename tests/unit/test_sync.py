@@ -11,6 +11,7 @@ from recipes.parts.canary import read_canary
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
 from recipes.parts.replica import Replica
+from recipes.parts.rundir import RunDir
 from recipes.parts.sync import AdapterSync
 from tests.unit.fake_replica import FakeReplica, log_probs
 
@@ -59,7 +60,7 @@ def synced(replicas, tmp_path):
     def make(count: int, *overrides: str) -> tuple[list[FakeReplica], AdapterSync]:
         both = replicas(count)
         config = load_config(CONFIG, ["--run.name=run", *overrides])
-        sync = AdapterSync([Replica(replica.url, 5) for replica in both], config, tmp_path / "sync")
+        sync = AdapterSync([Replica(replica.url, 5) for replica in both], config, RunDir(tmp_path))
         sync.publish(1, Adapter(), scores_of(1))
         return both, sync
 
@@ -94,7 +95,7 @@ def test_the_adapter_may_travel_in_the_body(synced):
 def test_a_version_made_again_after_a_resume_has_another_name(synced, replicas, tmp_path):
     # vLLM's prefix cache knows an adapter by its name, and the second version 41 has other weights than the first.
     _, first = synced(1)
-    second = AdapterSync(first.replicas, first.config, tmp_path / "sync")
+    second = AdapterSync(first.replicas, first.config, RunDir(tmp_path))
     second.publish(1, Adapter(), None)
     assert first.session != second.session
     assert sorted(path.name for path in (tmp_path / "sync").iterdir()) == [second.session]
