@@ -13,6 +13,7 @@ KL_NATS = 1.0  # recent KL to the reference above this many nats a token …
 KL_DOUBLED_FROM_NATS = 0.1  # … or above this one and at least twice that of the steps before
 ZERO_SPREAD = 0.95  # share of groups whose completions all got the same reward
 TRUNCATED = 0.25  # share of completions that hit the token limit
+CORRECTED = 0.1  # share of tokens that the importance correction caps or drops
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,13 @@ RULES = (
         _share_above("truncated_fraction", TRUNCATED),
         "Completions hit the token limit before they end.",
         "Raise rollout.max_completion_length; check that the stop token is the chat template's.",
+    ),
+    Rule(
+        "sampler mismatch",
+        _share_above("corrected_token_fraction", CORRECTED),
+        "The server's log-probs are so far from the policy's that the correction cuts much of the loss.",
+        "A sequence correction on long completions: use token_truncate. Else server.weights bf16, and compare "
+        "sampler_k3 and canary_delta.",
     ),
 )
 

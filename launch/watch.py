@@ -137,8 +137,20 @@ def facts(row: dict) -> Table:
         "seconds": {phase: f"seconds.{phase}" for phase in phases},
         "peak GiB": {key: f"peak_gib.{key}" for key in memory} if isinstance(memory, dict) else {"": "peak_gib"},
         "rewards": {name: f"rewards.{name}" for name in reward_names} if len(reward_names) > 1 else {},
-        "sampler": {"k3": "sampler_k3", "effective sample": "effective_sample_size", "masked": "masked_fraction"},
-        "update": {"loss": "loss", "learning rate": "learning_rate", "adapter": "adapter_version"},
+        "sampler": {
+            "k3": "sampler_k3",
+            "p99 |Δlogp|": "sampler_delta_p99",
+            "effective sample": "effective_sample_size",
+            "corrected": "corrected_token_fraction",
+            "canary": "canary_delta",
+        },
+        "sync s": {part: f"sync_seconds.{part}" for part in row.get("sync_seconds") or {}},
+        "update": {
+            "loss": "loss",
+            "learning rate": "learning_rate",
+            "adapter": "adapter_version",
+            "masked": "masked_fraction",
+        },
     }
     table = Table.grid(padding=(0, 2, 0, 1))
     for label, keys in lines.items():

@@ -115,6 +115,17 @@ def test_the_log_of_completions_has_the_columns_the_kit_reads(
         assert hasattr(trainer, name)
 
 
+def test_what_the_rollout_server_takes_from_trl(build_trainer, recipe_arguments, tmp_path, tiny_model_dir):
+    # The canary's forward and the stop tokens of a request.
+    from trl.models.utils import disable_gradient_checkpointing
+
+    assert shape(disable_gradient_checkpointing.__wrapped__) == "(model, gradient_checkpointing_kwargs=None)"
+    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
+    assert trainer.processing_class.eos_token_id in trainer.eos_token_ids
+    assert trainer.args.vllm_importance_sampling_clip_min is None
+    assert re.search(r"output\[\"sampling_per_token_logps\"\] = sampling_per_token_logps", SOURCE)
+
+
 def test_the_gradient_guard_runs_between_clipping_and_the_optimizer():
     assert "on_pre_optimizer_step" in vars(FiniteGradients) and hasattr(TrainerCallback, "on_pre_optimizer_step")
     loop = inspect.getsource(Trainer._run_epoch)

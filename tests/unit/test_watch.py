@@ -45,6 +45,9 @@ def step_row(step: int, total: int = 40, **changes) -> dict:
         "learning_rate": 1e-3,
         "sampler_k3": None,
         "effective_sample_size": None,
+        "corrected_token_fraction": 0.001,
+        "canary_delta": None,
+        "sync_seconds": None,
         "rollout_tokens_per_s": 5321.0,
         "update_tokens_per_s": 8123.0,
         "seconds": {"rollout": 0.5, "reward": 0.1, "update": 0.3, "step": 1.0},
@@ -295,6 +298,7 @@ FIRING = {
     "KL climbing": [step_row(s, kl=0.06 if s <= 20 else 0.2) for s in range(1, 31)],
     "zero spread": rows_of(20, zero_spread_fraction=1.0),
     "truncation": rows_of(20, truncated_fraction=0.3),
+    "sampler mismatch": rows_of(20, corrected_token_fraction=0.3),
 }
 QUIET = {
     "loss not finite": [step_row(1, loss=math.nan), *rows_of(30)[1:]],
@@ -302,6 +306,7 @@ QUIET = {
     "KL climbing": [step_row(s, kl=0.02 * s) for s in range(1, 46)],
     "zero spread": rows_of(20, zero_spread_fraction=0.9),
     "truncation": rows_of(20, truncated_fraction=0.2),
+    "sampler mismatch": rows_of(20, corrected_token_fraction=0.05),
 }
 
 

@@ -1,0 +1,131 @@
+"""What the trainer does with rollouts that it did not sample: records their mismatch, and stops on damaged ones."""
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.parts.config import Config, load_config
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.mismatch import KEYS
+from recipes.parts.trainer import limit_gpu_memory
+
+TOKENS = 5
+
+
+class Sampler:
+    """Stands in for the replicas: completions of `TOKENS` random ids, each with the log-prob `logprob(row, place)`."""
+
+    def __init__(self, logprob: Any):
+        self.logprob, self.versions, self.calls = logprob, [], 0
+        self.report = {}
+
+    def generate(self, trainer: Any, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        self.calls += 1
+        rows = range(len(prompt_ids))
+        self.versions = [trainer.adapter_version] * len(prompt_ids)
+        self.report = {"canary_delta": 0.01, "canary_k3": 1e-4, "sync_seconds": {"write": 0.5}}
+        ids = [[random.randint(5, 15) for _ in range(TOKENS)] for _ in rows]
+        return ids, [[self.logprob(row, place) for place in range(TOKENS)] for row in rows]
+
+
+@pytest.fixture
+def sampled_trainer(build_trainer, recipe_arguments, tiny_model_dir, tmp_path):
+    """A trainer of two steps whose rollouts come from a `Sampler`."""
+
+    def build(logprob: Any, **keys: Any) -> Any:
+        random.seed(0)
+        changes = {"train.max_steps": 2, "rollout.max_sampler_k3": 1e6, "watch.completions_every": 1, **keys}
+        trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run", changes))
+        trainer.rollout, trainer.use_vllm = Sampler(logprob), True
+        trainer.vllm_importance_sampling_correction = trainer.config.rollout.correction != "none"
+        return trainer
+
+    return build
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask", "none"])
+def test_the_mismatch_of_every_step_is_recorded(sampled_trainer, read_jsonl, correction):
+    # Uniform over 256 entries where the untrained policy is nearly uniform over 316 to 347.
+    trainer = sampled_trainer(lambda row, place: -math.log(256), **{"rollout.correction": correction})
+    trainer.train_run(resume=False)
+    rows = read_jsonl(trainer.run.metrics_file)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(row[key] is not None for key in KEYS)
+        assert 0 < row["sampler_delta_mean"] <= row["sampler_delta_p95"] <= row["sampler_delta_p99"]
+        assert row["sampler_delta_p99"] <= row["sampler_delta_max"] < 2
+        assert row["canary_delta"] == 0.01 and row["sync_seconds"] == {"write": 0.5}
+        assert 0 < row["effective_sample_size"] < 1 and 0 < row["sampler_k3"] < 1
+
+
+def test_a_batch_used_twice_has_its_mismatch_once(sampled_trainer, read_jsonl):
+    keys = {"train.num_iterations": 2, "train.max_steps": 4}
+    trainer = sampled_trainer(lambda row, place: -5.5, **keys)
+    trainer.train_run(resume=False)
+    rows = read_jsonl(trainer.run.metrics_file)
+    assert [row["sampler_k3"] is None for row in rows] == [False, True, False, True]
+    assert [row["canary_delta"] is None for row in rows] == [False, True, False, True]
+    assert trainer.rollout.calls == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_log_probs_that_are_not_numbers_stop_the_run_after_they_are_recorded(sampled_trainer, read_jsonl, value):
+    trainer = sampled_trainer(lambda row, place: value if row == 3 and place < 2 else -5.5)
+    with pytest.raises(CheckFailed, match="step 1: 2 log-probs of the sampler are not finite"):
+        trainer.train_run(resume=False)
+    (row,) = read_jsonl(trainer.run.metrics_file)
+    assert row["step"] == 1 and row["sampler_nan_count"] == 2 and row["loss"] is None
+    assert row["sampler_k3"] is not None
+    assert not trainer.run.adapters.exists(), "nothing was learned from it"
+
+
+def test_a_sampler_that_is_not_the_policy_stops_the_run_after_it_is_recorded(sampled_trainer, read_jsonl):
+    trainer = sampled_trainer(lambda row, place: -9.0, **{"rollout.max_sampler_k3": 0.1})
+    with pytest.raises(CheckFailed, match=r"step 1: the sampler is not the policy: k3 KL .* limit .* 0\.1"):
+        trainer.train_run(resume=False)
+    (row,) = read_jsonl(trainer.run.metrics_file)
+    assert row["sampler_k3"] > 0.1 and row["corrected_token_fraction"] == 1.0
+
+
+def test_completions_carry_the_version_that_sampled_them(sampled_trainer, read_jsonl):
+    trainer = sampled_trainer(lambda row, place: -5.5)
+    trainer.train_run(resume=False)
+    for step in (1, 2):
+        rows = read_jsonl(trainer.run.completions / f"step-{step:06d}.jsonl")
+        assert len(rows) == 16 and {row["adapter_version"] for row in rows} == {step - 1}
+
+
+class Card:
+    total_memory = 24 * 2**30
+
+
+def test_the_memory_limit_is_a_share_of_the_card(monkeypatch):
+    shares = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *pair: shares.append(pair))
+    config = configuration()
+    limit_gpu_memory(config)
+    config.train.max_gpu_gib = 18.0
+    limit_gpu_memory(config)
+    assert shares == [(0.75, 0)]
+    config.train.max_gpu_gib = 25.0
+    with pytest.raises(BadInput, match=r"train\.max_gpu_gib \(25\) is above the 24\.0 GiB of the card"):
+        limit_gpu_memory(config)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_memory_limit_without_a_gpu_is_refused():
+    config = configuration()
+    config.train.max_gpu_gib = 18.0
+    with pytest.raises(BadInput, match="there is no GPU"):
+        limit_gpu_memory(config)
+
+
+def configuration() -> Config:
+    return load_config(Path(__file__).parents[2] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml")
