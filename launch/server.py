@@ -1,9 +1,9 @@
 """Start, stop and check the rollout servers of a run, one replica per URL in rollout.server_urls:
 
-    python -m launch.server --config run.yaml
-    python -m launch.server --config run.yaml --detach
-    python -m launch.server stop --config run.yaml
-    python -m launch.server canary --config run.yaml
+    python -m launch.server --config RUN.yaml
+    python -m launch.server --config RUN.yaml --detach
+    python -m launch.server stop --config RUN.yaml
+    python -m launch.server canary --config RUN.yaml
 
 Stays in the foreground and ends every replica when one dies, on Ctrl-C and on SIGTERM. Keys of the YAML can be given
 as --group.key value. `canary` lets every replica score what the trainer scored after its last sync, without a model.

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from launch import server
 from launch.replicas import Replicas, Stopped, members, started_at, stop_groups
 from launch.vllm_command import Plan
-from recipes.parts.errors import CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import write_json
 
 ANSWERS = """
 import http.server, json, sys
@@ -187,6 +189,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tests.unit.test_server_wait import HANGS, Program
+from launch import server
 from launch.replicas import Replicas
 plan = Program("u", "127.0.0.1", int(sys.argv[1]), None, {}, {}, Path(sys.argv[2]), HANGS)
 with Replicas([plan], detach=sys.argv[3] == "detach") as replicas:
@@ -205,15 +208,15 @@ def test_a_launcher_killed_outright_takes_its_replicas_along_and_a_detached_one_
     pipe = subprocess.PIPE
     root = Path(__file__).parents[2]
     launcher = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=root)
-    server = int(launcher.stdout.readline())
+    group = int(launcher.stdout.readline())
     if mode == "foreground":
         launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + 10
-    while members(server) and mode == "foreground" and time.monotonic() < deadline:
+    while members(group) and mode == "foreground" and time.monotonic() < deadline:
         time.sleep(0.05)
-    lives = bool(members(server))
-    stop_groups([server], patience_s=5)
+    lives = bool(members(group))
+    stop_groups([group], patience_s=5)
     assert lives == (mode == "detach")
 
 
@@ -231,3 +234,26 @@ def test_the_development_routes_are_off_whatever_the_shell_says(plan, monkeypatc
     with pytest.raises(CheckFailed, match="exit code 0"):
         wait([plan(code)], 30)
     assert (tmp_path / "env").read_text() == "off"
+
+
+def test_stop_ends_what_a_detached_start_left_and_nothing_else(tmp_path, capsys, monkeypatch):
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    ours, other = (subprocess.Popen(sleeper, start_new_session=True) for _ in range(2))
+    # The number of a process of ours that ended belongs to somebody else by now.
+    listed = [(ours.pid, started_at(ours.pid)), (other.pid, started_at(other.pid) - 1)]
+    file = tmp_path / "run" / "logs" / "server.json"
+    file.parent.mkdir(parents=True)
+    rows = [{"url": f"u{pid}", "pid": pid, "started_at": since, "log": "l"} for pid, since in listed]
+    write_json(file, {"replicas": rows})
+    (tmp_path / "run.yaml").write_text(
+        f"{{run: {{name: x, output_dir: {tmp_path}/run}}, model: {{id: m}}, train: {{max_steps: 1}}}}"
+    )
+    monkeypatch.setattr(sys, "argv", ["server", "stop", "--config", str(tmp_path / "run.yaml")])
+    assert server.main() == 0
+    assert members(ours.pid) == [] and members(other.pid) == [other.pid]
+    assert f"u{other.pid} (pid {other.pid}) has ended already" in capsys.readouterr().out
+    other.kill()
+    for process in (ours, other):
+        process.wait()
+    with pytest.raises(BadInput, match="no detached replica"):
+        server.main()
