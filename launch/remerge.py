@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_SIZE = 64
+_pinned: list[Any] = []  # see _host_buffer
 
 
 @dataclass
@@ -248,18 +249,22 @@ def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[st
 
 def read_tensors(path: Path, device: Any) -> dict[str, Any]:
     """The tensors of a safetensors file as views of one buffer on `device`; `ValueError` for a file that is cut."""
-    import numpy as np
     import torch
 
-    content = np.fromfile(path, dtype=np.uint8)
-    length = int.from_bytes(content[:8].tobytes(), "little") if len(content) >= 8 else -1
-    if not 0 < length <= len(content) - 8:
+    size = path.stat().st_size
+    content = _host_buffer(size, device)
+    with open(path, "rb", buffering=0) as file:
+        view, read = memoryview(content.numpy()), 0
+        while read < size and (count := file.readinto(view[read:])):
+            read += count
+    length = int.from_bytes(content[:8].numpy().tobytes(), "little") if read == size >= 8 else -1
+    if not 0 < length <= size - 8:
         raise ValueError(f"{path.name} is not a whole safetensors file")
-    header = json.loads(content[8 : 8 + length].tobytes())
+    header = json.loads(content[8 : 8 + length].numpy().tobytes())
     header.pop("__metadata__", None)
-    data = torch.from_numpy(content[8 + length :]).to(device)
-    if any(entry["data_offsets"][1] > len(data) for entry in header.values()):
+    if any(entry["data_offsets"][1] > size - 8 - length for entry in header.values()):
         raise ValueError(f"{path.name} is not a whole safetensors file")
+    data = content[8 + length :].to(device, copy=True)
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     found = {}
     for name, entry in header.items():
@@ -273,15 +278,41 @@ def read_tensors(path: Path, device: Any) -> dict[str, Any]:
     return found
 
 
+def _host_buffer(size: int, device: Any) -> Any:
+    """(size,) uint8 in host memory; for a GPU one pinned buffer that is kept: pinning takes longer than reading."""
+    import torch
+
+    if device.type != "cuda":
+        return torch.empty(size, dtype=torch.uint8)
+    if len(_pinned) == 0 or len(_pinned[0]) < size:
+        _pinned[:] = [torch.empty(size, dtype=torch.uint8, pin_memory=True)]
+    return _pinned[0][:size]
+
+
 def merged_weights(state: State, adapter: dict[str, tuple], device: Any) -> Iterator[tuple[Linear, Any]]:
     """(linear, dequantize(NF4) + s·B·A (rows, columns)) for every linear of the worker, rounded once."""
     for linear, packed, absmax in _on_device(state.linears, device):
+        yield linear, merged_weight(linear, packed, absmax, state, adapter)
+
+
+def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapter: dict[str, tuple]) -> Any:
+    """One linear's weight (rows, columns) with its parts' updates; one kernel per part on a GPU, PyTorch elsewhere."""
+    import torch
+
+    if not packed.is_cuda:
         weight = dequantize(packed, absmax, state.code, (linear.rows, linear.columns), state.dtype)
         for part in linear.parts:
             if part.name in adapter:
-                a, b, scale = adapter[part.name]
-                add_update(weight[part.row : part.row + part.rows], a, b, scale)
-        yield linear, weight
+                add_update(weight[part.row : part.row + part.rows], *adapter[part.name])
+        return weight
+    from launch.fold_kernel import fold
+
+    weight = torch.empty(linear.rows, linear.columns, dtype=state.dtype, device=packed.device)
+    packed, absmax = packed.view(linear.rows, -1), absmax.view(linear.rows, -1)
+    for part in linear.parts:
+        rows = slice(part.row, part.row + part.rows)
+        fold(weight[rows], packed[rows], absmax[rows], state.code, adapter.get(part.name))
+    return weight
 
 
 def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtype: Any) -> Any:
@@ -297,17 +328,7 @@ def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtyp
 
 def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
     """weight (rows, columns) += scale · b · a, in place: the sum is taken in float32 and rounded once."""
-    import torch
-
-    if weight.is_cuda and a.dtype == torch.bfloat16:
-        # Products of BF16 factors, accumulated and kept in float32; addmm would round the update before it adds.
-        update = torch.mm(b, a, out_dtype=torch.float32)
-    else:
-        update = b.float() @ a.float()
-    if weight.dtype == torch.float32 or weight.is_cuda:
-        torch.add(weight, update, alpha=scale, out=weight)
-    else:
-        weight.copy_(weight.float().add_(update, alpha=scale))
+    weight.copy_(weight.float() + scale * (b.float() @ a.float()))
 
 
 def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any, Any]]:

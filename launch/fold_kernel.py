@@ -1,0 +1,75 @@
+"""One GPU kernel that makes dequantize(NF4) + scale · B · A, so that a sync reads 4.5 bits a weight and writes 16.
+
+bitsandbytes' dequantization followed by a matrix product and a sum moves seven times the bytes (see launch/README.md).
+Imported on a GPU only: Triton comes with vLLM's CUDA build. `launch/remerge.py` has the same sum in PyTorch.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_SIZE = 64
+ROWS, COLUMNS = 64, 128
+
+
+@triton.jit
+def _fold(
+    out, packed, absmax, code, a, b, scale, rows, columns, rank,
+    stride_a, stride_b,
+    HAS_UPDATE: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (R,)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # (C,)
+    byte = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)  # (C / 2,)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    pairs = tl.load(
+        packed + row[:, None] * (columns // 2) + byte[None, :],
+        mask=(row[:, None] < rows) & (byte[None, :] < columns // 2),
+        other=0,
+    ).to(tl.int32)
+    # The first of two weights is in the upper half of their byte.
+    value = tl.interleave(tl.load(code + (pairs >> 4)), tl.load(code + (pairs & 15)))  # (R, C)
+    blocks = columns // BLOCK_SIZE
+    scales = tl.load(absmax + row[:, None] * blocks + (column // BLOCK_SIZE)[None, :], mask=inside, other=0.0)
+    # The dequantized weight is a number of the storage type, as in the trainer; the sum is float32.
+    weight = (value * scales).to(out.dtype.element_ty).to(tl.float32)
+    if HAS_UPDATE:
+        update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, rank, RANK_BLOCK):
+            inner = start + tl.arange(0, RANK_BLOCK)
+            left = tl.load(
+                b + row[:, None] * stride_b + inner[None, :],
+                mask=(row[:, None] < rows) & (inner[None, :] < rank),
+                other=0.0,
+            )
+            right = tl.load(
+                a + inner[:, None] * stride_a + column[None, :],
+                mask=(inner[:, None] < rank) & (column[None, :] < columns),
+                other=0.0,
+            )
+            update = tl.dot(left, right, update, input_precision="ieee")
+        weight += scale * update
+    tl.store(out + row[:, None] * columns + column[None, :], weight.to(out.dtype.element_ty), mask=inside)
+
+
+def fold(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, update: Any) -> None:
+    """out (rows, columns) = dequantize(packed, absmax) + scale · b · a, summed in float32 and rounded once.
+
+    `packed` (rows·columns/2,) uint8 and `absmax` (rows·columns/64,) float32 as bitsandbytes makes them, `code` (16,)
+    float32; `update` is (a (r, columns), b (rows, r), scale) or None. columns must be a multiple of 64.
+    """
+    rows, columns = out.shape
+    a, b, scale = update if update is not None else (out, out, 0.0)
+    rank = a.shape[0] if update is not None else 0
+    if update is not None and (a.stride(1) != 1 or b.stride(1) != 1):
+        a, b = a.contiguous(), b.contiguous()
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    with torch.cuda.device(out.device):
+        _fold[grid](
+            out, packed, absmax, code, a, b, float(scale), rows, columns, rank, a.stride(0), b.stride(0),
+            HAS_UPDATE=update is not None, RANK_BLOCK=32 if rank > 16 else 16, ROWS=ROWS, COLUMNS=COLUMNS,
+            BLOCK_SIZE=BLOCK_SIZE,
+        )  # fmt: skip
