@@ -235,10 +235,12 @@ class Versions:
             await self._unfold(before, error)
             raise
         finally:
-            self.epoch += 1
             with _timed(seconds, "resume"):
                 await self._reset_prefix_cache()
                 await self.engine.resume_generation()
+            # Last, and without a wait before `served` changes: a request of the old version that arrived meanwhile
+            # runs on the new weights.
+            self.epoch += 1
         self._check_usable()
         return seconds
 

@@ -83,6 +83,7 @@ class Engine:
         self.fails: dict[str, str] = {}
         self.weights, self.sleeping, self.cache_is_busy = "base", False, 0
         self.gate: asyncio.Event | None = None
+        self.while_resuming: Any = None
         self.params: list[Any] = []
         self.finish_reason, self.aborted = "stop", 0
         self.loras: set[int] = set()
@@ -131,6 +132,8 @@ class Engine:
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+        if self.while_resuming is not None:
+            await self.while_resuming()
 
     async def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")

@@ -418,13 +418,18 @@ def test_a_client_that_hangs_up_aborts_its_request(server):
     asyncio.run(scenario())
 
 
+async def stage_two(server: Server) -> None:
+    """Versions 1 and 2 staged, 1 served, on the running event loop."""
+    where = {"way": "remerge", "run": "r", "session": "s1", "base_hash": HASH}
+    for version in (1, 2):
+        path = str(write_adapter(server.tmp_path / f"v{version}"))
+        assert (await ask(server.app, "stage", {"path": path}, version=version, **where))[0] == 200
+    assert (await ask(server.app, "activate", {"session": "s1", "version": 1}))[0] == 200
+
+
 def test_an_answer_that_spans_a_change_of_the_weights_is_of_no_version(server):
     async def scenario() -> None:
-        where = {"way": "remerge", "run": "r", "session": "s1", "base_hash": HASH}
-        for version in (1, 2):
-            path = str(write_adapter(server.tmp_path / f"v{version}"))
-            assert (await ask(server.app, "stage", {"path": path}, version=version, **where))[0] == 200
-        assert (await ask(server.app, "activate", {"session": "s1", "version": 1}))[0] == 200
+        await stage_two(server)
         server.engine.gate = asyncio.Event()
         request = asyncio.ensure_future(ask(server.app, "generate", generate_body(session="s1", version=1)))
         while not server.engine.params:
@@ -433,6 +438,25 @@ def test_an_answer_that_spans_a_change_of_the_weights_is_of_no_version(server):
         server.engine.gate.set()
         status, answer = await request
         assert status == 409 and "changed" in answer["error"]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_arrives_while_the_engine_resumes_gets_no_old_name_for_new_weights(server):
+    async def scenario() -> None:
+        await stage_two(server)
+        arrived = []
+
+        async def arrive() -> None:
+            server.engine.gate = asyncio.Event()
+            arrived.append(asyncio.ensure_future(ask(server.app, "generate", generate_body(session="s1", version=1))))
+            while not server.engine.params:
+                await asyncio.sleep(0)
+
+        server.engine.while_resuming = arrive
+        assert (await ask(server.app, "activate", {"session": "s1", "version": 2}))[0] == 200
+        server.engine.gate.set()
+        assert (await arrived[0])[0] == 409
 
     asyncio.run(scenario())
 
