@@ -26,7 +26,7 @@ from recipes.parts.replica import Replica
 from recipes.parts.rundir import RunDir, read_json, read_manifest, write_manifest
 from tests.smoke.test_server import free_port
 
-# Three servers start in the first test; with four cores' worth of other work that took 200 s.
+# Three servers start in the first test: 200 s on two cores that had other work.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
