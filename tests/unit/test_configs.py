@@ -114,7 +114,7 @@ def test_run_names_differ_so_that_two_recipes_never_share_a_directory():
         ("learning_rate: 2e-5", "learning_rat: 2e-5", "Did you mean train.learning_rate"),
         ("learning_rate: 2e-5", "learning_rate: fast", "must be a number"),
         ("backend: server", "backend: remote", "one of in_process, server"),
-        ("lora_rank: 16", "lora_rank: 17", "not served by vLLM"),
+        ("lora_rank: 16", "lora_rank: 17", "below policy.lora_rank (17)"),
         # Divides the batch of one process and not that of four times three.
         ("group_size: 8", "group_size: 7", "must divide the generation batch (4 per device x 4 processes x 16"),
         ("--num_processes 4", "--num_processes 3 --num_machine 1", "num_machine"),
