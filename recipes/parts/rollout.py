@@ -202,6 +202,7 @@ class ServerRollout:
 
     def close(self) -> None:
         """Leave the replicas awake; called once, however the run ends, by the main process."""
+        self.sync.settle()
         if self._may_be_asleep:
             self._all(lambda replica: replica.wake())
 

@@ -45,6 +45,8 @@ class AdapterSync:
         self.served: int | None = None
         self.seconds: dict[str, float] = {}
         self.canary: dict[str, CanaryResult] = {}
+        self._background = ThreadPoolExecutor(1)
+        self._cleanup: Future | None = None
 
     def publish(self, version: int, adapter: AdapterFile, score: Callable[[], Scores] | None) -> None:
         """Make all replicas serve this version; `CheckFailed`, naming the replica, when one cannot.
@@ -52,6 +54,7 @@ class AdapterSync:
         `score` is run in this thread while the replicas load and switch; None leaves the canary out.
         """
         self.seconds, self.canary = {}, {}
+        self.settle()
         started = time.perf_counter()
         directory = adapter.write(self.folder / f"v{version:06d}", version)
         self.seconds["write"] = time.perf_counter() - started
@@ -71,10 +74,8 @@ class AdapterSync:
             self._check_canary(version, *scores)
         self.seconds["canary"] = time.perf_counter() - started
         previous, self.served = self.served, version
-        if previous is not None:
-            # A slot that stays taken is not worth the run.
-            self._each(lambda replica: replica.discard(self.session, previous))
-        self._remove_all_but(directory)
+        # Nothing waits for it: the first completions of the new version need not.
+        self._cleanup = self._background.submit(self._forget, previous, directory)
 
     def _swap(self, version: int, directory: Path, base_hash: str) -> None:
         """Stage everywhere, then activate everywhere; after a failure everything is as before."""
@@ -155,6 +156,17 @@ class AdapterSync:
         if left:
             return f"The others serve version {self.served} again; {_names(left)} did not go back to it."
         return f"All replicas serve version {self.served} again."
+
+    def settle(self) -> None:
+        """Wait until the version before is gone from every replica and from the disk."""
+        if self._cleanup is not None:
+            self._cleanup.result()
+
+    def _forget(self, previous: int | None, directory: Path) -> None:
+        if previous is not None:
+            # A slot that stays taken is not worth the run.
+            self._each(lambda replica: replica.discard(self.session, previous))
+        self._remove_all_but(directory)
 
     def _remove_all_but(self, directory: Path) -> None:
         """Delete older versions, and what earlier processes of this run left."""

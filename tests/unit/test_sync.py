@@ -76,6 +76,7 @@ def assert_all_serve(both: list[FakeReplica], sync: AdapterSync, version: int) -
 def test_a_new_version_replaces_the_old_one_on_every_replica(synced, tmp_path):
     both, sync = synced(2)
     sync.publish(2, Adapter(), scores_of(2))
+    sync.settle()
     assert_all_serve(both, sync, 2)
     staged = both[0].staged[sync.session, 2]
     directory = tmp_path / "sync" / sync.session / "v000002"
@@ -95,8 +96,10 @@ def test_the_adapter_may_travel_in_the_body(synced):
 def test_a_version_made_again_after_a_resume_has_another_name(synced, replicas, tmp_path):
     # vLLM's prefix cache knows an adapter by its name, and the second version 41 has other weights than the first.
     _, first = synced(1)
+    first.settle()
     second = AdapterSync(first.replicas, first.config, RunDir(tmp_path))
     second.publish(1, Adapter(), None)
+    second.settle()
     assert first.session != second.session
     assert sorted(path.name for path in (tmp_path / "sync").iterdir()) == [second.session]
 
