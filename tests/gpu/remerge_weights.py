@@ -20,6 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
+
 from launch.remerge import Remerge, find_linears
 
 ROOT = Path(__file__).parents[2]
@@ -158,9 +160,8 @@ def main() -> None:
         pairs = [(one[name], other[name]) for one, other in shards for name in one]
         same = sum(one == other for one, other in pairs)
         # Greedy tokens that differ from a fresh load's: of the remerged weights and, for scale, of the base.
-        reference = sum(fresh["start tokens"], [])
         remerged, base = (
-            sum(a != b for a, b in zip(sum(ours[key], []), reference, strict=True))
+            int((np.array(ours[key]) != np.array(fresh["start tokens"])).sum())
             for key in ("adapter tokens", "start tokens")
         )
         again = ours["zero"] == ours["start"]

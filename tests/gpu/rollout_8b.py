@@ -1,6 +1,7 @@
 """Syncs and rollouts of an 8B shape through the real server and the trainer's own client, and both on one small card.
 
     python tests/gpu/rollout_8b.py --part speed      # one GPU: sync seconds and tok/s, remerge, adapter, BF16, offline
+    python tests/gpu/rollout_8b.py --part sync       # one GPU: sync seconds of remerge, both transports
     python tests/gpu/rollout_8b.py --part one_card   # one GPU: trainer and server together within --limit_gib
 
 Random weights of Qwen3-8B's shape, the residual branches scaled down so that FP8 noise does not drown the canary. The
@@ -36,7 +37,8 @@ def prepare(work: Path, layers: int) -> None:
     import torch
     from path_8b import command, make_model
 
-    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    if not (work / "tiny").exists():
+        command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
     parameters = make_model(work / "model", work / "tiny", layers, branches=0.1)
     print(f"{parameters:.2f} B parameters", flush=True)
     torch.cuda.empty_cache()
@@ -136,7 +138,7 @@ def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
         now = time.perf_counter()
         parts = {name: 1e3 * value for name, value in rollout.report["sync_seconds"].items()}
         rows.append(parts | {"sync": 1e3 * (synced - started), "to first token": 1e3 * (now - started)})
-        rows[-1]["canary delta"] = rollout.report["canary_delta"]
+        rows[-1]["canary delta"] = rollout.report.get("canary_delta", 0.0)
     # The first has the server read its NF4 copy and every kernel warm up.
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[-1]} | {"first": rows[0]["sync"]}
 
@@ -173,6 +175,22 @@ def speed(work: Path) -> dict[str, Any]:
         raise SystemExit((done.stdout + done.stderr)[-4000:])
     results["offline fp8"] = {"tok_s": {int(k): v for k, v in json.loads(lines[-1][8:]).items()}}
     return results
+
+
+def syncs(work: Path) -> dict[str, Any]:
+    """Remerge alone, without CUDA graphs: what a sync costs."""
+    trainer = build_trainer(work)
+    changes = MODES["fp8 remerge"] | {"server.enforce_eager": "true", "server.kv_cache_gib": 4}
+    with Server(work, changes):
+        found = {"path": measure_syncs(connect(work, trainer, changes), trainer)}
+        body = connect(work, trainer, changes | {"rollout.transport": "body"})
+        found["body"] = measure_syncs(body, trainer)
+        # Without the canary nothing of the trainer's runs on the card meanwhile, as when it has a card of its own.
+        alone = connect(work, trainer, changes | {"rollout.canary_prompts": 0})
+        found["path, no canary"] = measure_syncs(alone, trainer)
+    for name, parts in found.items():
+        print(f"sync by {name}, ms: " + ", ".join(f"{part} {value:.3g}" for part, value in parts.items()), flush=True)
+    return found
 
 
 def offline(work: Path) -> None:
@@ -218,7 +236,7 @@ class MemoryWatch(threading.Thread):
 
 
 def one_card(work: Path, limit_gib: float, sleep: bool) -> dict[str, Any]:
-    """Three steps of one group of 8 completions of 2,048 tokens, trainer and server on one card."""
+    """Two steps of one group of 8 completions of 2,048 tokens, trainer and server on one card."""
     from path_8b import command
 
     tokens = 2048
@@ -226,7 +244,7 @@ def one_card(work: Path, limit_gib: float, sleep: bool) -> dict[str, Any]:
     changes |= {"server.weights": "fp8_per_channel", "server.kv_cache": "fp8", "server.kv_cache_gib": 1.4}
     changes |= {"server.max_num_seqs": GROUP, "server.nf4_copy": "host", "server.sleep": str(sleep).lower()}
     changes |= {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": GROUP}
-    changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 3, "train.save_steps": 3}
+    changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 2, "train.save_steps": 2}
     changes |= {"train.max_gpu_gib": 9, "run.name": "onecard", "run.output_dir": work / f"onecard-{sleep}"}
     watch = MemoryWatch()
     watch.start()
@@ -266,7 +284,7 @@ def table(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--part", choices=("speed", "offline", "one_card"), required=True)
+    parser.add_argument("--part", choices=("speed", "sync", "offline", "one_card"), required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/rollout8b"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--limit_gib", type=float, default=23.5, help="one_card: what a 24 GB card has to give")
@@ -281,9 +299,10 @@ def main() -> None:
         return offline(options.work)
     if not (options.work / "base" / "manifest.json").is_file():
         prepare(options.work, options.layers)
-    found = (
-        speed(options.work) if options.part == "speed" else one_card(options.work, options.limit_gib, options.sleep)
-    )
+    if options.part == "one_card":
+        found = one_card(options.work, options.limit_gib, options.sleep)
+    else:
+        found = speed(options.work) if options.part == "speed" else syncs(options.work)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     if options.part == "speed":
