@@ -26,7 +26,7 @@ PROTOCOL = 1
 # What was tested; the server's own check and the trainer's are this one.
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 32)
 PREFIX = "/v1/rollout"
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S, DISCARD_TIMEOUT_S = 10.0, 15.0
 # Contains what tokenizers differ in: digits, spaces, a control token, another script.
 PROBE = "2 + 40 = 42 <|im_end|>\n\tf(x_1) = Ünï 日本"
 
@@ -185,7 +185,9 @@ class Replica:
 
     def discard(self, session: str, version: int) -> None:
         """Forget a staged version; one that is not there is fine."""
-        self._ask("POST", "discard", body={"session": session, "version": version})
+        body = {"session": session, "version": version}
+        # Short: the end of a run waits for it, also when the replica hangs.
+        self._ask("POST", "discard", body=body, timeout_s=min(DISCARD_TIMEOUT_S, self.timeout_s))
 
     def sleep(self) -> float:
         """Give the GPU memory back until `wake`; seconds."""

@@ -219,6 +219,7 @@ class ServerRollout:
         if self.config.server.sleep:
             with trainer.timed("sleep"):
                 self._may_be_asleep = True
+                self.sync.settle()  # a replica that sleeps cannot forget an adapter
                 self._all_or_fail(lambda replica: replica.sleep(), "go to sleep")
         for replica in self.replicas:
             replica.close()

@@ -282,13 +282,14 @@ def test_a_replica_that_dies_in_mid_generation_ends_the_run_quickly(rollout):
 def test_replicas_sleep_after_the_step_and_are_left_awake(rollout, monkeypatch):
     found = served(rollout(2, {"sleep_enabled": True}, "--server.sleep=true", "--rollout.canary_prompts=0"))
     monkeypatch.setattr(found, "_sync", lambda trainer: [fake.calls.append("sync") for fake in found.fakes])
+    monkeypatch.setattr(found.sync, "settle", lambda: found.fakes[0].calls.append("settle"))
     phases = []
     trainer = SimpleNamespace(timed=lambda phase: phases.append(phase) or threading.Lock(), eos_token_ids=[0])
     prompts = [[3, 4]] * GROUP
     for _ in range(2):
         found._step(trainer, prompts)
         assert all(fake.asleep for fake in found.fakes)
-    one_step = ["sync", "generate", "sleep"]
+    one_step = ["sync", "generate", "settle", "sleep"]
     assert found.fakes[0].calls == [*one_step, "wake", *one_step]
     assert phases == ["sync", "sleep", "wake", "sync", "sleep"]
     found.close()
