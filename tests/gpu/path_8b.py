@@ -1,29 +1,24 @@
-"""The recipe's real command line on an 8B shape with random weights: one GPU, in process and against an FP8 server.
+"""The recipe's real command line on an 8B shape with random weights, generating in the trainer's process.
 
-Shows what a CPU cannot: that the NF4 path fits and runs at size, what it costs, that a vLLM FP8 server on the same
-card serves each adapter version, and how far the sampler is from the policy. Random weights: no reward is learned.
+Shows what a CPU cannot: that the NF4 path fits and runs at size, and what it costs. Random weights: no reward is
+learned. Rollouts from a server: rollout_8b.py.
 
     python tests/gpu/path_8b.py --part local     # train in process, write the base, merge, quantize
     python tests/gpu/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2
-    python tests/gpu/path_8b.py --part server    # after local: against FP8 and BF16 servers on the same card
 
-Prints a table last. Needs torch with CUDA, bitsandbytes, trl, vllm.
+Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
 """
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
-PORT = 8127
 
 
 def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0) -> float:
@@ -103,31 +98,6 @@ def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", pr
     return [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def serve(model: Path, quantization: str, log: Path) -> subprocess.Popen:
-    """A vLLM server on this card, ready to answer."""
-    arguments = f"""--model {model} --port {PORT} --host 127.0.0.1 --max-model-len 512 --enable-lora
-        --max-lora-rank 16 --logprobs-mode processed_logprobs --gpu-memory-utilization 0.4"""
-    if quantization != "none":
-        arguments += f" --quantization {quantization}"
-    environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments.split()],
-        stdout=open(log, "w"),
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/models", timeout=2)
-            return process
-        except OSError:
-            time.sleep(1)
-    print(log.read_text()[-4000:])
-    raise SystemExit("the server did not start")
-
-
 def row(name: str, metrics: list[dict]) -> dict:
     """The last step, when every kernel is warm."""
     last = metrics[-1]
@@ -139,8 +109,6 @@ def row(name: str, metrics: list[dict]) -> dict:
         "update_tok_s": last["update_tokens_per_s"],
         "peak_rollout_gib": peak["rollout"],
         "peak_update_gib": peak["update"],
-        "k3": last["sampler_k3"],
-        "ess": last["effective_sample_size"],
         "kl_step1": metrics[0]["kl"],
     }
 
@@ -148,26 +116,21 @@ def row(name: str, metrics: list[dict]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--work", type=Path, default=Path("/tmp/path8b"))
-    parser.add_argument("--part", choices=("local", "server", "parallel"), required=True)
+    parser.add_argument("--part", choices=("local", "parallel"), required=True)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
-    if options.part == "local":
-        rows, seconds = local_part(work, options.layers)
-    else:
-        rows, seconds = (server_part(work), {}) if options.part == "server" else parallel_part(work, options.layers)
+    rows, seconds = (local_part if options.part == "local" else parallel_part)(work, options.layers)
     if options.out:
         options.out.write_text(json.dumps({"rows": rows, "seconds": seconds}, indent=2))
-    print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  peak GiB  k3        ess")
+    print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  peak GiB")
     for r in rows:
-        k3 = "-" if r["k3"] is None else f"{r['k3']:.2e}"
-        ess = "-" if r["ess"] is None else f"{r['ess']:.4f}"
         s = r["seconds"]
         print(
             f"{r['what']:<26} {s['step']:6.1f} {s['rollout']:7.1f} {s['update']:8.1f} {r['rollout_tok_s']:10.0f} "
-            f"{r['update_tok_s']:10.0f} {r['peak_update_gib']:9.1f}  {k3:<9} {ess}"
+            f"{r['update_tok_s']:10.0f} {r['peak_update_gib']:9.1f}"
         )
     print({name: round(value) for name, value in seconds.items()})
 
@@ -195,22 +158,6 @@ def parallel_part(work: Path, layers: int) -> tuple[list[dict], dict]:
         rows.append(row(f"{launcher} x {processes}", train(f"run-{launcher}", work, [], launcher, processes)))
         seconds[launcher] = time.perf_counter() - started
     return rows, seconds
-
-
-def server_part(work: Path) -> list[dict]:
-    """Rows of the same steps against a server on the same card: which weights it holds, and in what format."""
-    rows: list[dict] = []
-    flags = ["--rollout.backend", "server", "--rollout.server_urls", f"['http://127.0.0.1:{PORT}']"]
-    for held, quantization in (("deq", "fp8"), ("model", "fp8"), ("deq", "none")):
-        name = f"{'dequantized' if held == 'deq' else 'original'} {quantization}"
-        process = serve(work / held, quantization, work / f"server-{held}-{quantization}.log")
-        try:
-            run = f"run-{held}-{quantization}"
-            rows.append(row(name, train(run, work, [*flags, "--rollout.max_sampler_k3", "5"])))
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
-    return rows
 
 
 if __name__ == "__main__":
