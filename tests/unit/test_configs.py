@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.vllm_command import Installed, plans
 from recipes.parts.checks import check_config
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import BadInput, KitError
@@ -20,27 +21,21 @@ def launches(path: Path) -> list[Command]:
 
 
 def server_complaints(path: Path, config: Config) -> list[str]:
-    """What the `vllm serve` line of a header does not give that the rollouts ask for."""
+    """Why the servers that the rollouts ask for would not start, on a machine of eight GPUs."""
     if config.rollout.backend != "server":
         return []
-    serves = [command for command in in_comments(path) if program(list(command.words)) == "vllm"]
-    bases = [command for command in in_comments(path) if command.words[:4] == ("python", "-m", "merge", "base")]
-    if not serves or not bases:
-        return ["rollouts come from a server, and the header does not say how to write its base and start it"]
     found = []
-    for command in serves:
-        options = dict(zip(command.words, command.words[1:], strict=False))
-        tokens = config.rollout.max_prompt_length + config.rollout.max_completion_length
-        if command.words[2] != bases[0].words[bases[0].words.index("--out") + 1]:
-            found.append(f"{command.where}: {command.words[2]} is not what `merge base` writes")
-        if int(options.get("--max-model-len", 0)) < tokens:
-            found.append(f"{command.where}: --max-model-len is below the {tokens} tokens of prompt and completion")
-        if int(options.get("--max-lora-rank", 0)) < config.policy.lora_rank:
-            found.append(f"{command.where}: --max-lora-rank is below policy.lora_rank ({config.policy.lora_rank})")
-        if "--enable-lora" not in command.words or options.get("--logprobs-mode") != "processed_logprobs":
-            found.append(f"{command.where}: needs --enable-lora and --logprobs-mode processed_logprobs")
-    if "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" not in path.read_text():
-        found.append("the server takes no adapters without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
+    for start in (("python", "-m", "merge", "base"), ("python", "-m", "launch.server")):
+        lines = [command for command in in_comments(path) if command.words[: len(start)] == start]
+        if not lines:
+            found.append(f"rollouts come from a server, and the header has no `{' '.join(start)}` line")
+        for command in lines:
+            if Path(command.words[command.words.index("--config") + 1]).name != path.name:
+                found.append(f"{command.where} reads another configuration")
+    try:
+        plans(config, Installed("0.31.0", is_cpu=False), [str(gpu) for gpu in range(8)])
+    except KitError as error:
+        found.append(str(error))
     return found
 
 
@@ -114,7 +109,6 @@ def test_run_names_differ_so_that_two_recipes_never_share_a_directory():
         ("learning_rate: 2e-5", "learning_rat: 2e-5", "Did you mean train.learning_rate"),
         ("learning_rate: 2e-5", "learning_rate: fast", "must be a number"),
         ("backend: server", "backend: remote", "one of in_process, server"),
-        ("lora_rank: 16", "lora_rank: 17", "below policy.lora_rank (17)"),
         # Divides the batch of one process and not that of four times three.
         ("group_size: 8", "group_size: 7", "must divide the generation batch (4 per device x 4 processes x 16"),
         ("--num_processes 4", "--num_processes 3 --num_machine 1", "num_machine"),
@@ -127,13 +121,13 @@ def test_run_names_differ_so_that_two_recipes_never_share_a_directory():
             "--config recipes/configs/grpo-tiny-nf4-cpu.yaml",
             "starts another configuration",
         ),
-        ("--max-model-len 3072", "--max-model-len 2048", "below the 3072 tokens"),
-        ("--max-lora-rank 16", "--max-lora-rank 8", "below policy.lora_rank (16)"),
-        ("processed_logprobs", "raw_logprobs", "needs --enable-lora and --logprobs-mode"),
-        ("processed_logprobs", "processed", "invalid choice"),
-        ("vllm serve models/qwen3-8b-base", "vllm serve models/qwen3-8b", "is not what `merge base` writes"),
         ("merge base", "merge basis", "merge basis"),
-        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_LORA", "takes no adapters"),
+        ("#   python -m merge base", "#   ssh", "no `python -m merge base` line"),
+        ("#   python -m launch.server", "#   ssh", "no `python -m launch.server` line"),
+        ("gpus: [4, 5, 6, 7]", "gpus: [4, 5, 6]", "need 4 GPUs, server.gpus lists 3"),
+        ("weights: fp8_per_channel", "weights: fp8", "server.weights must be one of"),
+        ("max_num_seqs: 256", "max_num_seqs: 4", "below rollout.group_size (8)"),
+        ("sync: remerge", "sync: adapter\n  top_p: 0.9", "rollout.top_p"),
         ("accelerate launch", "torchrun", "no `accelerate launch` line"),
     ],
 )
