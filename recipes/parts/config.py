@@ -123,6 +123,8 @@ class RewardConfig:
     timeout_s: float = _option(2.0, "wall-clock limit per answer comparison")
     workers: int = _option(2, "killable worker processes for comparisons that need a parser")
     max_unknown_fraction: float = _option(0.02, "stop when more rewards than this could not be computed")
+    options: dict[str, Any] = _option({}, "settings of reward functions by their name, e.g. {math: {ordered: false}}")
+    allow_code_execution: bool = _option(False, "let reward functions run the model's code, in a sandbox")
 
 
 @dataclass(kw_only=True)
