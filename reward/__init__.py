@@ -1,14 +1,21 @@
 """Rewards: plain functions in TRL's signature, `f(prompts, completions, gold, **kwargs) -> list[float | None]`.
 
-`REWARDS` names them; `reward_functions(cfg.reward)` binds the configured ones to a worker pool and a budget.
-None means "could not be computed" and is masked by the trainer; it is never turned into 0.0.
+`REWARDS` names them; `reward_functions(cfg.reward)` binds the configured ones to their options, a worker pool and a
+budget. None means "could not be computed" and is masked by the trainer; it is never turned into 0.0.
+
+A function takes its options as keyword-only arguments with a type and a default, after `pool` and `budget`. One that
+runs the model's code carries the attribute `executes_code = True`; one whose options must fit together carries
+`check_options`, called with all of them, which raises `ValueError` with what is wrong.
 """
 
 import difflib
+import inspect
+import typing
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from recipes.parts.config import match_type, spell_type
 from recipes.parts.errors import BadInput
 from reward.format import boxed_format
 from reward.gsm8k import gsm8k_lenient, gsm8k_strict
@@ -26,17 +33,21 @@ REWARDS: dict[str, RewardFunction] = {
     "gsm8k_lenient": gsm8k_lenient,
     "boxed_format": boxed_format,
 }
+MACHINERY = ("pool", "budget")  # keyword-only arguments that the kit fills in; the others are options
 
 
 class BoundReward:
-    """A reward function with its worker settings and its own budget for undecided samples.
+    """A reward function with its options, its worker settings and its own budget for undecided samples.
 
     TRL logs it by `__name__`. It can be pickled: the processes belong to the process-wide pool, not to it.
     """
 
-    def __init__(self, name: str, workers: int, timeout_s: float, max_unknown_fraction: float):
+    def __init__(
+        self, name: str, workers: int, timeout_s: float, max_unknown_fraction: float, options: dict | None = None
+    ):
         self.__name__ = name
         self.workers, self.timeout_s = workers, timeout_s
+        self.options = options or {}
         self.budget = UnknownBudget(name, max_unknown_fraction)
 
     @property
@@ -48,21 +59,22 @@ class BoundReward:
         self, prompts: list | None = None, completions: list | None = None, **columns: Any
     ) -> list[float | None]:
         pool = shared_pool(self.workers, self.timeout_s)
-        return REWARDS[self.__name__](prompts, completions, pool=pool, budget=self.budget, **columns)
+        # A column of the data set with the name of an option must not replace the configured value.
+        arguments = {**columns, **self.options, "pool": pool, "budget": self.budget}
+        return REWARDS[self.__name__](prompts, completions, **arguments)
 
 
 def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[float]]:
     """The configured reward functions and their weights, for TRL's `reward_funcs` and `reward_weights`.
 
-    Starts no process. Raises `BadInput` for an unknown or repeated name, or weights that do not match the functions.
+    Starts no process. Raises `BadInput` for an unknown or repeated name, weights that do not match the functions, an
+    unknown option or a wrong value of one, and a function that runs code where `allow_code_execution` is off.
     """
     if not reward.functions:
         raise BadInput(f"reward.functions is empty: name at least one of {', '.join(REWARDS)}.")
     for name in reward.functions:
         if name not in REWARDS:
-            near = difflib.get_close_matches(str(name), REWARDS, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise BadInput(f"reward.functions: unknown reward {name!r}.{hint} There are {', '.join(REWARDS)}.")
+            raise BadInput(f"reward.functions: unknown reward {name!r}.{_nearest(name, REWARDS)}")
     if len(set(reward.functions)) != len(reward.functions):
         raise BadInput(
             f"reward.functions names a reward twice: {', '.join(reward.functions)}. Use its weight instead."
@@ -77,7 +89,66 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
         raise BadInput(
             f"reward.workers ({reward.workers}) must be at least 1 and reward.timeout_s ({reward.timeout_s}) above 0."
         )
+    _check_code_execution(reward)
+    options = checked_options(getattr(reward, "options", {}), reward.functions)
     functions = [
-        BoundReward(name, reward.workers, reward.timeout_s, reward.max_unknown_fraction) for name in reward.functions
+        BoundReward(name, reward.workers, reward.timeout_s, reward.max_unknown_fraction, options[name])
+        for name in reward.functions
     ]
     return functions, weights
+
+
+def function_options(name: str) -> dict[str, tuple[Any, Any]]:
+    """The options of a reward function: name to (type, default)."""
+    function = REWARDS[name]
+    hints = typing.get_type_hints(function)
+    return {
+        key: (hints.get(key, Any), parameter.default)
+        for key, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and key not in MACHINERY
+    }
+
+
+def checked_options(values: dict[str, Any], functions: list[str]) -> dict[str, dict[str, Any]]:
+    """Every function's given options as their types; `BadInput` names what is wrong and the nearest valid name."""
+    for name in values:
+        if name not in functions:
+            known = "is not in reward.functions" if name in REWARDS else "is no reward function"
+            raise BadInput(f"reward.options.{name}: {name!r} {known}.{_nearest(name, functions)}")
+    return {name: _options_of(name, values.get(name)) for name in functions}
+
+
+def _options_of(name: str, given: Any) -> dict[str, Any]:
+    known, checked = function_options(name), {}
+    if not isinstance(given, dict | None):
+        raise BadInput(f"reward.options.{name} must be a group of options, it is {given!r:.60}.")
+    for key, value in (given or {}).items():
+        where = f"reward.options.{name}.{key}"
+        if key not in known:
+            hint = _nearest(key, known) if known else f" {name!r} has no options."
+            raise BadInput(f"{where}: unknown option.{hint}")
+        matched, checked[key] = match_type(value, known[key][0])
+        if not matched:
+            raise BadInput(f"{where} must be {spell_type(known[key][0])}, it is {value!r:.60}.")
+    check = getattr(REWARDS[name], "check_options", None)
+    if check:
+        try:
+            check(**{key: default for key, (_, default) in known.items()} | checked)
+        except ValueError as error:
+            raise BadInput(f"reward.options.{name}: {error}") from None
+    return checked
+
+
+def _check_code_execution(reward: "RewardConfig") -> None:
+    for name in reward.functions:
+        if getattr(REWARDS[name], "executes_code", False) and not getattr(reward, "allow_code_execution", False):
+            raise BadInput(
+                f"reward {name!r} runs code that the model wrote. Set reward.allow_code_execution to true to let it, "
+                "after reading in reward/README.md what the sandbox does and does not keep out."
+            )
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{hint} There are {', '.join(known)}."

@@ -343,22 +343,23 @@ def _build(kind: type, values: Any, prefix: str, where: str, problems: list[str]
 
 def _convert(value: Any, hint: Any, key: str, where: str, problems: list[str]) -> Any:
     """`value` as the annotated type; only lossless conversions (int to float, "1e-4" to float) are made."""
-    matched, converted = _match(value, hint)
+    matched, converted = match_type(value, hint)
     if not matched:
-        problems.append(f"{where}: {key} must be {_spell(hint)}, it is {value!r:.60} ({type(value).__name__}).")
+        problems.append(f"{where}: {key} must be {spell_type(hint)}, it is {value!r:.60} ({type(value).__name__}).")
     return converted
 
 
-def _match(value: Any, hint: Any) -> tuple[bool, Any]:
+def match_type(value: Any, hint: Any) -> tuple[bool, Any]:
+    """Whether `value` is of the annotated type, and the value as that type (int to float, "1e-4" to float)."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True, value
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in options), value
     if origin in (types.UnionType, typing.Union):
-        return next((result for option in options if (result := _match(value, option))[0]), (False, value))
+        return next((result for option in options if (result := match_type(value, option))[0]), (False, value))
     if origin is list:
-        results = [_match(entry, options[0]) for entry in value] if isinstance(value, list) else [(False, value)]
+        results = [match_type(entry, options[0]) for entry in value] if isinstance(value, list) else [(False, value)]
         return all(ok for ok, _ in results), [entry for _, entry in results]
     if origin is dict:
         return isinstance(value, dict), value
@@ -373,14 +374,15 @@ def _match(value: Any, hint: Any) -> tuple[bool, Any]:
     return type(value) is hint, value
 
 
-def _spell(hint: Any) -> str:
+def spell_type(hint: Any) -> str:
+    """An annotated type in the words of an error message."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(str, options))
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_spell(option) for option in options)
+        return " or ".join(spell_type(option) for option in options)
     if origin is list:
-        return f"a list of {_spell(options[0])}"
+        return f"a list of {spell_type(options[0])}"
     if origin is dict:
         return "a group of keys"
     return {str: "text", int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null"}[hint]

@@ -4,12 +4,13 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from recipes.parts.config import RewardConfig
+from recipes.parts.config import RewardConfig, match_type
 from recipes.parts.errors import BadInput, CheckFailed
-from reward import REWARDS, reward_functions
+from reward import REWARDS, function_options, reward_functions
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [{"role": "user", "content": "What is 2+5?\nPut the final answer in \\boxed{}."}]
@@ -105,6 +106,79 @@ def test_a_wrong_reward_configuration_is_bad_input(fields, message):
     with pytest.raises(BadInput) as error:
         reward_functions(RewardConfig(**fields))
     assert message in str(error.value)
+
+
+def fussy(
+    prompts,
+    completions,
+    gold,
+    *,
+    pool=None,
+    budget=None,
+    ordered: bool = True,
+    digits: int | None = None,
+    form: Literal["boxed", "hash"] = "boxed",
+    scale: float = 1.0,
+    tags: list[str] = (),
+    **_,
+):
+    return [scale if ordered else 0.0 for _ in completions]
+
+
+def check_fussy(*, scale, digits, **_):
+    if scale < 0:
+        raise ValueError(f"scale is {scale}, it must not be negative (digits {digits})")
+
+
+fussy.check_options = check_fussy
+
+
+@pytest.fixture
+def fussy_reward(monkeypatch):
+    monkeypatch.setitem(REWARDS, "fussy", fussy)
+
+
+def test_options_reach_the_function_as_their_types_and_a_column_does_not_replace_them(fussy_reward):
+    options = {"fussy": {"scale": 2, "digits": None, "tags": ["a"]}}
+    (function,), _ = reward_functions(RewardConfig(functions=["fussy"], options=options))
+    assert function.options == {"scale": 2.0, "digits": None, "tags": ["a"]}
+    assert function(prompts=None, completions=["x"], gold=["y"], scale=["z"]) == [2.0]
+    assert pickle.loads(pickle.dumps(function)).options == function.options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fusy": {}}, "reward.options.fusy: 'fusy' is no reward function. Did you mean 'fussy'?"),
+        ({"math": {}}, "'math' is not in reward.functions"),
+        ({"fussy": {"orderd": False}}, "reward.options.fussy.orderd: unknown option. Did you mean 'ordered'?"),
+        ({"fussy": {"pool": None}}, "unknown option"),
+        ({"fussy": {"gold": "7"}}, "unknown option"),
+        ({"fussy": {"ordered": 1}}, "reward.options.fussy.ordered must be true or false, it is 1."),
+        ({"fussy": {"digits": "3"}}, "must be an integer or null"),
+        ({"fussy": {"form": "latex"}}, "must be one of boxed, hash"),
+        ({"fussy": {"tags": [1]}}, "must be a list of text"),
+        ({"fussy": [1]}, "must be a group of options"),
+        ({"fussy": {"scale": -1.0}}, "reward.options.fussy: scale is -1.0, it must not be negative (digits None)"),
+    ],
+)
+def test_a_wrong_option_is_bad_input_with_the_nearest_name(fussy_reward, options, message):
+    with pytest.raises(BadInput) as error:
+        reward_functions(RewardConfig(functions=["fussy"], options=options))
+    assert message in str(error.value)
+
+
+def test_a_function_that_runs_code_needs_the_switch(monkeypatch, fussy_reward):
+    monkeypatch.setattr(fussy, "executes_code", True, raising=False)
+    with pytest.raises(BadInput, match="allow_code_execution to true"):
+        reward_functions(RewardConfig(functions=["fussy"]))
+    assert reward_functions(RewardConfig(functions=["fussy"], allow_code_execution=True))
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_option_of_every_reward_has_a_type_and_a_default_of_that_type(name):
+    for option, (hint, default) in function_options(name).items():
+        assert match_type(default, hint)[0], (name, option, hint, default)
 
 
 def test_a_hang_is_none_and_a_spent_budget_stops_with_the_answer_that_hung():
