@@ -8,6 +8,19 @@ from reward.pool import UnknownBudget, Verdict, WorkerPool
 Message = str | list[dict]
 
 
+class Explanation:
+    """Given to a reward function in place of a budget: keeps what it decided and stops nothing (`python -m reward`)."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[Verdict] = []
+        self.extracted: list[str | None] = []  # what was judged, where the function says it
+
+    def record(self, verdicts: list[Verdict], examples: list[str], extracted: list[str | None] | None = None) -> None:
+        """Keep a batch; the arguments are those of `UnknownBudget.record`, and the answers that were extracted."""
+        self.verdicts += verdicts
+        self.extracted += extracted or [None] * len(verdicts)
+
+
 def own_texts(prompts: list[Message] | None, completions: list[Message]) -> list[str]:
     """The text of every completion without what it repeats of its prompt; `prompts` may be None."""
     if prompts is None:
@@ -21,7 +34,7 @@ def score_answers(
     completions: list[Message],
     gold: list[str],
     pool: WorkerPool | None,
-    budget: UnknownBudget | None,
+    budget: UnknownBudget | Explanation | None,
 ) -> list[float | None]:
     """1.0 for every completion whose extracted answer equals its gold, 0.0 otherwise, None where undecided.
 
@@ -30,11 +43,21 @@ def score_answers(
     predicted = [extract(text) for text in own_texts(prompts, completions)]
     pairs = list(zip(predicted, gold, strict=True))
     verdicts = judge(pairs, pool)
-    if budget is not None:
-        budget.record(
-            verdicts, [f"answer {_short(answer)} against {_short(reference)}" for answer, reference in pairs]
-        )
+    record(budget, verdicts, [f"answer {_short(a)} against {_short(g)}" for a, g in pairs], predicted)
     return [_reward(verdict) for verdict in verdicts]
+
+
+def record(
+    budget: UnknownBudget | Explanation | None,
+    verdicts: list[Verdict],
+    examples: list[str],
+    extracted: list[str | None],
+) -> None:
+    """Tell the budget what was decided, and an `Explanation` also what was read out of each completion."""
+    if isinstance(budget, Explanation):
+        budget.record(verdicts, examples, extracted)
+    elif budget is not None:
+        budget.record(verdicts, examples)
 
 
 def _reward(verdict: Verdict) -> float | None:
