@@ -9,7 +9,7 @@ Message = str | list[dict]
 
 
 class Explanation:
-    """Given to a reward function in place of a budget: keeps what it decided and stops nothing (`python -m reward`)."""
+    """Given to a reward function in place of a budget: keeps what it decided and stops nothing."""
 
     def __init__(self) -> None:
         self.verdicts: list[Verdict] = []

@@ -1,0 +1,42 @@
+"""Try a reward before a run, and look for hacking after one.
+
+python -m reward check FILE.jsonl --task math   what it says to answers that you already know
+python -m reward attack --task all              whether any of the built-in attempts to be paid for nothing works
+python -m reward audit runs/tiny                whether a run's completions show signs of hacking
+python -m reward.bench                          how many completions it scores per second
+
+Each has --help. Exit codes: 0 nothing found, 1 something found, 2 the input cannot be used.
+"""
+
+import argparse
+import importlib
+import sys
+
+from recipes.parts.errors import run_command
+
+COMMANDS = {
+    "check": "verdicts about the rows of a file, with the rule that decided",
+    "attack": "run the built-in adversarial suite against a reward",
+    "audit": "look for the signatures of hacking in a run directory",
+}
+
+
+def main(argv: list[str] | None = None) -> int | None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m reward",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "command", choices=COMMANDS, help="; ".join(f"{name}: {text}" for name, text in COMMANDS.items())
+    )
+    if argv and argv[0] in COMMANDS:  # its own parser reads the rest
+        return importlib.import_module(f"reward.{argv[0]}").main(argv[1:])
+    parser.parse_args(argv)
+    return None
+
+
+if __name__ == "__main__":
+    run_command(main)
