@@ -20,12 +20,14 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed-$(DEVICE)
 STARTED := $(VENV)/.installing
 PYTEST_ARGS ?=
+# A test file stays in one process, because its tests share servers and runs.
+TEST_PROCESSES ?= 2
 
 quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not gpu" --durations=10 $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile --durations=10 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
