@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launch.replica_canary import check_replicas
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
-from launch.vllm_command import Plan, check_base, check_ports, installed_vllm, plans, visible_gpus
+from launch.vllm_command import Plan, check_base, check_ports, gpu_gib, installed_vllm, plans, visible_gpus
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
 from recipes.parts.rundir import base_directory, read_json, write_json
@@ -51,7 +51,7 @@ def main() -> int:
 def start(config: Config, config_path: str, dry_run: bool, detach: bool) -> int:
     """Every check, then the replicas."""
     vllm = installed_vllm()
-    found = plans(config, vllm, None if vllm.is_cpu else visible_gpus())
+    found = plans(config, vllm, *((None, None) if vllm.is_cpu else (visible_gpus(), gpu_gib())))
     manifest = check_base(config, config_path)
     check_ports(found)
     describe(config, found, manifest, f"vLLM {vllm.version}", dry_run)

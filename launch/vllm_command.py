@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 OLDEST, NEWEST = (0, 26), (0, 31)
 # The ranks that vLLM allocates LoRA slots for (vllm/config/lora.py).
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
+FOLD_GIB = 0.7
 CPU_WEIGHTS = ("fp8_per_channel", "bf16")
 # Flags that the configuration decides, and where.
 OWN_FLAGS = {
@@ -129,7 +131,17 @@ def visible_gpus() -> list[str] | None:
         return [part.strip() for part in listed.split(",") if part.strip()]
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    return _nvidia_smi("index")
+
+
+def gpu_gib() -> float | None:
+    """The memory of the smallest GPU of this machine, None when it cannot be found out."""
+    sizes = _nvidia_smi("memory.total") if shutil.which("nvidia-smi") else None
+    return min(float(size) for size in sizes) / 1024 if sizes else None  # reported in MiB
+
+
+def _nvidia_smi(field: str) -> list[str] | None:
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=60)
     return done.stdout.split() if done.returncode == 0 else None
 
@@ -164,12 +176,14 @@ def check_base(config: Config, config_path: str) -> dict:
     return manifest
 
 
-def plans(config: Config, vllm: Installed, gpus: list[str] | None) -> list[Plan]:
+def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: float | None = None) -> list[Plan]:
     """One plan per rollout.server_urls entry; one `BadInput` lists everything that cannot work.
 
-    `gpus` are those that CUDA shows, None when unknown.
+    `gpus` are those that CUDA shows and `card_gib` is the memory of one, None when unknown.
     """
     problems = [*_unservable(config, vllm), *_flags(config)]
+    memory, found = _memory(config, vllm, card_gib)
+    problems += found
     places, found = _places(config)
     problems += found
     shares, found = _gpu_shares(config, vllm, gpus)
@@ -185,6 +199,7 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None) -> list[Plan]
             gpus=share,
             options={"model": str(base_directory(config).resolve()), "host": host, "port": port}
             | _options(config, vllm)
+            | memory
             # Replicas that drew the same random numbers would sample alike.
             | {"seed": config.run.seed + number}
             | config.server.vllm,
@@ -208,10 +223,6 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
     }
     if server.weights != "bf16":
         options["quantization"] = server.weights
-    if not vllm.is_cpu:
-        options["gpu_memory_utilization"] = server.gpu_memory_utilization
-        if server.kv_cache_gib is not None:
-            options["kv_cache_memory_bytes"] = int(server.kv_cache_gib * 2**30)
     if server.enforce_eager:
         options["enforce_eager"] = True
     if server.sleep:
@@ -232,6 +243,28 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         "middleware": "launch.endpoint.RolloutEndpoint",
         "disable_uvicorn_access_log": True,
     }
+
+
+def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[dict[str, Any], list[str]]:
+    """vLLM's memory flags. It fills its share with KV cache before remerge reads its NF4 copy, so the copy's part and
+    that of the layer being folded are taken off first."""
+    server = config.server
+    if vllm.is_cpu:
+        return {}, []
+    if server.kv_cache_gib is not None:
+        size = int(server.kv_cache_gib * 2**30)
+        return {"gpu_memory_utilization": server.gpu_memory_utilization, "kv_cache_memory_bytes": size}, []
+    share = server.gpu_memory_utilization
+    if config.rollout.sync == "remerge" and card_gib:
+        files = base_directory(config).glob("nf4/*.safetensors") if server.nf4_copy == "gpu" else ()
+        copy_gib = sum(file.stat().st_size for file in files) / 2**30 / server.tensor_parallel
+        share = round(share - (copy_gib + FOLD_GIB) / card_gib, 3)
+        if share <= 0:
+            return {}, [
+                f"server.gpu_memory_utilization {server.gpu_memory_utilization} of {card_gib:.1f} GiB leaves nothing "
+                f"beside the NF4 copy ({copy_gib:.1f} GiB) and {FOLD_GIB} GiB to fold in. Set server.nf4_copy to host."
+            ]
+    return {"gpu_memory_utilization": share}, []
 
 
 def _targets(config: Config) -> list[str]:
@@ -347,7 +380,7 @@ def _gpu_shares(
         return [None] * count, [
             f"{count} replicas of server.tensor_parallel {each} need {count * each} GPUs, {where} {len(names)} "
             f"({', '.join(names) or 'none'}). Use fewer rollout.server_urls, a smaller tensor_parallel, or name a GPU "
-            "twice in server.gpus to share it."
+            "twice in server.gpus to share it, with a server.gpu_memory_utilization that both fit in."
         ]
     return [tuple(names[number * each : (number + 1) * each]) for number in range(count)], []
 

@@ -221,6 +221,34 @@ def test_a_port_in_use_is_named():
             check_ports(plans(config(rollout={"server_urls": [url]}), CUDA, ["0"]))
 
 
+@pytest.mark.parametrize(
+    ("server", "sync", "share"),
+    [
+        ({}, "remerge", 0.846),  # 1 GiB of copy and 0.7 to fold in, of 32 GiB
+        ({"tensor_parallel": 2}, "remerge", 0.862),
+        ({"nf4_copy": "host"}, "remerge", 0.878),
+        ({"kv_cache_gib": 2}, "remerge", 0.9),
+        ({}, "adapter", 0.9),
+    ],
+)
+def test_the_nf4_copy_is_inside_the_servers_share_of_the_card(tmp_path, server, sync, share):
+    base = tmp_path / "base"
+    (base / "nf4").mkdir(parents=True)
+    with open(base / "nf4" / "model.safetensors", "wb") as file:
+        file.truncate(1 << 30)
+    groups = {"server": {"base": str(base), **server}, "rollout": {"sync": sync}, "policy": {"target_modules": ["q"]}}
+    (plan,) = plans(config(**groups), CUDA, ["0", "1"], card_gib=32.0)
+    assert plan.options["gpu_memory_utilization"] == pytest.approx(share, abs=2e-3)
+
+
+def test_a_card_without_room_for_the_copy_is_refused(tmp_path):
+    (tmp_path / "nf4").mkdir()
+    with open(tmp_path / "nf4" / "model.safetensors", "wb") as file:
+        file.truncate(30 << 30)
+    with pytest.raises(BadInput, match=r"NF4 copy \(30.0 GiB\).*server.nf4_copy to host"):
+        plans(config(server={"base": str(tmp_path)}), CUDA, ["0"], card_gib=24.0)
+
+
 @pytest.mark.parametrize("host", ["203.0.113.9", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_not_started_here(monkeypatch, host):
     monkeypatch.setenv("VLLM_API_KEY", "k")
