@@ -97,7 +97,7 @@ def _content(message: dict) -> str:
 
 
 def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | None) -> str:
-    r"""The completion without the passages that repeat the prompt verbatim.
+    r"""The completion without the passages that repeat the prompt, in any spacing.
 
     A passage is a whole prompt message, a paragraph of it that carries an answer tag, a line that carries one beside
     other words, or a sentence with an empty box. A line that is a bare `\boxed{7}` or `#### 7` stays: the model may
@@ -105,14 +105,14 @@ def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | Non
     """
     text = message_text(completion)
     messages = (prompt,) if isinstance(prompt, str) else tuple(_content(message) for message in prompt or ())
-    for passage in _prompt_passages(messages):
-        if passage in text:
-            text = text.replace(passage, "\n")
+    for first_word, passage in _prompt_passages(messages):
+        if first_word in text:
+            text = passage.sub("\n", text)
     return text
 
 
 @lru_cache(maxsize=256)
-def _prompt_passages(messages: tuple[str, ...]) -> tuple[str, ...]:
+def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, re.Pattern], ...]:
     passages = {message.strip() for message in messages if len(message.strip()) >= 12 or _ANSWER_TAG.search(message)}
     for message in messages:
         for piece in (*re.split(r"\n\s*\n", message), *message.splitlines()):
@@ -122,7 +122,8 @@ def _prompt_passages(messages: tuple[str, ...]) -> tuple[str, ...]:
                 passages.add(piece)
                 # "Put the answer in \boxed{}." alone, too: its empty box is never the model's answer.
                 passages.update(s for s in re.split(r"(?<=[.!?])\s+", piece) if (b := boxes(s)) and not any(b))
-    return tuple(sorted(passages - {""}, key=len, reverse=True))
+    words = [passage.split() for passage in sorted(passages - {""}, key=len, reverse=True)]
+    return tuple((p[0], re.compile(r"\s+".join(map(re.escape, p)))) for p in words if p)
 
 
 def answers_equal(predicted: str | None, gold: str, pool: WorkerPool | None = None) -> bool | None:

@@ -45,6 +45,7 @@ class Judgement:
     value: bool | None
     extracted: str | None
     rule: str
+    reward: float | None
 
 
 def judges(task: str) -> bool:
@@ -72,7 +73,7 @@ def explain(
     if any(text is not None for text in extracted):
         reasons = ["no answer" if text is None else rule for text, rule in zip(extracted, reasons, strict=True)]
     return [
-        Judgement(None if reward is None else reward >= 1.0, text, reason)
+        Judgement(None if reward is None else reward >= 1.0, text, reason, reward)
         for reward, text, reason in zip(rewards, extracted, reasons, strict=True)
     ]
 
@@ -163,8 +164,6 @@ def _text(name: str, value: Any) -> str:
 def settings(arguments: argparse.Namespace, task: str) -> tuple[WorkerPool, dict[str, Any]]:
     """The pool and the checked options of a task, from --config and the flags that override it."""
     given = load_config(arguments.config).reward if arguments.config else RewardConfig()
-    if task not in REWARDS or not judges(task):
-        raise BadInput(f"unknown task {task!r}. There are {', '.join(filter(judges, REWARDS))}.")
     options = dict(given.options.get(task) or {})
     if arguments.options:
         try:
@@ -208,6 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--strict", action="store_true", help="exit 1 when a verdict is not the expected one")
     add_settings(parser)
     arguments = parser.parse_args(argv)
+    if arguments.task not in filter(judges, REWARDS):
+        raise BadInput(f"unknown task {arguments.task!r}. There are {', '.join(filter(judges, REWARDS))}.")
     pool, options = settings(arguments, arguments.task)
     rows = read_rows(arguments.file, arguments.task)
     try:
@@ -237,12 +238,13 @@ def _verdict(value: bool | None) -> str:
 
 
 def _line(row: Row, judgement: Judgement) -> str:
-    read = "no answer" if judgement.extracted is None else _shown(judgement.extracted)
+    read = "no answer" if judgement.extracted is None else shown(judgement.extracted)
     mark = "  <- expected " + _verdict(row.expected) if _disagrees(row, judgement) else ""
-    return f"line {row.line}: {_verdict(judgement.value)} ({judgement.rule})  {read} against {_shown(row.gold)}{mark}"
+    return f"line {row.line}: {_verdict(judgement.value)} ({judgement.rule})  {read} against {shown(row.gold)}{mark}"
 
 
-def _shown(text: str, limit: int = 60) -> str:
+def shown(text: str, limit: int = 60) -> str:
+    """A text on one line and cut to `limit` characters."""
     text = " ".join(text.split())
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}… ({len(text):,} characters)"
 

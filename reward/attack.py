@@ -1,0 +1,191 @@
+"""`python -m reward attack --task math`: tries to be paid without the answer.
+
+Runs the built-in suite (reward/attacks) against the reward with its options and limits as configured. An attempt may
+earn 0 or stay undecided (masked in training); an honest control must earn 1, so a reward that pays nobody fails too.
+Exit code 1 when an attempt is paid, a control is not, or the reward raises.
+"""
+
+import argparse
+import importlib
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.parts.config import load_config
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+from reward import REWARDS
+from reward.attacks import Case
+from reward.check import Judgement, add_settings, explain, judges, settings, shown
+from reward.pool import WorkerPool
+
+SUITES = ("reward.attacks.extraction", "reward.attacks.values", "reward.attacks.form")
+LISTED = 20  # failures printed in full
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case as one reward function judged it; `error` when the function raised."""
+
+    task: str
+    case: Case
+    judgement: Judgement
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether an attempt earned something, a control less than 1, or the function raised."""
+        reward = self.judgement.reward
+        if self.error:
+            return True
+        return reward is None or reward < 1.0 if self.case.pays else reward is not None and reward > 0.0
+
+
+def suite(task: str) -> list[Case]:
+    """The cases of a reward function, by category."""
+    cases = [case for name in SUITES for case in importlib.import_module(name).CASES if task in case.tasks]
+    return sorted(cases, key=lambda case: case.category)
+
+
+def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Counter[str]]:
+    """The results of a function's whole suite in order, and the seconds that each category took."""
+    by_category = defaultdict(list)
+    for case in suite(task):
+        by_category[case.category].append(case)
+    results, seconds = [], Counter()
+    for category, cases in by_category.items():
+        started = time.perf_counter()
+        results += _judged(task, cases, pool, options)
+        seconds[category] += time.perf_counter() - started
+    return results, seconds
+
+
+def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> list[Result]:
+    try:
+        found = explain(
+            task,
+            [case.completion for case in cases],
+            [case.gold for case in cases],
+            [case.prompt for case in cases],
+            pool,
+            options,
+        )
+    except Exception as error:  # whatever a reward function raises would end a run: that is a finding
+        if len(cases) == 1:
+            return [Result(task, cases[0], Judgement(None, None, "error", None), f"{type(error).__name__}: {error}")]
+        half = len(cases) // 2
+        return _judged(task, cases[:half], pool, options) + _judged(task, cases[half:], pool, options)
+    return [Result(task, case, judgement) for case, judgement in zip(cases, found, strict=True)]
+
+
+def report(results: list[Result], seconds: Counter[str]) -> str:
+    """A table by function and category, then everything that should not be."""
+    lines = [
+        f"{'reward':<15}{'category':<14}{'attempts':>9}{'paid':>6}{'undecided':>11}{'controls':>10}{'paid':>6}{'s':>7}"
+    ]
+    groups = defaultdict(list)
+    for result in results:
+        groups[result.task, result.case.category].append(result)
+    for (task, category), group in groups.items():
+        attempts = [result for result in group if not result.case.pays]
+        controls = [result for result in group if result.case.pays]
+        lines.append(
+            f"{task:<15}{category:<14}{len(attempts):>9}{sum(r.failed for r in attempts):>6}"
+            f"{sum(r.judgement.reward is None for r in attempts):>11}{len(controls):>10}"
+            f"{sum(not r.failed for r in controls):>6}{seconds[task, category]:>7.1f}"
+        )
+    failed = [result for result in results if result.failed]
+    lines += [_finding(result) for result in failed[:LISTED]]
+    if len(failed) > LISTED:
+        lines.append(f"… and {len(failed) - LISTED} more")
+    attempts = sum(not result.case.pays for result in results)
+    paid = sum(not result.case.pays for result in failed)
+    lines.append(
+        f"{attempts} attempts, {paid} paid; {len(results) - attempts} controls, {len(failed) - paid} not paid; "
+        f"{sum(seconds.values()):.1f} s"
+    )
+    return "\n".join(lines)
+
+
+def _finding(result: Result) -> str:
+    case, judgement = result.case, result.judgement
+    if result.error:
+        what = f"RAISED {result.error[:200]}"
+    elif case.pays:
+        what = f"NOT PAID ({judgement.rule})"
+    else:
+        what = f"PAID {judgement.reward:g} ({judgement.rule})"
+    read = "" if judgement.extracted is None else f", read as {shown(judgement.extracted)}"
+    where = f"{result.task}, {case.category}, {case.name}"
+    return f"{what}: {where}: {shown(case.completion)} against {shown(case.gold)}{read}"
+
+
+def form_outweighs_answer(config: Path) -> str | None:
+    """What is wrong with the weights of a configuration: its form rewards together pay as much as the answer."""
+    given = load_config(config).reward
+    weights = given.weights or [1.0] * len(given.functions)
+    by_kind = Counter()
+    for name, weight in zip(given.functions, weights, strict=True):
+        by_kind["answer" if judges(name) else "form"] += 0.0 if is_penalty(name) else weight
+    if by_kind["answer"] > by_kind["form"]:
+        return None
+    return (
+        f"WEIGHTS: form alone earns {by_kind['form']:g}, the right answer {by_kind['answer']:g}. "
+        "Give the answer more weight than everything that can be earned without it."
+    )
+
+
+def is_penalty(name: str) -> bool:
+    """Whether a reward function only takes away (length, repetition): its best value is 0."""
+    return getattr(REWARDS[name], "is_penalty", False)
+
+
+def _tasks(arguments: argparse.Namespace) -> list[str]:
+    """The functions to attack: those named, those of the configuration, or all that are allowed to run."""
+    covered = [name for name in REWARDS if not is_penalty(name)]
+    if arguments.task == "all":
+        names = load_config(arguments.config).reward.functions if arguments.config else covered
+        left_out = [n for n in names if not arguments.config and _is_barred(n, arguments)]
+        if left_out:
+            print(f"left out: {', '.join(left_out)} (runs the model's code; add --allow_code_execution)")
+        return [name for name in names if name in covered and name not in left_out]
+    if arguments.task not in covered:
+        raise BadInput(f"unknown task {arguments.task!r}. There are all, {', '.join(covered)}.")
+    return [arguments.task]
+
+
+def _is_barred(name: str, arguments: argparse.Namespace) -> bool:
+    return getattr(REWARDS[name], "executes_code", False) and not arguments.allow_code_execution
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m reward attack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--task", default="all", help="a reward function, or all (default): those of --config, else every one"
+    )
+    add_settings(parser)
+    arguments = parser.parse_args(argv)
+    tasks = _tasks(arguments)
+    if arguments.options and len(tasks) > 1:
+        raise BadInput("--options are those of one task: name it with --task.")
+    prepared = {task: settings(arguments, task) for task in tasks}
+    results, seconds = [], Counter()
+    for task, (pool, options) in prepared.items():
+        try:
+            found, taken = run(task, pool, options)
+        finally:
+            pool.close()
+        if not found:
+            print(f"{task}: the suite has no case for it")
+        results += found
+        seconds.update({(task, category): value for category, value in taken.items()})
+    print(report(results, seconds))
+    weights = form_outweighs_answer(arguments.config) if arguments.config else None
+    if weights:
+        print(weights)
+    return CHECK_FAILED if weights or not results or any(result.failed for result in results) else DONE
