@@ -6,8 +6,8 @@ and puts it through the quantization that vLLM itself applies when it loads a ch
 are those of a fresh load of the merged checkpoint. Parameters keep their addresses: CUDA graphs stay valid.
 
 Covers: fused layers (qkv, gate_up), tensor parallelism, the online FP8 quantizations, BF16, the NF4 copy in GPU or
-pinned host memory. Not covered: experts, embeddings and the output layer, pipeline parallelism, DoRA.
-Written for vllm 0.26 to 0.31.
+pinned host memory. Not covered: experts, embeddings and the output layer, pipeline parallelism, DoRA, vLLM's Marlin
+kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
 """
 
 import json
@@ -62,8 +62,12 @@ class State:
 
 
 class Remerge:
-    """Methods that vLLM adds to every worker; called by `collective_rpc`. Each returns a plain dictionary, with
-    `error` in it when the call changed nothing."""
+    """Methods that vLLM adds to every worker; called by `collective_rpc`.
+
+    Each returns a plain dictionary, with `error` in it when it failed: once a worker raises, vLLM no longer reads the
+    answers of the others. A failed `remerge_activate` may have changed some layers; the caller folds again or gives
+    the server up.
+    """
 
     def remerge_describe(self) -> dict:
         """The layers that an adapter may target, by their Hugging Face names."""
@@ -78,10 +82,12 @@ class Remerge:
 
         started = time.perf_counter()
         linears = find_linears(self.model_runner.model)
+        if copy not in ("gpu", "host"):
+            return {"error": f"the NF4 copy can stay on gpu or host, not {copy!r}"}
         try:
             dtype = read_copy(Path(base_dir) / "nf4", linears, self.device, copy)
-        except (OSError, KeyError, ValueError) as error:
-            return {"error": f"the NF4 copy in {base_dir} cannot be used: {error}"}
+        except Exception as error:
+            return {"error": f"the NF4 copy in {base_dir} cannot be used: {type(error).__name__}: {error}"}
         self._remerge = State(linears, dtype, nf4_code(self.device))
         _synchronize(torch, self.device)
         size = sum(linear.packed.nbytes + linear.absmax.nbytes for linear in linears)
@@ -93,8 +99,8 @@ class Remerge:
             return {"error": "remerge_setup was not called"}
         try:
             adapter = read_adapter(Path(path), self._remerge.linears, self.device)
-        except (OSError, KeyError, ValueError) as error:
-            return {"error": f"the adapter in {path} cannot be folded in: {error}"}
+        except Exception as error:
+            return {"error": f"the adapter in {path} cannot be folded in: {type(error).__name__}: {error}"}
         self._remerge.staged[key] = adapter
         return {"tensors": 2 * len(adapter)}
 
@@ -106,10 +112,13 @@ class Remerge:
         if state is None or key not in state.staged:
             return {"error": f"no adapter is staged as {key}"}
         started = time.perf_counter()
-        with torch.inference_mode(), _vllm_context(self):
-            for linear, weight in merged_weights(state, state.staged[key], self.device):
-                write_weight(linear.layer, weight.to(self.model_config.dtype))
-        _synchronize(torch, self.device)
+        try:
+            with torch.inference_mode(), _vllm_context(self):
+                for linear, weight in merged_weights(state, state.staged[key], self.device):
+                    write_weight(linear.layer, weight.to(self.model_config.dtype))
+            _synchronize(torch, self.device)
+        except Exception as error:
+            return {"error": f"folding {key} in failed: {type(error).__name__}: {error}"}
         state.active = key
         return {"linears": len(state.linears), "seconds": time.perf_counter() - started}
 
@@ -191,7 +200,9 @@ def read_copy(directory: Path, linears: list[Linear], device: Any, copy: str) ->
         for part in linear.parts:
             weight = f"{part.name}.weight"
             if weight not in index:
-                raise ValueError(f"{weight} is not in it. The base was made for another model")
+                raise ValueError(
+                    f"{weight} is not in it: the run left that layer unquantized, or the base is another model's"
+                )
             rows = slice(part.first_out, part.first_out + part.rows)
             # The whole layer's columns; equal to the shard's unless the layer is sharded by columns.
             width = linear.layer.input_size
@@ -363,7 +374,7 @@ def write_weight(layer: Any, weight: Any) -> None:
 
     On a GPU every parameter keeps its address; `RuntimeError` when its shape would change.
     """
-    from torch import nn
+    from torch import Tensor, nn
 
     fresh = nn.Module()
     kept = ("_parameters", "_buffers", "_modules", "_already_called_process_weights_after_loading")
@@ -380,9 +391,12 @@ def write_weight(layer: Any, weight: Any) -> None:
         else:
             current.data.copy_(value.data)
     for name, value in fresh.__dict__.items():
+        if name in kept or (name in before and value is layer.__dict__.get(name)):
+            continue
+        if weight.is_cuda and isinstance(value, Tensor):
+            raise RuntimeError(f"{type(layer.quant_method).__name__} keeps the tensor {name} beside its parameters")
         # What a CPU kernel keeps beside the parameters: packed weights in a closure.
-        if name not in kept and (name not in before or value is not layer.__dict__.get(name)):
-            setattr(layer, name, value)
+        setattr(layer, name, value)
 
 
 def _vllm_context(worker: Any) -> Any:
