@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.parts.config import match_type, spell_type
 from recipes.parts.errors import BadInput
+from reward.code import code
 from reward.format import boxed_format
 from reward.gsm8k import gsm8k_lenient, gsm8k_strict
 from reward.math import math as math_reward
@@ -31,6 +32,7 @@ REWARDS: dict[str, RewardFunction] = {
     "math": math_reward,
     "gsm8k_strict": gsm8k_strict,
     "gsm8k_lenient": gsm8k_lenient,
+    "code": code,
     "boxed_format": boxed_format,
 }
 MACHINERY = ("pool", "budget")  # keyword-only arguments that the kit fills in; the others are options

@@ -137,8 +137,9 @@ class DataConfig:
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
     question_column: str = _option("question", "column of the problem text")
     answer_column: str = _option("answer", "column of the reference answer")
-    answer_format: Literal["gsm8k", "boxed", "plain"] = _option(
-        "plain", "where the answer is: #### 42, \\boxed{42}, 42"
+    answer_format: Literal["gsm8k", "boxed", "plain", "code", "mbpp", "humaneval"] = _option(
+        "plain",
+        "where the answer is: #### 42, \\boxed{42}, 42; for code, what form the tests have (reward/code_gold.py)",
     )
     system_prompt: str | None = _option(None, "system message; null sends none")
     prompt_suffix: str = _option("", "appended to every question")

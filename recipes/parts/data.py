@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from recipes.parts.errors import BadInput
 from reward.answer import boxed_answer, hash_answer
+from reward.code_gold import FORMATS as CODE_FORMATS
+from reward.code_gold import gold_from_row
 from reward.exact import gold_problem
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from recipes.parts.config import DataConfig
 
-ANSWER_FORMATS = ("gsm8k", "boxed", "plain")
+ANSWER_FORMATS = ("gsm8k", "boxed", "plain", *CODE_FORMATS)
 SUFFIXES = (".jsonl", ".parquet", ".json")
 SHOWN = 5  # bad rows listed in an error
 
@@ -162,7 +164,10 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
     question, answer = row.value[data.question_column], row.value[data.answer_column]
     if not isinstance(question, str) or not question.strip():
         return None, f"the question is {'empty' if question in ('', None) else repr(question)[:40]}"
-    gold, error = extract_gold(answer, data.answer_format)
+    if data.answer_format in CODE_FORMATS:
+        gold, error = gold_from_row(row.value, data.answer_format, data.answer_column)
+    else:
+        gold, error = extract_gold(answer, data.answer_format)
     if gold is None:
         return None, error
     question = question.replace("\r\n", "\n").strip()

@@ -1,0 +1,119 @@
+"""Reward "code": the completion's Python code passes the hidden tests in `gold` (`reward.code_gold`).
+
+The code is run in `reward.sandbox`, whose docstring says what that keeps out and what it does not. Nothing of the
+completion is parsed or run in this process.
+
+Which code: the last fenced block marked python, py or python3, else the last unmarked one; a fence that is left open
+runs to the end. Without any fence the whole text, if it is Python. Blocks that the prompt contains are not the
+model's. Where the prompt ends in a function's signature, code that is only its indented body continues it.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from reward.answer import message_text
+from reward.code_gold import read_gold
+from reward.pool import UnknownBudget, Verdict, WorkerPool
+from reward.sandbox import MEMORY_MIB, Job, Outcome, shared_sandbox
+from reward.score import Explanation, Message, record
+
+MAX_CODE_CHARS = 100_000
+_FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE)
+_MARKS = ("python", "py", "python3")
+
+
+def code(
+    prompts: list[Message] | None,
+    completions: list[Message],
+    gold: list[str],
+    *,
+    pool: WorkerPool | None = None,
+    budget: UnknownBudget | Explanation | None = None,
+    partial: bool = False,
+    timeout_s: float = 5.0,
+    memory_mib: int = MEMORY_MIB,
+    **_: Any,
+) -> list[float | None]:
+    """1.0 when the completion's code passes all tests, else 0.0; None when the sandbox or the tests failed.
+
+    `partial` pays the share of the tests that pass instead (a HumanEval `check` is one test). Each completion has
+    `timeout_s` seconds of CPU time for all of its tests (rounded up), twice that by the clock, and `memory_mib` of
+    memory; too slow or too large is 0.0. `pool` gives the number of workers.
+    """
+    blocks = [extract_code(completion, prompt) for completion, prompt in _with_prompts(completions, prompts)]
+    sandbox = shared_sandbox(pool.workers if pool else 2, timeout_s, memory_mib)
+    jobs: list[Job | None] = []
+    outcomes: list[Outcome | None] = []
+    for block, reference in zip(blocks, gold, strict=True):
+        early, job = None, None
+        try:
+            tests = read_gold(reference)
+            job = replace(tests, code=block) if block and len(block) <= MAX_CODE_CHARS else None
+            if job is None:
+                early = Outcome(0, len(tests.tests), "too long" if block else "no code")
+        except ValueError as error:
+            early = Outcome(0, 1, "gold", str(error))
+        jobs.append(job)
+        outcomes.append(early)
+    results = iter(sandbox.run([job for job in jobs if job is not None]))
+    decided = [early or next(results) for early in outcomes]
+    rewards = [_pay(outcome, partial) for outcome in decided]
+    verdicts = [
+        Verdict(None if reward is None else reward == 1.0, outcome.reason)
+        for reward, outcome in zip(rewards, decided, strict=True)
+    ]
+    record(budget, verdicts, [f"{outcome.error or 'no message'}" for outcome in decided], blocks)
+    return rewards
+
+
+def _check_options(partial: bool, timeout_s: float, memory_mib: int) -> None:
+    if not 0 < timeout_s <= 600:
+        raise ValueError(f"timeout_s is {timeout_s}, expected seconds above 0 and up to 600.")
+    if memory_mib < 64:
+        raise ValueError(f"memory_mib is {memory_mib}, and Python alone needs 64.")
+
+
+code.executes_code = True
+code.check_options = _check_options
+
+
+def _pay(outcome: Outcome, partial: bool) -> float | None:
+    if not outcome.decided:
+        return None
+    return outcome.passed / outcome.total if partial else float(outcome.passed == outcome.total)
+
+
+def _with_prompts(completions: list[Message], prompts: list[Message] | None) -> list[tuple[Message, Message | None]]:
+    return list(zip(completions, prompts or [None] * len(completions), strict=True))
+
+
+def extract_code(completion: Message, prompt: Message | None = None) -> str | None:
+    """The code that a completion submits, or None when there is none. Not checked for being Python."""
+    text, shown = message_text(completion), message_text(prompt)
+    blocks = fenced_blocks(text)
+    if not blocks:
+        return None if not text.strip() or _squeezed(text) in _squeezed(shown) else text
+    own = [(mark, body) for mark, body in blocks if body.strip() and _squeezed(body) not in _squeezed(shown)]
+    marked = [body for mark, body in own if mark in _MARKS]
+    return next(reversed(marked or [body for mark, body in own if not mark]), None)
+
+
+def _squeezed(text: str) -> str:
+    """The text without trailing spaces and outer blank lines, so that an echo is found whatever its line ends are."""
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Every fenced block as (first word after the fence in lower case, content), by CommonMark's rules, in order."""
+    blocks, opened = [], None
+    for fence in _FENCE.finditer(text):
+        marker, info = fence[1], fence[2].strip()
+        if opened is None:
+            opened = (marker, info, fence.end() + 1)
+        elif marker[0] == opened[0][0] and len(marker) >= len(opened[0]) and not info:
+            blocks.append((opened[1], text[opened[2] : fence.start()]))
+            opened = None
+    if opened is not None:
+        blocks.append((opened[1], text[opened[2] :]))
+    return [((info.split() or [""])[0].lower().strip("{}."), body) for info, body in blocks]

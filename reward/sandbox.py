@@ -1,0 +1,345 @@
+"""Runs foreign code against hidden tests in processes that cannot reach the tests, the machine or the verdict.
+
+Who does what:
+
+- The *candidate* process runs the model's code and nothing else. It is asked for function calls and answers with plain
+  values (`sandbox_values`); it never receives a test, an expected value or a verdict to write.
+- The *judge* process runs the tests and never runs the model's code: a tested function is a proxy there that sends
+  the arguments over a pipe and rebuilds the result from plain types. Equality is the judge's own, so an object that
+  claims to equal everything, a patched `assert`, a printed marker, `sys.exit(0)` or a forged reply change nothing:
+  whatever the candidate does is either a value, which is compared, or the loss of the candidate, which fails the
+  sample even where the tests catch every exception.
+- The *fork server* (one per worker, an interpreter of its own with the standard library loaded) forks the two for
+  every sample. The candidate is forked before the job is read, so no test is in its memory.
+- This process only sends jobs and reads verdicts. It parses and compiles no model text.
+
+What surrounds candidate and judge, as far as the machine allows (`isolation`, measured by trying it): namespaces for
+mounts (a read-only root with the standard library alone, a fresh 16 MiB file system in memory, no /proc, no /dev, no
+packages), network (no interface that is up), IPC and processes (the kernel kills what is left with the candidate), in
+a user namespace where the trainer is not root; a system call filter (no sockets, no new processes or threads, no
+signals, no ptrace, no mounts; without the mount namespace no writing to files either); nobody instead of root; no
+capabilities; limits on CPU time, memory, file size, open files and processes; an empty environment; standard streams
+on /dev/null. CPU time is limited by the kernel, so that a verdict does not depend on what else the machine does; the
+wall clock is kept by the judge, again by the fork server and again here.
+
+Limits: functions are called with copies, so tests see no argument changed in place; results that are no plain values
+(instances of the completion's classes, functions) are true or false and equal nothing; only the standard library can
+be imported; a function can recognize arguments that its prompt shows. Without namespaces (most containers) the
+candidate can read the files that its user can read. Kernel bugs are not defended against: use a virtual machine for
+that.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recipes.parts.errors import BadInput
+
+WALL_PER_CPU = 2.0
+CHILD = Path(__file__).with_name("sandbox_child.py")
+START_TIMEOUT_S = 120.0
+BACKSTOP_S = 120.0  # beyond the limits inside: only a broken fork server takes this long
+MEMORY_MIB = 512
+NAMESPACES = frozenset({"mount", "net", "ipc", "pid"})
+
+
+@dataclass(frozen=True)
+class Job:
+    """A completion's code and the tests it must pass. `prompt` and `setup` are trusted code.
+
+    `prompt` runs before the completion and before the tests (imports, helper functions, the signature to complete);
+    `setup` runs before the tests only, out of the completion's reach. `names` are the completion's functions that the
+    tests call.
+    """
+
+    code: str
+    tests: tuple[str, ...]
+    names: tuple[str, ...]
+    setup: str = ""
+    prompt: str = ""
+
+    def frame(self) -> bytes:
+        fields = {"prompt": self.prompt, "code": self.code, "setup": self.setup}
+        data = json.dumps(fields | {"tests": self.tests, "names": self.names}).encode()
+        return len(data).to_bytes(4, "big") + data
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How many tests passed, and why not all: "wrong", "timeout", "died", "syntax", "output", an exception's name…
+
+    "sandbox" (the isolation or a process of it failed) and "gold" (the tests cannot run) are nobody's score.
+    """
+
+    passed: int
+    total: int
+    reason: str
+    error: str = ""
+
+    @property
+    def decided(self) -> bool:
+        return self.reason not in ("sandbox", "judge", "gold")
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What stands around the code: `parts` in force, and which stronger sets were tried and what the kernel said."""
+
+    parts: tuple[str, ...]
+    missing: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def level(self) -> str:
+        """ "full" (namespaces and system call filter), "namespaces", "filter" or "limits" (rlimits alone)."""
+        namespaces, filtered = set(self.parts) >= NAMESPACES, "seccomp" in self.parts
+        if namespaces:
+            return "full" if filtered else "namespaces"
+        return "filter" if filtered else "limits"
+
+    def describe(self) -> str:
+        """One line for the log."""
+        text = f"code sandbox: isolation {self.level} ({', '.join(self.parts) or 'resource limits only'})"
+        if "mount" not in self.parts:
+            text += "; tested code can read the files that its user can read. A container needs --security-opt "
+            text += "seccomp=unconfined or --cap-add SYS_ADMIN for namespaces"
+        return text
+
+
+class _Server:
+    """A fork server and its two pipes."""
+
+    def __init__(self, timeout_s: float, memory_mib: int, refused: Sequence[str]):
+        self.scratch = Path(tempfile.gettempdir()) / f"code-sandbox-{os.getpid()}-{id(self):x}"
+        how = {
+            "timeout_s": timeout_s,
+            "wall_s": WALL_PER_CPU * timeout_s,
+            "memory_bytes": memory_mib << 20,
+            "refused": list(refused),
+        }
+        how["scratch"] = str(self.scratch)
+        environment = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}
+        environment |= {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-S", "-B", str(CHILD), str(os.getpid()), json.dumps(how)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            os.set_blocking(pipe.fileno(), False)
+        try:
+            hello = self._read(time.monotonic() + START_TIMEOUT_S)
+        except (EOFError, TimeoutError, ValueError) as error:
+            tail = self._tail()
+            self.kill()
+            raise BadInput(f"the code sandbox does not start: {type(error).__name__}. Last output: {tail}") from None
+        self.isolation = Isolation(tuple(hello["isolation"]), tuple(hello["missing"]))
+
+    def judge(self, job: Job, backstop_s: float) -> dict:
+        """The verdict as the judge wrote it. `EOFError`, `TimeoutError` or `OSError` when the server is broken."""
+        deadline = time.monotonic() + backstop_s
+        data = memoryview(job.frame())
+        while data:
+            self._wait(self.process.stdin.fileno(), select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                data = data[os.write(self.process.stdin.fileno(), data[:4096]) :]
+        return self._read(deadline)
+
+    def _read(self, deadline: float) -> dict:
+        size = int.from_bytes(self._read_bytes(4, deadline), "big")
+        return json.loads(self._read_bytes(size, deadline))
+
+    def _read_bytes(self, size: int, deadline: float) -> bytes:
+        data = b""
+        while len(data) < size:
+            self._wait(self.process.stdout.fileno(), select.POLLIN, deadline)
+            if not (part := os.read(self.process.stdout.fileno(), size - len(data))):
+                raise EOFError
+            data += part
+        return data
+
+    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError
+
+    def _tail(self) -> str:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.process.stderr.fileno(), 1 << 16).decode(errors="replace")[-2000:].strip()
+        return ""
+
+    def kill(self) -> None:
+        """End the server; what it forked dies with it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+class Sandbox:
+    """Up to `workers` fork servers; each job has `timeout_s` of CPU time, twice that by the clock, and `memory_mib`.
+
+    Servers start with the first jobs and stay. Any thread may call it, one batch at a time; after a fork the child
+    starts servers of its own. `refused` leaves out parts of the isolation, for tests.
+    """
+
+    def __init__(
+        self, workers: int = 2, timeout_s: float = 5.0, memory_mib: int = MEMORY_MIB, refused: Sequence[str] = ()
+    ):
+        if workers < 1 or timeout_s <= 0 or memory_mib < 64:
+            raise BadInput(
+                f"the code sandbox wants at least 1 worker (not {workers}), a time limit above 0 (not {timeout_s}) "
+                f"and at least 64 MiB of memory (not {memory_mib})."
+            )
+        if not sys.platform.startswith("linux"):
+            raise BadInput(f"the code sandbox needs Linux, this is {sys.platform}.")
+        self.workers, self.timeout_s, self.memory_mib, self.refused = workers, timeout_s, memory_mib, tuple(refused)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[_Server] = []
+        self._all: list[_Server] = []
+        self._isolation: Isolation | None = None
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """An `Outcome` for every job, in order, the same for any number of workers; equal jobs run once."""
+        if self._owner != os.getpid():  # after a fork the pipes belong to the parent
+            self._reset()
+        with self._lock:
+            distinct = list(dict.fromkeys(jobs))
+            outcomes: dict[Job, Outcome] = {}
+            errors: list[BaseException] = []
+            waiting = iter(distinct)
+            turn = threading.Lock()
+
+            def work() -> None:
+                try:
+                    while not errors:
+                        with turn:
+                            job = next(waiting, None)
+                        if job is None:
+                            return
+                        outcomes[job] = self._run_one(job)
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.workers, len(distinct)))]
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            except BaseException:  # Ctrl-C: a half-read verdict must not meet the next batch
+                errors.append(KeyboardInterrupt())
+                self._stop()
+                raise
+        if errors:
+            raise errors[0]
+        return [outcomes[job] for job in jobs]
+
+    def _run_one(self, job: Job) -> Outcome:
+        for _ in range(2):  # a server that broke is replaced, once
+            server = self._take()
+            try:
+                verdict = server.judge(job, WALL_PER_CPU * self.timeout_s + BACKSTOP_S)
+            except (EOFError, TimeoutError, OSError, ValueError) as error:
+                verdict = {
+                    "passed": 0,
+                    "total": 1,
+                    "reason": "sandbox",
+                    "error": type(error).__name__,
+                    "leaving": True,
+                }
+            if verdict.pop("leaving", False):
+                self._discard(server)
+            else:
+                self._idle.append(server)
+            outcome = Outcome(verdict["passed"], verdict["total"], verdict["reason"], verdict.get("error", ""))
+            if outcome.reason not in ("sandbox", "judge"):
+                return outcome
+        return outcome
+
+    def _take(self) -> _Server:
+        with contextlib.suppress(IndexError):
+            while True:
+                server = self._idle.pop()
+                if server.process.poll() is None:
+                    return server
+                self._discard(server)
+        server = _Server(self.timeout_s, self.memory_mib, self.refused)
+        self._all.append(server)
+        self._isolation = self._isolation or server.isolation
+        return server
+
+    def _discard(self, server: _Server) -> None:
+        with contextlib.suppress(ValueError):
+            self._all.remove(server)
+        server.kill()
+
+    def isolation(self) -> Isolation:
+        """What is in force, found out by starting a server where none has run yet."""
+        if self._owner != os.getpid():
+            self._reset()
+        with self._lock:
+            if self._isolation is None:
+                self._idle.append(self._take())
+            return self._isolation
+
+    def pids(self) -> list[int]:
+        """Process ids of the fork servers that are alive now."""
+        return [server.process.pid for server in self._all]
+
+    def close(self) -> None:
+        """End all servers. The sandbox can be used again afterwards."""
+        if self._owner == os.getpid():
+            with self._lock:
+                self._stop()
+
+    def _stop(self) -> None:
+        self._idle.clear()
+        while self._all:
+            self._all.pop().kill()
+
+
+_shared: dict[tuple[int, float, int], Sandbox] = {}
+_shared_lock = threading.Lock()
+_announced = False
+
+
+def shared_sandbox(workers: int = 2, timeout_s: float = 5.0, memory_mib: int = MEMORY_MIB) -> Sandbox:
+    """The process-wide sandbox with these settings, closed at exit. The first call prints the isolation in force."""
+    global _announced
+    with _shared_lock:
+        key = (workers, timeout_s, memory_mib)
+        if key not in _shared:
+            _shared[key] = Sandbox(*key)
+            atexit.register(_shared[key].close)
+        if not _announced:
+            _announced = True
+            if os.environ.get("RANK", "0") == "0":
+                print(_shared[key].isolation().describe(), flush=True)
+        return _shared[key]
+
+
+def isolation_level() -> dict[str, object]:
+    """The isolation that this machine allows, for a run's record: level, parts, and why it is not a stronger one."""
+    found = shared_sandbox().isolation()
+    return {"level": found.level, "parts": list(found.parts), "missing": list(found.missing)}
