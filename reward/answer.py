@@ -4,6 +4,7 @@ Extraction: the last balanced `\boxed{}`, else the last `#### n`; text that repe
 Comparison: `reward.exact` for what needs no algebra, math-verify in killable workers (`reward.pool`) for the rest.
 """
 
+import itertools
 import re
 from functools import lru_cache
 
@@ -100,8 +101,8 @@ def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | Non
     r"""The completion without the passages that repeat the prompt, in any spacing.
 
     A passage is a whole prompt message, a paragraph of it that carries an answer tag, a line that carries one beside
-    other words, or a sentence with an empty box. A line that is a bare `\boxed{7}` or `#### 7` stays: the model may
-    have written that itself.
+    other words, two of them, or a sentence with an empty box. A line that is a bare `\boxed{7}` or `#### 7` stays: the
+    model may have written that itself.
     """
     text = message_text(completion)
     messages = (prompt,) if isinstance(prompt, str) else tuple(_content(message) for message in prompt or ())
@@ -115,7 +116,9 @@ def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | Non
 def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, re.Pattern], ...]:
     passages = {message.strip() for message in messages if len(message.strip()) >= 12 or _ANSWER_TAG.search(message)}
     for message in messages:
-        for piece in (*re.split(r"\n\s*\n", message), *message.splitlines()):
+        lines = message.splitlines()
+        pairs = map("\n".join, itertools.pairwise(lines))  # "3+4 is 7." above a bare "#### 7"
+        for piece in (*re.split(r"\n\s*\n", message), *lines, *pairs):
             piece = piece.strip()
             bare = re.fullmatch(r"[\W_]*(?:\\boxed\s*\{?[^{}\n]*\}?|####[^\n]*)[\W_]*", piece)
             if _ANSWER_TAG.search(piece) and not bare:
