@@ -66,6 +66,7 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps({f"{mode}|{seed}": found for (mode, seed), found in rows.items()}))
     print(f"reward, {options.steps} steps, seeds 0 to {options.seeds - 1}: first 10 -> last 10; worst sampler k3")
+    means = {}
     for mode in MODES:
         found = [rows[mode, seed] for seed in range(options.seeds)]
         first = [statistics.mean(row["reward"] for row in one[:10]) for one in found]
@@ -73,7 +74,10 @@ def main() -> None:
         k3 = max((row["sampler_k3"] for one in found for row in one if row["sampler_k3"] is not None), default=0.0)
         spread = statistics.stdev(last) if len(last) > 1 else 0.0
         curves = "  ".join(f"{a:.3f} -> {b:.3f}" for a, b in zip(first, last, strict=True))
+        means[mode] = statistics.mean(last)
         print(f"{mode:<16}{curves}   mean {statistics.mean(last):.3f} sd {spread:.3f}   k3 {k3:.1e}")
+    if max(means.values()) - min(means.values()) > 0.05:
+        raise SystemExit(f"the rewards differ by more than 0.05: {means}")
 
 
 if __name__ == "__main__":

@@ -229,7 +229,8 @@ class MemoryWatch(threading.Thread):
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
         while self.running:
             self.peak_gib = max(self.peak_gib, pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30)
             time.sleep(0.05)
@@ -255,16 +256,14 @@ def one_card(work: Path, limit_gib: float, sleep: bool) -> dict[str, Any]:
     watch.running = False
     rows = [json.loads(line) for line in (work / f"onecard-{sleep}" / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
-    found = {"sleep": sleep, "start_s": start_s, "start_peak_gib": idle, "peak_gib": watch.peak_gib}
-    found |= {key: last[key] for key in ("seconds", "peak_gib", "rollout_tokens_per_s", "sampler_k3")} | {
-        "card_peak_gib": watch.peak_gib,
-        "tokens": last["completion_tokens"],
-    }
+    peak = max(idle, watch.peak_gib)
+    found = {"sleep": sleep, "start_s": start_s, "server_alone_gib": idle, "card_peak_gib": peak}
+    found |= {"trainer_peak_gib": last["peak_gib"], "tokens": last["completion_tokens"]}
+    found |= {key: last[key] for key in ("seconds", "rollout_tokens_per_s", "sampler_k3")}
     print("one card", json.dumps(found), flush=True)
-    verdict = "within" if max(idle, watch.peak_gib) <= limit_gib else "ABOVE"
-    print(
-        f"peak on the card {max(idle, watch.peak_gib):.2f} GiB, {verdict} {limit_gib} GiB; trainer {last['peak_gib']}"
-    )
+    if peak > limit_gib:
+        raise SystemExit(f"trainer and server took {peak:.2f} GiB of the card, more than {limit_gib}")
+    print(f"trainer and server took at most {peak:.2f} GiB of the card, {limit_gib} were allowed")
     return found
 
 
@@ -280,6 +279,14 @@ def table(results: dict[str, Any]) -> None:
             if key in results[mode]:
                 parts = results[mode][key].items()
                 print(f"{mode}, {key}: " + ", ".join(f"{name} {value:.3g}" for name, value in parts))
+    missed = [
+        f"remerge / {other} {remerge[size] / results[other]['tok_s'][size]:.3f} at {size}, at least {least} wanted"
+        for other, least in (("fp8 adapter", 1.25), ("bf16", 1.15), ("offline fp8", 0.95))
+        for size in SIZES
+        if remerge[size] / results[other]["tok_s"][size] < least
+    ]
+    if missed:
+        raise SystemExit("\n".join(missed))
 
 
 def main() -> None:
