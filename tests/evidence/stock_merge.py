@@ -3,7 +3,8 @@
 TRL 1.16's own code is driven: `VLLMGeneration._iter_named_params`, which its `sync_weights` exhausts once per sync
 (twice for the first). It calls peft's `merge_adapter`, yields what a server would receive, calls `unmerge_adapter`.
 No server receives it here; the weights are read between the two calls and after the second.
-Beside it the kit's way: the adapter is written to a file, and what a server computes from that file is read back.
+Beside it the kit's way, by the code that syncs: `AdapterFile` writes the adapter, and `launch.remerge` folds that file
+into the NF4 copy of a base directory, as a server's workers do.
 
     python tests/evidence/stock_merge.py --base models/tiny-base                        # random update, 1 % of |W|
     python tests/evidence/stock_merge.py --base models/tiny-base --adapter runs/tiny/adapters/v000080 --grow 80
@@ -23,17 +24,21 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from merge.base import BaseCheckpoint, dequantize, hash_nf4_model, load_nf4, plain_name
-from merge.merge import fold, read_adapter
+from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
+from merge.base import dequantize, hash_nf4_model, load_nf4, plain_name
+from merge.export import export
 from merge.quantize import Retained, to_fp8
-from recipes.parts.errors import BadInput, run_command
-from recipes.parts.policy import load_adapter_weights, publish_adapter
+from merge.stream import NF4_FOLDER, Original
+from recipes.parts.adapter_file import AdapterFile
+from recipes.parts.errors import BadInput, CheckFailed, run_command
+from recipes.parts.policy import load_adapter_weights
 
 Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32
 RANK, ALPHA = 16, 32
@@ -192,6 +197,25 @@ def measure_stock(
             yield Stock(syncs, relative(wanted, start), kept, drift, outward, *accuracies(model, accuracy))
 
 
+def server_state(base: Path, facts: dict, folder: Path) -> State:
+    """What a remerge worker on a CPU holds of `base`, read from a base directory written into `folder`.
+
+    `facts` are those of the trainer's base; `CheckFailed` when the directory's base is another one.
+    """
+    quantization = facts["quantization"]
+    source = Original(base, quantization["storage_dtype"], quantization["double_quantization"], quantization["device"])
+    written = export(source, folder / "base", {"model": str(base), "revision": None}, None)
+    if written["hash"] != facts["hash"]:
+        raise CheckFailed(f"the base directory holds base {written['hash'][:12]}, the trainer {facts['hash'][:12]}.")
+    linears = []
+    for name in facts["quantized"]:
+        rows, columns = source.plan.shapes[f"{name}.weight"]
+        whole = SimpleNamespace(input_size=columns)  # of vLLM's layer the copy's reader wants this much
+        linears.append(Linear(name, whole, rows, columns, [Part(name, 0, rows, 0, 0)]))
+    device = torch.device("cpu")
+    return State(linears, read_copy(folder / "base" / NF4_FOLDER, linears, device, "host"), nf4_code(device))
+
+
 @torch.no_grad()
 def measure_ours(
     model: torch.nn.Module,
@@ -202,19 +226,24 @@ def measure_ours(
 ) -> Ours:
     """`syncs` syncs of this kit: the adapter to a file, and from the last file what the server computes with.
 
-    The server's weight is dequantize(NF4) + s·B·A, summed in float32 and rounded once to BF16, then for an FP8 server
-    quantized per output channel; the share is against the base as that server holds it.
+    The server's weight is dequantize(NF4) + s·B·A, rounded once to BF16, then for an FP8 server quantized per output
+    channel as `merge` does it (vLLM's own quantization keeps the scale in float32); the share is against the base as
+    that server holds it.
     """
-    facts, before, set_size = hash_nf4_model(model), read_weights(model), growing(model, grow)
-    checkpoint = BaseCheckpoint(base, facts)
+    facts, set_size = hash_nf4_model(model), growing(model, grow)
+    file = AdapterFile(model, getattr(torch, facts["quantization"]["storage_dtype"]), facts["hash"])
     with tempfile.TemporaryDirectory() as folder:
+        state = server_state(base, facts, Path(folder))
         for version in range(1, syncs + 1):
             set_size(version)
-            directory = publish_adapter(model, Path(folder) / f"v{version:06d}", version, facts["hash"])
-        written = read_adapter(directory, checkpoint)
-    wanted = wanted_updates(model)
-    bf16 = {name: fold(checkpoint, f"{name}.weight", written[f"{name}.weight"]) for name in wanted}
-    held = {name: before[name].to(torch.bfloat16) for name in wanted}
+            directory = file.write(Path(folder) / f"v{version:06d}", version)
+        adapter = read_adapter(directory, state.linears, torch.device("cpu"))
+
+    def computed(adapter: dict[str, tuple]) -> Weights:
+        folded = merged_weights(state, adapter, torch.device("cpu"))
+        return {linear.name: weight.to(torch.bfloat16) for linear, weight in folded}
+
+    wanted, bf16, held = wanted_updates(model), computed(adapter), computed({})
     fp8, held_fp8 = ({name: to_fp8(weight)[1] for name, weight in side.items()} for side in (bf16, held))
     on, off = accuracies(model, accuracy)
     same = hash_nf4_model(model)["hash"] == facts["hash"]

@@ -21,7 +21,8 @@ from launch.replicas import members
 from recipes.parts.canary import write_canary
 from recipes.parts.replica import Replica, ReplicaError
 
-pytestmark = pytest.mark.slow
+# The first test of each way waits for its server: 45 s on two cores, minutes on busy ones.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 KEY = "a-key-of-this-test"
 RANK = 8
@@ -106,7 +107,7 @@ def started(request, base, tiny_model_dir, tmp_path_factory):
         "policy.lora_rank": RANK,
         "rollout.server_urls": f"['{url}']",
         "rollout.sync": request.param,
-        "rollout.server_wait_s": 280,
+        "rollout.server_wait_s": 600,
         "server.base": base,
         "server.max_num_seqs": 16,
         "server.enforce_eager": True,

@@ -1,5 +1,8 @@
 """Why the adapter is never merged into the NF4 base: what TRL 1.16's own sync does to it, and what ours does not."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from merge.base import hash_nf4_model
 from tests.evidence.stock_merge import (
+    greedy_accuracy,
     layers,
     load_policy,
     measure_ours,
@@ -91,6 +95,30 @@ def test_a_stock_sync_that_fails_leaves_the_adapter_merged(learning_model_dir):
     with pytest.raises(ConnectionError):
         stream.throw(ConnectionError("the server went away"))
     assert all(layer.merged for layer in layers(model).values())
+
+
+def on_training_problems(model, base: Path) -> Callable[[], float]:
+    """The share of 200 problems that `model` answers right: it was trained on them for seconds, and gets a quarter."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
+    rows = [json.loads(line) for line in (base / "train.jsonl").read_text().splitlines()[:200]]
+    return lambda: greedy_accuracy(model, tokenizer, rows)
+
+
+def test_stock_syncs_of_a_growing_adapter_cost_the_accuracy_and_ours_do_not(learning_model_dir):
+    model = load_policy(learning_model_dir, size=0.1)
+    accuracy = on_training_problems(model, learning_model_dir)
+    ours = measure_ours(model, learning_model_dir, 20, accuracy, grow=20)
+    start, ten, twenty = measure_stock(model, [0, 10, 20], accuracy, grow=20)
+    # Adapters of three seeds: 0.245 at the start, 0.17 to 0.23 after 10 and 0.03 after 20, adapter on or off.
+    assert start.accuracy_off > 0.1 and start.accuracy_on == start.accuracy_off
+    for side in ("accuracy_on", "accuracy_off"):
+        assert getattr(twenty, side) < min(getattr(ten, side), 0.4 * start.accuracy_off), (start, ten, twenty)
+    assert ours.accuracy_off == start.accuracy_off, "the reference answers as it did"
+    assert ours.accuracy_on > 0.75 * start.accuracy_off, (
+        "0.26 to 0.32: a random adapter of this size alone harms little"
+    )
 
 
 def test_our_syncs_leave_the_base_and_carry_the_whole_update(learning_model_dir):

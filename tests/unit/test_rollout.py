@@ -222,22 +222,25 @@ def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(rollout, answer):
 
 
 def test_a_late_answer_of_an_abandoned_attempt_is_dropped():
-    # The first attempt answers after its deadline, with other tokens than the second.
+    # The first attempt answers after its deadline, while the second prompt is under way, with other tokens.
     calls: list[str] = []
     release = threading.Event()
 
     def ask(replica: Replica, request_id: str, prompt: list[int]) -> list:
         calls.append(request_id)
         if len(calls) == 1:
-            release.wait(10)
+            dispatcher.timeout_s = 60.0  # of the attempts that follow, however busy the machine is
+            release.wait(60)
             return ["late"]
         if prompt == [2]:
             release.set()
-            time.sleep(0.5)
+            deadline = time.monotonic() + 30
+            while not dispatcher.late_answers and time.monotonic() < deadline:
+                time.sleep(0.01)
         return [f"answer {prompt[0]}"]
 
     replica = SimpleNamespace(url="http://replica", info=lambda timeout_s: {})
-    dispatcher = Dispatcher([replica, replica], [1.0, 1.0], retries=1, max_in_flight=1, timeout_s=1.0)
+    dispatcher = Dispatcher([replica, replica], [1.0, 1.0], retries=1, max_in_flight=1, timeout_s=0.2)
     answers = dispatcher.run([[1], [2]], ask, "v1")
     assert answers == [["answer 1"], ["answer 2"]]
     assert dispatcher.late_answers == 1 and len(set(calls)) == 3

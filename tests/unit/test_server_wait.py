@@ -1,5 +1,6 @@
 """Waiting for replicas and ending them, with small programs in the place of vLLM."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -34,10 +35,11 @@ for number in range(300): print("noise of the others", number)
 raise RuntimeError("Engine core initialization failed")
 """
 DIES = "import sys; print('no kernel image', flush=True); sys.exit(3)"
-# A worker that ignores SIGTERM, and a server that does not wait for it.
+# A worker that ignores SIGTERM, and says so once it does, and a server that does not wait for it.
 WITH_A_WORKER = """
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+worker = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ignores', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", worker])
 time.sleep(600)
 """
 
@@ -107,16 +109,17 @@ def test_replicas_that_answer_are_ready_and_gone_afterwards(plan):
 )
 def test_a_server_that_never_gets_ready_ends_at_the_deadline_with_the_reason_and_its_log(plan, code, reason):
     replica, started = plan(code), time.monotonic()
-    with pytest.raises(CheckFailed, match=rf"(?s){replica.url} was not ready within 2 s.*{reason}.*{replica.log}"):
-        wait([replica], 2)
-    assert 2 <= time.monotonic() - started < 15
+    # Long enough for Python to start under load: until then every one of them refuses.
+    with pytest.raises(CheckFailed, match=rf"(?s){replica.url} was not ready within 5 s.*{reason}.*{replica.log}"):
+        wait([replica], 5)
+    assert 5 <= time.monotonic() - started < 20
 
 
 def test_one_deadline_holds_for_all_replicas(plan):
     started = time.monotonic()
-    with pytest.raises(CheckFailed, match="within 2 s"):
-        wait([plan(HANGS) for _ in range(4)], 2)
-    assert time.monotonic() - started < 15
+    with pytest.raises(CheckFailed, match="within 5 s"):
+        wait([plan(HANGS) for _ in range(4)], 5)
+    assert time.monotonic() - started < 15, "a deadline for each of them would take 20 s"
 
 
 def test_a_server_that_dies_ends_the_wait_at_once_with_its_exit_code_and_last_words(plan):
@@ -166,23 +169,28 @@ def test_a_signal_ends_the_wait_and_every_process(plan, number):
     assert signal.getsignal(number) == handlers
 
 
-def test_workers_that_ignore_the_signal_are_killed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER], start_new_session=True)
-    while len(members(process.pid)) < 2:
-        time.sleep(0.05)
-    time.sleep(0.5)  # until the worker ignores the signal
-    assert stop_groups([process.pid], patience_s=1) == []
-    assert members(process.pid) == []
-    process.wait()
+@pytest.fixture
+def with_a_worker():
+    """A server whose worker ignores SIGTERM by now."""
+    words, pipe = [sys.executable, "-c", WITH_A_WORKER], subprocess.PIPE
+    with subprocess.Popen(words, stdout=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout.readline() == "ignores\n"
+        assert len(members(process.pid)) == 2
+        yield process
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_workers_whose_server_was_killed_are_ended_too():
-    process = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER], start_new_session=True)
-    while len(members(process.pid)) < 2:
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert stop_groups([process.pid], patience_s=1) == [] and members(process.pid) == []
+def test_workers_that_ignore_the_signal_are_killed(with_a_worker):
+    assert stop_groups([with_a_worker.pid], patience_s=1) == []
+    assert members(with_a_worker.pid) == []
+
+
+def test_workers_whose_server_was_killed_are_ended_too(with_a_worker):
+    with_a_worker.kill()
+    with_a_worker.wait()
+    assert stop_groups([with_a_worker.pid], patience_s=1) == []
+    assert members(with_a_worker.pid) == []
 
 
 LAUNCHER = """

@@ -1,6 +1,7 @@
 """Adapter sync against stand-in replicas: a version is served by all of them or by none."""
 
 import json
+import resource
 import threading
 from pathlib import Path
 
@@ -214,19 +215,23 @@ def test_the_canary_can_be_scored_again_by_hand(synced):
     np.testing.assert_array_equal(facts["base"][0], log_probs(SEQUENCES[0], None))
 
 
-def test_a_full_disk_is_a_check_that_failed(build_trainer, recipe_arguments, tiny_model_dir, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_check_that_failed(build_trainer, recipe_arguments, tiny_model_dir, tmp_path):
     import torch
 
     from recipes.parts.adapter_file import AdapterFile
 
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
     file = AdapterFile(trainer.model, torch.bfloat16, "ab" * 32)
-    monkeypatch.setattr(
-        "recipes.parts.adapter_file.os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "full"))
-    )
-    with pytest.raises(CheckFailed, match=r"writing the adapter of version 3 .* failed: .*full.*--resume"):
-        file.write(tmp_path / "sync" / "v000003", 3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # within the tensors
+    try:
+        with pytest.raises(CheckFailed, match=r"writing the adapter of version 3 .* failed: .*too large.*--resume"):
+            file.write(tmp_path / "sync" / "v000003", 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((tmp_path / "sync").iterdir()) == []
+    size = (file.write(tmp_path / "sync" / "v000003", 3) / "adapter_model.safetensors").stat().st_size
+    assert len(file.header) < 20_000 < size
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
