@@ -42,7 +42,6 @@ def code(
     memory; too slow or too large is 0.0. `pool` gives the number of workers.
     """
     blocks = [extract_code(completion, prompt) for completion, prompt in _with_prompts(completions, prompts)]
-    sandbox = shared_sandbox(pool.workers if pool else 2, timeout_s, memory_mib)
     jobs: list[Job | None] = []
     outcomes: list[Outcome | None] = []
     for block, reference in zip(blocks, gold, strict=True):
@@ -56,7 +55,8 @@ def code(
             early = Outcome(0, 1, "gold", str(error))
         jobs.append(job)
         outcomes.append(early)
-    results = iter(sandbox.run([job for job in jobs if job is not None]))
+    wanted = [job for job in jobs if job is not None]
+    results = iter(shared_sandbox(pool.workers if pool else 2, timeout_s, memory_mib).run(wanted) if wanted else ())
     decided = [early or next(results) for early in outcomes]
     rewards = [_pay(outcome, partial) for outcome in decided]
     verdicts = [

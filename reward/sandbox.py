@@ -17,16 +17,16 @@ What surrounds candidate and judge, as far as the machine allows (`isolation`, m
 mounts (a read-only root with the standard library alone, a fresh 16 MiB file system in memory, no /proc, no /dev, no
 packages), network (no interface that is up), IPC and processes (the kernel kills what is left with the candidate), in
 a user namespace where the trainer is not root; a system call filter (no sockets, no new processes or threads, no
-signals, no ptrace, no mounts; without the mount namespace no writing to files either); nobody instead of root; no
-capabilities; limits on CPU time, memory, file size, open files and processes; an empty environment; standard streams
-on /dev/null. CPU time is limited by the kernel, so that a verdict does not depend on what else the machine does; the
+signals, no ptrace, no mounts); without the mount namespace, Landlock file rules (the standard library alone) and no
+writing to files at all; nobody instead of root; no capabilities; limits on CPU time, memory, file size, open files and
+processes; an empty environment; standard streams on /dev/null. CPU time is limited by the kernel, so that a verdict does not depend on what else the machine does; the
 wall clock is kept by the judge, again by the fork server and again here.
 
 Limits: functions are called with copies, so tests see no argument changed in place; results that are no plain values
 (instances of the completion's classes, functions) are true or false and equal nothing; only the standard library can
-be imported; a function can recognize arguments that its prompt shows. Without namespaces (most containers) the
-candidate can read the files that its user can read. Kernel bugs are not defended against: use a virtual machine for
-that.
+be imported; a function can recognize arguments that its prompt shows. With neither namespaces nor Landlock the
+candidate can read the files that its user can read; with no filter either, a trainer that is not root refuses to run
+code. Kernel bugs are not defended against: use a virtual machine for that.
 """
 
 import atexit
@@ -105,14 +105,15 @@ class Isolation:
         namespaces, filtered = set(self.parts) >= NAMESPACES, "seccomp" in self.parts
         if namespaces:
             return "full" if filtered else "namespaces"
-        return "filter" if filtered else "limits"
+        if filtered:
+            return "confined" if "landlock" in self.parts else "filter"
+        return "limits"
 
     def describe(self) -> str:
         """One line for the log."""
         text = f"code sandbox: isolation {self.level} ({', '.join(self.parts) or 'resource limits only'})"
-        if "mount" not in self.parts:
-            text += "; tested code can read the files that its user can read. A container needs --security-opt "
-            text += "seccomp=unconfined or --cap-add SYS_ADMIN for namespaces"
+        if not {"mount", "landlock"} & set(self.parts):
+            text += "; tested code can read the files and, without a namespace, the processes that its user can read"
         return text
 
 

@@ -66,9 +66,12 @@ def candidate(requests: int, replies: int, how: dict) -> None:
             os.chdir(how["scratch"])
         os.environ.clear()
         os.environ.update({"HOME": os.getcwd(), "TMPDIR": os.getcwd(), "LC_ALL": "C.UTF-8"})
+        rules = kernel.FileRules(os.getcwd()) if "landlock" in how["parts"] else None
         kernel.limit(math.ceil(how["timeout_s"]), how["memory_bytes"], 1 << 20, OPEN_FILES, 1)
         kernel.drop_privileges()
         kernel.die_with_parent()
+        if rules:
+            rules.enforce()
         if "seccomp" in how["parts"]:
             kernel.filter_system_calls(files_writable="mount" in how["parts"])
     except Exception as error:
@@ -284,20 +287,29 @@ def _children() -> list[int]:
 
 
 def isolate(how: dict) -> None:
-    """Enter the strongest isolation that this machine allows; `how["parts"]` says which."""
-    attempts = (
-        ("mount", "net", "ipc", "pid", "seccomp"),
-        ("user", "mount", "net", "ipc", "pid", "seccomp"),
-        ("user", "net", "ipc", "pid", "seccomp"),
-        ("user", "mount", "net", "ipc", "pid"),
+    """Enter the strongest isolation that this machine allows; `how["parts"]` says which. `SystemExit` without any."""
+    spaces = ("mount", "net", "ipc", "pid")
+    attempts = [
+        (*spaces, "seccomp"),
+        ("user", *spaces, "seccomp"),
+        ("net", "ipc", "pid", "landlock", "seccomp"),
+        ("user", "net", "ipc", "pid", "landlock", "seccomp"),
+        spaces,
+        ("user", *spaces),
+        ("landlock", "seccomp"),
         ("seccomp",),
-        (),
-    )
+    ]
+    if os.geteuid() == 0:  # in a user namespace of its own it could not become nobody
+        attempts.remove(("user", "net", "ipc", "pid", "landlock", "seccomp"))
     for parts in attempts:
         if not set(parts) & set(how["refused"]) and (error := _rehearse(parts, how)) is None:
             how["parts"] = parts
             break
         how["missing"].append(f"{' '.join(parts)}: {'not wanted' if set(parts) & set(how['refused']) else error}")
+    else:
+        raise SystemExit(
+            "this machine allows neither namespaces nor a system call filter: " + "; ".join(how["missing"])
+        )
     _enter(how["parts"])
 
 
@@ -353,6 +365,7 @@ def main() -> None:
     random.seed(0)
     kernel.adopt_orphans()
     isolate(how)
+    kernel.hide_memory()
     serve(how, parent)
 
 
