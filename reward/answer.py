@@ -5,7 +5,9 @@ Comparison: `reward.exact` for what needs no algebra, math-verify in killable wo
 """
 
 import itertools
+import json
 import re
+from dataclasses import asdict
 from functools import lru_cache
 
 from reward import exact
@@ -129,21 +131,53 @@ def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, re.Pattern],
     return tuple((p[0], re.compile(r"\s+".join(map(re.escape, p)))) for p in words if p)
 
 
-def answers_equal(predicted: str | None, gold: str, pool: WorkerPool | None = None) -> bool | None:
+def answers_equal(
+    predicted: str | None, gold: str, pool: WorkerPool | None = None, policy: exact.Policy = exact.DEFAULT
+) -> bool | None:
     """Whether the predicted answer equals the reference; None when that could not be decided within the limits.
 
-    Numbers (commas, currency, percent, units, fractions, decimals) and verbal answers are compared exactly in this
-    process; everything else goes to math-verify in a worker that can be killed. `pool` defaults to one with two
-    workers and 2 s per sample, started on first need.
+    Numbers, words and what has a normal form (`reward.algebra`) are compared exactly in this process; everything else
+    goes to math-verify in a worker that can be killed. `pool` defaults to one with two workers and 2 s per sample,
+    started on first need.
     """
-    return judge([(predicted, gold)], pool)[0].value
+    return judge([(predicted, gold)], pool, policy)[0].value
 
 
-def judge(pairs: list[tuple[str | None, str]], pool: WorkerPool | None = None) -> list[Verdict]:
-    """A `Verdict` for every (predicted, gold) pair, in order; only pairs that need algebra reach the pool."""
-    verdicts = [exact.decide(predicted, gold) for predicted, gold in pairs]
-    open_pairs = [
-        (exact.normalized(p), exact.normalized(g)) for (p, g), v in zip(pairs, verdicts, strict=True) if v is None
-    ]
-    answers = iter((pool or shared_pool()).compare(open_pairs) if open_pairs else ())
-    return [next(answers) if v is None else Verdict(v, "exact") for v in verdicts]
+def judge(
+    pairs: list[tuple[str | None, str]], pool: WorkerPool | None = None, policy: exact.Policy = exact.DEFAULT
+) -> list[Verdict]:
+    """A `Verdict` for every (predicted, gold) pair, in order; only pairs that need sympy reach the pool."""
+    known: dict[tuple[str | None, str], Verdict | None] = {}
+    for pair in dict.fromkeys(pairs):
+        if len(pair[1]) > exact.MAX_ANSWER_CHARS and pair[0] is not None and pair[0].strip() != pair[1].strip():
+            known[pair] = Verdict(None, "gold")
+            continue
+        value = exact.decide(*pair, policy)
+        known[pair] = None if value is None else Verdict(value, "exact")
+    open_pairs = [pair for pair, verdict in known.items() if verdict is None]
+    if open_pairs:
+        prepared = [(exact.prepared(p, policy), exact.prepared(g, policy)) for p, g in open_pairs]
+        settings = "" if policy == exact.DEFAULT else json.dumps(asdict(policy))
+        known |= zip(open_pairs, (pool or shared_pool()).compare(prepared, settings), strict=True)
+    return [known[pair] for pair in pairs]
+
+
+def check_golds(golds: list[str], pool: WorkerPool | None = None) -> list[tuple[int, str]]:
+    """(index, problem) for every reference answer that no prediction could be compared with.
+
+    Plain numbers, words and formulas of `reward.formula` are read here; what is left is parsed by math-verify in the
+    workers, each distinct text once. Starts no process where nothing is left.
+    """
+    found, left = [], {}
+    for index, gold in enumerate(golds):
+        if problem := exact.gold_problem(gold):
+            found.append((index, problem))
+        elif not exact.is_readable(gold):
+            left.setdefault(exact.prepared(gold), []).append(index)
+    if left:
+        verdicts = (pool or shared_pool()).compare([(None, text) for text in left])
+        for indices, verdict in zip(left.values(), verdicts, strict=True):
+            if verdict.value is None:
+                why = "cannot be parsed" if verdict.reason == "gold" else f"cannot be parsed ({verdict.reason})"
+                found += [(index, f"the answer {golds[index][:60]!r} {why}") for index in indices]
+    return sorted(found)

@@ -11,6 +11,13 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
+from reward import shape
+from reward.algebra import formula
+from reward.formula import is_formula, latex_of
+from reward.shape import NAME, relation_sides
+from reward.units import NOT_UNITS, SCALES, TEXT, unit_name, unit_of, without_unit
+from reward.values import approximate, formulas_equal, rounds_to
+
 MAX_ANSWER_CHARS = 4096  # a longer prediction is no answer; a longer gold is a bad row
 MAX_DIGITS = 1000
 MAX_EXPONENT = 1000  # 10^1000 is a 3,300-bit integer; larger powers are the workers' business
@@ -29,7 +36,45 @@ _CHARACTERS = {
 }
 _THIN_GROUPS = re.compile("(?<!\\d)\\d{1,3}(?:[\u2009\u202f]\\d{3})+(?!\\d)")  # 10 000 as ISO 80000 sets it
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+
+_LAYOUT = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|limits|middle|[bB]igg?[lrm]?|mathopen|mathclose|mathstrut)(?![A-Za-z])"
+    r"(?:\.(?!\d))?"
+)
+
+
+def _repeating(match: re.Match) -> str:
+    r"""0.1\overline{6} as the fraction that it is."""
+    whole, start, period = match.groups()
+    if len(match[0]) > 100:
+        return match[0]
+    value = int(whole + start + period or "0") - int(whole + start or "0")
+    value = Fraction(value, 10 ** len(start) * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+_SPELLINGS = [
+    (re.compile(pattern), spelled)
+    for pattern, spelled in (
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\[lr]?vert(?![A-Za-z])", "|"),
+        (r"\\degree(?![A-Za-z])", r"^\\circ"),
+        (r"\\(?:text|mathrm)\s*\{\s*\\?\$\s*\}", r"\\$"),
+        (r"\\(?:text|mathrm)\s*\{\s*\}", ""),
+        (r"(?<=\d)(?:\^?\s*\{?\s*(?:\\(?:text|mathrm|textrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}{0,2})$", ""),
+        (r"(?<![\d.,])(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating),
+    )
+]
+_BASED = re.compile(
+    r"\(?([\dA-Fa-f][\dA-Fa-f,]*)\)?\s*_\s*\{?\s*(\d+|two|three|four|five|six|seven|eight|nine|ten|sixteen)\s*\}?"
+)
+_BASES = dict(two="2", three="3", four="4", five="5", six="6", seven="7", eight="8", nine="9", ten="10", sixteen="16")
+_CHOICE = re.compile(r"(?:\\text(?:bf|rm)?\s*\{)?\(?([A-H])(?:\)|[.:](?=\s|\}|$))\}?[.:]?\s*(\S.*)")
+_SAID_EMPTY = re.compile(r"(?:the )?empty set")
+_SAID_REALS = re.compile(r"(?:the set of )?(?:all )?reals?(?: numbers?)?")
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
 _SCIENTIFIC = re.compile(
@@ -41,73 +86,26 @@ _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)
 _PLAIN = re.compile(_NUMBER)
 _SIGN_AND_CURRENCY = re.compile(r"([+-]?)\s*(\\?\$|[€£¥₹])?\s*([+-]?)\s*")
 
-# What may stand left of "=" in an answer: x, f(x), f^{-1}(x), a_1, \theta, \angle ABC, \text{area}, \vec{v}.
-_NAME = re.compile(
-    r"(?!\\(?:frac|sqrt|cdot|times|div|pm|sum|int|pi|infty)(?![A-Za-z]))"
-    r"(?:\\(?:text|mathrm|mathbf|mathcal|vec|hat|bar|overline|overrightarrow)\s*\{[^{}]*\}|\\?[A-Za-z]+)"
-    r"(?:\s+[A-Za-z]+|_\{?\w+\}?|\^\{?-1\}?(?=\s*\()|\([\w, ]*\)|')*"
-)
 # A second statement or a second value in one answer.
 _CONNECTIVE = re.compile(
     r"\\(?:lor|land|vee|wedge|implies|impliedby|iff|therefore|because|(?:[Ll]ong)?(?:[Ll]eft)?[Rr]ightarrow|Leftarrow)"
     r"(?![A-Za-z])|[\u2227\u2228\u2190-\u2194\u21d0-\u21d4\u27f5-\u27fa\u2234\u2235]"
     r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 )
-_UNIT_POWER = r"(?:\s*\^\s*\{?\s*[23]\s*\}?|[²³])?"
-_UNIT = re.compile(rf"[A-Za-zµ]+\.?{_UNIT_POWER}(?:(?:\s*/\s*|\s+)[A-Za-zµ]+\.?{_UNIT_POWER}){{0,3}}")
-_SHORT_UNITS = frozenset(
-    "cm mm km nm kg mg lb lbs oz ft yd mi hr hrs min mins sec secs mph kph am pm rs usd eur gbp m g h s l".split()
-)
-# Words after a number that change its value, or that begin a second number or condition: not units.
-_NOT_UNITS = frozenset(
-    "pi tau sqrt sin cos tan cot csc log ln exp mod modulo infinity inf nan factorial squared cubed plus minus times "
-    "over divided percent percentage pct hundred thousand million billion trillion dozen dozens score scores pair "
-    "pairs half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth "
-    "eighths ninth ninths tenth tenths hundreds thousands millions billions trillions hundredths thousandths gross "
-    "fold k b bn mn and or nor not but than then less more fewer greater least most about roughly approximately "
-    "to choose remainder base zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety negative "
-    "alpha beta gamma delta theta lambda sigma omega phi psi "
-    "root roots cube cubes squares inverse inverses reciprocal reciprocals opposite conjugate complement factorials "
-    "power powers exponent exponents raised logs logarithm logarithms sum sums difference product "
-    "products quotient added subtracted multiplied double doubled triple tripled twice halved "
-    "wrong incorrect false error invalid unknown undefined impossible".split()
-)
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SAME_UNIT = {
-    "$": "dollar",
-    "\\$": "dollar",
-    "usd": "dollar",
-    "€": "euro",
-    "eur": "euro",
-    "£": "pound",
-    "gbp": "pound",
-    "lb": "pound",
-    "¥": "yen",
-    "₹": "rupee",
-    "rs": "rupee",
-    "cm": "centimeter",
-    "centimetre": "centimeter",
-    "mm": "millimeter",
-    "km": "kilometer",
-    "kilometre": "kilometer",
-    "m": "meter",
-    "metre": "meter",
-    "kg": "kilogram",
-    "g": "gram",
-    "oz": "ounce",
-    "ft": "foot",
-    "feet": "foot",
-    "mi": "mile",
-    "h": "hour",
-    "hr": "hour",
-    "min": "minute",
-    "s": "second",
-    "sec": "second",
-    "l": "liter",
-    "litre": "liter",
-    "mph": "mile per hour",
-}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Where people differ about answers; every field is an option of reward "math" (described there)."""
+
+    tolerance: float = 0.0
+    ordered: bool = False
+    units: str = "ignored"
+    several: str = "all"
+    unicode_digits: bool = True
+
+
+DEFAULT = Policy()
 
 
 @dataclass(frozen=True)
@@ -119,15 +117,18 @@ class PlainNumber:
     unit: str = ""
 
 
-def normalized(text: str) -> str:
-    """The answer without its typography: math delimiters, bold, spacing commands, unicode minus and digits.
+def normalized(text: str, unicode_digits: bool = True) -> str:
+    r"""The answer without its typography: math delimiters, bold, spacing commands, unicode minus and digits.
 
     Decimal digits of any script become ASCII (their value is the same); superscripts do not (5² is not 52).
     """
     text = _THIN_GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = text.translate(_CHARACTERS)
-    if not text.isascii():
-        text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in text)
+    if not text.isascii():  # a digit that is not to count becomes a sign that means nothing
+        digit = (
+            (lambda c: str(unicodedata.decimal(c))) if unicode_digits else (lambda c: c if c.isascii() else "\ufffd")
+        )
+        text = "".join(digit(c) if unicodedata.category(c) == "Nd" else c for c in text)
     text = text.strip()
     for _ in range(4):
         for left, right in _WRAPPERS:
@@ -139,12 +140,15 @@ def normalized(text: str) -> str:
         else:
             break
     text = text.replace("{,}", ",").replace("\\!", "")
+    text = text.replace("\\\\", "\\cr ") if "\\begin" in text else re.sub(r"\\\\(?=[A-Za-z({\[]|$)", r"\\", text)
     text = re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", "", text)  # 10\,000 is one number
-    text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
-    text = re.sub(r"\\(?:[,;: ]|q?quad(?![A-Za-z]))|~", " ", text)
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
-    if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1]
+    text = _LAYOUT.sub("", text)
+    text = re.sub(r"\\(?:[,;: ]|q?quad(?![A-Za-z]))|~(?!=)", " ", text)
+    for pattern, spelled in _SPELLINGS:
+        text = pattern.sub(spelled, text)
+    text = text.strip()
+    if text.endswith((".", ",", ";", ":")) and not text.endswith(".."):
+        text = text[:-1].rstrip("\\ ")
     return text.strip()
 
 
@@ -163,14 +167,14 @@ def plain_number(text: str) -> PlainNumber | None:
         value = -value
     currency = head[2] or ""
     spaced, rest = rest[:1].isspace(), rest.strip()
-    percent = re.fullmatch(r"\\?%|(?i:percent|pct)", _TEXT.sub(r" \1", rest).strip()) is not None
+    percent = re.fullmatch(r"\\?%|(?i:percent|pct)", TEXT.sub(r" \1", rest).strip()) is not None
     if percent or not rest:
-        return PlainNumber(value, percent, _unit_name(currency))
+        return PlainNumber(value, percent, unit_name(currency))
     scale, rest = _leading_scale(rest)
-    unit = _unit(rest, spaced) if rest else ""
-    if unit is None or (unit and currency and unit != _unit_name(currency)):
+    unit = unit_of(rest, spaced) if rest else ""
+    if unit is None or (unit and currency and unit != unit_name(currency)):
         return None
-    return PlainNumber(value * scale, False, unit or _unit_name(currency))
+    return PlainNumber(value * scale, False, unit or unit_name(currency))
 
 
 def _leading_value(text: str) -> tuple[Fraction | None, str]:
@@ -214,83 +218,172 @@ def _mixed(match: re.Match) -> Fraction | None:
 
 def _leading_scale(rest: str) -> tuple[int, str]:
     """`million` after a number multiplies it; anything else leaves it alone."""
-    words = _TEXT.sub(r" \1 ", rest).strip()
+    words = TEXT.sub(r" \1 ", rest).strip()
     first, _, tail = words.partition(" ")
-    scale = _SCALES.get(first.lower(), 1)
+    scale = SCALES.get(first.lower(), 1)
     return (scale, tail.strip()) if scale > 1 else (1, rest)
 
 
-def _unit(rest: str, spaced: bool) -> str | None:
-    """The canonical unit that `rest` names, None when it is no unit (a variable, a second number, a condition)."""
-    if re.fullmatch(r"\^\s*\{?\s*\\circ\s*\}?", rest):
-        return "degree"
-    in_text = rest.startswith("\\")
-    words = re.sub(r"\s+", " ", _TEXT.sub(r" \1 ", rest)).strip()
-    if not _UNIT.fullmatch(words):
-        return None
-    names = [re.sub(_UNIT_POWER + r"$", "", word).rstrip(".").lower() for word in re.split(r"[ /]+", words)]
-    names = [re.sub(r"[\^{}23²³.]", "", name) for name in names if name not in ("", "/")]
-    if any(name in _NOT_UNITS for name in names) or re.match(r"M\b", words):  # 5 M is no five meters
-        return None
-    # A bare letter or two after a number is a variable (5x, 3i) unless it is a unit or stands in \text{}.
-    if not in_text and any(len(name) < 3 and name not in _SHORT_UNITS and name not in ("per", "a") for name in names):
-        return None
-    if not in_text and not spaced and len(names) == 1 and len(names[0]) == 1:
-        return None
-    return _unit_name(words)
-
-
-def _unit_name(words: str) -> str:
-    words = re.sub(r"[{}\s]*(\^)[{}\s]*", r"\1", words.lower().replace("²", "^2").replace("³", "^3")).strip(" .}")
-    names = []
-    for word in re.split(r"\s+", words.replace("/", " per ")):
-        name, power, exponent = word.partition("^")
-        name = name.rstrip(".")
-        if name in ("inches", "boxes"):
-            name = name[:-2]
-        elif len(name) > 2 and name.endswith("s") and not name.endswith("ss"):
-            name = name[:-1]
-        names.append(_SAME_UNIT.get(name, name) + power + exponent)
-    return " ".join(names)
-
-
-def numbers_equal(predicted: PlainNumber, gold: PlainNumber) -> bool:
-    """Exact equality of two written numbers.
+def numbers_equal(predicted: PlainNumber, gold: PlainNumber, policy: Policy = DEFAULT) -> bool:
+    """Exact equality of two written numbers, or equality within `policy.tolerance` of the gold.
 
     A percent sign on one side only is read both ways (50% equals 50, the answer to "what percent", and 0.5). A unit on
-    one side only is ignored; two different units are different answers, they are not converted. No rounding.
+    one side only is ignored, unless the policy requires the gold's; two different units are different answers, they
+    are not converted.
     """
-    if predicted.unit and gold.unit and predicted.unit != gold.unit:
+    if not _units_agree(predicted.unit, gold.unit, policy):
         return False
     if predicted.percent == gold.percent:
-        return predicted.value == gold.value
+        return _near(predicted.value, gold.value, policy)
     with_sign, without = (predicted, gold) if predicted.percent else (gold, predicted)
-    return without.value in (with_sign.value, with_sign.value / 100)
+    return any(_near(without.value, value, policy) for value in (with_sign.value, with_sign.value / 100))
 
 
-def decide(predicted: str | None, gold: str) -> bool | None:
-    """Whether the two answers are equal, where that needs no symbolic algebra; None when it does."""
+def _near(predicted: Fraction, gold: Fraction, policy: Policy) -> bool:
+    return predicted == gold or abs(predicted - gold) <= Fraction(policy.tolerance) * abs(gold)
+
+
+def _units_agree(predicted: str, gold: str, policy: Policy) -> bool:
+    if predicted and gold:
+        return predicted == gold
+    return policy.units != "required" or not gold
+
+
+def decide(predicted: str | None, gold: str, policy: Policy = DEFAULT) -> bool | None:
+    """Whether the two answers are equal, where that can be decided exactly and cheaply; None when it needs sympy."""
     if predicted is None or not predicted.strip() or len(predicted) > MAX_ANSWER_CHARS:
         return False
-    predicted, gold = normalized(predicted), normalized(gold)
-    if predicted and _squeezed(_TEXT.sub(r" \1 ", predicted)) == _squeezed(_TEXT.sub(r" \1 ", gold)):
+    return compare(prepared(predicted, policy), prepared(gold, policy), policy)
+
+
+def prepared(text: str, policy: Policy = DEFAULT) -> str:
+    """The answer as the comparison reads it: `normalized`, with Unicode mathematics spelled in LaTeX."""
+    return latex_of(normalized(text, policy.unicode_digits))
+
+
+def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shape.Leaf | None" = None) -> bool | None:
+    """`decide` on `prepared` texts; `symbolic` is asked about the single values that stay open here."""
+    if predicted and _squeezed(TEXT.sub(r" \1 ", predicted)) == _squeezed(TEXT.sub(r" \1 ", gold)):
         return True
     if not predicted or not gold:
         return False
+    verbal = _verbal(predicted, gold)
+    if verbal is not None:
+        return verbal
+    stated = _stated(predicted, gold)
+    if stated is None or _says_more(stated, gold):
+        return False
+
+    def leaf(one: str, other: str) -> bool | None:
+        decided = _values_equal(one, other, policy)
+        return symbolic(one, other) if decided is None and symbolic else decided
+
+    return shape.compare(stated, gold, leaf, policy.ordered, policy.several)
+
+
+def _verbal(predicted: str, gold: str) -> bool | None:
+    """The verdict where the gold is words or a choice, or a number in a base; None for everything else."""
+    if based := _BASED.fullmatch(TEXT.sub(r"\1", gold)):
+        other = _BASED.fullmatch(TEXT.sub(r"\1", predicted))
+        return other is not None and _digits_and_base(based) == _digits_and_base(other)
+    if (label := _CHOICE.fullmatch(gold)) and not _words(gold):  # (B) 5: the letter or what it stands for
+        answer = _CHOICE.fullmatch(predicted)
+        if answer:
+            return label[1] == answer[1] and decide(answer[2], label[2]) is True
+        return _words(predicted) == label[1] or decide(predicted, label[2])
+    gold_words = _words(gold)
+    if gold_words is None:
+        return None
+    if len(gold_words) == 1:
+        answer = _CHOICE.fullmatch(predicted)
+        if answer and not re.search(r"(?<![A-Za-z\\])\(?[A-H]\)|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])", answer[2]):
+            return answer[1] == gold_words
+    if _SAID_EMPTY.fullmatch(gold_words) and shape.shape_of(predicted).kind == "empty":
+        return True
+    if _SAID_REALS.fullmatch(gold_words) and shape.shape_of(predicted).spans == shape.REALS:
+        return True
+    return _words(predicted) == gold_words
+
+
+def _digits_and_base(match: re.Match) -> tuple[str, str]:
+    return match[1].replace(",", "").lstrip("0").upper(), _BASES.get(match[2].lower(), match[2])
+
+
+def _values_equal(predicted: str, gold: str, policy: Policy) -> bool | None:
+    """Two single values: words, written numbers, then formulas by their normal forms."""
+    if _squeezed(TEXT.sub(r" \1 ", predicted)) == _squeezed(TEXT.sub(r" \1 ", gold)):
+        return True
     gold_words, words = _words(gold), _words(predicted)
     if gold_words is not None:
         return words == gold_words
-    if _says_more(predicted, gold):
+    gold_number, number = plain_number(gold), plain_number(predicted)
+    if number is not None and gold_number is not None:
+        return numbers_equal(number, gold_number, policy)
+    if gold_number is not None and (words is not None or _never_a_number(predicted)):
         return False
-    gold_number = plain_number(_without_name(gold, predicted))
-    if gold_number is None:
+    if _BASED.fullmatch(TEXT.sub(r"\1", predicted)):
+        return False
+    (left, unit), (right, gold_unit) = (without_unit(_without_currency(text)) for text in (predicted, gold))
+    a, b = formula(left), formula(right)
+    if a is None or b is None:
         return None
-    number = plain_number(_without_name(predicted, gold))
-    if number is not None:
-        return numbers_equal(number, gold_number)
-    if words is not None or _never_a_number(predicted):
+    if not _units_agree(unit or _degrees(left), gold_unit or _degrees(right), policy):
         return False
-    return None
+    equal = formulas_equal(a, b)
+    if equal is not True and policy.tolerance:
+        x, y = approximate(a.tree), approximate(b.tree)
+        if x is not None and y is not None:
+            return abs(x - y) <= policy.tolerance * abs(y) or equal
+    return equal
+
+
+def _degrees(text: str) -> str:
+    return "degree" if re.search(r"\^\s*\{?\s*\\circ\s*\}?$", text) else ""
+
+
+def _without_currency(text: str) -> str:
+    return re.sub(r"^\s*(?:\\?\$|[€£¥₹])\s*", "", text)
+
+
+def _stated(predicted: str, gold: str) -> str | None:
+    r"""What `predicted` says once its own steps are checked; None when they do not agree with each other.
+
+    `\frac{14}{2} = 7` states 7 and `x = 2\cdot 3 = 6` states x = 6, because the sides are equal for certain;
+    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing.
+    """
+    if "approx" in predicted or "~=" in predicted:
+        predicted = _exact_side(predicted, gold)
+        if predicted is None:
+            return None
+    sides, operators = relation_sides(predicted)
+    if "=" not in operators or set(operators) != {"="} or len(_sides(gold)) >= len(sides) > 1:
+        return predicted
+    named = NAME.fullmatch(sides[0]) is not None
+    values = sides[1:] if named else sides
+    if len(values) < 2 or "," in predicted:
+        return predicted
+    if any(_values_equal(value, values[-1], DEFAULT) is not True for value in values[:-1]):
+        return predicted  # left to `_says_more`, which refuses it where the gold is a single value
+    return f"{sides[0]} = {values[-1]}" if named else values[-1]
+
+
+def _exact_side(predicted: str, gold: str) -> str | None:
+    sides, operators = relation_sides(predicted)
+    if operators.count("~") != 1 or operators[-1] != "~":
+        return predicted
+    decimal, exact = plain_number(sides[-1]), sides[-2]
+    if decimal is None:
+        return None
+    head = predicted[: predicted.rindex("\\approx" if "\\approx" in predicted else "~=")].strip()
+    if not exact or NAME.fullmatch(exact):
+        return f"{exact} = {sides[-1]}" if exact else sides[-1]
+    known = formula(exact)
+    value = approximate(known.tree) if known else None
+    places = len(re.sub(r"[^.\d]", "", sides[-1]).partition(".")[2])
+    if value is None or not rounds_to(value, decimal.value, places):
+        return None
+    gold_number = plain_number(gold)
+    return sides[-1] if gold_number is not None and "." in gold and plain_number(exact) is None else head
 
 
 def _squeezed(text: str) -> str:
@@ -300,20 +393,13 @@ def _squeezed(text: str) -> str:
 
 def _words(text: str) -> str | None:
     """The folded letters of a verbal answer (`\\text{Monday}`, `(B)`, `yes`), None when it may be a formula."""
-    bare = _TEXT.sub(r"\1", text).strip()
+    bare = TEXT.sub(r"\1", text).strip().rstrip(".")
     if choice := re.fullmatch(r"\(?([A-Z])\)?", bare):
         return choice[1]  # a multiple-choice letter; a variable in lower case stays a formula
     if not re.fullmatch(r"[^\W\d_]+(?:[ '’-]+[^\W\d_]+)*", bare):
         return None
     verbal = bare != text or len(bare) >= 4 or bare.lower() in ("yes", "no", "odd", "nan", "inf")
     return re.sub(r"\s+", " ", bare).casefold() if verbal else None
-
-
-def _without_name(text: str, other: str) -> str:
-    """`5` for `x = 5` when the other side gives no name; two different names stay different."""
-    if "=" not in other and (match := re.match(r"[A-Za-z]\s*=\s*(?=[^=])", text)):
-        return text[match.end() :]
-    return text
 
 
 def _says_more(predicted: str, gold: str) -> bool:
@@ -328,7 +414,7 @@ def _says_more(predicted: str, gold: str) -> bool:
         return True
     if expected > 1:
         return False
-    return (len(sides) > 1 and not _NAME.fullmatch(sides[0].strip())) or _CONNECTIVE.search(predicted) is not None
+    return (len(sides) > 1 and not NAME.fullmatch(sides[0].strip())) or _CONNECTIVE.search(predicted) is not None
 
 
 def _sides(text: str) -> list[str]:
@@ -343,19 +429,42 @@ def _sides(text: str) -> list[str]:
 
 def _never_a_number(text: str) -> bool:
     """True for shapes that a symbolic parser reads as a number they are not, or not for certain."""
-    if "=" in text and not _NAME.fullmatch(text.partition("=")[0].strip()):
+    if "=" in text and not NAME.fullmatch(text.partition("=")[0].strip()):
         return True  # "4=5" and "x+1=5" would be read as 5
-    in_texts = "".join(_TEXT.findall(text))
+    text = re.sub(r"\\log\s*_\s*(?:\{\s*\w+\s*\}|\w)", r"\\log ", text)
+    in_texts = "".join(TEXT.findall(text))
     verbal = re.search(r"\d\s*(?:\\(?:text\w*|mathrm)\s*\{|\s)\s*([A-Za-z][A-Za-z\s./-]*)", text)
     words = re.findall(r"[A-Za-z]+", verbal[1]) if verbal else []
     return bool(
         re.search(r"\d\s+[\d.]", text)  # "2 3" would be added or multiplied
         or re.search(r"[\d)}]\s*_", text)  # "12_8" is a number in base 8
         or re.search(r"\\[lc]?dots|\.\.|\\(?:p?mod|equiv)(?![A-Za-z])", text)  # a rounded value, a residue class
-        or (re.search(r"\d", in_texts) and re.search(r"\d", _TEXT.sub("", text)))  # 5\text{ feet 6 inches}
+        or (re.search(r"\d", in_texts) and re.search(r"\d", TEXT.sub("", text)))  # 5\text{ feet 6 inches}
         or words[:1] == ["M"]
-        or any(word.lower() in _NOT_UNITS for word in words)  # 5 million, 5 dozen, 5 feet wrong
+        or any(word.lower() in NOT_UNITS for word in words)  # 5 million, 5 dozen, 5 feet wrong
     )
+
+
+def is_readable(gold: str) -> bool:
+    """Whether this file can read every part of a reference; otherwise math-verify's parser is to say."""
+    gold = prepared(gold)
+    if _words(gold) is not None or plain_number(gold) is not None or _BASED.fullmatch(gold) or _CHOICE.fullmatch(gold):
+        return True
+    return _shape_is_readable(shape.shape_of(gold))
+
+
+def _shape_is_readable(of: "shape.Shape") -> bool:
+    if of.kind == "value":
+        return (
+            _words(of.text) is not None
+            or plain_number(of.text) is not None
+            or is_formula(without_unit(_without_currency(of.text))[0])
+        )
+    if of.kind == "relation":
+        return False
+    if of.kind == "equation":
+        return all(is_formula(side) for side in relation_sides(of.text)[0])
+    return all(_shape_is_readable(item) for item in of.items)
 
 
 def gold_problem(gold: str) -> str | None:

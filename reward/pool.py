@@ -1,9 +1,11 @@
 """Killable worker processes for answer comparison: a wall-clock limit per sample, and a budget for unknowns.
 
-A worker is a separate interpreter running `reward/worker.py`, not a `multiprocessing` child: spawn would import the
-training script again in every worker (torch, trl), fork would copy a process that holds CUDA and threads. The parent
-watches the clock and kills; no signal handlers, so any thread may score. Workers start on the first answer that needs
-them and end with their parent, also when that is killed (see `worker.py`).
+A fork server runs `reward/worker.py` in an interpreter of its own: not a `multiprocessing` child, because spawn would
+import the training script again (torch, trl) and fork would copy a process that holds CUDA and threads. It imports
+sympy once and forks a worker in milliseconds, so that replacing a hung one costs no import. The parent watches the
+clock; the server kills, because only it can know that a process id is still its child. No signal handlers, so any
+thread may score. The server starts on the first answer that needs it and ends with its parent, also when that is
+killed (see `worker.py`).
 """
 
 import atexit
@@ -11,6 +13,7 @@ import contextlib
 import json
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,8 +26,10 @@ from pathlib import Path
 from recipes.parts.errors import BadInput, CheckFailed
 
 WORKER = Path(__file__).with_name("worker.py")
-START_TIMEOUT_S = 120.0  # a worker imports sympy first; on a loaded machine that takes seconds
+START_TIMEOUT_S = 120.0  # the server imports sympy first; on a loaded machine that takes seconds
 EXAMPLES = 5
+
+Task = tuple[str | None, str, str]  # predicted (None: only check the gold), gold, policy as JSON
 
 
 @dataclass(frozen=True)
@@ -35,35 +40,71 @@ class Verdict:
     reason: str
 
 
-class _Worker:
-    """One interpreter and its two pipes."""
+class _Server:
+    """The interpreter that forks workers, and the socket to it."""
 
     def __init__(self, command: list[str], timeout_s: float):
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self.stderr = tempfile.TemporaryFile()
+        self.control, theirs = socket.socketpair()
         self.process = subprocess.Popen(
             [*command, str(os.getpid()), str(timeout_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=theirs,
+            stdout=self.stderr,
             stderr=self.stderr,
-            env=environment,
+            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
         )
-        self.buffer = b""
-        self.ready = False
-        self.task: tuple[str, str] | None = None
-        self.deadline = time.monotonic() + START_TIMEOUT_S
+        theirs.close()
+        self.control.settimeout(START_TIMEOUT_S)
 
-    def send(self, task: tuple[str, str], timeout_s: float) -> None:
-        # At most 2 x 4,096 characters: fits in the pipe's buffer, so this never blocks on a worker that is stuck.
+    def ask(self, request: bytes, descriptors: tuple[int, ...] = ()) -> bytes:
+        """The server's one-line answer; OSError when it is gone or does not answer."""
+        if request:
+            socket.send_fds(self.control, [request], descriptors)
+        answer = b""
+        while not answer.endswith(b"\n"):
+            data = self.control.recv(64)
+            if not data:
+                raise OSError("the fork server has ended")
+            answer += data
+        return answer.strip()
+
+    def stop(self) -> str:
+        """End the server and its workers now; return the end of what they wrote to stderr."""
+        with contextlib.suppress(OSError):
+            self.ask(b"stop\n")
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+        self.stderr.seek(0)
+        tail = self.stderr.read().decode(errors="replace")[-2000:].strip()
+        self.stderr.close()
+        return tail
+
+
+class _Worker:
+    """One forked worker: its process id and the socket to it."""
+
+    def __init__(self, server: _Server):
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.pid = int(server.ask(b"fork\n", (theirs.fileno(),)))
+        self.buffer = b""
+        self.task: Task | None = None
+        self.deadline = 0.0
+
+    def send(self, task: Task, timeout_s: float) -> None:
+        # At most 2 x 4,096 characters: fits in the socket's buffer, so this never blocks on a worker that is stuck.
         self.task, self.deadline = task, time.monotonic() + timeout_s
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its stdout is read
-            self.process.stdin.write(json.dumps(task).encode() + b"\n")
-            self.process.stdin.flush()
+        with contextlib.suppress(OSError):  # a dead worker is noticed when its socket is read
+            self.socket.sendall(json.dumps(task).encode() + b"\n")
 
     def read(self) -> dict | None:
         """The reply that has arrived, {} when it is not complete yet, None when the worker has died."""
-        data = os.read(self.process.stdout.fileno(), 65536)
+        try:
+            data = self.socket.recv(65536)
+        except OSError:
+            return None
         if not data:
             return None
         self.buffer += data
@@ -72,17 +113,14 @@ class _Worker:
         line, self.buffer = self.buffer, b""
         return json.loads(line)
 
-    def kill(self) -> str:
-        """End the worker now; return the end of what it wrote to stderr."""
-        self.process.kill()
-        self.process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-        self.stderr.seek(0)
-        tail = self.stderr.read().decode(errors="replace")[-2000:].strip()
-        self.stderr.close()
-        return tail
+    def is_dead(self) -> bool:
+        """Whether an idle worker has ended."""
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
 
 class WorkerPool:
@@ -107,22 +145,23 @@ class WorkerPool:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._live: list[_Worker] = []
-        self._failed_starts = 0
+        self._server: _Server | None = None
 
-    def compare(self, pairs: list[tuple[str, str]]) -> list[Verdict]:
+    def compare(self, pairs: list[tuple[str | None, str]], policy: str = "") -> list[Verdict]:
         """A `Verdict` for every (predicted, gold) pair, in order, the same for any number of workers.
 
+        A pair without a prediction asks whether the gold can be parsed. `policy` is a `reward.exact.Policy` as JSON.
         Equal pairs of a batch are compared once. Raises `BadInput` when workers cannot start at all.
         """
         if self._owner != os.getpid():  # after a fork the pipes belong to the parent
             self._reset()
         with self._lock:
-            decided = self._run(list(dict.fromkeys(pairs)))
-        verdicts = [decided[pair] for pair in pairs]
+            decided = self._run(list(dict.fromkeys((*pair, policy) for pair in pairs)))
+        verdicts = [decided[(*pair, policy)] for pair in pairs]
         self.counts.update(verdict.reason for verdict in verdicts)
         return verdicts
 
-    def _run(self, tasks: list[tuple[str, str]]) -> dict[tuple[str, str], Verdict]:
+    def _run(self, tasks: list[Task]) -> dict[Task, Verdict]:
         waiting, decided = deque(tasks), {}
         try:
             while len(decided) < len(tasks):
@@ -134,61 +173,76 @@ class WorkerPool:
         return decided
 
     def _feed(self, waiting: deque) -> None:
-        """Give every idle worker a task, starting workers while there are more tasks than workers."""
-        for worker in [w for w in self._live if w.ready and w.task is None and w.process.poll() is not None]:
-            self._live.remove(worker)  # died while idle: no sample's fault
-            worker.kill()
+        """Give every idle worker a task, forking workers while there are more tasks than workers."""
+        for worker in [w for w in self._live if w.task is None and w.is_dead()]:
+            self._end(worker)  # died while idle: no sample's fault
         busy = sum(worker.task is not None for worker in self._live)
         while len(self._live) < min(self.workers, busy + len(waiting)):
-            self._live.append(_Worker(self.command, self.timeout_s))
+            self._live.append(self._forked())
         for worker in self._live:
-            if waiting and worker.ready and worker.task is None:
+            if waiting and worker.task is None:
                 worker.send(waiting.popleft(), self.timeout_s)
+
+    def _forked(self) -> _Worker:
+        """A new worker; starts the server first where there is none (any more)."""
+        tail = ""
+        for _ in range(3):
+            try:
+                if self._server is None:
+                    self._server = _Server(self.command, self.timeout_s)
+                    self._server.ask(b"")  # says "ready" once it has imported what the workers need
+                return _Worker(self._server)
+            except (OSError, ValueError):
+                tail = self._server.stop()
+                self._server = None
+        raise BadInput(
+            f"reward workers do not start (3 attempts). Command: {' '.join(self.command)}. "
+            f"Install math-verify in this environment. Last output: {tail}"
+        )
 
     def _collect(self, decided: dict) -> None:
         """Wait for a reply, a death or a deadline, and book what happened."""
-        active = [worker for worker in self._live if worker.task is not None or not worker.ready]
+        active = [worker for worker in self._live if worker.task is not None]
         # poll, not select: select refuses file descriptors above 1023, which a trainer with many shards reaches.
         with selectors.PollSelector() as selector:
             for worker in active:
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+                selector.register(worker.socket, selectors.EVENT_READ, worker)
             wait_s = min(worker.deadline for worker in active) - time.monotonic()
             replied = [key.data for key, _ in selector.select(max(0.0, wait_s))]
         for worker in replied:
             self._book(worker, worker.read(), decided)
         now = time.monotonic()
         for worker in active:
-            if worker in self._live and (worker.task or not worker.ready) and worker.deadline <= now:
+            if worker in self._live and worker.task and worker.deadline <= now:
                 self._replace(worker, "timeout", decided)
 
     def _book(self, worker: _Worker, reply: dict | None, decided: dict) -> None:
         if reply is None:
             self._replace(worker, "crash", decided)
-        elif "ready" in reply:
-            worker.ready, self._failed_starts = True, 0
         elif "reason" in reply:
             decided[worker.task] = Verdict(reply["value"], reply["reason"])
             worker.task = None
             if reply.get("leaving"):
-                self._replace(worker, reply["reason"], decided)
+                self._end(worker)
 
     def _replace(self, worker: _Worker, reason: str, decided: dict) -> None:
-        """Kill a worker and book its task as undecided; `_feed` starts the next one when there is work for it."""
+        """End a worker and book its task as undecided; `_feed` forks the next one when there is work for it."""
+        self._end(worker)
+        decided[worker.task] = Verdict(None, reason)
+
+    def _end(self, worker: _Worker) -> None:
         self._live.remove(worker)
-        tail = worker.kill()
-        if worker.task is not None:
-            decided[worker.task] = Verdict(None, reason)
-        elif not worker.ready:
-            self._failed_starts += 1
-            if self._failed_starts >= 3:
-                raise BadInput(
-                    f"reward workers do not start ({self._failed_starts} attempts, last: {reason}). "
-                    f"Command: {' '.join(self.command)}. Install math-verify in this environment. Last output: {tail}"
-                )
+        worker.socket.close()
+        try:
+            self._server.ask(f"kill {worker.pid}\n".encode())
+        except OSError:
+            self._server.stop()
+            self._server = None
+            self._live.clear()  # they ended with it
 
     def pids(self) -> list[int]:
         """Process ids of the workers that are alive now."""
-        return [worker.process.pid for worker in self._live]
+        return [worker.pid for worker in self._live]
 
     def close(self) -> None:
         """End all workers. The pool can be used again afterwards."""
@@ -197,8 +251,12 @@ class WorkerPool:
                 self._stop()
 
     def _stop(self) -> None:
-        while self._live:
-            self._live.pop().kill()
+        for worker in self._live:
+            worker.socket.close()
+        self._live.clear()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
 
 
 _shared: dict[tuple[int, float], WorkerPool] = {}

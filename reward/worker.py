@@ -1,19 +1,33 @@
-"""The program of a reward worker: reads [predicted, gold] as JSON lines, writes {"value": …, "reason": …} lines.
+"""The program of the reward workers: a fork server and the workers that it forks.
 
-Run by `reward.pool` as a script of its own; imports math-verify and nothing else of the kit. Three things end it when
-its parent is gone: the pipe closes (idle worker), the parent's id changes (sleeping worker), and a CPU limit that the
-kernel enforces and that is moved ahead before every pair (a worker inside one long C call, which no thread can stop).
-Memory is limited too, so that a tower of powers fails here and not in the machine.
+Run by `reward.pool` as a script of its own; imports math-verify and this room, not torch and not the training script.
+The server reads "fork" (with a socket for the new worker), "kill <pid>" and "stop" on its stdin, which is a socket. A
+worker reads [predicted, gold, policy] as JSON lines, writes {"value": …, "reason": …} lines. The server ends with its
+parent (its socket closes, or the parent's id changes) and takes the workers with it; a worker whose server is gone is
+ended by the same watch, and by a CPU limit that the kernel enforces and that is moved ahead before every pair (a
+worker inside one long C call, which no thread can stop). Memory is limited too, so that a tower of powers fails here
+and not in the machine.
 """
 
+import contextlib
+import gc
 import json
 import logging
 import math
 import os
 import resource
+import selectors
+import signal
+import socket
 import sys
 import threading
 import time
+from functools import lru_cache
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # last: the kit's folders must not hide a library
+
+from reward import exact
 
 MEMORY_BYTES = 4 << 30  # address space, of which Python and sympy map about 0.3 GiB
 CPU_GRACE_S = 1  # a single thread uses no more CPU than wall time, so the parent's clock always strikes first
@@ -41,49 +55,60 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
 
 
-def parsed(text: str) -> list:
-    """What math-verify's LaTeX parser makes of an answer, [] when it makes nothing of it.
+@lru_cache(maxsize=2048)
+def parsed(text: str) -> tuple:
+    """What math-verify's LaTeX parser makes of an answer, empty when it makes nothing of it.
 
     Its own timeouts are off (they are signals), and so is its search for numbers in prose, which would pay `5 or 6`.
     """
     from math_verify import LatexExtractionConfig, parse
 
-    return parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+    text = text.replace("\\cr ", "\\\\")
+    return tuple(parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def compare(predicted: str, gold: str) -> tuple[bool | None, str]:
+def math_verify_equal(predicted: str, gold: str) -> bool | None:
     """Whether math-verify finds the two equal; None when the reference itself cannot be parsed."""
     from math_verify import verify
 
     reference = parsed(gold)
     if not reference:
-        return None, "gold"
+        return None
     answer = parsed(predicted)
-    if not answer:
-        return False, "unparsed"
-    return bool(verify(reference, answer, timeout_seconds=None, raise_on_error=True)), "algebra"
+    return bool(answer) and bool(verify([*reference], [*answer], timeout_seconds=None, raise_on_error=True))
 
 
-def main() -> None:
-    parent, timeout_s = int(sys.argv[1]), float(sys.argv[2])
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not land between the replies
-    threading.Thread(target=leave_with_parent, args=(parent,), daemon=True).start()
+def compare(predicted: str | None, gold: str, policy: str = "") -> tuple[bool | None, str]:
+    """The verdict on a pair of prepared answers and what decided it; without a prediction, whether the gold parses."""
+    if predicted is None:
+        return (True, "algebra") if parsed(gold) else (None, "gold")
+    asked = set()
+
+    def symbolic(one: str, other: str) -> bool | None:
+        asked.add((one, other))
+        return math_verify_equal(one, other)
+
+    value = exact.compare(predicted, gold, exact.Policy(**json.loads(policy or "{}")), symbolic)
+    if value is None and (predicted, gold) not in asked:
+        value = math_verify_equal(predicted, gold)
+    return value, "gold" if value is None else "algebra"
+
+
+def serve(channel: socket.socket, timeout_s: float) -> None:
+    """The life of a worker: one reply per line that is read, until the socket closes."""
+    threading.Thread(target=leave_with_parent, args=(os.getppid(),), daemon=True).start()
     limit_memory()
-    import math_verify  # noqa: F401  (before "ready", so that the first pair is not charged for it)
-
-    logging.disable(logging.WARNING)
+    lines, replies = channel.makefile("r"), channel.makefile("w")
 
     def reply(**fields: object) -> None:
         replies.write(json.dumps(fields) + "\n")
         replies.flush()
 
-    reply(ready=True)
-    for line in sys.stdin:
-        predicted, gold = json.loads(line)
+    for line in lines:
+        predicted, gold, policy = json.loads(line)
         limit_cpu(timeout_s)
         try:
-            value, reason = compare(predicted, gold)
+            value, reason = compare(predicted, gold, *([policy] if policy else []))
         except MemoryError:
             reply(value=None, reason="memory", leaving=True)
             return
@@ -92,6 +117,82 @@ def main() -> None:
         except Exception as error:  # sympy raises anything at all on hostile input; the type is the reason
             value, reason = None, type(error).__name__
         reply(value=value, reason=reason)
+
+
+class Server:
+    """Forks workers on request and ends them."""
+
+    def __init__(self, control: socket.socket, parent: int, timeout_s: float):
+        self.control, self.parent, self.timeout_s = control, parent, timeout_s
+        self.children: set[int] = set()
+
+    def run(self) -> None:
+        """Serve the parent until it stops or is gone; then no worker is left."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.control, selectors.EVENT_READ)
+            while os.getppid() == self.parent:
+                if selector.select(timeout=1.0) and not self.answer():
+                    break
+                self.reap()
+        for child in [*self.children]:
+            self.kill(child)
+
+    def answer(self) -> bool:
+        """One request; False when there are to be no more."""
+        try:
+            request, descriptors, *_ = socket.recv_fds(self.control, 64, 1)
+        except OSError:
+            return False
+        word, _, number = request.decode().strip().partition(" ")
+        if word == "fork":
+            self.control.sendall(f"{self.fork(descriptors[0])}\n".encode())
+        elif word == "kill":
+            self.kill(int(number))
+            self.control.sendall(b"done\n")
+        return word in ("fork", "kill")
+
+    def fork(self, descriptor: int) -> int:
+        """A new worker that serves the socket `descriptor`."""
+        child = os.fork()
+        if child:
+            os.close(descriptor)
+            self.children.add(child)
+            return child
+        code = 1
+        try:
+            self.control.close()
+            with open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), 0)
+            serve(socket.socket(fileno=descriptor), self.timeout_s)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def reap(self) -> None:
+        for child in [*self.children]:
+            if os.waitpid(child, os.WNOHANG)[0]:
+                self.children.discard(child)
+
+    def kill(self, child: int) -> None:
+        """End a worker and wait for it; one that is known to have ended already is left alone."""
+        if child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            self.children.discard(child)
+
+
+def main() -> None:
+    parent, timeout_s = int(sys.argv[1]), float(sys.argv[2])
+    control = socket.socket(fileno=os.dup(0))
+    import math_verify  # noqa: F401  (once, here: the workers are forked with it)
+
+    parsed("1"), math_verify_equal("x^2+1", "x+1")  # builds the parser's tables
+    parsed.cache_clear()
+    logging.disable(logging.WARNING)
+    gc.freeze()
+    control.sendall(b"ready\n")
+    Server(control, parent, timeout_s).run()
 
 
 if __name__ == "__main__":

@@ -111,6 +111,8 @@ def test_deeply_nested_boxes_cost_no_more_than_their_length():
 
 
 EQUAL = [
+    ("5²", "25"),
+    ("2+3", "5"),
     ("42", "42"),
     (" 42. ", "42"),
     ("42.0", "42"),
@@ -243,7 +245,6 @@ DIFFERENT = [
 
 NOT_PLAIN = [
     ("5²", "52"),
-    ("5²", "25"),
     ("5x", "5"),
     ("5 i", "5"),
     ("5m", "5"),
@@ -251,7 +252,6 @@ NOT_PLAIN = [
     (r"\frac{5}{0}", "5"),
     ("1e99999", "5"),
     ("10^{10^{10}}", "5"),
-    ("2+3", "5"),
     ("5!", "5"),
     ("--5", "-5"),
     ("1,23", "123"),
@@ -298,7 +298,7 @@ def test_what_is_not_a_plain_number_is_never_called_equal_by_the_exact_part(pred
 
 def test_exponents_are_bounded_before_a_number_is_built():
     assert decide("1e1000", "5") is False
-    assert decide("1e1001", "5") is None and decide(r"1\times10^{1001}", "5") is None
+    assert decide("1e1001", "5") is None and decide(r"1\times10^{10001}", "5") is None
 
 
 def test_numbers_are_exact_far_beyond_floats():

@@ -273,7 +273,7 @@ def test_workers_end_with_a_parent_that_exits():
     code = (
         "from reward.answer import answers_equal\n"
         "from reward.pool import shared_pool\n"
-        "assert answers_equal('1+1', '2')\n"
+        "assert answers_equal('\\\\sqrt{3+2\\\\sqrt{2}}', '1+\\\\sqrt{2}')\n"
         "print(*shared_pool().pids(), flush=True)\n"
     )
     parent = run_python(code)

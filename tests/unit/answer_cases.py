@@ -1,0 +1,542 @@
+r"""Pairs of answers, one a line: prediction, a tab or ` :: `, gold. Written for these tests.
+
+They follow what public answer checkers and their bug reports are about: is_equiv's normalization, tuples and
+intervals, Minerva's text cleaning, percent and units, sympy's parsing traps.
+"""
+
+EQUAL_TEXT = r"""
+# numbers
+1,234 :: 1234
+1{,}234 :: 1234
+1\,234 :: 1234
+10\,000\,000 :: 10000000
+27,499 :: 27499
+$1,000$ :: 1000
+\$1{,}000 :: 1000
+\$12.50 :: 12.5
+$\$12.50$ :: 12.50
+12.50 dollars :: \$12.50
+\text{\$}5 :: 5
+£7 :: 7
+€7.00 :: 7
+0.50 :: .5
+.5 :: 0.5
+5. :: 5
+5.0 :: 5
+007 :: 7
+-.25 :: -\frac14
+- 5 :: -5
++5 :: 5
+−5 :: -5
+３．５ :: 3.5
+3.0\times 10^{8} :: 300000000
+3 \cdot 10^8 :: 300000000
+6.02e23 :: 6.02 \times 10^{23}
+2.5 \times 10^{-3} :: 0.0025
+1.2*10^3 :: 1200
+10^{-3} :: 0.001
+2^{10} :: 1024
+2^10 :: 1024
+5th :: 5
+5^{\text{th}} :: 5
+0.\overline{3} :: \frac{1}{3}
+0.1\overline{6} :: \frac16
+2.\overline{27} :: \frac{25}{11}
+# percent
+50\% :: 50
+50% :: 0.5
+50 percent :: 50\%
+12.5\% :: 0.125
+33\frac{1}{3}\% :: 33\frac13\%
+\frac{1}{2} :: 50\%
+# fractions
+\frac{1}{2} :: 1/2
+\dfrac{1}{2} :: \frac{1}{2}
+\tfrac12 :: \frac{1}{2}
+\frac12 :: 0.5
+\frac1{2} :: \frac{1}{2}
+\frac{1}2 :: \frac{1}{2}
+\frac 1 2 :: \frac{1}{2}
+\cfrac{3}{4} :: 0.75
+{1 \over 2} :: \frac12
+-\frac{3}{4} :: \frac{-3}{4}
+\frac{3}{-4} :: -\frac{3}{4}
+\frac{-3}{-4} :: \frac34
+-3/4 :: -\frac{3}{4}
+(-3)/4 :: -\frac34
+6/8 :: \frac{3}{4}
+\frac{14}{3} :: 4\frac{2}{3}
+4 \frac{2}{3} :: \frac{14}{3}
+4 2/3 :: \frac{14}{3}
+-1\frac{1}{2} :: -\frac{3}{2}
+½ :: \frac12
+3⁄4 :: \frac34
+\frac{\sqrt{3}}{2} :: \sqrt{3}/2
+\frac{1}{\sqrt{2}} :: \frac{\sqrt{2}}{2}
+\frac{x}{2} :: 0.5x
+\left(\frac{1}{2}\right) :: \frac12
+\frac{7}{1} :: 7
+# roots and powers
+\sqrt2 :: \sqrt{2}
+\sqrt 2 :: \sqrt{2}
+√2 :: \sqrt{2}
+√(2) :: \sqrt2
+2√3 :: 2\sqrt{3}
+sqrt(2) :: \sqrt{2}
+2sqrt(3) :: \sqrt{12}
+\sqrt{8} :: 2\sqrt2
+\sqrt{12} + \sqrt{27} :: 5\sqrt3
+\sqrt[3]{16} :: 2\sqrt[3]{2}
+\sqrt[3]{-8} :: -2
+∛8 :: 2
+2^{1/2} :: \sqrt2
+8^{\frac{2}{3}} :: 4
+x^{\frac{1}{2}} :: \sqrt{x}
+\frac{9\sqrt{23}}{23} :: \frac{9}{\sqrt{23}}
+\sqrt{3+2\sqrt{2}} :: 1+\sqrt2
+\frac{1+\sqrt5}{2} :: \frac12+\frac{\sqrt{5}}{2}
+\sqrt{\frac{2}{3}} :: \frac{\sqrt6}{3}
+(\sqrt2+1)(\sqrt2-1) :: 1
+\left(\sqrt{3}\right)^2 :: 3
+11\sqrt2 :: 11\sqrt{2}
+# pi, e, infinity
+2π :: 2\pi
+π/4 :: \frac{\pi}{4}
+\frac{\pi}{4} :: \pi/4
+\dfrac{3\pi}{2} :: \frac{3}{2}\pi
+4\pi \text{ cm}^2 :: 4\pi
+e^2 :: e^{2}
+\infty :: ∞
+-∞ :: -\infty
++\infty :: \infty
+\mathrm{e}^{2} :: e^2
+# units, degrees
+5\text{ cm} :: 5
+5 \mathrm{~cm} :: 5
+5\,\text{cm} :: 5
+5cm :: 5
+5 cm :: 5\text{ cm}
+5 \text{ inches} :: 5
+12 \text{ square units} :: 12
+24\text{ cm}^2 :: 24
+24\text{ cm}^{2} :: 24
+24 cm² :: 24
+6 \sqrt{3} \text{ m} :: 6\sqrt3
+60 mph :: 60
+60 \text{ miles per hour} :: 60 mph
+90^\circ :: 90
+90^{\circ} :: 90
+90° :: 90^\circ
+90 degrees :: 90
+\angle ABC = 90^\circ :: 90
+45\degree :: 45
+3 hours :: 3
+2.5 \text{ kg} :: 2.5
+18 apples :: 18
+# variables and polynomials
+x^2+2x+1 :: (x+1)^2
+(x+1)(x-1) :: x^2-1
+x(x+2) :: x^2+2x
+2x+1 :: 1+2x
+x^2 - 5x + 6 :: (x-2)(x-3)
+x² + 1 :: x^2+1
+-x^2+1 :: 1-x^2
+3(x+y) :: 3x+3y
+\frac{x+1}{2} :: \frac{x}{2}+\frac12
+\frac{x^2-1}{x-1} :: x+1
+\frac{1}{x}+\frac{1}{y} :: \frac{x+y}{xy}
+a+b+c :: c+b+a
+x^{-1} :: \frac{1}{x}
+x_{1}+x_2 :: x_1+x_{2}
+2 \cdot x :: 2x
+2*x :: 2x
+2 × 3 :: 6
+xy :: yx
+(a-b)^3 :: a^3-3a^2b+3ab^2-b^3
+-(x-1) :: 1-x
+\frac{-x+3}{2} :: -\frac{x-3}{2}
+4x^{3}y^{2} :: 4y^2x^3
+|x-1| :: |1-x|
+\lvert x \rvert :: |x|
+n(n+1)/2 :: \frac{n^2+n}{2}
+2^{n+1} :: 2\cdot 2^n
+4^x :: 2^{2x}
+\theta :: θ
+# functions
+\sin^2 x + \cos^2 x :: 1
+\tan x :: \frac{\sin x}{\cos x}
+\sin(x) :: \sin x
+sin(x) :: \sin x
+\sin 2x :: 2\sin x\cos x
+\cos 2x :: 1-2\sin^2 x
+\sin \frac{\pi}{6} :: \frac12
+\cos 60^\circ :: \frac{1}{2}
+\sin^{-1} x :: \arcsin x
+\sec x :: \frac{1}{\cos x}
+\log_2 8 :: 3
+\log_{10} 100 :: 2
+\ln e :: 1
+\ln 8 :: 3\ln 2
+\ln 6 :: \ln 2+\ln 3
+\log_2 3 :: \frac{\ln 3}{\ln 2}
+\frac{\log 8}{\log 2} :: 3
+e^{\ln 2} :: 2
+\ln(x) :: \ln x
+5! :: 120
+\binom{5}{2} :: 10
+\binom52 :: 10
+\dbinom{n}{k} :: \binom{n}{k}
+\frac{10!}{8!} :: 90
+\lfloor 3.7 \rfloor :: 3
+|-5| :: 5
+\operatorname{arctan}(2) :: \arctan 2
+# complex
+3+4i :: 4i+3
+(1+i)^2 :: 2i
+\frac{1}{i} :: -i
+\sqrt{-4} :: 2i
+e^{i\pi} :: -1
+3 + 4\mathrm{i} :: 3+4i
+\frac{1+i}{1-i} :: i
+e^{i \pi/2} :: i
+# assignment and equations
+x=5 :: 5
+x = 5 :: x=5
+5 :: x=5
+x=\frac{1}{2} :: 0.5
+f(x) = x^2 :: x^2
+f(x)=2x+1 :: f(x) = 1+2x
+y=2x+1 :: y = 2x + 1
+y=2x+1 :: 2x+1
+y - 2x = 1 :: y=2x+1
+2x+3y=6 :: 4x+6y=12
+3x - y - 5 = 0 :: y = 3x-5
+x^2+y^2=25 :: y^2+x^2=25
+5=x :: x=5
+\text{Area} = 5 :: 5
+a_n = 2n+1 :: 2n+1
+S = 12\pi :: 12\pi
+x = \frac{14}{2} = 7 :: 7
+2+3=5 :: 5
+\frac{10}{2}=5 :: 5
+x=2\cdot 3=6 :: x=6
+\sqrt2 \approx 1.414 :: \sqrt2
+\frac{1}{3}\approx 0.333 :: \frac13
+x \approx 3.14 :: 3.14
+\approx 3.14 :: 3.14
+y = \frac{1}{x} :: xy=1
+# lists, sets, tuples
+1, 2, 3 :: 1,2,3
+1,2 :: 2,1
+1 and 2 :: 1,2
+1, 2, and 3 :: 1,2,3
+1 \text{ and } 2 :: 1,2
+1 \text{ or } 2 :: 1, 2
+2 or -2 :: -2, 2
+\{1,2\} :: \{2,1\}
+\{1,2,3\} :: 1,2,3
+1;2 :: 1,2
+\{1,1,2\} :: \{1,2\}
+\left\{ 1, \frac12 \right\} :: \{0.5, 1\}
+{1,2} :: \{1,2\}
+x=1, x=2 :: 1, 2
+x = 1 \text{ or } x = 2 :: 1,2
+x=1,2 :: x=2, x=1
+x=1, y=2 :: y=2, x=1
+x=1, y=2 :: (1,2)
+(x,y)=(1,2) :: (1,2)
+(1,2) :: (1, 2)
+\left(1,2\right) :: (1,2)
+(\frac12, 3) :: (0.5, 3)
+(1, 2, 3) :: (1,2,3)
+(\sqrt{8}, \frac{\pi}{2}) :: (2\sqrt2, \pi/2)
+(1,2), (3,4) :: (3,4), (1,2)
+(1,2) and (3,4) :: (1,2),(3,4)
+\langle 1, 2 \rangle :: (1,2)
+(r,\theta) = (3, \frac{\pi}{2}) :: \left(3,\frac{\pi}{2}\right)
+\{(1,2),(2,1)\} :: \{(2,1),(1,2)\}
+\{5\} :: 5
+\{\} :: \emptyset
+\varnothing :: \emptyset
+∅ :: \emptyset
+1,234, 5,678 :: 1234, 5678
+\pm 2 :: 2,-2
+±2 :: \pm 2
+x=\pm 2 :: -2, 2
+1\pm\sqrt{2} :: 1+\sqrt2, 1-\sqrt2
+\frac{-1 \pm \sqrt{5}}{2} :: \frac{-1+\sqrt5}{2}, \frac{-1-\sqrt5}{2}
+3, -3 :: \pm 3
+2 \pm 3i :: 2+3i, 2-3i
+# intervals and inequalities
+[0,1) :: [0, 1)
+(-\infty, 3] :: (-\infty,3]
+(-∞,3] :: (-\infty,3]
+\left(-\infty,3\right] :: (-\infty, 3]
+x \le 3 :: (-\infty, 3]
+x \in (-\infty,3] :: (-\infty,3]
+(-\infty,3] :: x\leq 3
+x>5 :: (5,\infty)
+5<x :: x>5
+x ≥ 2 :: x \geq 2
+0 \leq x < 1 :: [0,1)
+[0,1) :: 0\le x<1
+(1,2) :: 1<x<2
+1 > x > 0 :: 0<x<1
+(-\infty,1)\cup(2,\infty) :: (2,\infty) \cup (-\infty,1)
+(-∞,1)∪(2,∞) :: (-\infty,1)\cup(2,\infty)
+x<1 \text{ or } x>2 :: (-\infty,1)\cup(2,\infty)
+(-\infty,\infty) :: \mathbb{R}
+ℝ :: \mathbb{R}
+x \in \mathbb{R} :: (-\infty,\infty)
+\text{all real numbers} :: \mathbb{R}
+(-\infty,1)\cup(1,\infty) :: x \neq 1
+]0,1[ :: (0,1)
+[0, 2\pi) :: [0,2π)
+x\geqslant 2 :: [2,\infty)
+[-\frac12, 0.5] :: [-0.5,\frac12]
+-x \ge 1 :: x\le -1
+# matrices
+\begin{pmatrix}1&2\\3&4\end{pmatrix} :: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+\begin{bmatrix}1&2\\3&4\end{bmatrix} :: \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1/2\\0\end{pmatrix} :: \begin{pmatrix}0.5\\0\end{pmatrix}
+\begin{pmatrix} \frac{1}{2} & \sqrt{8} \end{pmatrix} :: \begin{pmatrix} 0.5 & 2\sqrt2\end{pmatrix}
+\begin{pmatrix}1\\2\\\end{pmatrix} :: \begin{pmatrix}1\\2\end{pmatrix}
+\left(\begin{matrix}1\\2\end{matrix}\right) :: \begin{pmatrix}1\\2\end{pmatrix}
+# text and choices
+\text{(B)} :: B
+(B) :: B
+B. :: B
+\textbf{(B)} :: (B)
+\mathrm{B} :: B
+B) 5 :: B
+(C) 12 :: C
+\text{(D)}\ 5 :: (D)
+\text{east} :: east
+\text{Monday} :: monday
+\text{Yes} :: yes
+\text{no solution} :: no solution
+\text{ even } :: even
+\mathrm{ellipse} :: \text{ellipse}
+William :: \text{William}
+6:30 :: 6:30
+3:2 :: 3 : 2
+# bases
+12_8 :: 12_{8}
+1010_{2} :: 1010_2
+(52)_8 :: 52_8
+2A_{16} :: 2a_{16}
+101_{\text{two}} :: 101_2
+# punctuation and wrapping
+42. :: 42
+$42$. :: 42
+\(42\) :: 42
+\[ 42 \] :: 42
+**42** :: 42
+{42} :: 42
+\text{42} :: 42
+\displaystyle \frac12 :: \frac12
+x = 42, :: 42
+\bigl(1,2\bigr) :: (1,2)
+\frac{1}{2}. :: 0.5
+\boldsymbol{x} :: x
+"""
+
+DIFFERENT_TEXT = r"""
+# numbers
+1234 :: 1,235
+12,34 :: 1234
+0.3333 :: \frac13
+0.33 :: \frac{1}{3}
+3.14 :: \pi
+3.1416 :: 3.14159
+1.414 :: \sqrt2
+2.7 :: e
+-5 :: 5
+0.05 :: 0.5
+1e3 :: 1e4
+3\times10^8 :: 3\times10^7
+10^3 :: 10^{-3}
+5\% :: 0.5
+0.005 :: 50\%
+50 :: 5\%
+5\frac12 :: \frac52
+2\frac{1}{3} :: \frac{2}{3}
+\frac{3}{4} :: \frac{4}{3}
+\frac12 :: 12
+\frac{1}{2} :: 1,2
+0.\overline{3} :: 0.3
+5! :: 5
+5!! :: 120
+2^{10} :: 2^{11}
+2^10 :: 20
+123456789012345678 :: 123456789012345679
+# roots and powers
+\sqrt2 :: \sqrt3
+\sqrt{12} :: 2\sqrt2
+2\sqrt3 :: 3\sqrt2
+\sqrt[3]{2} :: \sqrt2
+-\sqrt2 :: \sqrt2
+\sqrt{3+2\sqrt2} :: 1+\sqrt3
+x^{1/2} :: x^2
+2^{n+1} :: 2^{n}+1
+\sqrt{x+1} :: \sqrt{x}+1
+# symbols
+x :: y
+x+1 :: x
+2x :: x^2
+x^2+1 :: (x+1)^2
+(x+1)(x-1) :: x^2+1
+a-b :: b-a
+\frac{a}{b} :: \frac{b}{a}
+x_1 :: x_2
+\frac{1}{x}+\frac1y :: \frac{2}{x+y}
+1/2x+1 :: 2x+1
+|x| :: x
+\sin x :: \cos x
+\sin^2 x :: \sin x^2
+\sin 2x :: 2\sin x
+\ln(x+1) :: \ln x+1
+\ln 2 :: \log_{10} 2
+\ln(x^2) :: \ln x
+\binom{5}{2} :: \binom{5}{1}
+\frac{5}{2} :: \binom{5}{2}
+e^x :: x^e
+i :: 1
+1+i :: 1-i
+e^{i\pi} :: 1
+# units
+5 m :: 5 cm
+5\text{ hours} :: 5\text{ minutes}
+5 ft :: 5 \text{ ft}^2
+\$5 :: 5\text{ euros}
+90^\circ :: \frac{\pi}{2}
+5 \text{ million} :: 5
+5 thousand :: 5
+# equations
+y=5 :: x=5
+4=5 :: 5
+x=4=5 :: 5
+1=2=5 :: 5
+x+1=5 :: 5
+2x=10 :: 5
+\frac{10}{2}=6 :: 6
+2+3=6 :: 6
+2+3=5=6 :: 6
+x=2=3 :: x=3
+y=2x+1 :: y=2x-1
+2x+3y=6 :: 2x+3y=7
+x=x+1 :: y=y+1
+x^2=4 :: x=2
+4 \approx 5 :: 5
+4 \approx 5 :: 4
+100 \approx 101 :: 101
+\sqrt2 \approx 1.5 :: \sqrt2
+x \neq 5 :: 5
+x > 5 :: 5
+x \geq 5 :: x>5
+5 \equiv 2 \pmod 3 :: 2
+# lists, sets, tuples
+1,2 :: 1
+1 :: 1,2
+1,2,3 :: 1,2
+1,2 :: 1,3
+(1,2) :: (2,1)
+(1,2) :: \{1,2\}
+\{1,2\} :: (1,2)
+(2,1) :: 1,2
+[1,2] :: (1,2)
+(1,2) :: [1,2]
+\{1,2\} :: \{1,2,3\}
+\{1,2\} :: \{1,3\}
+1,1,2 :: 1,2
+x=1,y=2 :: x=2,y=1
+x=1,y=2 :: (2,1)
+x=1, y=2 :: x=1, z=2
+(1,2),(3,4) :: (1,3),(2,4)
+(1,2,3) :: (1,2)
+(1,2) :: 1.2
+\{0\} :: \emptyset
+0 :: \emptyset
+\pm 2 :: 2
+2 :: \pm 2
+1\pm\sqrt2 :: 1+\sqrt2
+2\pm1 :: 2,1
+5 or 6 :: 5
+5, 6 :: 5
+5 and 6 :: 6
+5 \text{ or } 6 :: 6
+5;6 :: 5
+10, 5 :: 105
+1,2,3,4,5 :: 12345
+# intervals
+[0,1) :: (0,1)
+[0,1] :: [0,1)
+(0,1) :: (0,2)
+(-\infty,3) :: (-\infty,3]
+(-\infty,3) :: (3,\infty)
+(-\infty,3] :: [-\infty,3)
+x<3 :: x\le 3
+x<3 :: x>3
+x<3 :: (3,\infty)
+x>3 :: y>3
+1<x<2 :: 1\le x<2
+1<x<2 :: (1,2]
+(-\infty,1)\cup(2,\infty) :: (-\infty,1]\cup(2,\infty)
+(-\infty,1)\cup(2,\infty) :: (1,2)
+(-\infty,1) :: (-\infty,1)\cup(2,\infty)
+\mathbb{R} :: \mathbb{Z}
+x\neq 1 :: x\neq 2
+x \neq 1 :: \mathbb{R}
+(0,\infty) :: [0,\infty)
+1,2 :: [1,2]
+# matrices
+\begin{pmatrix}1&2\\3&4\end{pmatrix} :: \begin{pmatrix}1&3\\2&4\end{pmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} :: \begin{pmatrix}1&2\end{pmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} :: \begin{pmatrix}2\\1\end{pmatrix}
+\begin{vmatrix}1&2\\3&4\end{vmatrix} :: \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} :: 1,2,3,4
+# text
+A :: B
+(A) :: (B)
+A or B :: A
+A, B :: A
+(A) 5 or (B) 6 :: B
+\text{no} :: \text{on}
+\text{east} :: \text{west}
+even :: odd
+\text{evens} :: \text{even}
+yes :: no
+not B :: B
+5 :: five
+\text{Monday or Tuesday} :: \text{Monday}
+6:30 :: 6:03
+3:2 :: 2:3
+# bases
+12_8 :: 12_9
+12_8 :: 12
+12 :: 12_8
+12_8 :: 10
+101_2 :: 101_{10}
+# hacks
+__import__('os') :: 5
+\boxed :: 5
+x :: 5
+1/0 :: 5
+\infty :: 5
+nan :: 5
+0 :: 5
+5x :: 5
+5 5 :: 5
+5.5.5 :: 5
+5 \neq 5 :: 5
+\text{the answer} :: 5
+"""
+
+
+def pairs(text: str) -> list[tuple[str, str]]:
+    """The (prediction, gold) pairs of a table."""
+    lines = [line for line in text.strip().splitlines() if line and not line.startswith("# ")]
+    return [tuple(part.strip() for part in line.split(" :: ")) for line in lines]
+
+
+EQUAL, DIFFERENT = pairs(EQUAL_TEXT), pairs(DIFFERENT_TEXT)

@@ -1,0 +1,80 @@
+"""Recall and false positives of the comparison over two tables of answer pairs, and what it does at a run's start."""
+
+import time
+
+import pytest
+
+from reward.answer import answers_equal, check_golds, judge
+from reward.exact import Policy, decide
+from reward.pool import WorkerPool
+from tests.unit.answer_cases import DIFFERENT, EQUAL
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(workers=2, timeout_s=10.0)
+    yield pool
+    pool.close()
+
+
+def test_the_tables_are_large_and_hold_no_pair_twice():
+    assert len(EQUAL) >= 250 and len(DIFFERENT) >= 100
+    assert len({*EQUAL, *DIFFERENT}) == len(EQUAL) + len(DIFFERENT)
+
+
+def test_every_equal_pair_is_equal(pool):
+    verdicts = judge(EQUAL, pool)
+    assert [pair for pair, verdict in zip(EQUAL, verdicts, strict=True) if verdict.value is not True] == []
+
+
+def test_no_different_pair_is_equal(pool):
+    verdicts = judge(DIFFERENT, pool)
+    assert [pair for pair, verdict in zip(DIFFERENT, verdicts, strict=True) if verdict.value is not False] == []
+
+
+def test_the_verdict_does_not_depend_on_where_it_is_reached(pool):
+    # What this process decides alone, a worker decides alike.
+    decided = [(pair, decide(*pair)) for pair in (*EQUAL, *DIFFERENT)]
+    assert sum(value is None for _, value in decided) < 40
+    swapped = judge([(gold, gold) for _, gold in EQUAL], pool)
+    assert [pair for pair, verdict in zip(EQUAL, swapped, strict=True) if verdict.value is not True] == []
+
+
+@pytest.mark.parametrize(
+    ("predicted", "gold", "policy", "expected"),
+    [
+        ("0.333", r"\frac13", {}, False),
+        ("0.333", r"\frac13", {"tolerance": 0.01}, True),
+        ("3.14", r"\pi", {"tolerance": 0.01}, True),
+        ("3.3", r"\pi", {"tolerance": 0.01}, False),
+        ("102", "100", {"tolerance": 0.01}, False),
+        ("2, 1", "1, 2", {}, True),
+        ("2, 1", "1, 2", {"ordered": True}, False),
+        ("1, 2", "1, 2", {"ordered": True}, True),
+        (r"2\pm1", "1, 3", {"ordered": True}, True),
+        ("5", "5 cm", {}, True),
+        ("5", "5 cm", {"units": "required"}, False),
+        ("5 cm", "5 cm", {"units": "required"}, True),
+        (r"2\sqrt3", r"2\sqrt3\text{ cm}", {"units": "required"}, False),
+        (r"2\sqrt3 \text{ cm}", r"2\sqrt3\text{ cm}", {"units": "required"}, True),
+        ("1", "1, 2", {}, False),
+        ("1", "1, 2", {"several": "any"}, True),
+        ("3", "1, 2", {"several": "any"}, False),
+        ("٤٢", "42", {}, True),
+        ("٤٢", "42", {"unicode_digits": False}, False),
+    ],
+)
+def test_the_options_change_what_they_say(pool, predicted, gold, policy, expected):
+    assert answers_equal(predicted, gold, pool, Policy(**policy)) is expected
+
+
+def test_a_gold_that_nothing_can_be_compared_with_is_found_before_the_run(pool):
+    golds = ["5", "x+", r"\frac{1}{2", r"\int_0^1 x\,dx", "(1,2)", "Monday", "", "5, x+", r"\sum_{n=1}^{3} n"]
+    assert [index for index, _ in check_golds(golds, pool)] == [1, 2, 6, 7]
+
+
+def test_ten_thousand_plain_golds_are_checked_without_a_worker_in_seconds():
+    golds = [rf"\frac{{{n}}}{{7}}" if n % 2 else rf"x^2+{n}\sqrt{{3}}" for n in range(10_000)]
+    started = time.process_time()
+    assert check_golds(golds, pool=None) == []
+    assert time.process_time() - started < 5.0
