@@ -2,6 +2,7 @@
 
 Requests run in threads of their own and never write a result: they hand it to the loop in `run`, which takes an answer
 only from the attempt that is under way for its prompt. What an abandoned attempt answers later is dropped.
+`ask_all` is for what every replica is asked once: a change of the served version, sleep, wake.
 """
 
 import itertools
@@ -9,8 +10,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from recipes.parts.errors import KitError
 from recipes.parts.replica import Replica, ReplicaError, Sample
@@ -159,16 +161,65 @@ class Dispatcher:
     def _probe(
         self, place: int, running: dict[str, _Attempt], results: queue.SimpleQueue, finished: threading.Event
     ) -> None:
-        """Report a replica that has work and answers nothing at all: its process hangs, its connections stay open."""
-        replica, silent = self.replicas[place], 0
-        while not finished.wait(PROBE_EVERY_S):
-            error = None
-            if any(attempt.place == place for attempt in list(running.values())):
-                try:
-                    replica.info(timeout_s=PROBE_TIMEOUT_S)
-                except ReplicaError as found:
-                    error = found if found.status is None else None
-            silent = silent + 1 if error else 0
-            if silent >= PROBES:
-                text = f"it takes requests and answers none, not even {error.action}: {error.text}"
-                results.put((place, ReplicaError(replica.url, "generate", text)))
+        def has_work() -> bool:
+            return any(attempt.place == place for attempt in list(running.values()))
+
+        for error in silences(self.replicas[place], "generate", has_work, finished):
+            results.put((place, error))
+
+
+def silences(
+    replica: Replica, action: str, has_work: Callable[[], bool], finished: threading.Event
+) -> Iterator[ReplicaError]:
+    """An error whenever a replica that has work answers nothing at all, until `finished`: its process hangs, its
+    connections stay open."""
+    silent = 0
+    while not finished.wait(PROBE_EVERY_S):
+        error = None
+        if has_work():
+            try:
+                replica.info(timeout_s=PROBE_TIMEOUT_S)
+            except ReplicaError as found:
+                error = found if found.status is None else None
+        silent = silent + 1 if error else 0
+        if silent >= PROBES:
+            text = f"it takes requests and answers none, not even {error.action}: {error.text}"
+            yield ReplicaError(replica.url, action, text)
+
+
+def ask_all(
+    replicas: list[Replica], call: Callable[[Replica], Any], probe: str | None = None
+) -> tuple[dict[str, Any], dict[str, ReplicaError]]:
+    """One request to every replica at once: the answers by URL and the failures by URL.
+
+    With `probe`, the name of the request, a replica that hangs is given up as `Dispatcher.run` does it; without, the
+    request's own limit decides.
+    """
+    results: queue.SimpleQueue = queue.SimpleQueue()
+    finished = {replica.url: threading.Event() for replica in replicas}
+
+    def request(replica: Replica) -> None:
+        try:
+            results.put((replica.url, True, call(replica)))
+        except Exception as error:
+            results.put((replica.url, False, error))
+
+    def watch(replica: Replica) -> None:
+        for error in silences(replica, probe, lambda: True, finished[replica.url]):
+            results.put((replica.url, False, error))
+            return
+
+    for replica in replicas:
+        for work in (request, watch) if probe else (request,):
+            # Not a pool: it would wait for the request that hangs.
+            threading.Thread(target=work, args=(replica,), daemon=True).start()
+    outcomes: dict[str, tuple[bool, Any]] = {}
+    while len(outcomes) < len(finished):
+        url, is_answer, outcome = results.get()
+        finished[url].set()
+        outcomes.setdefault(url, (is_answer, outcome))
+    failed = {url: outcomes[url][1] for url in finished if not outcomes[url][0]}
+    for error in failed.values():
+        if not isinstance(error, ReplicaError):
+            raise error
+    return {url: outcomes[url][1] for url in finished if outcomes[url][0]}, failed

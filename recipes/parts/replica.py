@@ -25,8 +25,13 @@ from recipes.parts.errors import KitError
 PROTOCOL = 1
 # What was tested; the server's own check and the trainer's are this one.
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 32)
+# The ranks that vLLM 0.26 to 0.31 allocates LoRA slots for (vllm/config/lora.py).
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 PREFIX = "/v1/rollout"
 CONNECT_TIMEOUT_S, DISCARD_TIMEOUT_S = 10.0, 15.0
+# All but a generation takes seconds; a server gives its workers 120 s and then says so (launch/versions.py). Only the
+# first stage may have to wait until the server has read its NF4 copy.
+CHANGE_TIMEOUT_S, FIRST_STAGE_TIMEOUT_S = 130.0, 600.0
 # Contains what tokenizers differ in: digits, spaces, a control token, another script.
 PROBE = "2 + 40 = 42 <|im_end|>\n\tf(x_1) = Ünï 日本"
 
@@ -94,11 +99,13 @@ def is_tested_vllm(version: str) -> bool:
 class Replica:
     """The routes of one replica as methods; every failure is a `ReplicaError`. May be used from several threads.
 
-    `timeout_s` bounds the wait for one answer. The API key is taken from VLLM_API_KEY, as the server takes it.
+    `timeout_s` bounds the wait for one generation, and with `CHANGE_TIMEOUT_S` that for any other answer. The API key
+    is taken from VLLM_API_KEY, as the server takes it.
     """
 
     def __init__(self, url: str, timeout_s: float, connections: int = 256):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        self.change_timeout_s = min(CHANGE_TIMEOUT_S, timeout_s)
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy variable or a .netrc must not catch the rollouts
         self._http.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
@@ -150,7 +157,7 @@ class Replica:
         Session and version None score the base.
         """
         body = {"sequences": [encode_ids(ids) for ids in sequences], "session": session, "version": version}
-        answer = self._ask("POST", "score", body=body)
+        answer = self._ask("POST", "score", body=body, timeout_s=self.change_timeout_s)
         try:
             scores = [decode_floats(text) for text in answer["logprobs"]]
             if answer["version"] != version or [len(one) for one in scores] != [len(ids) - 1 for ids in sequences]:
@@ -169,19 +176,20 @@ class Replica:
         base_hash: str,
         path: Path | None = None,
         body: bytes | None = None,
+        is_first: bool = False,
     ) -> float:
         """Load an adapter version without serving it, from a directory both sides see or from the file's bytes;
-        the replica's seconds."""
+        the replica's seconds. The first of a session may take up to `FIRST_STAGE_TIMEOUT_S`."""
         where = {"way": way, "run": run, "session": session, "version": version, "base_hash": base_hash}
-        if body is None:
-            answer = self._ask("POST", "stage", params=where, body={"path": str(Path(path).resolve())})
-        else:
-            answer = self._ask("POST", "stage", params=where, data=body)
+        limit = min(FIRST_STAGE_TIMEOUT_S, self.timeout_s) if is_first else self.change_timeout_s
+        what = {"body": {"path": str(Path(path).resolve())}} if body is None else {"data": body}
+        answer = self._ask("POST", "stage", params=where, timeout_s=limit, **what)
         return answer.get("seconds", 0.0)
 
     def activate(self, session: str, version: int) -> dict:
         """Serve a staged version; the replica's seconds by part."""
-        return self._ask("POST", "activate", body={"session": session, "version": version}).get("seconds", {})
+        body = {"session": session, "version": version}
+        return self._ask("POST", "activate", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
 
     def discard(self, session: str, version: int) -> None:
         """Forget a staged version; one that is not there is fine."""
@@ -191,11 +199,11 @@ class Replica:
 
     def sleep(self) -> float:
         """Give the GPU memory back until `wake`; seconds."""
-        return self._ask("POST", "sleep").get("seconds", 0.0)
+        return self._ask("POST", "sleep", timeout_s=self.change_timeout_s).get("seconds", 0.0)
 
     def wake(self) -> float:
         """Weights and KV cache back in place; seconds."""
-        return self._ask("POST", "wake").get("seconds", 0.0)
+        return self._ask("POST", "wake", timeout_s=self.change_timeout_s).get("seconds", 0.0)
 
     def _ask(
         self,

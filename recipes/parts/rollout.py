@@ -5,13 +5,13 @@ The replicas hold the dequantized base (`python -m launch.server`) and are told 
 packed bytes. The trainer's process needs no vLLM.
 """
 
+import gc
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from recipes.parts.adapter_file import AdapterFile
 from recipes.parts.config import Config
-from recipes.parts.dispatch import Dispatcher, GenerationFailed
+from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
 from recipes.parts.errors import BadInput, CheckFailed, KitError
 from recipes.parts.replica import (
     PROTOCOL,
@@ -25,9 +25,8 @@ from recipes.parts.replica import (
 )
 from recipes.parts.rundir import RunDir, base_directory, read_json
 from recipes.parts.scorer import CanaryScorer
-from recipes.parts.sync import AdapterSync, restart_hint
+from recipes.parts.sync import START, AdapterSync, restart_hint, start_hint
 
-START = "python -m launch.server --config ..."
 FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
 
 
@@ -51,6 +50,7 @@ class ServerRollout:
         self._dispatcher: Dispatcher | None = None
         self._adapter: AdapterFile | None = None
         self._may_be_asleep = False
+        self._silent: set[str] = set()
 
     def check(self, linears: list[str], vocabulary: int) -> None:
         """Wait for every replica and refuse one that cannot serve this run; before any weight is loaded.
@@ -121,6 +121,7 @@ class ServerRollout:
                 f"it generates {info['max_num_seqs']} completions at once, fewer than rollout.group_size "
                 f"({rollout.group_size}). Raise server.max_num_seqs and restart it."
             )
+        found += self._other_settings(info)
         if self.config.server.sleep and not info["sleep_enabled"]:
             found.append(f"server.sleep is true and it was started without. Restart it with this config ({START}).")
         if info.get("damaged"):
@@ -141,6 +142,23 @@ class ServerRollout:
                 f"{len(missing)} of the {len(linears)} layers with an adapter cannot take one there, first "
                 f"{missing[:3]}. Leave them out of policy.target_modules."
             )
+        return found
+
+    def _other_settings(self, info: dict) -> list[str]:
+        """What of the `server` group a replica was started with differently: by hand, or before the YAML changed."""
+        found, server = [], self.config.server
+        held = {key: info[key] for key in ("weights", "kv_cache", "tensor_parallel")}
+        # Other names that vLLM has for the same.
+        held["kv_cache"] = {"fp8_e4m3": "fp8", "bfloat16": "auto"}.get(info["kv_cache"], info["kv_cache"])
+        wanted = {key: getattr(server, key) for key in held}
+        if server.weights == "bf16" and self.config.model.dtype != "bfloat16":
+            wanted["weights"] = self.config.model.dtype  # bf16 stands for weights without quantization
+        for key, value in held.items():
+            if value != wanted[key]:
+                found.append(
+                    f"its {key} is {info[key]}, server.{key} says {wanted[key]}. Restart it with this config "
+                    f"({START}), or set server.{key} to what it serves."
+                )
         return found
 
     def _wait(self, replica: Replica, deadline: float) -> dict:
@@ -169,7 +187,7 @@ class ServerRollout:
             if time.monotonic() > deadline:
                 raise CheckFailed(
                     f"the rollout server at {replica.url} did not answer within {limit:.0f} s ({last.text}). Start it "
-                    f"({START}), or set rollout.server_urls."
+                    f"({start_hint(self.run, [replica.url])}), or set rollout.server_urls."
                 )
             time.sleep(1.0)
 
@@ -184,6 +202,10 @@ class ServerRollout:
         everything = gather_object(prompt_ids)
         outcome: list[Any] = [None, None, None]
         self.report = {}
+        if self.config.server.sleep:
+            # Every process, before the replicas wake: the update's cached blocks are memory that they need.
+            free_gpu_cache()
+            trainer.accelerator.wait_for_everyone()
         if trainer.accelerator.is_main_process:
             # The other processes wait for the outcome, so no error may pass them by.
             try:
@@ -203,8 +225,14 @@ class ServerRollout:
     def close(self) -> None:
         """Leave the replicas awake; called once, however the run ends, by the main process."""
         self.sync.settle()
-        if self._may_be_asleep:
-            self._all(lambda replica: replica.wake())
+        if not self._may_be_asleep:
+            return
+        free_gpu_cache()
+        asked = [replica for replica in self.replicas if replica.url not in self._silent]
+        failed = ask_all(asked, lambda replica: replica.wake(), probe="wake")[1]
+        reasons = {url: error.text for url, error in failed.items()} | dict.fromkeys(self._silent, "it hangs")
+        for url, reason in reasons.items():
+            print(f"{url} may be left asleep: {reason}. The next start of a trainer wakes it.", flush=True)
 
     def _step(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[tuple], int]:
         """Wake, sync, generate, sleep; the samples of all processes and the version that made them."""
@@ -280,21 +308,17 @@ class ServerRollout:
             ) from None
         return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for samples in groups for sample in samples]
 
-    def _all(self, call: Any) -> list[ReplicaError]:
-        """Do it on all replicas at once; the failures."""
-
-        def attempt(replica: Replica) -> ReplicaError | None:
-            try:
-                call(replica)
-            except ReplicaError as error:
-                return error
-            return None
-
-        with ThreadPoolExecutor(len(self.replicas)) as pool:
-            return [error for error in pool.map(attempt, self.replicas) if error]
-
     def _all_or_fail(self, call: Any, what: str) -> None:
-        for error in self._all(call):
-            raise CheckFailed(
-                f"the replica at {error.url} did not {what}: {error.text}. " + restart_hint(self.run, [error.url])
-            )
+        failed = ask_all(self.replicas, call, probe=what)[1]
+        self._silent |= {url for url, error in failed.items() if error.status is None}
+        for url, error in failed.items():
+            raise CheckFailed(f"the replica at {url} did not {what}: {error.text}. " + restart_hint(self.run, [url]))
+
+
+def free_gpu_cache() -> None:
+    """Hand this process's unused GPU memory back to the card; nothing without a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        gc.collect()  # tensors in reference cycles count as used
+        torch.cuda.empty_cache()

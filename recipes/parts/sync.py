@@ -2,8 +2,9 @@
 
 Only the adapter travels. Whether a replica folds it into its weights or serves it unmerged is the replica's work
 (`rollout.sync`); for the trainer both are the same four requests: stage on all, activate on all, score the canary,
-discard the version before. A version is served by every replica or by none: whatever fails, all go back to the version
-before and the run ends with the replica's name.
+discard the version before. Nothing is sampled from a version that not every replica serves: whatever fails, all that
+answer go back to the version before, and the run ends with the replica's name. The first version of a session has none
+before it; the message then says what each replica serves.
 
 vLLM's prefix cache knows an adapter by name, so versions of a resumed run must not share names with the first ones:
 each trainer process has a session of its own.
@@ -23,16 +24,20 @@ import numpy as np
 from recipes.parts.adapter_file import WEIGHTS, AdapterFile
 from recipes.parts.canary import CanaryResult, compare, write_canary
 from recipes.parts.config import Config
-from recipes.parts.errors import CheckFailed
+from recipes.parts.dispatch import ask_all
+from recipes.parts.errors import CheckFailed, KitError
 from recipes.parts.replica import Replica, ReplicaError
 from recipes.parts.rundir import RunDir
 
 # Scores of the policy and of the base on the canary's sequences; called while the replicas work.
 Scores = tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]
+STATE_TIMEOUT_S = 5.0  # for what a replica serves, once something has failed
+START = "python -m launch.server --config ..."
+_LOST = "did not answer, so what it serves is not known"
 
 
 class AdapterSync:
-    """Publishes adapter versions to all replicas, or to none.
+    """Publishes adapter versions to all replicas; a failure takes those that answer back to the version before.
 
     After `publish`, `seconds` holds its wall-clock parts (write, stage, activate, canary) and `canary` the result of
     each replica by URL; `served` is the version that all replicas sample from.
@@ -47,6 +52,7 @@ class AdapterSync:
         self.canary: dict[str, CanaryResult] = {}
         self._background = ThreadPoolExecutor(1)
         self._cleanup: Future | None = None
+        self._kept: set[tuple[str, int]] = set()  # (URL, version) that could not be discarded
 
     def publish(self, version: int, adapter: AdapterFile, score: Callable[[], Scores] | None) -> None:
         """Make all replicas serve this version; `CheckFailed`, naming the replica, when one cannot.
@@ -55,6 +61,7 @@ class AdapterSync:
         """
         self.seconds, self.canary = {}, {}
         self.settle()
+        self._discard_again()
         started = time.perf_counter()
         directory = adapter.write(self.folder / f"v{version:06d}", version)
         self.seconds["write"] = time.perf_counter() - started
@@ -68,8 +75,8 @@ class AdapterSync:
             swap.result()
         started = time.perf_counter()
         if error is not None:
-            self._roll_back(version)
-            raise error
+            serving = self._roll_back(version, {})
+            raise CheckFailed(f"{error} {serving}") if isinstance(error, KitError) else error
         if scores is not None:
             self._check_canary(version, *scores)
         self.seconds["canary"] = time.perf_counter() - started
@@ -78,35 +85,38 @@ class AdapterSync:
         self._cleanup = self._background.submit(self._forget, previous, directory)
 
     def _swap(self, version: int, directory: Path, base_hash: str) -> None:
-        """Stage everywhere, then activate everywhere; after a failure everything is as before."""
-        rollout = self.config.rollout
+        """Stage everywhere, then activate everywhere; after a failure every replica that answers is as before, but
+        for a first version that some serve already."""
+        rollout, is_first = self.config.rollout, self.served is None
         what = {"way": rollout.sync, "run": self.config.run.name, "session": self.session, "version": version}
-        what |= {"base_hash": base_hash}
+        what |= {"base_hash": base_hash, "is_first": is_first}
         what |= {"body": (directory / WEIGHTS).read_bytes()} if rollout.transport == "body" else {"path": directory}
         started = time.perf_counter()
-        failed = self._each(lambda replica: replica.stage(**what))[1]
+        # A server that still reads its NF4 copy answers no probe either.
+        failed = ask_all(self.replicas, lambda one: one.stage(**what), probe=None if is_first else "stage")[1]
         self.seconds["stage"] = time.perf_counter() - started
         if failed:
-            self._each(lambda replica: replica.discard(self.session, version))
+            self._discard(self._that_answer(failed), version)
+            stays = "No replica serves it." if is_first else f"All replicas stay on version {self.served}."
             raise CheckFailed(
-                f"{_names(failed)} did not load adapter version {version}: {_reasons(failed)}. All replicas stay on "
-                f"{self._before()}.{_path_hint(rollout.transport, failed)} {restart_hint(self.run, failed)}"
+                f"{_names(failed)} did not load adapter version {version}: {_reasons(failed)}. {stays}"
+                f"{_path_hint(rollout.transport, failed)} {restart_hint(self.run, failed)}"
             )
         started = time.perf_counter()
-        failed = self._each(lambda replica: replica.activate(self.session, version))[1]
+        failed = ask_all(self.replicas, lambda one: one.activate(self.session, version), probe="activate")[1]
         self.seconds["activate"] = time.perf_counter() - started
         if failed:
-            left = self._roll_back(version)
+            serving = self._roll_back(version, failed)
             raise CheckFailed(
-                f"{_names(failed)} did not switch to adapter version {version}: {_reasons(failed)}. "
-                f"{self._after_roll_back(left)} {restart_hint(self.run, failed)}"
+                f"{_names(failed)} did not switch to adapter version {version}: {_reasons(failed)}. {serving} "
+                f"{restart_hint(self.run, failed)}"
             )
 
     def _check_canary(
         self, version: int, sequences: list[list[int]], policy: list[np.ndarray], base: list[np.ndarray]
     ) -> None:
         """Compare every replica's scores with the trainer's; `CheckFailed` after the roll back when one is off."""
-        scored, failed = self._each(lambda replica: replica.score(sequences, self.session, version))
+        scored, failed = ask_all(self.replicas, lambda one: one.score(sequences, self.session, version), probe="score")
         self.canary = {url: compare(scores, policy, base) for url, scores in scored.items()}
         limit = self.config.rollout.max_canary_delta
         problems = {
@@ -117,45 +127,70 @@ class AdapterSync:
         for url, error in failed.items():
             problems[url] = f"the replica at {url} did not score the canary: {error.text}"
         if problems:
-            left = self._roll_back(version)
+            serving = self._roll_back(version, failed)
             raise CheckFailed(
-                f"adapter version {version}: {'; '.join(problems.values())}. {self._after_roll_back(left)} "
+                f"adapter version {version}: {'; '.join(problems.values())}. {serving} "
                 f"{restart_hint(self.run, problems)} If it happens again, write its base again (python -m merge base)."
             )
         facts: dict[str, Any] = {"session": self.session, "version": version, "way": self.config.rollout.sync}
         write_canary(self.folder / "canary.json", **facts, sequences=sequences, policy=policy, base=base)
 
-    def _roll_back(self, version: int) -> dict[str, ReplicaError]:
-        """Serve the version before again everywhere and forget this one; the replicas that did not go back."""
-        if self.served is None:
-            return {}
-        served = self.served
-        left = self._each(lambda replica: replica.activate(self.session, served))[1]
-        self._each(lambda replica: replica.discard(self.session, version))
-        return left
+    def _roll_back(self, version: int, failed: dict[str, ReplicaError]) -> str:
+        """Serve the version before wherever a replica answers, and forget this one; a sentence on what is served.
 
-    def _each(self, call: Callable[[Replica], Any]) -> tuple[dict[str, Any], dict[str, ReplicaError]]:
-        """The answers by URL and the failures by URL, of all replicas at once."""
-        answers: dict[str, Any] = {}
-        failed: dict[str, ReplicaError] = {}
-        with ThreadPoolExecutor(len(self.replicas)) as pool:
-            futures = {replica.url: pool.submit(call, replica) for replica in self.replicas}
-            for url, future in futures.items():
-                try:
-                    answers[url] = future.result()
-                except ReplicaError as error:
-                    failed[url] = error
-        return answers, failed
+        A replica that did not answer is left alone: to wait for it again would only delay the end of the run.
+        """
+        answering, served = self._that_answer(failed), self.served
+        if served is None:
+            return self._serving(version, answering)
+        back, left = ask_all(answering, lambda one: one.activate(self.session, served), probe="activate")
+        self._discard([replica for replica in answering if replica.url in back], version)
+        lost = [replica.url for replica in self.replicas if replica.url not in back]
+        if lost:
+            reasons = [
+                f"the replica at {url} {f'did not go back to it: {left[url].text}' if url in left else _LOST}"
+                for url in lost
+            ]
+            others = "The others serve" if back else "None is known to serve"
+            return f"{others} version {served} again; {'; '.join(reasons)}."
+        return f"All replicas serve version {served} again."
 
-    def _before(self) -> str:
-        return "what they served before this run" if self.served is None else f"version {self.served}"
+    def _serving(self, version: int, answering: list[Replica]) -> str:
+        """What each replica serves after the first version failed, which is forgotten where it was only staged."""
+        infos = ask_all(answering, lambda one: one.info(timeout_s=STATE_TIMEOUT_S))[0]
+        ours = {"session": self.session, "version": version}
+        state, staged = [], []
+        for replica in self.replicas:
+            served = infos[replica.url]["served"] if replica.url in infos else None
+            if replica.url not in infos:
+                state.append(f"{replica.url} {_LOST}")
+            elif served and {key: served[key] for key in ours} == ours:
+                state.append(f"{replica.url} serves the refused version {version}")
+            else:
+                staged.append(replica)
+                held = f"version {served['version']} of session {served['session']}" if served else "the base"
+                state.append(f"{replica.url} serves {held}")
+        self._discard(staged, version)
+        return f"No version of this session was served before it: {', '.join(state)}."
 
-    def _after_roll_back(self, left: dict[str, ReplicaError]) -> str:
-        if self.served is None:
-            return "No version was served before it."
-        if left:
-            return f"The others serve version {self.served} again; {_names(left)} did not go back to it."
-        return f"All replicas serve version {self.served} again."
+    def _that_answer(self, failed: dict[str, ReplicaError]) -> list[Replica]:
+        """The replicas but those whose failure was to give no answer."""
+        return [one for one in self.replicas if one.url not in failed or failed[one.url].status is not None]
+
+    def _discard(self, replicas: list[Replica], version: int) -> None:
+        """Forget a version on these replicas; what stays is told and remembered."""
+        for url, error in ask_all(replicas, lambda one: one.discard(self.session, version))[1].items():
+            self._kept.add((url, version))
+            print(
+                f"{url} keeps adapter version {version} in its memory: {error.text}. The next sync asks it again.",
+                flush=True,
+            )
+
+    def _discard_again(self) -> None:
+        """Forget what could not be forgotten before, so that adapters do not pile up on the GPU."""
+        kept, self._kept = self._kept, set()
+        for version in sorted({version for _, version in kept}):
+            self._discard([one for one in self.replicas if (one.url, version) in kept], version)
 
     def settle(self) -> None:
         """Wait until the version before is gone from every replica and from the disk."""
@@ -165,7 +200,7 @@ class AdapterSync:
     def _forget(self, previous: int | None, directory: Path) -> None:
         if previous is not None:
             # A slot that stays taken is not worth the run.
-            self._each(lambda replica: replica.discard(self.session, previous))
+            self._discard(self.replicas, previous)
         self._remove_all_but(directory)
 
     def _remove_all_but(self, directory: Path) -> None:
@@ -175,13 +210,17 @@ class AdapterSync:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def restart_hint(run: RunDir, urls: Iterable[str]) -> str:
-    """What to do about replicas that failed, with the logs that `launch.server` writes when it ran on this machine."""
+def start_hint(run: RunDir, urls: Iterable[str]) -> str:
+    """How replicas are started, with the logs that `launch.server` writes when it ran on this machine."""
     ports = [re.search(r":(\d+)", url.partition("://")[2]) for url in urls]
     logs = [run.logs / f"server-{port.group(1)}.log" for port in ports if port]
     found = ", ".join(str(log) for log in logs if log.is_file())
-    start = "python -m launch.server --config ..."
-    return f"Restart it ({start}{f'; its log: {found}' if found else ''}), then continue with --resume."
+    return f"{START}{f'; its log: {found}' if found else ''}"
+
+
+def restart_hint(run: RunDir, urls: Iterable[str]) -> str:
+    """What to do about replicas that failed."""
+    return f"Restart it ({start_hint(run, urls)}), then continue with --resume."
 
 
 def _names(failed: dict[str, ReplicaError]) -> str:

@@ -26,7 +26,8 @@ class FakeReplica(ThreadingHTTPServer):
     """`staged` and `served` are versions, `calls` what was asked, in order; faults:
 
     `refuses[action]` = (status, text) answered instead; `before[action]` is called with the request's body, and what
-    it returns that is not None is the answer. `holds` is the version whose weights it really has, when it lies.
+    it returns that is not None is the answer, or (status, answer). `holds` is the version whose weights it really
+    has, when it lies.
     """
 
     daemon_threads = True
@@ -38,7 +39,7 @@ class FakeReplica(ThreadingHTTPServer):
         self.calls: list[str] = []
         self.bodies: list[tuple[str, Any]] = []
         self.refuses: dict[str, tuple[int, str]] = {}
-        self.before: dict[str, Callable[[Any], dict | None]] = {}
+        self.before: dict[str, Callable[[Any], dict | tuple[int, dict] | None]] = {}
         self.holds: int | None = None
         self.asleep = False
         self.seconds_per_request = 0.0
@@ -47,7 +48,12 @@ class FakeReplica(ThreadingHTTPServer):
         self.connections: list[socket.socket] = []
         self.info = {
             **{"protocol": 1, "vllm": "0.31.0", "model": "models/bases/tiny", "base_hash": "ab" * 32},
-            **{"weights": "fp8", "kv_cache": "auto", "logprobs_mode": "processed_logprobs", "max_model_len": 4096},
+            **{
+                "weights": "fp8_per_channel",
+                "kv_cache": "auto",
+                "logprobs_mode": "processed_logprobs",
+                "max_model_len": 4096,
+            },
             **{"max_num_seqs": 64, "vocab_size": 316, "tokenizer_hash": "", "tensor_parallel": 1},
             **{"sync": ["remerge", "adapter"], "max_lora_rank": 16, "modules": None, "sleep_enabled": False},
             **info,
@@ -79,7 +85,7 @@ class FakeReplica(ThreadingHTTPServer):
             status, text = self.refuses[action]
             return status, {"error": text}
         if action in self.before and (early := self.before[action](body)) is not None:
-            return 200, early
+            return early if isinstance(early, tuple) else (200, early)
         return getattr(self, f"do_{action}")(body, query)
 
     def do_info(self, body: None, query: dict) -> tuple[int, dict]:

@@ -73,6 +73,28 @@ def test_no_answer_may_be_tried_again(fake):
         assert failed.value.retry and failed.value.status is None and url in str(failed.value)
 
 
+def test_only_generation_and_the_first_stage_may_take_longer_than_a_change(fake, monkeypatch):
+    monkeypatch.setattr("recipes.parts.replica.CHANGE_TIMEOUT_S", 0.3)
+    replica = Replica(fake.url, 20)
+    where = {"way": "remerge", "run": "r", "session": "s", "base_hash": "ab", "path": "."}
+    calls = {
+        "stage": lambda: replica.stage(**where, version=2),
+        "activate": lambda: replica.activate("s", 1),
+        "score": lambda: replica.score([[1, 2]], "s", 1),
+        "sleep": replica.sleep,
+        "wake": replica.wake,
+    }
+    for action, call in calls.items():
+        fake.before[action] = lambda body: time.sleep(1.0)
+        with pytest.raises(ReplicaError, match=rf"{action}: no answer within 0\.3 s"):
+            call()
+    replica.stage(**where, version=1, is_first=True)
+    fake.before = {"generate": lambda body: time.sleep(1.0)}
+    replica.activate("s", 1)
+    sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+    assert replica.generate("r", [1], **sampling, session="s", version=1)[0] == 1
+
+
 @pytest.mark.parametrize("answer", [{"samples": 3}, {"version": 1}, {"version": 1, "samples": [{"token_ids": "?"}]}])
 def test_an_answer_that_is_not_of_the_protocol_is_final(fake, answer):
     fake.before["generate"] = lambda body: answer

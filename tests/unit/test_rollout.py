@@ -1,5 +1,6 @@
 """Rollouts against stand-in replicas: which are accepted, and how requests are spread, retried and taken once."""
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -88,6 +89,10 @@ def assert_complete(answers: list, prompts: int = 8) -> None:
         ({"damaged": "its weights are of no version."}, [], "of no version"),
         ({}, ["--server.sleep=true"], "server.sleep is true and it was started without"),
         ({"protocol": 2}, [], "speaks protocol 2"),
+        ({"weights": "bf16"}, [], r"its weights is bf16, server\.weights says fp8_per_channel\. Restart it"),
+        ({}, ["--server.weights=bf16", "--model.dtype=bfloat16"], r"fp8_per_channel, server\.weights says bf16"),
+        ({"kv_cache": "fp8_e4m3"}, [], r"its kv_cache is fp8_e4m3, server\.kv_cache says auto\."),
+        ({"tensor_parallel": 2}, [], r"server\.tensor_parallel says 1\..* or set server\.tensor_parallel"),
     ],
 )
 def test_a_replica_that_cannot_serve_the_run_is_refused(rollout, info, overrides, reason):
@@ -121,6 +126,28 @@ def test_a_resumed_run_finds_another_base_before_it_loads_weights(rollout):
     found.run.path.mkdir()
     found.run.base_file.write_text('{"hash": "%s"}' % ("ef" * 32))
     with pytest.raises(BadInput, match=r"base.json has efefefefefef"):
+        found.check(LINEARS, 316)
+
+
+@pytest.mark.parametrize(
+    ("info", "overrides"),
+    [
+        ({"kv_cache": "fp8_e4m3"}, ["--server.kv_cache=fp8"]),
+        ({"kv_cache": "bfloat16"}, []),
+        ({"weights": "float32"}, ["--server.weights=bf16", "--model.dtype=float32"]),
+    ],
+)
+def test_another_name_of_the_same_setting_is_accepted(rollout, info, overrides):
+    rollout(1, info, *overrides).check(LINEARS, 316)
+
+
+def test_a_server_that_does_not_answer_at_the_start_is_named_with_its_log(rollout):
+    found = rollout(1)
+    found.fakes[0].refuses["info"] = (503, "no")
+    found.run.logs.mkdir(parents=True)
+    log = found.run.logs / f"server-{found.fakes[0].server_port}.log"
+    log.write_text("")
+    with pytest.raises(CheckFailed, match=f"did not answer within 3 s .*Start it .*its log: {log}"):
         found.check(LINEARS, 316)
 
 
@@ -306,3 +333,43 @@ def test_replicas_that_were_left_asleep_are_woken_before_the_first_sync(rollout,
     monkeypatch.setattr(found, "_sync", lambda trainer: None)
     found._step(SimpleNamespace(timed=lambda phase: threading.Lock(), eos_token_ids=[0]), [[3, 4]] * GROUP)
     assert found.fakes[0].calls[0] == "wake"
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, monkeypatch, is_main, fails):
+    found = served(rollout(1, {"sleep_enabled": True}, "--server.sleep=true"))
+    order = []
+
+    def step(trainer: SimpleNamespace, prompts: list) -> tuple[list, int]:
+        order.append("step")
+        if fails:
+            raise CheckFailed("the replica did not wake up")
+        return [([1], [-0.5])] * len(prompts), 1
+
+    def broadcast(outcome: list) -> None:
+        order.append("broadcast")
+        if not is_main:
+            outcome[:] = [None, None, CheckFailed("did not wake up")] if fails else [[([1], [-0.5])] * GROUP, 1, None]
+
+    monkeypatch.setattr(found, "_step", step)
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: rows)
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", broadcast)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: order.append("free"))
+    accelerator = SimpleNamespace(
+        is_main_process=is_main, process_index=0, wait_for_everyone=lambda: order.append("barrier")
+    )
+    with pytest.raises(CheckFailed, match="did not wake up") if fails else contextlib.nullcontext():
+        found.generate(SimpleNamespace(accelerator=accelerator), [[3, 4]] * GROUP)
+    assert order == ["free", "barrier", *(["step"] if is_main else []), "broadcast"]
+
+
+def test_a_replica_that_cannot_be_woken_at_the_end_is_told(rollout, capsys):
+    found = served(rollout(2, {"sleep_enabled": True}, "--server.sleep=true"))
+    found._may_be_asleep = True
+    found.fakes[1].refuses["wake"] = (500, "no memory")
+    found.close()
+    line = f"{found.fakes[1].url} may be left asleep: no memory. The next start of a trainer wakes it.\n"
+    assert capsys.readouterr().out == line
+    assert found.fakes[0].calls == ["wake"]

@@ -3,6 +3,7 @@
 import json
 import resource
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -126,14 +127,76 @@ def test_one_replica_that_does_not_load_keeps_all_on_the_old_version(synced):
 
 def test_one_replica_that_does_not_switch_takes_the_others_back(synced):
     both, sync = synced(2)
-    both[1].before["activate"] = lambda body: {"seconds": {}} if body["version"] == 1 else refuse(both[1])
+    both[1].before["activate"] = lambda body: None if body["version"] == 1 else (500, {"error": "no room"})
     with pytest.raises(CheckFailed, match=rf"{both[1].url} did not switch to adapter version 2.*version 1 again"):
         sync.publish(2, Adapter(), scores_of(2))
     assert_all_serve(both, sync, 1)
 
 
-def refuse(replica: FakeReplica) -> None:
+def test_a_replica_that_did_not_answer_is_not_asked_to_go_back(synced):
+    both, sync = synced(2)
+    both[1].before["activate"] = cut
+    both[1].calls.clear()
+    with pytest.raises(CheckFailed) as failed:
+        sync.publish(2, Adapter(), scores_of(2))
+    assert f"the replica at {both[1].url} did not answer, so what it serves is not known" in str(failed.value)
+    assert both[1].calls == ["stage", "activate"]
+    assert_all_serve(both[:1], sync, 1)
+
+
+def cut(body: dict) -> None:
     raise ConnectionError
+
+
+@pytest.mark.parametrize("action", ["stage", "activate", "score"])
+def test_a_replica_that_hangs_in_a_sync_is_given_up_long_before_the_request_times_out(synced, monkeypatch, action):
+    both, sync = synced(2)
+    sync.settle()
+    monkeypatch.setattr("recipes.parts.dispatch.PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr("recipes.parts.dispatch.PROBE_TIMEOUT_S", 0.2)
+    for replica in sync.replicas:
+        replica.timeout_s = replica.change_timeout_s = 60
+    release = threading.Event()
+    for one in (action, "info"):
+        both[1].before[one] = lambda body: release.wait(60) and None
+    started = time.monotonic()
+    with pytest.raises(CheckFailed, match=rf"{both[1].url}.* takes requests and answers none"):
+        sync.publish(2, Adapter(), scores_of(2))
+    assert time.monotonic() - started < 30
+    release.set()
+    assert_all_serve(both[:1], sync, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [(lambda body: (500, {"error": "no room"}), "serves the base"), (cut, "did not answer, so what it serves is not")],
+)
+def test_the_failure_of_a_first_version_says_what_each_replica_serves(replicas, tmp_path, fault, state):
+    both = replicas(2)
+    both[1].before["activate"] = fault
+    sync = AdapterSync([Replica(replica.url, 5) for replica in both], load_config(CONFIG), RunDir(tmp_path))
+    with pytest.raises(CheckFailed) as failed:
+        sync.publish(1, Adapter(), None)
+    expected = f"before it: {both[0].url} serves the refused version 1, {both[1].url} {state}"
+    assert expected in str(failed.value) and sync.served is None
+    assert both[1].versions == ([] if "base" in state else [1]), "forgotten where it was only staged"
+
+
+def test_a_version_that_stays_on_a_replica_is_told_and_discarded_with_the_next_sync(synced, capsys):
+    both, sync = synced(2)
+    both[1].refuses["discard"] = (500, "busy")
+    sync.publish(2, Adapter(), scores_of(2))
+    sync.settle()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{both[1].url} keeps adapter version 1 in its memory: busy. The next sync asks it again."]
+    assert both[1].versions == [1, 2]
+    del both[1].refuses["discard"]
+    at_stage = []
+    both[1].before["stage"] = lambda body: at_stage.append(both[1].versions)
+    sync.publish(3, Adapter(), scores_of(3))
+    sync.settle()
+    assert at_stage == [[2]], "gone before the next one needs room"
+    assert_all_serve(both, sync, 3)
 
 
 def test_a_replica_that_cannot_go_back_is_named_too(synced):
