@@ -13,20 +13,23 @@ Who does what:
   every sample. The candidate is forked before the job is read, so no test is in its memory.
 - This process only sends jobs and reads verdicts. It parses and compiles no model text.
 
-What surrounds candidate and judge, as far as the machine allows (`isolation`, measured by trying it): namespaces for
-mounts (a read-only root with the standard library alone, a fresh 16 MiB file system in memory, no /proc, no /dev, no
-packages), network (no interface that is up), IPC and processes (the kernel kills what is left with the candidate), in
-a user namespace where the trainer is not root; a system call filter (no sockets, no new processes or threads, no
-signals, no ptrace, no mounts); without the mount namespace, Landlock file rules (the standard library alone) and no
-writing to files at all; nobody instead of root; no capabilities; limits on CPU time, memory, file size, open files and
-processes; an empty environment; standard streams on /dev/null. CPU time is limited by the kernel, so that a verdict does not depend on what else the machine does; the
-wall clock is kept by the judge, again by the fork server and again here.
+What surrounds candidate and judge, as far as the machine allows (`Sandbox.isolation`, found out by trying):
+
+- namespaces for mounts (a read-only root with the standard library alone, a fresh 16 MiB file system in memory, no
+  /proc, no /dev, no packages), network (no interface that is up), IPC and processes (the kernel kills what is left
+  with the candidate), in a user namespace where the trainer is not root;
+- a system call filter: no sockets, no new processes or threads, no signals, no ptrace, no mounts;
+- without the mount namespace, Landlock file rules (the standard library alone) and no writing to files at all;
+- nobody instead of root, no capabilities, memory hidden from other processes, an empty environment, standard streams
+  on /dev/null, limits on CPU time, memory, file size, open files and processes.
+
+CPU time is limited by the kernel, so that a verdict does not depend on what else the machine does; the wall clock is
+kept by the judge, again by the fork server and again here. With neither namespaces nor the filter no code is run.
 
 Limits: functions are called with copies, so tests see no argument changed in place; results that are no plain values
 (instances of the completion's classes, functions) are true or false and equal nothing; only the standard library can
 be imported; a function can recognize arguments that its prompt shows. With neither namespaces nor Landlock the
-candidate can read the files that its user can read; with no filter either, a trainer that is not root refuses to run
-code. Kernel bugs are not defended against: use a virtual machine for that.
+candidate can read what its user can read. Kernel bugs are not defended against: use a virtual machine for that.
 """
 
 import atexit
@@ -101,17 +104,17 @@ class Isolation:
 
     @property
     def level(self) -> str:
-        """ "full" (namespaces and system call filter), "namespaces", "filter" or "limits" (rlimits alone)."""
-        namespaces, filtered = set(self.parts) >= NAMESPACES, "seccomp" in self.parts
-        if namespaces:
-            return "full" if filtered else "namespaces"
-        if filtered:
-            return "confined" if "landlock" in self.parts else "filter"
-        return "limits"
+        """One of "full", "namespaces" (without the filter), "confined" (filter and file rules) and "filter" alone.
+
+        Only in the last can files be read that are not the standard library's.
+        """
+        if set(self.parts) >= NAMESPACES:
+            return "full" if "seccomp" in self.parts else "namespaces"
+        return "confined" if "landlock" in self.parts else "filter"
 
     def describe(self) -> str:
         """One line for the log."""
-        text = f"code sandbox: isolation {self.level} ({', '.join(self.parts) or 'resource limits only'})"
+        text = f"code sandbox: isolation {self.level} ({', '.join(self.parts)})"
         if not {"mount", "landlock"} & set(self.parts):
             text += "; tested code can read the files and, without a namespace, the processes that its user can read"
         return text

@@ -110,7 +110,11 @@ def add(a, b): return 7
     "a crash of the interpreter": "import ctypes\ndef add(a, b): return ctypes.string_at(0)",
 }
 _FORGERIES = {
-    "the success marker printed": 'print("passed")\nprint({"passed": 3, "total": 3, "reason": "passed"})\ndef add(a, b): 0',
+    "the success marker printed": """
+print("passed")
+print({"passed": 3, "total": 3, "reason": "passed"})
+def add(a, b): print("OK")
+""",
     "a verdict written to every descriptor": """
 import os, json
 text = json.dumps({"passed": 3, "total": 3, "reason": "passed"}).encode()
@@ -333,16 +337,21 @@ import socket
 try: socket.create_connection(("1.1.1.1", 53), timeout=1); add = lambda a, b: a + b
 except OSError: pass
 """,
-    "a server on this machine": """
+    "a datagram to the outside": """
 import socket
 try:
-    s = socket.socket(); s.bind(("127.0.0.1", 0)); s.listen()
+    socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.1", 9))
     add = lambda a, b: a + b
 except OSError: pass
 """,
     "new namespaces": """
-import ctypes
-if ctypes.CDLL(None).unshare(0x10000000 | 0x20000) == 0: add = lambda a, b: a + b
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.unshare(0x10000000 | 0x20000)
+for source in (b"proc", b"sysfs", b"devtmpfs"): libc.mount(source, b".", source, 0, None)
+libc.chroot(b".."), libc.chroot(b"../../..")
+try: os.listdir("/etc"); open("/etc/passwd"); add = lambda a, b: a + b
+except OSError: pass
 """,
     "limits raised": """
 import resource
@@ -376,13 +385,15 @@ _OTHER = [
     ("right code behind a prompt sign", "```python\n>>> def add(a, b): return a + b\n```", GOLD, PROMPT),
     ("right code cut in the middle", "```python\ndef add(a, b):\n    return a +", GOLD, PROMPT),
     ("another name", _fenced("def plus(a, b):\n    return a + b"), GOLD, PROMPT),
-    ("a method instead of a function", _fenced(f"class S:\n    {_RIGHT.replace(chr(10), chr(10) + '    ')}"), GOLD, PROMPT),
+    ("a method instead of a function", _fenced("class S:\n    def add(self, a, b): return a + b"), GOLD, PROMPT),
     ("the sum as text", _fenced("def add(a, b): return str(a + b)"), GOLD, PROMPT),
     ("a generator of the sum", _fenced("def add(a, b): yield a + b"), GOLD, PROMPT),
     ("a coroutine", _fenced("async def add(a, b): return a + b"), GOLD, PROMPT),
     ("always true", _fenced("def is_odd(n): return True"), TRUTH, PROMPT),
     ("an object that is true and false in turn", _fenced(
-        "class B:\n    n = 0\n    def __bool__(self):\n        B.n += 1\n        return B.n % 3 == 0\ndef is_odd(n): return B()"
+        "class B:\n    def __init__(self): self.said = True\n"
+        "    def __bool__(self):\n        self.said = not self.said\n        return self.said\n"
+        "b = B()\ndef is_odd(n): return b"
     ), TRUTH, PROMPT),
     ("an object where a float belongs", _fenced(
         "class F(float):\n    def __sub__(s, o): return 0.0\n    __rsub__ = __sub__\ndef area(r): return F(1.0)"
@@ -403,14 +414,14 @@ _HONEST = [
     ("right code, then a block of output", _fenced(_RIGHT) + "prints\n```text\n3\n```", GOLD, PROMPT),
     ("a lambda", _fenced("add = lambda a, b: a + b"), GOLD, PROMPT),
     ("a builtin", _fenced("from operator import add"), GOLD, PROMPT),
-    ("a callable object", _fenced("class Add:\n    def __call__(self, a, b): return a + b\nadd = Add()"), GOLD, PROMPT),
+    ("an object to call", _fenced("class A:\n    def __call__(self, a, b): return a + b\nadd = A()"), GOLD, PROMPT),
     ("output beside the result", _fenced('def add(a, b):\n    print("x" * 10_000)\n    return a + b'), GOLD, PROMPT),
     ("a main block", _fenced(f"{_RIGHT}\nif __name__ == '__main__':\n    print(add(int(input()), 1))"), GOLD, PROMPT),
     ("a file in the working directory", _fenced(
         "def add(a, b):\n    try:\n        with open('note.txt', 'w') as out: out.write('x')\n"
         "    except OSError: pass\n    return a + b"
     ), GOLD, PROMPT),
-    ("a match where truth is asked", _fenced("import re\ndef is_odd(n): return re.match('[13579]', str(n))"), TRUTH, PROMPT),
+    ("a match for true", _fenced("import re\ndef is_odd(n): return re.match('[13579]', str(n))"), TRUTH, PROMPT),
     ("the area of a circle", _fenced("import math\ndef area(r): return math.pi * r ** 2"), CLOSE, PROMPT),
     ("a right sum under a check function", _fenced(_RIGHT), CHECK, PROMPT),
     ("an exception where one is expected", _fenced(_RIGHT), CATCHES, PROMPT),
