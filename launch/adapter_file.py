@@ -33,12 +33,14 @@ class AdapterFile:
 class Room:
     """What a server has room for; None where it is not known.
 
-    `modules` are the layers that may be adapted, `shapes` their weights' (out, in), `max_rank` the largest rank.
+    `modules` are the layers that may be adapted, `shapes` their weights' (out, in), `max_rank` the largest rank,
+    `takes_patterns` whether rank_pattern and alpha_pattern are followed (vLLM's own LoRA scales all layers alike).
     """
 
     modules: frozenset[str] | None
     shapes: dict[str, tuple[int, int]]
     max_rank: int | None
+    takes_patterns: bool
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], dict[str, str]]:
@@ -99,13 +101,13 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
 
 def check(adapter: AdapterFile, room: Room) -> None:
     """`Refused`, with every reason at once, when `adapter` is not a plain LoRA that fits into `room`."""
-    reasons = [*_configured(adapter.config), *_tensors(adapter, room)]
+    reasons = [*_configured(adapter.config, room), *_tensors(adapter, room)]
     if reasons:
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise Refused(f"{adapter.directory} cannot be served: {'; '.join(reasons[:3])}{more}.")
 
 
-def _configured(config: dict) -> list[str]:
+def _configured(config: dict, room: Room) -> list[str]:
     found = []
     if config.get("peft_type") != "LORA":
         found.append(f"peft_type is {config.get('peft_type')!r}, only LORA is served")
@@ -119,6 +121,13 @@ def _configured(config: dict) -> list[str]:
         found.append("fan_in_fan_out: the factors are transposed (Conv1D models)")
     if config.get("target_parameters"):
         found.append("target_parameters: adapters on bare parameters (fused experts) have no place")
+    if config.get("layer_replication"):
+        found.append("layer_replication: the adapter belongs to a model with repeated layers; train without it")
+    if config.get("alora_invocation_tokens"):
+        found.append("alora_invocation_tokens: the adapter holds for a part of the sequence; train a plain LoRA")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if config.get(key) and not room.takes_patterns:
+            found.append(f"{key}: vLLM's LoRA scales every layer by lora_alpha/r; train without it or sync by remerge")
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(BASE_CHANGING_INITS):
         found.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
@@ -147,7 +156,7 @@ def _tensors(adapter: AdapterFile, room: Room) -> list[str]:
 
 def _layer(module: str, factors: dict[str, tuple[int, ...]], config: dict, room: Room) -> list[str]:
     if room.modules is not None and module not in room.modules:
-        return [f"it adapts {module}, which the served model does not have or cannot adapt"]
+        return [f"it adapts {module}, which the served model does not have or the server was not started for"]
     if len(factors) != 2:
         return [f"{module} has {next(iter(factors))} without the other factor"]
     a, b = factors["lora_A"], factors["lora_B"]

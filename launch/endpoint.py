@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 
 from launch.adapter_file import Refused, read_header
-from launch.versions import Problem, Version, Versions
+from launch.versions import COPIES, NF4_COPY, Problem, Version, Versions
 from recipes.parts.replica import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids, tokenizer_hash
 
-NF4_COPY = "GRPO_KIT_NF4_COPY"
 WAYS = ("adapter", "remerge")
 SAMPLING = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int}
 
@@ -46,7 +45,10 @@ class RolloutEndpoint:
 
 
 def attach(app: Any) -> None:
-    """Add the routes to vLLM's FastAPI application; `RuntimeError` when its servers would not share one state."""
+    """Add the routes to vLLM's FastAPI application; `RuntimeError` when its servers would not share one state or the
+    environment asks for what there is not."""
+    if nf4_copy() not in COPIES:
+        raise RuntimeError(f"{NF4_COPY} is {nf4_copy()!r}, it must be one of {', '.join(COPIES)}.")
     arguments = getattr(app.state, "args", None)
     if (getattr(arguments, "api_server_count", None) or 1) > 1 or (
         getattr(arguments, "data_parallel_size", None) or 1
@@ -77,8 +79,8 @@ class Routes:
     @functools.cached_property
     def versions(self) -> Versions:
         directory = Path(self.engine.vllm_config.model_config.model)
-        copy = os.environ.get(NF4_COPY, "gpu")
-        return Versions(self.engine, self.app.state.openai_serving_models, directory, base_hash(directory), copy)
+        models = self.app.state.openai_serving_models
+        return Versions(self.engine, models, directory, base_hash(directory), nf4_copy())
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -115,7 +117,7 @@ class Routes:
             "vllm": vllm_version(),
             "model": str(config.model_config.model),
             "base_hash": versions.base_hash,
-            "weights": config.model_config.quantization or "bf16",
+            "weights": config.model_config.quantization or unquantized(config.model_config.dtype),
             "kv_cache": str(config.cache_config.cache_dtype),
             "logprobs_mode": str(config.model_config.logprobs_mode),
             "max_model_len": config.model_config.max_model_len,
@@ -215,16 +217,36 @@ class Routes:
     ) -> list[Any]:
         """vLLM's final output per prompt; `Problem` when the weights changed meanwhile or a request was aborted."""
         epoch = self.versions.epoch
-        lora = served.lora if served else None
-        work = asyncio.gather(
-            *(final_output(self.engine, ids, params, f"rollout-{name}-{next(self._numbers)}", lora) for ids in prompts)
-        )
+        under_way = served.requests if served else set()
+        work = asyncio.ensure_future(self._all_outputs(prompts, params, served and served.lora, name))
+        under_way.add(work)
         try:
             outputs = await unless_gone(request, work)
+        except asyncio.CancelledError:
+            if served is None or not served.is_gone:
+                raise
+            raise Problem(409, f"{served.name} was discarded during this request.") from None
         except (ValueError, TypeError) as error:  # what vLLM's own checks of a request raise
             raise Problem(400, f"vLLM refuses the request: {error}") from None
+        finally:
+            under_way.discard(work)
         self.versions.check_epoch(epoch)
         return outputs
+
+    async def _all_outputs(self, prompts: list[list[int]], params: Any, lora: Any, name: str) -> list[Any]:
+        """The outputs in the order of `prompts`; one that fails ends the others."""
+        tasks = [
+            asyncio.ensure_future(
+                final_output(self.engine, ids, params, f"rollout-{name}-{next(self._numbers)}", lora)
+            )
+            for ids in prompts
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # POST /v1/rollout/stage, activate, discard, sleep, wake
 
@@ -389,6 +411,17 @@ def base_hash(directory: Path) -> str | None:
     except (OSError, ValueError, AttributeError):
         return None
     return found if isinstance(found, str) else None
+
+
+def nf4_copy() -> str:
+    """Where the workers keep their NF4 copy, as the environment says."""
+    return os.environ.get(NF4_COPY, "gpu")
+
+
+def unquantized(dtype: Any) -> str:
+    """The name of weights without quantization: bf16, or the dtype's own (float32)."""
+    name = str(dtype).removeprefix("torch.")
+    return "bf16" if name == "bfloat16" else name
 
 
 def vllm_version() -> str:

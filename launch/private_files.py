@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-PREFIX = "rollout-adapters-"
+PREFIX, UNFINISHED = "rollout-adapters-", ".new-rollout-adapters-"
 LOCK = ".lock"
 
 
@@ -30,9 +30,7 @@ class PrivateFiles:
         """A new empty directory that only this user can read."""
         if self._root is None:
             self._remove_abandoned()
-            self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.parent))
-            self._lock = os.open(self._root / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._root = self._make_root()
             atexit.register(self.close)
         return Path(tempfile.mkdtemp(dir=self._root))
 
@@ -47,6 +45,13 @@ class PrivateFiles:
             shutil.rmtree(self._root, ignore_errors=True)
             os.close(self._lock)
             self._root = None
+
+    def _make_root(self) -> Path:
+        # Under another name until it is locked: others take an unlocked root for an abandoned one.
+        unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.parent))
+        self._lock = os.open(unfinished / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return unfinished.rename(self.parent / f"{PREFIX}{unfinished.name.removeprefix(UNFINISHED)}")
 
     def _remove_abandoned(self) -> None:
         for root in self.parent.glob(f"{PREFIX}*"):

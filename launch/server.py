@@ -10,7 +10,9 @@ as --group.key value. `canary` lets every replica score what the trainer scored 
 """
 
 import argparse
+import itertools
 import shlex
+import socket
 import sys
 import time
 from pathlib import Path
@@ -71,9 +73,7 @@ def start(config: Config, config_path: str, dry_run: bool, detach: bool) -> int:
             replicas.start()
             replicas.wait_ready(config.rollout.server_wait_s, check)
             if detach:
-                write_json(
-                    state_file(config), {"replicas": [_state(one.plan, one.process.pid) for one in replicas.running]}
-                )
+                remember(config, [_state(one.plan, one.process.pid) for one in replicas.running])
                 replicas.leave_running()
                 print(f"left running; end them with: python -m launch.server stop --config {config_path}", flush=True)
                 return DONE
@@ -85,12 +85,29 @@ def start(config: Config, config_path: str, dry_run: bool, detach: bool) -> int:
 
 
 def _state(plan: Plan, pid: int) -> dict:
-    return {"url": plan.url, "pid": pid, "started_at": started_at(pid), "log": str(plan.log)}
+    return {
+        "host": socket.gethostname(),
+        "url": plan.url,
+        "pid": pid,
+        "started_at": started_at(pid),
+        "log": str(plan.log),
+    }
 
 
 def state_file(config: Config) -> Path:
-    """Where a detached start says what it left running."""
-    return config.run.directory / "logs" / "server.json"
+    """Where a detached start on this machine says what it left running; others may share the run directory."""
+    return config.run.directory / "logs" / f"server-{socket.gethostname()}.json"
+
+
+def remember(config: Config, rows: list[dict]) -> None:
+    """Add replicas to those that an earlier detached start left running."""
+    file = state_file(config)
+    earlier = read_json(file)["replicas"] if file.is_file() else []
+    write_json(file, {"replicas": [*(one for one in earlier if _lives(one)), *rows]})
+
+
+def _lives(row: dict) -> bool:
+    return row["started_at"] is not None and started_at(row["pid"]) == row["started_at"]
 
 
 def describe(config: Config, found: list[Plan], manifest: dict, vllm: str, dry_run: bool) -> None:
@@ -128,19 +145,27 @@ def differences(config: Config, manifest: dict, info: dict) -> list[str]:
         found.append(
             f"it cannot sync by {rollout.sync}: {info.get('refused', {}).get(rollout.sync, 'no reason given')}"
         )
-    if info["weights"] != config.server.weights:
-        found.append(f"its weights are {info['weights']}, server.weights is {config.server.weights}")
+    weights = config.server.weights
+    if weights == "bf16" and config.model.dtype != "bfloat16":
+        weights = config.model.dtype  # bf16 stands for weights without quantization
+    if info["weights"] != weights:
+        found.append(f"its weights are {info['weights']}, server.weights and model.dtype say {weights}")
     return found
 
 
 def stop(config: Config) -> int:
-    """End what a detached start left running; processes that are gone, or are others by now, are left alone."""
-    file = state_file(config)
-    if not file.is_file():
-        raise BadInput(f"{file} does not exist: no detached replica of this run is known.")
+    """End what detached starts left running on this machine, and name what they left on others. Processes that are
+    gone, or are others by now, are left alone."""
+    here, logs = socket.gethostname(), config.run.directory / "logs"
+    files = {file: read_json(file)["replicas"] for file in sorted(logs.glob("server*.json"))}
+    ours = {file: rows for file, rows in files.items() if all(one.get("host", here) == here for one in rows)}
+    others = [f"{one['url']} on {one['host']}" for file, rows in files.items() if file not in ours for one in rows]
+    elsewhere = f"Running elsewhere, to be stopped there: {', '.join(others)}." if others else ""
+    if not ours:
+        raise BadInput(f"{logs} names no detached replica of this machine ({here}). {elsewhere}".strip())
     groups = []
-    for one in read_json(file)["replicas"]:
-        if started_at(one["pid"]) == one["started_at"]:
+    for one in itertools.chain(*ours.values()):
+        if _lives(one):
             groups.append(one["pid"])
             print(f"ending {one['url']} (pid {one['pid']})", flush=True)
         else:
@@ -148,7 +173,10 @@ def stop(config: Config) -> int:
     if left := stop_groups(groups):
         print(f"error: the process groups {left} did not end.", file=sys.stderr)
         return CHECK_FAILED
-    file.unlink()
+    for file in ours:
+        file.unlink()
+    if elsewhere:
+        print(elsewhere, flush=True)
     return DONE
 
 

@@ -1,15 +1,19 @@
 """The adapter versions of one rollout server: what is staged, what is served, and how one becomes the other.
 
 Two ways. `adapter`: vLLM serves the adapter unmerged, by a name that no other version ever has. `remerge`: the
-workers fold it into their weights. Every change of state runs under one lock, and a change that fails leaves the
-version before it served, or the server marked as damaged: never weights that nobody can name.
+workers fold it into their weights. Staging, activating, discarding, sleeping and waking run under one lock. A change
+of the weights that fails leaves the version before it served, or the server marked as damaged, which then refuses
+what it is asked until it is restarted. Nothing is rolled back with several workers: a rank that failed may have left
+the others waiting in a collective operation.
 """
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,11 @@ from launch.adapter_file import AdapterFile, Refused, Room, check, checkpoint_sh
 from launch.private_files import PrivateFiles
 
 REMERGE = "launch.remerge.Remerge"
+NF4_COPY = "GRPO_KIT_NF4_COPY"  # environment variable of the server: one of COPIES
+COPIES = ("gpu", "host")
+WORKER_S, SETUP_S = 120.0, 1800.0  # longest wait for the workers; setting up reads the whole NF4 copy
+ASLEEP_S = 1.0  # longest wait for an engine to say whether it sleeps: one that is busy does not
+logger = logging.getLogger("vllm.rollout")  # below vLLM's own, which has its handlers
 Key = tuple[str, int]
 
 
@@ -38,6 +47,8 @@ class Version:
     version: int
     lora: Any = None
     directory: Path | None = None
+    requests: set[asyncio.Future] = field(default_factory=set)  # under way
+    is_gone: bool = False
 
     @property
     def key(self) -> Key:
@@ -74,18 +85,29 @@ class Versions:
         return lora.max_lora_rank if lora else None
 
     async def ways(self) -> tuple[list[str], dict[str, str], list[str] | None]:
-        """(ways that work, {way: why it does not}, layers that an adapter may target); sets remerge up if need be."""
-        ways, refused, modules = [], {}, sorted(self.shapes) or None
+        """(ways that work, {way: why it does not}, layers that an adapter may target in all of them, None when it is
+        not known); sets remerge up if need be."""
+        ways, refused, modules = [], {}, frozenset(self.shapes) or None
+        for way in ("adapter", "remerge"):
+            try:
+                room = await self._room(way)
+            except Problem as problem:
+                refused[way] = problem.text
+                continue
+            ways.append(way)
+            modules = room.modules if modules is None else modules & (room.modules or modules)
+        return ways, refused, None if modules is None else sorted(modules)
+
+    async def _room(self, way: str) -> Room:
+        """What an adapter may be to be served this way; `Problem` says why none can be."""
+        if way == "remerge":
+            return Room(frozenset(await self._remerge_modules()), self.shapes, None, takes_patterns=True)
         if self.max_lora_rank is None:
-            refused["adapter"] = "the server was started without --enable-lora"
-        else:
-            ways.append("adapter")
-        try:
-            modules = await self._remerge_modules()
-            ways.append("remerge")
-        except Problem as problem:
-            refused["remerge"] = problem.text
-        return ways, refused, modules
+            raise Problem(400, "the server was started without --enable-lora and --max-lora-rank")
+        # vLLM computes the LoRA of these layers only and says nothing about others that an adapter has.
+        targets = self.engine.vllm_config.lora_config.target_modules
+        modules = [name for name in self.shapes if targets is None or name.rpartition(".")[2] in targets]
+        return Room(frozenset(modules) if self.shapes else None, self.shapes, self.max_lora_rank, takes_patterns=False)
 
     async def _remerge_modules(self) -> list[str]:
         """The layers that the workers can recompute; `Problem` says why they cannot."""
@@ -105,19 +127,40 @@ class Versions:
             described = await self._workers("remerge_describe")
             if why := next((answer["why"] for answer in described if answer.get("why")), None):
                 raise Problem(500, why)
-            await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy)
+            await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy, limit_s=SETUP_S)
         except Exception as error:
             raise Problem(500, f"the workers cannot fold adapters in: {error}") from None
         return described[0]["modules"]
 
-    async def _workers(self, method: str, *args: Any) -> list[dict]:
-        """Every worker's answer; `Problem` 500 with the first reason when one has an error."""
-        answers = await self.engine.collective_rpc(method, None, args, {})
+    async def _workers(self, method: str, *args: Any, limit_s: float = WORKER_S) -> list[dict]:
+        """Every worker's answer; `Problem` 500 with the first reason when one has an error.
+
+        Workers that do not answer in time leave the server damaged: what they answer later would be taken for the
+        answer to another call.
+        """
+        try:
+            answers = await asyncio.wait_for(self.engine.collective_rpc(method, None, args, {}), limit_s)
+        except TimeoutError:
+            self._damage(f"the workers did not answer {method} within {limit_s:g} s")
+            raise Problem(500, self.damaged) from None
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 of = f" (rank {rank} of {len(answers)})" if len(answers) > 1 else ""
                 raise Problem(500, f"{method}{of}: {answer['error']}")
         return answers
+
+    def _damage(self, why: str) -> None:
+        """Refuse everything from now on; the first reason is the one that is told."""
+        logger.error("rollout: %s", why)
+        self.damaged = self.damaged or f"{why}. Restart the server."
+
+    @contextlib.contextmanager
+    def _damaged_by(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._damage(f"{what} failed ({_short(error)})")
+            raise
 
     # Changes of state ------------------------------------------------------------------------------------------
 
@@ -130,7 +173,9 @@ class Versions:
         try:
             async with self._lock:
                 self._check_state(entry, base_hash)
-                await self._drop_older_sessions(run, session, keep=self.served if way == "remerge" else None)
+                self._check_adapter(directory, await self._room(way))
+                # vLLM has room for two adapters: the served one and this.
+                await self._drop_others(entry, keep=self.served)
                 await (self._stage_remerge if way == "remerge" else self._stage_adapter)(entry, directory)
                 self.staged[entry.key] = entry
         finally:
@@ -164,14 +209,13 @@ class Versions:
         if self.asleep:
             raise Problem(503, "the server is asleep: POST /v1/rollout/wake first.")
 
-    async def _drop_older_sessions(self, run: str, session: str, keep: Version | None) -> None:
-        for entry in [*self.staged.values()]:
-            if entry.run == run and entry.session != session and entry is not keep:
-                await self._forget(entry)
+    async def _drop_others(self, entry: Version, keep: Version | None) -> None:
+        """Forget what other sessions and other runs left here."""
+        for other in [*self.staged.values()]:
+            if (other.run, other.session) != (entry.run, entry.session) and other is not keep:
+                await self._forget(other)
 
     async def _stage_remerge(self, entry: Version, directory: Path) -> None:
-        modules = await self._remerge_modules()
-        self._check_adapter(directory, Room(frozenset(modules), self.shapes, None))
         try:
             await self._workers("remerge_stage", entry.name, str(directory))
         except Problem as problem:
@@ -184,10 +228,6 @@ class Versions:
     async def _stage_adapter(self, entry: Version, directory: Path) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        if self.max_lora_rank is None:
-            raise Problem(400, "the server was started without --enable-lora and --max-lora-rank.")
-        modules = frozenset(self.shapes) if self.shapes else None
-        self._check_adapter(directory, Room(modules, self.shapes, self.max_lora_rank))
         name = f"{entry.run}-{entry.session}-v{entry.version:06d}"
         self._names[name] += 1
         if self._names[name] > 1:
@@ -218,25 +258,20 @@ class Versions:
                 return {}
             seconds = await self._fold_in(entry) if entry.way == "remerge" else {}
             self.served = entry
-            await self._drop_older_sessions(entry.run, entry.session, keep=None)
+            await self._drop_others(entry, keep=None)
             return seconds
 
     async def _fold_in(self, entry: Version) -> dict[str, float]:
         """Recompute the workers' weights while nothing is generated and nothing is cached."""
-        seconds, before = {}, self.served
-        with _timed(seconds, "pause"):
-            await self.engine.pause_generation(mode="abort", clear_cache=True)
+        seconds: dict[str, float] = {}
         self.epoch += 1
-        self._folded = True
         try:
+            with _timed(seconds, "pause"):
+                await self.engine.pause_generation(mode="abort", clear_cache=True)
             with _timed(seconds, "remerge"):
-                await self._workers("remerge_activate", entry.name)
-        except BaseException as error:
-            await self._unfold(before, error)
-            raise
+                await self._recompute(entry)
         finally:
-            with _timed(seconds, "resume"):
-                await self._reset_prefix_cache()
+            with _timed(seconds, "resume"), contextlib.suppress(Exception), self._damaged_by("resuming generation"):
                 await self.engine.resume_generation()
             # Last, and without a wait before `served` changes: a request of the old version that arrived meanwhile
             # runs on the new weights.
@@ -244,23 +279,36 @@ class Versions:
         self._check_usable()
         return seconds
 
-    async def _unfold(self, before: Version | None, error: BaseException) -> None:
-        """The version before back in the weights, or the server marked as damaged."""
-        self.damaged = (
-            f"a change of the weights failed ({str(error)[:300]}): they are of no version. Restart the server."
-        )
-        if before is not None:
+    async def _recompute(self, entry: Version) -> None:
+        self._folded = True
+        try:
+            await self._workers("remerge_activate", entry.name)
+        except BaseException as error:
+            await self._unfold(error)
+            raise
+        finally:
+            await self._reset_prefix_cache()
+
+    async def _unfold(self, error: BaseException) -> None:
+        """The served version back in the weights, or the server marked as damaged."""
+        was_damaged = self.damaged
+        # First: a server that ends here must not have been seen without it.
+        self._damage(f"a change of the weights failed ({_short(error)}): they are of no version")
+        is_alone = self.engine.vllm_config.parallel_config.tensor_parallel_size == 1
+        if self.served is not None and is_alone and not was_damaged:
             with contextlib.suppress(Exception):
-                await self._workers("remerge_activate", before.name)
+                await self._workers("remerge_activate", self.served.name)
                 self.damaged = None
+                logger.error("rollout: %s is in the weights again", self.served.name)
 
     async def _reset_prefix_cache(self) -> None:
-        for _ in range(50):
-            # False while blocks are still in use; they are not for long, everything was aborted.
-            if await self.engine.reset_prefix_cache() is not False:
-                return
-            await asyncio.sleep(0.02)
-        self.damaged = "the prefix cache could not be reset, it may hold another version's. Restart the server."
+        with contextlib.suppress(Exception), self._damaged_by("resetting the prefix cache"):
+            for _ in range(50):
+                # False while blocks are still in use; they are not for long, everything was aborted.
+                if await self.engine.reset_prefix_cache() is not False:
+                    return
+                await asyncio.sleep(0.02)
+            self._damage("the prefix cache could not be reset, it may hold another version's")
 
     async def discard(self, session: str, version: int) -> None:
         """Forget a staged version; one that is not there is fine, the served one is a `Problem`."""
@@ -275,46 +323,69 @@ class Versions:
         self.staged.pop(entry.key, None)
         if entry is self.served:
             self.served = None
+        entry.is_gone = True
+        # vLLM would read the adapter of a running request again, and a file that is gone ends the whole engine.
+        running = [*entry.requests]
+        for request in running:
+            request.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         if entry.way == "remerge":
             await self._discard_on_workers(entry)
         else:
-            from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
-
-            await self.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=entry.lora.lora_name))
-            # Unloading makes vLLM forget the name; this gives the slot back.
-            await self.engine.remove_lora(entry.lora.lora_int_id)
+            await self._unload(entry)
         self.files.remove(entry.directory)
 
+    async def _unload(self, entry: Version) -> None:
+        from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+        try:
+            answer = await self.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=entry.lora.lora_name))
+            if not isinstance(answer, str):
+                logger.warning("rollout: vLLM did not unload %s: %s", entry.name, answer.error.message)
+            # Unloading makes vLLM forget the name; this gives the slot back.
+            await self.engine.remove_lora(entry.lora.lora_int_id)
+        except Exception as error:
+            logger.warning("rollout: %s keeps its slot in vLLM: %s", entry.name, _short(error))
+
     async def _discard_on_workers(self, entry: Version) -> None:
-        with contextlib.suppress(Exception):
+        try:
             await self._workers("remerge_discard", entry.name)
+        except Exception as error:
+            logger.warning("rollout: the workers keep %s: %s", entry.name, _short(error))
 
     async def sleep(self) -> float:
         """Weights to host memory, no KV cache; returns seconds."""
         started = time.perf_counter()
         async with self._lock:
             self._check_sleeps()
-            if not self.asleep:
-                # Requests that arrive while it falls asleep must find it so.
-                self.asleep = True
-                self.epoch += 1
-                await self.engine.sleep(level=1)
+            # Requests that arrive while it falls asleep must find it so.
+            self.asleep = True
+            self.epoch += 1
+            with self._damaged_by("falling asleep"):
+                if not await self.engine.is_sleeping():
+                    await self.engine.sleep(level=1)
         return time.perf_counter() - started
 
     async def wake(self) -> float:
-        """Weights and KV cache back in place; returns seconds."""
+        """Weights and KV cache back in place, also when another route put the engine to sleep; returns seconds."""
         started = time.perf_counter()
         async with self._lock:
             self._check_sleeps()
-            if self.asleep:
-                await self.engine.wake_up()
-                self.asleep = False
+            with self._damaged_by("waking up"):
+                if await self.engine.is_sleeping():
+                    await self.engine.wake_up()
+            self.asleep = False
         return time.perf_counter() - started
 
     async def is_asleep(self) -> bool:
-        """Whether the engine sleeps, also when another route put it to sleep."""
+        """Whether this server put the engine to sleep, or the engine says within `ASLEEP_S` that it sleeps."""
         # While an adapter is folded in, the engine is paused, which vLLM does not tell from asleep.
-        return self.asleep or (not self._lock.locked() and bool(await self.engine.is_sleeping()))
+        if self.asleep or self._lock.locked():
+            return self.asleep
+        try:
+            return bool(await asyncio.wait_for(self.engine.is_sleeping(), ASLEEP_S))
+        except TimeoutError:
+            return False
 
     def _check_sleeps(self) -> None:
         if not self.engine.vllm_config.model_config.enable_sleep_mode:
@@ -348,3 +419,7 @@ def _timed(seconds: dict[str, float], part: str) -> Any:
         yield
     finally:
         seconds[part] = time.perf_counter() - started
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300] if not isinstance(error, Problem) else error.text[:300]

@@ -1,4 +1,5 @@
-"""The command line of every replica, from the run's configuration; whatever cannot work is refused before a start."""
+"""The command line of every replica, from the run's configuration, and what is known before a start not to work: keys
+that contradict each other, GPUs and ports that are not there, a base directory of another run."""
 
 import errno
 import ipaddress
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from launch.versions import NF4_COPY, REMERGE
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import base_directory, read_json, read_manifest
+from recipes.parts.replica import VLLM_BELOW, VLLM_FROM, is_tested_vllm
+from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest
 
 ROOT = Path(__file__).parents[1]
-OLDEST, NEWEST = (0, 26), (0, 31)
 # The ranks that vLLM allocates LoRA slots for (vllm/config/lora.py).
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
@@ -44,19 +46,50 @@ OWN_FLAGS = {
     "enable_sleep_mode": "server.sleep",
     "enable_lora": "rollout.sync",
     "max_lora_rank": "policy.lora_rank",
+    "max_loras": "rollout.sync",
+    "max_cpu_loras": "rollout.sync",
     "lora_target_modules": "policy.target_modules",
     "worker_extension_cls": "rollout.sync",
     "seed": "run.seed",
     "api_key": "the environment variable VLLM_API_KEY, which no process list shows",
+    "q": "server.weights",
+    "tp": "server.tensor_parallel",
 }
-# Flags that break what the routes promise.
+# Flags that break what the routes promise, and why.
+_OTHER_WEIGHTS = "the base directory decides what is served, which is what the trainer computes with"
+_OTHER_IDS = "the trainer's token ids are those of the base directory's tokenizer"
+_DRAFTS = "a draft model does not follow the adapter, and its log-probs were not compared with the trainer's"
+_CLIENT = "the trainer asks http://host:port/v1/rollout; put a proxy in front of it and name that in the trainer's URL"
+_ONE_PROCESS = "the served version is kept in one process; name one URL per replica"
+_ONE_STAGE = "remerge does not cover it; use server.tensor_parallel"
 NOT_SERVED = {
+    "config": "its file could set what is refused here",
     "api_server_count": "the served version is kept in one process",
-    "data_parallel_size": "the served version is kept in one process; name one URL per replica",
-    "pipeline_parallel_size": "remerge does not cover it; use server.tensor_parallel",
+    "data_parallel_size": _ONE_PROCESS,
+    "dp": _ONE_PROCESS,
+    "pipeline_parallel_size": _ONE_STAGE,
+    "pp": _ONE_STAGE,
     "middleware": "the kit adds its own",
     "logprobs_mode": "the trainer needs processed_logprobs",
+    "logits_processors": "they would change the policy that is sampled",
     "generation_config": "a model's own sampling defaults would change the policy that is sampled",
+    "lora_modules": "adapters come from the trainer, and vLLM has two places for them",
+    "load_format": _OTHER_WEIGHTS,
+    "hf_overrides": _OTHER_WEIGHTS,
+    "hf_config_path": _OTHER_WEIGHTS,
+    "quantization_config": "server.weights is vLLM's own quantization with its defaults, which remerge repeats",
+    "tokenizer": _OTHER_IDS,
+    "tokenizer_mode": _OTHER_IDS,
+    "tokenizer_revision": _OTHER_IDS,
+    "skip_tokenizer_init": "the trainer compares the tokenizers",
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
+    "uds": _CLIENT,
+    "root_path": _CLIENT,
+    **{f"ssl_{part}": _CLIENT for part in ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")},
+    "enable_ssl_refresh": _CLIENT,
 }
 
 
@@ -113,14 +146,11 @@ def installed_vllm() -> Installed:
     if not names:
         raise BadInput(f"vllm is not installed for {sys.executable}. Install the kit's requirements (make install).")
     version = metadata.version(names[0])
-    try:
-        number = tuple(int(part) for part in version.split(".")[:2])
-    except ValueError:
-        number = (0, 0)
-    if not OLDEST <= number <= NEWEST:
+    if not is_tested_vllm(version):
+        oldest, below = (".".join(map(str, number)) for number in (VLLM_FROM, VLLM_BELOW))
         raise BadInput(
             f"{names[0]} {version} is not a tested version: the routes use what vLLM changes between versions. "
-            f"Install one from {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
+            f"Install one from {oldest}, below {below}."
         )
     return Installed(version, "cpu" in names[0] or "cpu" in version)
 
@@ -147,7 +177,11 @@ def _nvidia_smi(field: str) -> list[str] | None:
 
 
 def check_base(config: Config, config_path: str) -> dict:
-    """The manifest of the configuration's base directory; `BadInput` when it is missing, cut or another base."""
+    """The manifest of the configuration's base directory; `BadInput` when it is missing, cut or another base.
+
+    A local model's path is not compared: it differs from host to host, where the base may be the same. Once the run
+    has a base.json, the hash there decides.
+    """
     directory = base_directory(config)
     write = f"Write it with python -m merge base --config {config_path}"
     if not directory.exists():
@@ -157,17 +191,22 @@ def check_base(config: Config, config_path: str) -> dict:
     except BadInput as error:
         raise BadInput(f"{error} {write}, after removing {directory}.") from None
     quantization = facts.get("quantization") or {}
-    model = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
     wanted = {
-        "model": (facts.get("model"), model),
         "model.dtype": (quantization.get("storage_dtype"), config.model.dtype),
         "policy.double_quantization": (quantization.get("double_quantization"), config.policy.double_quantization),
     }
-    if config.model.revision:
-        wanted["model.revision"] = (facts.get("revision"), config.model.revision)
-    if wrong := [
+    if config.model.path is None:
+        wanted["model"] = (facts.get("model"), config.model.id)
+        if config.model.revision:
+            wanted["model.revision"] = (facts.get("revision"), config.model.revision)
+    wrong = [
         f"its {key} is {one!r}, the configuration says {two!r}" for key, (one, two) in wanted.items() if one != two
-    ]:
+    ]
+    trained = RunDir(config.run.directory).base_file
+    if config.model.path is not None and trained.is_file():
+        if (one := facts.get("hash")) != (two := read_json(trained).get("hash")):
+            wrong.append(f"its NF4 hash is {str(one)[:12]}, that of the run ({trained}) is {str(two)[:12]}")
+    if wrong:
         raise BadInput(
             f"{directory} is the base of another configuration: {'; '.join(wrong)}. {write} --out ELSEWHERE."
         )
@@ -204,10 +243,17 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
             | {"seed": config.run.seed + number}
             | config.server.vllm,
             environment=_environment(config, vllm, share),
-            log=(logs / f"server-{port}.log").resolve(),
+            log=(logs / log_name(url)).resolve(),
         )
         for number, ((url, host, port), share) in enumerate(zip(places, shares, strict=True))
     ]
+
+
+def log_name(url: str) -> str:
+    """The file name of a replica's log: by its port, and by its machine too when others can share the directory."""
+    parts = urlsplit(url)
+    machine = "" if is_loopback(parts.hostname or "") else f"-{(parts.hostname or '').replace(':', '_')}"
+    return f"server{machine}-{parts.port}.log"
 
 
 def _options(config: Config, vllm: Installed) -> dict[str, Any]:
@@ -235,7 +281,7 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         if targets := _targets(config):
             options["lora_target_modules"] = targets
     else:
-        options["worker_extension_cls"] = "launch.remerge.Remerge"
+        options["worker_extension_cls"] = REMERGE
     return options | {
         "logprobs_mode": "processed_logprobs",
         # The model's own generation_config.json may set top_k, top_p or a repetition penalty.
@@ -268,11 +314,14 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[di
 
 
 def _targets(config: Config) -> list[str]:
-    """The names of the layers that get an adapter, as far as the configuration or the base directory tells."""
-    if not isinstance(config.policy.target_modules, str):
-        return config.policy.target_modules
-    facts = base_directory(config) / "base.json"
-    return sorted({name.rpartition(".")[2] for name in read_json(facts)["quantized"]}) if facts.is_file() else []
+    """The last names of the layers that get an adapter, as far as the configuration or the base directory tells.
+
+    vLLM compares last names only (vllm/lora/utils.py is_in_target_modules) and leaves the rest unserved in silence.
+    """
+    names, facts = config.policy.target_modules, base_directory(config) / "base.json"
+    if isinstance(names, str):  # all-linear, or a pattern of peft's
+        names = read_json(facts)["quantized"] if facts.is_file() else []
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) -> dict[str, str]:
@@ -280,7 +329,7 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
     if gpus is not None:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if config.rollout.sync == "remerge":
-        found["GRPO_KIT_NF4_COPY"] = config.server.nf4_copy
+        found[NF4_COPY] = config.server.nf4_copy
     if vllm.is_cpu and config.server.kv_cache_gib is not None:
         found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.server.kv_cache_gib)))
     if "VLLM_NO_USAGE_STATS" not in os.environ:
@@ -296,6 +345,13 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         )
     if vllm.is_cpu and server.sleep:
         found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
+    elif server.sleep and config.rollout.sync == "remerge" and server.nf4_copy == "gpu":
+        found.append(
+            "server.sleep with server.nf4_copy gpu leaves the NF4 copy on the card while the server sleeps: vLLM "
+            "moves its own weights only. Set server.nf4_copy to host."
+        )
+    if server.kv_cache_gib is not None and server.kv_cache_gib <= 0:
+        found.append(f"server.kv_cache_gib ({server.kv_cache_gib}) must be above 0. Leave it out to fill the share.")
     if config.rollout.sync == "adapter" and config.policy.lora_rank > SERVED_RANKS[-1]:
         found.append(
             f"policy.lora_rank ({config.policy.lora_rank}) is above the largest vLLM serves, {SERVED_RANKS[-1]}."
@@ -316,7 +372,8 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
 def _flags(config: Config) -> list[str]:
     found = []
     for key in config.server.vllm:
-        name = str(key).replace("-", "_")
+        # vLLM takes --no-key for false and --key.part for a part of a group.
+        name = str(key).replace("-", "_").partition(".")[0].removeprefix("no_")
         if name in OWN_FLAGS:
             found.append(f"server.vllm names {key}, which {OWN_FLAGS[name]} decides. Set it there.")
         elif name in NOT_SERVED:
@@ -371,6 +428,8 @@ def _gpu_shares(
     if vllm.is_cpu:
         problem = f"server.gpus is {listed} and the installed vLLM is for CPUs. Leave it out." if listed else None
         return [None] * count, [problem] if problem else []
+    if listed is not None and len(set(listed)) != len(listed):
+        return [None] * count, [f"server.gpus ({listed}) must name every GPU once."]
     names = [str(gpu) for gpu in listed] if listed is not None else gpus
     if names is None:
         fix = "Name the GPUs in server.gpus."
@@ -379,8 +438,7 @@ def _gpu_shares(
         where = "server.gpus lists" if listed is not None else "CUDA shows"
         return [None] * count, [
             f"{count} replicas of server.tensor_parallel {each} need {count * each} GPUs, {where} {len(names)} "
-            f"({', '.join(names) or 'none'}). Use fewer rollout.server_urls, a smaller tensor_parallel, or name a GPU "
-            "twice in server.gpus to share it, with a server.gpu_memory_utilization that both fit in."
+            f"({', '.join(names) or 'none'}). Use fewer rollout.server_urls or a smaller server.tensor_parallel."
         ]
     return [tuple(names[number * each : (number + 1) * each]) for number in range(count)], []
 

@@ -6,18 +6,24 @@ LoRA answered, so a test sees what a request was really answered from.
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 from fastapi import FastAPI
 from safetensors.numpy import save, save_file
+from starlette.testclient import TestClient
 
-from launch.endpoint import RolloutEndpoint
+from launch import endpoint
+from launch.private_files import PrivateFiles
+from recipes.parts.replica import decode_floats, encode_ids
 
 HASH = "ab" * 32
 LAYERS = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.0.mlp.up_proj": (12, 6)}
+SAMPLING = {"n": 2, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
 
 
@@ -60,13 +66,25 @@ def adapter_body(config: dict | None = CONFIG) -> bytes:
 
 
 class Engine:
-    """`calls` is what was asked, in order; `fails` {method: error} of the workers; `gate` holds generations back."""
+    """`calls` is what was asked, in order; `fails` {method: error} of the workers; `gate` holds generations back;
+    `raises` and `hangs` name calls to the engine that end in an exception, or never."""
 
-    def __init__(self, base: Path, lora_rank: int | None = 8, remerge: bool = True, sleep: bool = False):
+    def __init__(
+        self,
+        base: Path,
+        lora_rank: int | None = 8,
+        remerge: bool = True,
+        sleep: bool = False,
+        workers: int = 2,
+        targets: list[str] | None = None,
+        quantization: str | None = "fp8_per_channel",
+        dtype: str = "torch.bfloat16",
+    ):
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 model=str(base),
-                quantization="fp8_per_channel",
+                quantization=quantization,
+                dtype=dtype,
                 logprobs_mode="processed_logprobs",
                 max_model_len=32,
                 enable_sleep_mode=sleep,
@@ -75,18 +93,22 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype="auto"),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=2, worker_extension_cls="launch.remerge.Remerge" if remerge else ""
+                tensor_parallel_size=workers, worker_extension_cls="launch.remerge.Remerge" if remerge else ""
             ),
-            lora_config=SimpleNamespace(max_lora_rank=lora_rank) if lora_rank else None,
+            lora_config=SimpleNamespace(max_lora_rank=lora_rank, target_modules=targets) if lora_rank else None,
         )
         self.calls: list[str] = []
         self.fails: dict[str, str] = {}
+        self.raises: set[str] = set()
+        self.hangs: set[str] = set()
+        self.breaks: set[tuple[int, ...]] = set()
         self.weights, self.sleeping, self.cache_is_busy = "base", False, 0
         self.gate: asyncio.Event | None = None
         self.while_resuming: Any = None
         self.params: list[Any] = []
         self.finish_reason, self.aborted = "stop", 0
         self.loras: set[int] = set()
+        self.workers = workers
 
     async def generate(self, prompt: dict, params: Any, request_id: str, lora_request: Any = None):
         self.params.append(params)
@@ -94,11 +116,16 @@ class Engine:
         ids = prompt["prompt_token_ids"]
         assert lora_request is None or lora_request.lora_int_id in self.loras, "an adapter that was unloaded"
         try:
+            if tuple(ids) in self.breaks:
+                raise ValueError("a request that breaks")
             if self.gate is not None:
                 await self.gate.wait()
         except asyncio.CancelledError:
+            await asyncio.sleep(0)  # the abort is sent
             self.aborted += 1
             raise
+        # vLLM reads it again when the slot was given to another one.
+        assert lora_request is None or Path(lora_request.lora_path).is_dir(), "the engine died"
         logprob = self.logprob(lora_request)
         outputs = [
             SimpleNamespace(
@@ -117,39 +144,53 @@ class Engine:
         return -float(sum(map(ord, self.weights)) + (1000 + lora.lora_int_id if lora else 0))
 
     async def collective_rpc(self, method: str, timeout: Any, args: tuple, kwargs: dict) -> list[dict]:
-        self.calls.append(" ".join([method, *map(str, args)]))
+        await self._call(" ".join([method, *map(str, args)]))
         if (error := self.fails.get(method) or self.fails.get(self.calls[-1])) is not None:
-            return [{}, {"error": error}]
+            return [{}, {"error": error}] if self.workers > 1 else [{"error": error}]
         if method == "remerge_activate":
             self.weights = args[0]
         if method == "remerge_stage":
             assert (Path(args[1]) / "adapter_model.safetensors").is_file()
-        return [{"modules": [*LAYERS], "ready": False, "why": None}] * 2 if method == "remerge_describe" else [{}, {}]
+        answer = {"modules": [*LAYERS], "ready": False, "why": None} if method == "remerge_describe" else {}
+        return [answer] * self.workers
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.raises:
+            raise RuntimeError(f"{name} went wrong")
+        if name.split()[0] in self.hangs:
+            await asyncio.Event().wait()
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("abort", True)
-        self.calls.append("pause")
+        await self._call("pause")
 
     async def resume_generation(self) -> None:
-        self.calls.append("resume")
+        await self._call("resume")
         if self.while_resuming is not None:
             await self.while_resuming()
 
     async def reset_prefix_cache(self) -> bool:
-        self.calls.append("reset_prefix_cache")
+        await self._call("reset_prefix_cache")
         self.cache_is_busy -= 1
         return self.cache_is_busy < 0
 
     async def sleep(self, level: int) -> None:
-        self.calls.append(f"sleep {level}")
+        await self._call(f"sleep {level}")
+        self.sleeping = True
 
     async def wake_up(self) -> None:
-        self.calls.append("wake")
+        await self._call("wake")
+        self.sleeping = False
 
     async def is_sleeping(self) -> bool:
+        if "is_sleeping" in self.hangs:
+            await asyncio.Event().wait()
         return self.sleeping
 
     async def remove_lora(self, number: int) -> None:
+        if "remove_lora" in self.raises:
+            raise RuntimeError("remove_lora went wrong")
         self.loras.discard(number)
 
     def get_tokenizer(self) -> Any:
@@ -181,7 +222,9 @@ class Models:
         )
         return "Success"
 
-    async def unload_lora_adapter(self, request: Any) -> str:
+    async def unload_lora_adapter(self, request: Any) -> Any:
+        if self.refuses:
+            return SimpleNamespace(error=SimpleNamespace(message=self.refuses))
         del self.lora_requests[request.lora_name]
         return "Success"
 
@@ -207,8 +250,87 @@ def application(engine: Engine, key: str | None = None, **arguments: Any) -> Fas
     app.get("/health")(lambda: "fine")
     if key:
         app.add_middleware(KeyGuard, key=key)
-    app.add_middleware(RolloutEndpoint)
+    app.add_middleware(endpoint.RolloutEndpoint)
     app.state.args = SimpleNamespace(**arguments)
     app.state.engine_client = engine
     app.state.openai_serving_models = Models(engine)
     return app
+
+
+def without_vllm(monkeypatch: Any, tmp_path: Path) -> None:
+    """The three names of vLLM that the routes import, and private directories where the test sees them."""
+    protocol = SimpleNamespace(LoadLoRAAdapterRequest=SimpleNamespace, UnloadLoRAAdapterRequest=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.serve.lora.protocol", protocol)
+    monkeypatch.setattr(endpoint, "sampling_params", lambda **options: SimpleNamespace(**options))
+    monkeypatch.setattr(endpoint, "vllm_version", lambda: "0.31.0")
+    (tmp_path / "private").mkdir()
+    monkeypatch.setattr("launch.versions.PrivateFiles", lambda: PrivateFiles(tmp_path / "private"))
+
+
+class Server:
+    """An application and its engine; `post` returns (status, answer)."""
+
+    def __init__(self, engine: Engine, tmp_path: Path):
+        self.engine, self.tmp_path = engine, tmp_path
+        self.app = application(engine)
+        self.client = TestClient(self.app)
+        self.private = tmp_path / "private"
+
+    def post(self, action: str, body: dict | None = None, **query) -> tuple[int, dict]:
+        answer = self.client.post(f"/v1/rollout/{action}", json=body or {}, params=query)
+        return answer.status_code, answer.json()
+
+    def info(self) -> dict:
+        return self.client.get("/v1/rollout/info").json()
+
+    def stage(self, version: int, way: str, session: str = "s1", run: str = "r", hash: str = HASH, **adapter):
+        path = write_adapter(self.tmp_path / f"{session}-{version}", **adapter)
+        return self.post(
+            "stage", {"path": str(path)}, way=way, run=run, session=session, version=version, base_hash=hash
+        )
+
+    def serve(self, version: int, way: str, session: str = "s1", run: str = "r") -> None:
+        assert self.stage(version, way, session, run)[0] == 200
+        assert self.post("activate", {"session": session, "version": version})[0] == 200
+
+    def score(self, session: str | None, version: int | None) -> tuple[int, dict]:
+        return self.post("score", {"sequences": [encode_ids([1, 2, 3])], "session": session, "version": version})
+
+    def first_logprob(self, session: str | None, version: int | None) -> float:
+        status, answer = self.score(session, version)
+        assert status == 200, answer
+        return float(decode_floats(answer["logprobs"][0])[0])
+
+
+def generate_body(**changes) -> dict:
+    return {
+        "request_id": "q",
+        "token_ids": encode_ids([1, 2, 3]),
+        **SAMPLING,
+        "session": None,
+        "version": None,
+    } | changes
+
+
+async def ask(app, action: str, body: dict, hang_up: asyncio.Event | None = None, **query) -> tuple[int, dict]:
+    """One request on the running event loop; the client hangs up when `hang_up` is set."""
+    sent, content = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict:
+        if content:
+            return content.pop()
+        await (hang_up or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": f"/v1/rollout/{action}", "headers": [], "root_path": ""}
+    await app(scope | {"query_string": urlencode(query).encode()}, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+async def started(server: Server, requests: int = 1) -> None:
+    """Until the engine has the requests."""
+    while len(server.engine.params) < requests:
+        await asyncio.sleep(0)

@@ -1,5 +1,7 @@
 """What a server refuses of an adapter by its header and configuration alone, with the reason a user can act on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -8,7 +10,7 @@ from launch.adapter_file import Refused, Room, check, checkpoint_shapes, read_ad
 from tests.unit.fake_engine import LAYERS, adapter_tensors, write_adapter, write_base
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
-ROOM = Room(frozenset(LAYERS), LAYERS, 8)
+ROOM = Room(frozenset(LAYERS), LAYERS, 8, takes_patterns=True)
 
 
 def without(*names: str) -> dict:
@@ -38,6 +40,8 @@ def test_a_plain_lora_is_accepted(tmp_path):
         ({"peft_type": "IA3"}, "only LORA"),
         ({"fan_in_fan_out": True}, "transposed"),
         ({"target_parameters": ["experts.w1"]}, "bare parameters"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "repeated layers"),
+        ({"alora_invocation_tokens": [1, 2]}, "plain LoRA"),
         *(
             ({"init_lora_weights": init}, "default initialization")
             for init in ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga")
@@ -49,6 +53,14 @@ def test_a_plain_lora_is_accepted(tmp_path):
 def test_what_s_b_a_does_not_describe_is_refused(tmp_path, config, reason):
     with pytest.raises(Refused, match=reason):
         check(read_adapter(write_adapter(tmp_path / "a", **config)), ROOM)
+
+
+@pytest.mark.parametrize("patterns", [{"rank_pattern": {"q_proj": 2}, "r": 16}, {"alpha_pattern": {"q_proj": 8}}])
+def test_patterns_are_refused_where_vllms_lora_would_scale_every_layer_alike(tmp_path, patterns):
+    adapter = read_adapter(write_adapter(tmp_path / "a", **patterns))
+    check(adapter, ROOM)
+    with pytest.raises(Refused, match=r"_pattern: .*train without it or sync by remerge"):
+        check(adapter, replace(ROOM, takes_patterns=False))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +89,7 @@ def test_a_rank_above_the_servers_is_refused_with_both_numbers(tmp_path):
     adapter = read_adapter(write_adapter(tmp_path / "a", adapter_tensors(rank=16), r=16))
     with pytest.raises(Refused, match="rank 16, the server was started with --max-lora-rank 8"):
         check(adapter, ROOM)
-    check(adapter, Room(ROOM.modules, LAYERS, None))
+    check(adapter, replace(ROOM, max_rank=None))
 
 
 def test_many_reasons_make_a_short_message(tmp_path):

@@ -73,10 +73,23 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
         ({"server": {"weights": "bf16"}}, [], ["--quantization"]),
         ({"server": {"weights": "fp8_per_tensor", "kv_cache": "fp8"}}, ["fp8_per_tensor", "--kv-cache-dtype fp8"], []),
         ({"server": {"kv_cache_gib": 2.5}}, ["--kv-cache-memory-bytes 2684354560"], []),
-        ({"server": {"sleep": True, "enforce_eager": True}}, ["--enable-sleep-mode", "--enforce-eager"], []),
+        (
+            {"server": {"sleep": True, "enforce_eager": True, "nf4_copy": "host"}},
+            ["--enable-sleep-mode", "--enforce-eager"],
+            [],
+        ),
         ({"rollout": {"sync": "adapter"}}, ["--enable-lora --max-lora-rank 16 --max-loras 2"], ["remerge"]),
         ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 20}}, ["--max-lora-rank 32"], []),
         ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 1}}, ["--max-lora-rank 1 "], []),
+        (
+            {
+                "rollout": {"sync": "adapter"},
+                # vLLM compares last names and leaves any other unserved in silence.
+                "policy": {"target_modules": ["q_proj", "mlp.down_proj", "model.layers.1.mlp.down_proj"]},
+            },
+            ["--lora-target-modules down_proj q_proj --logprobs-mode"],
+            [],
+        ),
         ({"model": {"dtype": "float32"}, "server": {"weights": "bf16"}}, ["--dtype float32"], []),
         ({"model": {"dtype": "float32"}}, ["--dtype bfloat16"], []),
         (
@@ -89,8 +102,8 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
             ["True"],
         ),
         (
-            {"server": {"vllm": {"hf_overrides": {"a": 1}, "lora_dtype": None}}},
-            ['--hf-overrides {"a": 1}'],
+            {"server": {"vllm": {"compilation_config": {"a": 1}, "lora_dtype": None}}},
+            ['--compilation-config {"a": 1}'],
             ["lora-dtype"],
         ),
     ],
@@ -107,7 +120,8 @@ def test_vllms_own_parser_accepts_the_command(sync, vllm_keys):
     parse = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    groups = {"rollout": {"sync": sync}, "server": {"sleep": True, "kv_cache_gib": 1, "vllm": vllm_keys}}
+    server_keys = {"sleep": True, "nf4_copy": "host", "kv_cache_gib": 1, "vllm": vllm_keys}
+    groups = {"rollout": {"sync": sync}, "server": server_keys}
     (plan,) = plans(config(**groups), CUDA, ["0"])
     parsed = parse(FlexibleArgumentParser()).parse_args(plan.command[3:])
     assert (parsed.max_model_len, parsed.middleware) == (129, ["launch.endpoint.RolloutEndpoint"])
@@ -147,9 +161,11 @@ def test_replicas_get_their_own_gpus_ports_logs_and_random_numbers(tmp_path):
     assert (first.options["seed"], second.options["seed"]) == (3, 4)
 
 
-def test_a_gpu_named_twice_is_shared():
-    groups = {"rollout": {"server_urls": TWO}, "server": {"gpus": [1, 1]}}
-    assert [plan.gpus for plan in plans(config(**groups), CUDA, None)] == [("1",), ("1",)]
+@pytest.mark.parametrize("url", ["http://10.0.0.7:8000", "http://node-b:8000", "http://[2001:db8::1]:8000"])
+def test_replicas_of_other_machines_write_other_logs_into_a_shared_run_directory(url):
+    assert vllm_command.log_name("http://127.0.0.1:8000") == "server-8000.log"
+    named = vllm_command.log_name(url)
+    assert named != vllm_command.log_name("http://10.0.0.8:8000") and named.endswith("-8000.log") and ":" not in named
 
 
 def test_a_cpu_server_gets_its_kv_cache_by_environment():
@@ -172,11 +188,26 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
         ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 513}}, CUDA, ["0"], "largest vLLM serves, 512"),
         ({"server": {"max_num_seqs": 4}}, CUDA, ["0"], "below rollout.group_size (8)"),
         ({"server": {"gpu_memory_utilization": 90}}, CUDA, ["0"], "at most 1"),
+        ({"server": {"kv_cache_gib": -1}}, CUDA, ["0"], "server.kv_cache_gib (-1.0) must be above 0"),
+        ({"server": {"sleep": True}}, CUDA, ["0"], "Set server.nf4_copy to host"),
+        ({"rollout": {"server_urls": TWO}, "server": {"gpus": [1, 1]}}, CUDA, None, "must name every GPU once"),
         ({"server": {"vllm": {"port": 1}}}, CUDA, ["0"], "rollout.server_urls decides"),
         ({"server": {"vllm": {"max-lora-rank": 1}}}, CUDA, ["0"], "policy.lora_rank decides"),
         ({"server": {"vllm": {"api_key": "k"}}}, CUDA, ["0"], "VLLM_API_KEY"),
         ({"server": {"vllm": {"api_server_count": 2}}}, CUDA, ["0"], "kept in one process"),
         ({"server": {"vllm": {"logprobs_mode": "raw_logprobs"}}}, CUDA, ["0"], "processed_logprobs"),
+        ({"server": {"vllm": {"max_cpu_loras": 1}}}, CUDA, ["0"], "rollout.sync decides"),
+        ({"server": {"vllm": {"no-enable-lora": True}}}, CUDA, ["0"], "rollout.sync decides"),
+        ({"server": {"vllm": {"lora_target_modules": ["q"]}}}, CUDA, ["0"], "policy.target_modules decides"),
+        ({"server": {"vllm": {"load_format": "dummy"}}}, CUDA, ["0"], "what the trainer computes with"),
+        ({"server": {"vllm": {"hf-overrides.rope_theta": 1}}}, CUDA, ["0"], "what the trainer computes with"),
+        ({"server": {"vllm": {"tokenizer": "other"}}}, CUDA, ["0"], "tokenizer"),
+        ({"server": {"vllm": {"quantization_config": {}}}}, CUDA, ["0"], "which remerge repeats"),
+        ({"server": {"vllm": {"speculative_config": {}}}}, CUDA, ["0"], "a draft model does not follow"),
+        ({"server": {"vllm": {"ssl_keyfile": "k"}}}, CUDA, ["0"], "the trainer asks http://host:port"),
+        ({"server": {"vllm": {"uds": "/s"}}}, CUDA, ["0"], "the trainer asks http://host:port"),
+        ({"server": {"vllm": {"root_path": "/x"}}}, CUDA, ["0"], "the trainer asks http://host:port"),
+        ({"server": {"vllm": {"config": "f.yaml"}}}, CUDA, ["0"], "could set what is refused"),
         ({"rollout": {"server_urls": []}}, CUDA, ["0"], "rollout.server_urls is empty"),
         ({"rollout": {"server_urls": [TWO[0], TWO[0]]}}, CUDA, ["0", "1"], "port 8000 twice"),
         ({"rollout": {"server_urls": ["http://127.0.0.1"]}}, CUDA, ["0"], "http://host:port"),
@@ -266,7 +297,7 @@ def test_only_tested_versions_of_vllm_are_started(monkeypatch, version, fits):
     if fits:
         assert installed_vllm() == Installed(version, False)
     else:
-        with pytest.raises(BadInput, match=r"from 0\.26 to 0\.31"):
+        with pytest.raises(BadInput, match=r"from 0\.26, below 0\.32"):
             installed_vllm()
 
 
@@ -340,6 +371,61 @@ def test_an_answer_that_does_not_fit_the_run_says_what_differs():
         found = server.differences(config(), {"base_hash": "ab"}, changed)
         assert len(found) == (key != "refused"), (key, found)
     assert "no copy" in server.differences(config(), {"base_hash": "ab"}, info | wrong)[3]
+
+
+@pytest.mark.parametrize(
+    ("groups", "weights"),
+    [
+        ({"server": {"weights": "bf16"}}, "bf16"),
+        ({"server": {"weights": "bf16"}, "model": {"dtype": "float32"}}, "float32"),
+        ({"model": {"dtype": "float32"}}, "fp8_per_channel"),
+    ],
+)
+def test_weights_without_quantization_are_compared_by_their_dtype(groups, weights):
+    info = {"base_hash": "ab", "logprobs_mode": "processed_logprobs", "max_model_len": 128, "sync": ["remerge"]}
+    for served in ("bf16", "float32", "fp8_per_channel"):
+        found = server.differences(config(**groups), {"base_hash": "ab"}, info | {"weights": served})
+        assert bool(found) == (served != weights)
+
+
+@pytest.fixture
+def detached(tmp_path, monkeypatch):
+    """A configuration, and a way to act as one of several machines that share its run directory."""
+    shared = config(run={"output_dir": str(tmp_path / "run")})
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    ended = []
+    monkeypatch.setattr(server, "started_at", lambda pid: 7)
+    monkeypatch.setattr(server, "stop_groups", lambda groups: ended.extend(groups) or [])
+
+    def on(machine: str, *pids: int) -> list[int]:
+        monkeypatch.setattr(server.socket, "gethostname", lambda: machine)
+        plan = plans(shared, CUDA, ["0"])[0]
+        if pids:
+            server.remember(shared, [server._state(plan, pid) for pid in pids])
+        return ended
+
+    return shared, on
+
+
+def test_a_second_detached_start_adds_to_what_the_first_left(detached, monkeypatch):
+    shared, on = detached
+    on("a", 11)
+    monkeypatch.setattr(server, "started_at", lambda pid: None if pid == 11 else 7)
+    on("a", 12)  # 11 has ended meanwhile
+    on("a", 13)
+    monkeypatch.setattr(server, "started_at", lambda pid: 7)
+    assert server.stop(shared) == 0 and on("a") == [12, 13]
+
+
+def test_stop_ends_this_machines_replicas_and_names_the_others(detached, capsys):
+    shared, on = detached
+    on("a", 11)
+    on("b", 22)
+    assert server.stop(shared) == 0 and on("b") == [22], "process 11 here is somebody else's"
+    assert "http://127.0.0.1:8000 on a" in capsys.readouterr().out
+    with pytest.raises(BadInput, match=r"no detached replica of this machine \(b\).*http://127.0.0.1:8000 on a"):
+        server.stop(shared)
+    assert server.stop(on("a") and shared) == 0 and on("a") == [22, 11]
 
 
 def test_a_dry_run_says_what_would_be_served_and_starts_nothing(base, tmp_path, monkeypatch, capsys):
