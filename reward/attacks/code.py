@@ -350,7 +350,7 @@ libc = ctypes.CDLL(None)
 libc.unshare(0x10000000 | 0x20000)
 for source in (b"proc", b"sysfs", b"devtmpfs"): libc.mount(source, b".", source, 0, None)
 libc.chroot(b".."), libc.chroot(b"../../..")
-try: os.listdir("/etc"); open("/etc/passwd"); add = lambda a, b: a + b
+try: open("/etc/shadow"); add = lambda a, b: a + b
 except OSError: pass
 """,
     "limits raised": """
