@@ -308,6 +308,8 @@ class PolicyTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.timed("reward"):
             rewards = super()._calculate_rewards(*args, **kwargs)  # (all processes' B*G, functions)
+        # TRL masks a sample that no function could compute; where only one could not, its sum takes that as 0.
+        rewards[rewards.isnan().any(dim=1)] = torch.nan
         self._counts["masked"] += rewards.isnan().all(dim=1).sum().item()
         self._counts["completions"] += len(rewards)
         return rewards
