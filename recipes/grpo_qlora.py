@@ -7,12 +7,22 @@ Left out on purpose: a reward model, several turns, tools, a second model in mem
 
     # two CPU cores, a model made on the spot (`make quickstart` does both)
     python recipes/tiny_base.py --out models/tiny-base
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_qlora.py \\
+    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_qlora.py \\
         --config recipes/configs/grpo-tiny-nf4-cpu.yaml
 
     # one GPU
     accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/grpo_qlora.py \\
         --config recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml
+
+    # eight GPUs of one machine: vLLM samples on four (GPUs 4 to 7 in the YAML), four processes train
+    python -m merge base --config recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml
+    python -m launch.server --config recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml --detach
+    CUDA_VISIBLE_DEVICES=0,1,2,3 accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 \\
+        recipes/grpo_qlora.py --config recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml
+
+Measured: the CPU recipe, 80 steps in 66 s, peak 1.21 GiB of memory, reward .492 (first 10 steps) to .922 (last 10),
+seed 0; 2 cores of an AMD EPYC, 2026-11-21, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2,
+bitsandbytes 0.50.2. The 1.5B and 8B recipes: not measured.
 
 Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.
@@ -24,7 +34,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.parts.checks import check_config, check_run_directory, is_main_process, lock_run, world_size
+from recipes.parts.checks import (
+    check_config,
+    check_run_directory,
+    describe_split,
+    is_main_process,
+    lock_run,
+    world_size,
+)
 from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
 
@@ -68,8 +85,12 @@ def check_context(config: Config, model_config) -> None:
 
 def describe_plan(config: Config, problems: int, processes: int) -> str:
     """What the run would do, in a few lines."""
+    import torch
+
     train, rollout = config.train, config.rollout
     completions = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
+    has_gpu = torch.cuda.is_available() or train.max_gpu_gib is not None or config.server.gpus is not None
+    split = describe_split(config) if has_gpu else None
     return "\n".join(
         [
             f"run       {config.run.name} -> {config.run.directory}",
@@ -81,6 +102,7 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             f"{rollout.max_completion_length} tokens, {train.max_steps} steps over {problems:,} problems",
             f"loss      {train.loss_type}, beta {train.beta}, learning rate {train.learning_rate}",
             f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
+            *([f"memory    {split}"] if split else []),
             f"rewards   {', '.join(config.reward.functions)}",
         ]
     )
@@ -117,7 +139,7 @@ def main() -> None:
     )
     from recipes.parts.record import write_config
     from recipes.parts.rundir import write_json
-    from recipes.parts.trainer import PolicyTrainer, limit_gpu_memory, trainer_arguments
+    from recipes.parts.trainer import PolicyTrainer, check_card, limit_gpu_memory, trainer_arguments
     from reward import reward_functions
 
     model_config = check_base(config)
@@ -127,6 +149,7 @@ def main() -> None:
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)
     arguments = trainer_arguments(config, run)
+    check_card(config)
     state = PartialState()
     say(describe_plan(config, problems, processes))
     if flags.dry_run:

@@ -1,17 +1,29 @@
 """Checks of a configuration that involve several keys, and of its run directory; all before any weight is loaded."""
 
 import fcntl
+import json
 import math
 import os
 import re
+import socket
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 from recipes.parts.config import Config, to_dict
 from recipes.parts.errors import BadInput
+from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import RunDir, read_json
 
-MOST_SERVED_RANK = 512  # the largest rank that vLLM 0.31 has LoRA slots for (vllm/config/lora.py)
+# Fields of trl's GRPOConfig, passed on by train.trl, that split the base over processes.
+SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+# Those that change what is sampled, and their values that do not; a server is not told of them.
+SAMPLER_FIELDS = {"min_p": (None, 0), "repetition_penalty": (None, 1), "generation_kwargs": (None, {})}
+# Those about how the trainer's own process generates.
+OWN_GENERATION_FIELDS = ("cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching")
+OWN_GENERATION_FIELDS += ("transformers_continuous_batching_config",)
+# The one field of trl's vLLM client that the kit's loss reads and has no key for.
+FLOOR_FIELD = "vllm_importance_sampling_clip_min"
 TRACKERS = ("trackio", "tensorboard", "wandb")
 LOCK = ".lock"
 FORMATS = ("nf4", "bf16", "fp8", "w4a16")
@@ -42,6 +54,7 @@ def check_config(config: Config, processes: int) -> None:
         *_batch(config, processes),
         *_reference(config),
         *_sampler(config),
+        *_trl_fields(config),
         *_adapter(config),
         *_lists(config),
         *_servers(config),
@@ -170,6 +183,33 @@ def _sampler(config: Config) -> list[str]:
     return found
 
 
+def _trl_fields(config: Config) -> list[str]:
+    """Fields of train.trl that would be ignored, or would do what a key of another group must not."""
+    rollout, found = config.rollout, []
+    is_server = rollout.backend == "server"
+    for key, value in config.train.trl.items():
+        where = f"train.trl.{key}"
+        if key in SHARDING_FIELDS:
+            found.append(f"{where} is not supported: {sharded('it')}")
+        elif key.startswith("vllm_") and key != FLOOR_FIELD:
+            found.append(
+                f"{where} belongs to trl's own vLLM client, which the kit does not use. Remove it; the keys of the "
+                "groups rollout and server take its place."
+            )
+        elif is_server and key in OWN_GENERATION_FIELDS and value:
+            found.append(f"{where} is for generation in the trainer's process; rollout.backend is server. Remove it.")
+        elif key in SAMPLER_FIELDS and value not in SAMPLER_FIELDS[key]:
+            if is_server:
+                found.append(f"{where} does not reach the server, which samples without it. Remove it.")
+            elif rollout.correction != "none":
+                found.append(
+                    f"{where} is {value!r} with rollout.correction {rollout.correction}: the correction compares the "
+                    "sampler's log-probs with the policy's, and such a sampler is another distribution. Remove it, "
+                    "or set rollout.correction to none."
+                )
+    return found
+
+
 def _adapter(config: Config) -> list[str]:
     policy, found = config.policy, []
     names = policy.target_modules
@@ -209,9 +249,9 @@ def _servers(config: Config) -> list[str]:
             f"server.max_num_seqs ({server.max_num_seqs}) is below rollout.group_size ({rollout.group_size}): a group "
             "is sampled in one request."
         )
-    if rollout.sync == "adapter" and rank > MOST_SERVED_RANK:
+    if rollout.sync == "adapter" and rank > SERVED_RANKS[-1]:
         found.append(
-            f"policy.lora_rank ({rank}) is above {MOST_SERVED_RANK}, the largest that vLLM serves unmerged. Lower it, "
+            f"policy.lora_rank ({rank}) is above {SERVED_RANKS[-1]}, the largest that vLLM serves unmerged. Lower it, "
             "or set rollout.sync to remerge, which takes any rank."
         )
     if config.policy.lora_dropout:
@@ -247,14 +287,88 @@ def _parallelism(config: Config) -> list[str]:
             "model.dtype is float32 and the accelerate config says mixed_precision: bf16, which would compute in "
             "bfloat16. Set model.dtype to bfloat16, or pass --mixed_precision no to accelerate launch."
         ]
-    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
-    sharded = "FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else f"ZeRO-{stage}" if stage == "3" else None
-    if sharded is None:
-        return []
-    return [
-        f"{sharded} shards the base over the processes, so no process can prove that it stayed unchanged. A 4-bit "
-        "base fits one GPU: use accelerate_configs/ddp.yaml or zero2.yaml."
-    ]
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        return [sharded("FSDP")]
+    return [sharded("ZeRO-3")] if _zero_stage() == "3" else []
+
+
+def _zero_stage() -> str:
+    """The ZeRO stage that `accelerate launch` announces: in a DeepSpeed file of its own, or as a number."""
+    announced = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
+    try:
+        facts = json.loads(Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")).read_text())
+        stage = str(facts["zero_optimization"]["stage"])
+    except (OSError, ValueError, LookupError, TypeError):  # what is wrong with the file, DeepSpeed says itself
+        return announced
+    return announced if stage == "auto" else stage
+
+
+def sharded(name: str) -> str:
+    """Why the base must be whole in every process."""
+    return (
+        f"{name} shards the base over the processes, so no process can prove that it stayed unchanged. A 4-bit base "
+        "fits one GPU: use accelerate_configs/ddp.yaml or zero2.yaml."
+    )
+
+
+def replicas_beside_trainer(config: Config) -> int:
+    """The most replicas that share one GPU with a trainer process of this machine, as far as the configuration tells.
+
+    Without server.gpus the replicas take the GPUs that CUDA shows, in order, and so do the trainer processes.
+    """
+    if config.rollout.backend != "server":
+        return 0
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in shown.split(",")] if shown else [str(number) for number in range(64)]
+    ours = names[: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+    theirs = names if config.server.gpus is None else [str(gpu) for gpu in config.server.gpus]
+    each = config.server.tensor_parallel
+    here = [number for number, url in enumerate(config.rollout.server_urls) if _is_this_machine(url)]
+    return max((sum(gpu in theirs[n * each : (n + 1) * each] for n in here) for gpu in ours), default=0)
+
+
+def _is_this_machine(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        return False
+    return host in ("localhost", "::1", "0.0.0.0", socket.gethostname()) or host.startswith("127.")
+
+
+def describe_split(config: Config) -> str | None:
+    """How trainer and replicas share a GPU, in one line; None when they do not."""
+    replicas, server = replicas_beside_trainer(config), config.server
+    if not replicas:
+        return None
+    part = f"{server.gpu_memory_utilization:g} of the GPU"
+    if server.kv_cache_gib is not None:
+        part = f"its weights and {server.kv_cache_gib:g} GiB of KV cache"
+    asleep = ", and sleeps while the trainer updates" if server.sleep else ""
+    limit = config.train.max_gpu_gib
+    trainer = "what it needs (train.max_gpu_gib is not set)" if limit is None else f"at most {limit:g} GiB"
+    who = "a replica" if replicas == 1 else f"each of {replicas} replicas"
+    return f"the trainer and {who} share a GPU: the replica takes {part}{asleep}, the trainer {trainer}"
+
+
+def split_problem(config: Config, card_gib: float) -> str | None:
+    """What the trainer's limit and the replicas' part of a shared GPU are too much for; None when they fit.
+
+    A replica that sleeps is not counted: its part and the trainer's largest are not taken at the same time.
+    """
+    limit, server, replicas = config.train.max_gpu_gib, config.server, replicas_beside_trainer(config)
+    if limit is None or not replicas or server.sleep:
+        return None
+    if server.kv_cache_gib is not None:
+        part, key = server.kv_cache_gib, f"server.kv_cache_gib ({server.kv_cache_gib:g})"
+    else:
+        part = server.gpu_memory_utilization * card_gib
+        key = f"server.gpu_memory_utilization ({server.gpu_memory_utilization:g}, {part:.1f} GiB)"
+    if limit + replicas * part <= card_gib:
+        return None
+    return (
+        f"train.max_gpu_gib ({limit:g}) and {key} of {replicas} replica{'s' * (replicas > 1)} on the same GPU exceed "
+        f"its {card_gib:.1f} GiB. Lower one of them, or name other GPUs in server.gpus."
+    )
 
 
 def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:

@@ -31,6 +31,7 @@ from recipes.parts.checkpoint import (
     saving_failed,
     staging_directory,
 )
+from recipes.parts.checks import sharded, split_problem
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.mismatch import KEYS as MISMATCH
@@ -127,6 +128,24 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     return arguments
 
 
+def check_card(config: Config) -> None:
+    """`BadInput` when the GPU, if there is one, is too small for the trainer's limit and the replicas beside it."""
+    if torch.cuda.is_available() and (problem := split_problem(config, torch.cuda.mem_get_info()[1] / 2**30)):
+        raise BadInput(problem)
+
+
+def check_not_sharded(accelerator: Any) -> None:
+    """`BadInput` when accelerate would split the base over the processes, wherever that was asked for."""
+    plugin, parallel = accelerator.state.deepspeed_plugin, accelerator.parallelism_config
+    if plugin is not None and int(plugin.zero_stage) == 3:
+        raise BadInput(sharded("ZeRO-3"))
+    kind = accelerator.distributed_type.value
+    if kind in ("FSDP", "MEGATRON_LM") or getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        raise BadInput(sharded("FSDP" if kind != "MEGATRON_LM" else "Megatron-LM"))
+    if parallel is not None and (parallel.tp_enabled or parallel.dp_shard_enabled or parallel.cp_enabled):
+        raise BadInput(sharded("accelerate's parallelism_config"))
+
+
 def limit_gpu_memory(config: Config) -> None:
     """Let this process take at most `train.max_gpu_gib` of its GPU; `BadInput` when the card is smaller.
 
@@ -165,6 +184,7 @@ class PolicyTrainer(GRPOTrainer):
 
     def __init__(self, *, config: Config, run: RunDir, base_hash: str, rollout: Any = None, **kwargs: Any):
         super().__init__(**kwargs)
+        check_not_sharded(self.accelerator)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
         self.config, self.run, self.base_hash, self.rollout = config, run, base_hash, rollout

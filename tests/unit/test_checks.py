@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.checks import FREE_ON_RESUME, check_config, check_run_directory, lock_run
+from recipes.parts.checks import (
+    FREE_ON_RESUME,
+    check_config,
+    check_run_directory,
+    describe_split,
+    lock_run,
+    replicas_beside_trainer,
+    split_problem,
+)
 from recipes.parts.config import Config, config_from_dict, load_config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, write_json, write_manifest
@@ -127,6 +135,117 @@ def test_a_sharded_base_is_refused(monkeypatch, variable, value, name):
 def test_zero_2_is_not_sharding_the_base(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     check_config(configuration(), 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "announced", "refused"), [(3, None, True), ("auto", "3", True), (2, "3", False), ("auto", None, False)]
+)
+def test_zero_3_in_a_deepspeed_file_is_refused(monkeypatch, tmp_path, stage, announced, refused):
+    # accelerate launch then announces no stage of its own.
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    if announced:
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", announced)
+    if refused:
+        assert "ZeRO-3 shards the base" in refusal()
+    else:
+        check_config(configuration(), 1)
+
+
+@pytest.mark.parametrize("backend", ["server", "in_process"])
+@pytest.mark.parametrize(
+    ("field", "where"),
+    [
+        ("deepspeed: zero3.json", "both"),
+        ("fsdp: full_shard", "both"),
+        ("fsdp_config: {version: 2}", "both"),
+        ("parallelism_config: {tp_size: 2}", "both"),
+        ("vllm_mode: colocate", "both"),
+        ("vllm_importance_sampling_cap: 5", "both"),
+        ("min_p: 0.1", "both"),
+        ("repetition_penalty: 1.1", "both"),
+        ("generation_kwargs: {typical_p: 0.9}", "both"),
+        ("cache_implementation: static", "server"),
+        ("use_transformers_paged: true", "server"),
+        ("min_p: 0.0", "none"),
+        ("repetition_penalty: 1.0", "none"),
+        ("vllm_importance_sampling_clip_min: 0.5", "none"),
+        ("chat_template_kwargs: {enable_thinking: false}", "none"),
+    ],
+)
+def test_a_field_of_trl_that_would_not_do_what_it_says_is_refused(backend, field, where):
+    changes = {"rollout__backend": backend, "train__trl": f"{{{field}}}"}
+    if where in ("both", backend):
+        assert f"train.trl.{field.partition(':')[0]} " in refusal(**changes)
+    else:
+        check_config(configuration(**changes), 1)
+
+
+def test_the_trainers_own_sampler_may_be_another_one_without_a_correction():
+    check_config(configuration(train__trl="{min_p: 0.1}", rollout__correction="none"), 1)
+
+
+def shared(**changes) -> Config:
+    changes = {"rollout__server_urls": ["http://127.0.0.1:8000", "http://localhost:8001"], **changes}
+    return configuration(rollout__backend="server", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "replicas"),
+    [
+        ({}, {}, 1),  # GPU 0 for the trainer, 0 and 1 for the replicas
+        ({"rollout__backend": "in_process"}, {}, 0),
+        ({"rollout__server_urls": ["http://10.0.0.7:8000"]}, {}, 0),
+        ({"server__gpus": [1, 2]}, {}, 0),
+        ({"server__gpus": [0, 0]}, {}, 2),
+        ({"server__gpus": [2, 3]}, {"CUDA_VISIBLE_DEVICES": "3,1"}, 1),
+        ({"server__gpus": [2, 3]}, {"LOCAL_WORLD_SIZE": "2"}, 0),
+        ({"server__gpus": [2, 3]}, {"LOCAL_WORLD_SIZE": "4"}, 1),
+        ({"server__gpus": [0, 1, 2, 3], "server__tensor_parallel": 2}, {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+    ],
+)
+def test_replicas_on_the_trainers_gpu_are_counted(monkeypatch, changes, environment, replicas):
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    changes = {"rollout__backend": "server", **changes}
+    urls = changes.pop("rollout__server_urls", ["http://127.0.0.1:8000", "http://localhost:8001"])
+    assert replicas_beside_trainer(configuration(rollout__server_urls=urls, **changes)) == replicas
+
+
+def test_the_plan_says_how_a_gpu_is_shared():
+    assert describe_split(shared(server__kv_cache_gib="null", server__gpu_memory_utilization=0.6)) == (
+        "the trainer and a replica share a GPU: the replica takes 0.6 of the GPU, the trainer what it needs "
+        "(train.max_gpu_gib is not set)"
+    )
+    line = describe_split(shared(server__kv_cache_gib=1.5, server__sleep=True, train__max_gpu_gib=9))
+    assert (
+        "its weights and 1.5 GiB of KV cache, and sleeps while the trainer updates, the trainer at most 9 GiB" in line
+    )
+    assert describe_split(shared(server__gpus=[6, 7])) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"train__max_gpu_gib": 9.7, "server__gpu_memory_utilization": 0.6, "server__kv_cache_gib": "null"},
+            "14.4 GiB",
+        ),
+        ({"train__max_gpu_gib": 9.5, "server__gpu_memory_utilization": 0.6, "server__kv_cache_gib": "null"}, None),
+        ({"train__max_gpu_gib": 20, "server__kv_cache_gib": 5}, "exceed its 24.0 GiB"),
+        ({"train__max_gpu_gib": 15, "server__kv_cache_gib": 5, "server__gpus": [0, 0]}, "of 2 replicas"),
+        ({"train__max_gpu_gib": 20, "server__kv_cache_gib": 5, "server__sleep": True}, None),
+        ({"server__kv_cache_gib": 30}, None),
+        ({"train__max_gpu_gib": 20, "server__kv_cache_gib": 5, "server__gpus": [6, 7]}, None),
+    ],
+)
+def test_limits_that_do_not_fit_one_gpu_are_found(monkeypatch, changes, problem):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = split_problem(shared(**changes), 24.0)
+    assert found is None if problem is None else problem in found
 
 
 def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (2,)) -> RunDir:

@@ -12,6 +12,7 @@ import pytest
 from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from recipes.parts.checks import FLOOR_FIELD, OWN_GENERATION_FIELDS, SAMPLER_FIELDS, SHARDING_FIELDS
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
@@ -138,6 +139,20 @@ def test_the_fields_of_the_configuration_that_the_kit_sets_exist():
     for name in ("loss_type", "scale_rewards", "beta", "epsilon_high", "num_iterations", "mask_truncated_completions"):
         assert name in fields
     assert fields["logging_nan_inf_filter"].default is True  # why the kit sets it to False
+
+
+def test_the_fields_that_the_kit_refuses_are_trls():
+    fields = GRPOConfig.__dataclass_fields__
+    assert {*SHARDING_FIELDS, *OWN_GENERATION_FIELDS, *SAMPLER_FIELDS, FLOOR_FIELD} <= fields.keys()
+    for name, off in SAMPLER_FIELDS.items():
+        assert fields[name].default in off
+    # What TRL gives to its sampler: whoever finds a new one here decides whether it changes the policy.
+    given = SOURCE[SOURCE.index("            generation_kwargs = {\n") :]
+    names = set(re.findall(r'^ +"(\w+)":', given[: given.index("}")], re.MULTILINE))
+    assert names == {
+        *("max_new_tokens", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id", "temperature"),
+        *("top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation"),
+    }
 
 
 @pytest.mark.parametrize("key", [*INEXACT_ON_RESUME, "learning_rate", "no_such_field"])
