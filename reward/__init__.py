@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 from recipes.parts.config import match_type, spell_type
 from recipes.parts.errors import BadInput
 from reward.code import code
-from reward.format import boxed_format
+from reward.countdown import arithmetic, countdown
+from reward.format import boxed_format, think_format
 from reward.gsm8k import gsm8k_lenient, gsm8k_strict
+from reward.length import length
 from reward.math import math as math_reward
 from reward.pool import UnknownBudget, shared_pool
+from reward.text import language, repetition
 
 if TYPE_CHECKING:
     from recipes.parts.config import RewardConfig
@@ -33,7 +36,13 @@ REWARDS: dict[str, RewardFunction] = {
     "gsm8k_strict": gsm8k_strict,
     "gsm8k_lenient": gsm8k_lenient,
     "code": code,
+    "countdown": countdown,
+    "arithmetic": arithmetic,
     "boxed_format": boxed_format,
+    "think_format": think_format,
+    "length": length,
+    "repetition": repetition,
+    "language": language,
 }
 MACHINERY = ("pool", "budget")  # keyword-only arguments that the kit fills in; the others are options
 

@@ -265,8 +265,21 @@ class Algebra:
             if (value := _sine(self, turns + (Fraction(1, 2) if name == "cos" else 0))) is not None:
                 return value
         argument, sign = _without_sign(argument)
+        times = _content(argument.num) if argument.num and set(argument.den) == {()} else Fraction(1)
+        if turns is None and times.denominator == 1 and 2 <= times <= 6:
+            value = self.multiple_angle(name, int(times), self.div(argument, _form(times)))
+            return value if sign > 0 or name == "cos" else self.mul(_form(Fraction(-1)), value)
         atom = self.opaque(name, argument)
         return atom if sign > 0 or name == "cos" else self.mul(_form(Fraction(-1)), atom)
+
+    def multiple_angle(self, name: str, times: int, angle: Form) -> Form:
+        """sin or cos of `times * angle` by the addition theorems."""
+        sine, cosine = self.opaque("sin", angle), self.opaque("cos", angle)
+        s, c = sine, cosine
+        for _ in range(times - 1):
+            minus = self.mul(_form(Fraction(-1)), self.mul(s, sine))
+            s, c = self.add(self.mul(s, cosine), self.mul(c, sine)), self.add(self.mul(c, cosine), minus)
+        return s if name == "sin" else c
 
     def logarithm(self, name: str, argument: Form) -> Form:
         """ln of a positive rational as a sum over primes; `log` without a base keeps it open."""

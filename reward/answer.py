@@ -75,6 +75,17 @@ def final_answer(text: str) -> str | None:
     return hash_answer(text) if answer is None else answer
 
 
+def tag_answer(text: str, tag: str = "<answer>") -> str | None:
+    r"""What the last complete `<answer>…</answer>` holds; where that has a `\boxed{}`, the last box in it."""
+    end = text.rfind(f"</{tag[1:]}")
+    start = text.rfind(tag, 0, end) if end >= 0 else -1
+    if start < 0:
+        return None
+    inside = text[start + len(tag) : end].strip()
+    boxed = boxed_answer(inside)
+    return inside if boxed is None else boxed
+
+
 def last_number(text: str) -> str | None:
     """The last number written in the text, with its sign, commas and currency sign."""
     answer = None

@@ -1,10 +1,18 @@
-r"""Reward "math": the last `\boxed{}` equals the reference answer."""
+r"""Reward "math": the final answer equals the reference answer.
 
-from typing import Any
+What counts as the answer and as equal is policy (`reward/README.md`); where people differ it is an option. The
+defaults: the last `\boxed{}`; no rounding between written numbers (0.333 is not 1/3; where an irrational number is
+involved, math-verify's six decimals: 1.41421356 is `\sqrt2`); unevaluated expressions equal their value; a unit on one
+side only is ignored; several answers are all needed, in any order unless they stand in a tuple; digits of every script
+have their value.
+"""
 
-from reward.answer import boxed_answer
+from typing import Any, Literal
+
+from reward.answer import boxed_answer, final_answer, tag_answer
+from reward.exact import Policy
 from reward.pool import UnknownBudget, WorkerPool
-from reward.score import Message, score_answers
+from reward.score import Explanation, Message, score_answers
 
 
 def math(
@@ -13,11 +21,47 @@ def math(
     gold: list[str],
     *,
     pool: WorkerPool | None = None,
-    budget: UnknownBudget | None = None,
+    budget: UnknownBudget | Explanation | None = None,
+    tolerance: float = 0.0,
+    ordered: bool = False,
+    units: Literal["ignored", "required"] = "ignored",
+    several: Literal["all", "any"] = "all",
+    unicode_digits: bool = True,
+    answer_tag: str | None = None,
+    hash_answers: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    r"""1.0 when the last balanced `\boxed{}` equals `gold`, else 0.0 (also without a box); None when undecided.
+    r"""1.0 when the final answer equals `gold`, else 0.0 (also without an answer in its place); None when undecided.
 
-    An answer outside a box is not paid, so the form is learned with the content.
+    The answer is the last balanced `\boxed{}` of the model's own text; an answer elsewhere is not paid, so the form is
+    learned with the content. Options:
+
+    - `answer_tag: "<answer>"`: the answer is what the last complete `<answer>…</answer>` holds, or a box inside it.
+    - `hash_answers: true`: without a box, the last `#### n` counts.
+    - `tolerance: 0.01`: a number may differ from the reference by 1 % of it.
+    - `ordered: true`: `2, 1` does not answer `1, 2` (tuples are ordered anyway, sets in braces never).
+    - `units: required`: `5` does not answer `5 cm`. Two different units never agree.
+    - `several: any`: one of several reference answers is enough (a prediction with a wrong one beside it is not).
+    - `unicode_digits: false`: digits other than 0 to 9 are not digits.
     """
-    return score_answers(boxed_answer, prompts, completions, gold, pool, budget)
+    policy = Policy(tolerance, ordered, units, several, unicode_digits)
+
+    def extract(text: str) -> str | None:
+        if answer_tag is not None:
+            return tag_answer(text, answer_tag)
+        return final_answer(text) if hash_answers else boxed_answer(text)
+
+    return score_answers(extract, prompts, completions, gold, pool, budget, policy)
+
+
+def check_options(tolerance: float, answer_tag: str | None, hash_answers: bool, **_: Any) -> None:
+    """`ValueError` for options that cannot be meant."""
+    if not 0.0 <= tolerance < 1.0:
+        raise ValueError(f"tolerance is {tolerance}, a share of the reference from 0 up to (not including) 1.")
+    if answer_tag is not None and hash_answers:
+        raise ValueError("answer_tag and hash_answers are two places for the answer: use one.")
+    if answer_tag is not None and (len(answer_tag) < 3 or answer_tag[0] + answer_tag[-1] != "<>"):
+        raise ValueError(f'answer_tag is {answer_tag!r}, expected a tag like "<answer>".')
+
+
+math.check_options = check_options

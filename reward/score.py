@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from reward.answer import judge, message_text, own_text
+from reward.exact import DEFAULT, Policy
 from reward.pool import UnknownBudget, Verdict, WorkerPool
 
 Message = str | list[dict]
@@ -35,6 +36,7 @@ def score_answers(
     gold: list[str],
     pool: WorkerPool | None,
     budget: UnknownBudget | Explanation | None,
+    policy: Policy = DEFAULT,
 ) -> list[float | None]:
     """1.0 for every completion whose extracted answer equals its gold, 0.0 otherwise, None where undecided.
 
@@ -42,7 +44,7 @@ def score_answers(
     """
     predicted = [extract(text) for text in own_texts(prompts, completions)]
     pairs = list(zip(predicted, gold, strict=True))
-    verdicts = judge(pairs, pool)
+    verdicts = judge(pairs, pool, policy)
     record(budget, verdicts, [f"answer {_short(a)} against {_short(g)}" for a, g in pairs], predicted)
     return [_reward(verdict) for verdict in verdicts]
 

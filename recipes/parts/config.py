@@ -137,7 +137,7 @@ class DataConfig:
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
     question_column: str = _option("question", "column of the problem text")
     answer_column: str = _option("answer", "column of the reference answer")
-    answer_format: Literal["gsm8k", "boxed", "plain", "code", "mbpp", "humaneval"] = _option(
+    answer_format: Literal["gsm8k", "boxed", "plain", "countdown", "code", "mbpp", "humaneval"] = _option(
         "plain",
         "where the answer is: #### 42, \\boxed{42}, 42; for code, what form the tests have (reward/code_gold.py)",
     )

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recipes.parts.errors import BadInput
-from reward.answer import boxed_answer, hash_answer
+from reward.answer import boxed_answer, check_golds, hash_answer
 from reward.code_gold import FORMATS as CODE_FORMATS
 from reward.code_gold import gold_from_row
+from reward.countdown import read_gold as read_countdown
 from reward.exact import gold_problem
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from recipes.parts.config import DataConfig
 
-ANSWER_FORMATS = ("gsm8k", "boxed", "plain", *CODE_FORMATS)
+TEXT_FORMATS = ("gsm8k", "boxed", "plain")  # whose answers a parser compares
+ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS)
 SUFFIXES = (".jsonl", ".parquet", ".json")
 SHOWN = 5  # bad rows listed in an error
 
@@ -96,6 +98,10 @@ def read_problems(data: "DataConfig", split: str) -> tuple[list[Problem], LoadRe
             report.duplicates.append(f"{problem.source} repeats {known.source}")
             if known.gold != problem.gold:
                 report.bad.append((row.source, f"same question as {known.source}, other answer {problem.gold[:40]!r}"))
+    if data.answer_format in TEXT_FORMATS:
+        unreadable = dict(check_golds([problem.gold for problem in problems]))
+        report.bad += [(problems[index].source, why) for index, why in unreadable.items()]
+        problems = [problem for index, problem in enumerate(problems) if index not in unreadable]
     _check_bad(report, data, split)
     limit = data.max_train_problems if split == "train" else data.max_eval_problems
     return problems[:limit], report
@@ -179,12 +185,17 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
     r"""The reference answer in a row's answer column, or None and the reason.
 
     `gsm8k`: the number after the last `####`. `boxed`: the last balanced `\boxed{}`. `plain`: the whole column, a
-    string or a number.
+    string or a number. `countdown`: JSON with numbers and target.
     """
     if isinstance(answer, (int, float)) and not isinstance(answer, bool) and answer_format == "plain":
         answer = repr(answer)
     if not isinstance(answer, str):
         return None, f"the answer is {repr(answer)[:40]}, not text"
+    if answer_format == "countdown":
+        try:
+            return (read_countdown(answer) and answer.strip()), ""
+        except ValueError as error:
+            return None, str(error)
     if answer_format == "gsm8k":
         gold, form = hash_answer(answer), "'#### number'"
     elif answer_format == "boxed":

@@ -7,7 +7,8 @@ import pytest
 from reward.answer import answers_equal, check_golds, judge
 from reward.exact import Policy, decide
 from reward.pool import WorkerPool
-from tests.unit.answer_cases import DIFFERENT, EQUAL
+from tests.unit.answer_cases import EQUAL
+from tests.unit.near_misses import DIFFERENT
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,147 @@
+"""Countdown: the evaluator, the reward and the generator."""
+
+import json
+import time
+from fractions import Fraction
+
+import pytest
+
+from recipes.parts.errors import BadInput
+from reward import REWARDS
+from reward.arithmetic import evaluate
+from reward.countdown import read_gold
+from reward.make import problems, write
+
+GOLD = json.dumps({"numbers": [3, 5, 7], "target": 22})
+
+VALUES = [
+    ("3 + 5*7", 38),
+    ("(3 + 5) × 7", 56),
+    ("7 ÷ 2", Fraction(7, 2)),
+    ("7 − 2 − 1", 4),
+    ("8/4/2", 1),
+    (r"3 \times 5 + 7", 22),
+    (r"\frac{6}{4}", Fraction(3, 2)),
+    (r"\frac{3+5}{\frac{1}{2}}", 16),
+    (r"\left(3+5\right)\cdot 7", 56),
+    ("$3*5$", 15),
+    ("3*5 = 15", 15),
+    ("3*5 = 16", None),
+    ("3*5 = 15 = 15", None),
+    ("1/0", None),
+    ("1/(2-2)", None),
+    ("", None),
+    ("3 5", None),
+    ("3+", None),
+    ("-3+5", None),
+    ("3--5", None),
+    ("+3", None),
+    ("2**3", None),
+    ("2^3", None),
+    ("3//2", None),
+    ("3.5", None),
+    ("(3", None),
+    ("3)", None),
+    ("()", None),
+    ("abs(3)", None),
+    ("__import__('os')", None),
+    ("1" * 13, None),
+    ("((" * 300 + "1" + "))" * 300, None),
+    ("(" * 60 + "1" + ")" * 60, None),
+    ("٣+٥", None),
+    ("1+" * 1_000_000 + "1", None),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES, ids=lambda v: repr(v)[:20])
+def test_the_evaluator_is_exact_and_knows_nothing_else(text, value):
+    started = time.perf_counter()
+    result = evaluate(text)
+    assert (result and result[0]) == value
+    assert time.perf_counter() - started < 1.0
+
+
+TABLE = [
+    # completion, exactly once, at most once
+    (r"\boxed{3*5+7}", 1, 1),
+    ("<answer>(3 * 5) + 7</answer>", 1, 1),
+    ("<answer>3 * 5 + 7 = 22</answer>", 1, 1),
+    (r"<answer>\boxed{7+3\times5}</answer>", 1, 1),
+    (r"\boxed{3+5+7}", 0, 0),
+    (r"\boxed{22}", 0, 0),
+    (r"\boxed{3*5+7+7-7}", 0, 0),
+    (r"\boxed{15+7}", 0, 0),
+    (r"\boxed{3*7+1}", 0, 0),
+    (r"\boxed{3*5+7} or \boxed{1}", 0, 0),
+    ("<answer>3*5+7</answer> no <answer>3+5</answer>", 0, 0),
+    ("3*5+7", 0, 0),
+    ("", 0, 0),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0][:25])
+def test_countdown_pays_an_expression_of_the_numbers_with_the_target_as_its_value(row):
+    completion, exactly, at_most = row
+    reward = REWARDS["countdown"]
+    assert reward(None, [completion], [GOLD]) == [float(exactly)]
+    assert reward(None, [completion], [GOLD], use_all=False) == [float(at_most)]
+
+
+def test_numbers_may_be_left_out_by_option_only():
+    gold = json.dumps({"numbers": [3, 5, 7, 7], "target": 22})
+    assert REWARDS["countdown"](None, [r"\boxed{3*5+7}"], [gold]) == [0.0]
+    assert REWARDS["countdown"](None, [r"\boxed{3*5+7}"], [gold], use_all=False) == [1.0]
+
+
+def test_an_example_of_the_prompt_is_not_the_models():
+    prompt = "Example: <answer>3*5+7</answer>\n\nUse 3, 5, 7 for 22."
+    assert REWARDS["countdown"]([prompt], [f"{prompt}\nHm."], [GOLD]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "gold", ["", "7", "{}", '{"numbers": [1]}', '{"numbers": [], "target": 1}', '{"numbers": [1.5], "target": 1}', "["]
+)
+def test_a_reference_that_is_none_is_named_at_load_time_and_masked_at_run_time(gold):
+    with pytest.raises(ValueError, match="the answer"):
+        read_gold(gold)
+    assert REWARDS["countdown"](None, [r"\boxed{1}"], [gold]) == [None]
+
+
+def test_every_generated_problem_is_solved_by_its_solution_and_no_numbers_occur_twice():
+    made = list(problems(2000, [3, 4, 5], 50, seed=3))
+    assert len(made) == 2000 == len({tuple(sorted(numbers)) for numbers, *_ in made})
+    golds = [json.dumps({"numbers": numbers, "target": target}) for numbers, target, _ in made]
+    assert REWARDS["countdown"](None, [rf"\boxed{{{solution}}}" for *_, solution in made], golds) == [1.0] * 2000
+    assert made == list(problems(2000, [3, 4, 5], 50, seed=3)) != list(problems(2000, [3, 4, 5], 50, seed=4))
+
+
+def test_more_problems_than_there_are_is_bad_input():
+    with pytest.raises(BadInput, match="of 100 problems"):
+        list(problems(100, [2], 3, seed=0))
+
+
+@pytest.mark.parametrize("task", ["countdown", "arithmetic"])
+def test_the_files_load_as_problems_and_the_held_out_numbers_are_new(tmp_path, task):
+    write(task, tmp_path, 50, 10, [3], 20, seed=1)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    }
+    assert {name: len(part) for name, part in rows.items()} == {"train": 50, "test": 10}
+    assert not {row["question"] for row in rows["train"]} & {row["question"] for row in rows["test"]}
+
+
+ARITHMETIC = [
+    (r"\boxed{75}", 1),
+    ("<answer>75</answer>", 1),
+    (r"\boxed{75.0}", 1),
+    (r"\boxed{28+10+37}", 0),
+    (r"\boxed{74}", 0),
+    ("75", 0),
+    ("", 0),
+]
+
+
+@pytest.mark.parametrize(("completion", "expected"), ARITHMETIC)
+def test_arithmetic_pays_a_number_and_not_the_question_again(completion, expected):
+    assert REWARDS["arithmetic"](None, [completion], ["75"]) == [float(expected)]
