@@ -96,3 +96,16 @@ def test_a_failed_sync_ends_both_processes(tmp_path, recipe_arguments, tiny_mode
     assert done.returncode != 0
     assert f"the replica at {replica.url} did not load adapter version 1: 422 no room for it" in done.stderr
     assert done.stderr.count("error: the replica at") == 1, "said once"
+
+
+def test_replicas_that_cannot_be_woken_end_both_processes(tmp_path, recipe_arguments, tiny_model_dir, replica):
+    run = RunDir(tmp_path / "run")
+    replica.info["sleep_enabled"] = True
+    replica.refuses["wake"] = (500, "no memory left on the card")
+    keys = server_keys(replica) | {"server.sleep": "true"}
+    done = launch(recipe_arguments(tiny_model_dir, run.path, keys))
+    assert done.returncode != 0
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1], "the first step needs no waking"
+    error = f"error: the replica at {replica.url} did not wake up: no memory left on the card."
+    assert done.stderr.count(error) == 1, done.stderr[-3000:]
+    assert f"{replica.url} may be left asleep: no memory left on the card." in done.stdout
