@@ -6,18 +6,19 @@ Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes w
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from merge.checkpoint import checkpoint_shards, pass_full_disk
 from recipes.parts.errors import BadInput, CheckFailed
 
 # transformers 5.17 builds Linear4bit without a block size, so Params4bit's default is the only one it loads.
@@ -93,7 +94,7 @@ def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(path), revision=revision)
     except (OSError, ValueError) as error:
-        _pass_full_disk(error)
+        pass_full_disk(error)
         raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
@@ -104,17 +105,15 @@ def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
     return config
 
 
-def _pass_full_disk(error: Exception) -> None:
-    """Raise `error` again when it says that a download found the disk full, which is no fault of the input."""
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        raise error
-
-
-def _output_embedding(config: Any) -> list[str]:
+def _without_weights(config: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _output_embedding(config: Any) -> list[str]:
+    model = _without_weights(config)
     output = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if module is output]
 
@@ -278,55 +277,12 @@ def quantize_weight(weight: torch.Tensor, double_quantization: bool, offset: flo
     return packed, state
 
 
-def find_checkpoint(model: str | Path, revision: str | None = None, weights: bool = True) -> Path:
-    """The local directory of a checkpoint: `model` itself, or the cached snapshot of a hub id.
-
-    Without `weights`, of a hub id only what is small is downloaded: configuration, tokenizer, index of the shards.
-    """
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if path.is_absolute() or str(model).count("/") > 1:
-        raise BadInput(f"no checkpoint at {model}: the directory does not exist. Pass the base with --base.")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer.model", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # not found, gated, offline; a malformed id is a ValueError
-        _pass_full_disk(error)
-        raise BadInput(
-            f"no checkpoint at {model}, neither a directory nor on the hub: {str(error).splitlines()[0]}"
-        ) from None
-
-
-def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
-    """{shard file: its tensor names}, in file order, of a safetensors checkpoint; `BadInput` when there is none."""
-    directory = Path(directory)
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        shards: dict[str, list[str]] = {file: [] for file in sorted(set(weight_map.values()))}
-        for name, file in weight_map.items():
-            shards[file].append(name)
-        if missing := [file for file in shards if not (directory / file).is_file()]:
-            raise BadInput(f"{directory} lacks {', '.join(missing)}, which its index lists. Download it again.")
-        return shards
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise BadInput(
-            f"{directory} has no model.safetensors and no index of shards. Convert the checkpoint to safetensors "
-            "(load it with transformers and save_pretrained)."
-        )
-    with safe_open(single, framework="pt") as file:
-        return {single.name: list(file.keys())}
-
-
 def select_shards(directory: Path, wanted: set[str], config: Any, complaint: str) -> dict[str, list[str]]:
     """{shard file: its tensors among `wanted`} of a checkpoint.
 
     `BadInput`, which begins with `complaint`, when one of them is not there or the checkpoint has any other. A tied
-    checkpoint may carry the output embedding a second time; the model has it once.
+    checkpoint may carry the output embedding a second time; the model has it once. What transformers passes over
+    when it loads the model is left out.
     """
     listed = checkpoint_shards(directory)
     shards = {file: [name for name in names if name in wanted] for file, names in listed.items()}
@@ -334,11 +290,19 @@ def select_shards(directory: Path, wanted: set[str], config: Any, complaint: str
     extra = sorted(found - wanted)
     if extra and getattr(config, "tie_word_embeddings", False):
         extra = [name for name in extra if name.removesuffix(".weight") not in _output_embedding(config)]
-    if extra:
+    if extra and (extra := _unexpected(extra, config)):
         raise BadInput(f"{complaint}: it has {extra[0]}, which the base has not.")
     if absent := sorted(wanted - found):
         raise BadInput(f"{complaint}: it has no {absent[0]} ({len(absent)} of {len(wanted)}).")
     return shards
+
+
+def _unexpected(names: list[str], config: Any) -> list[str]:
+    """Those of `names`, none of them a parameter, that transformers 5.17 would report: a model's own patterns hide
+    the rest (the rotary frequencies of early Llama checkpoints, layers for multi-token prediction)."""
+    keys = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    _without_weights(config)._adjust_missing_and_unexpected_keys(keys)
+    return sorted(keys.unexpected_keys)
 
 
 class BaseCheckpoint:
@@ -381,11 +345,8 @@ class BaseCheckpoint:
 
     def unquantized_linears(self) -> list[str]:
         """The linear modules that the base leaves unquantized: the output embedding and the run's skipped modules."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config)
-        linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        modules = _without_weights(self.config).named_modules()
+        linears = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
         return [name for name in linears if f"{name}.weight" not in self.quantized]
 
     def nf4(self, name: str) -> tuple[torch.Tensor, Any]:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from merge.base import checkpoint_shards, find_checkpoint, unquantized_config
+from merge.base import unquantized_config
+from merge.checkpoint import INDEX, SINGLE, checkpoint_shards, find_checkpoint
 from merge.merge import COMPANIONS, write_config
 from merge.stream import NF4_FOLDER, Original, Plan, plan_base, write_base
 from merge.verify import default_device
@@ -49,7 +50,9 @@ def main(argv: list[str]) -> int:
         raise BadInput(f"model.path {config.model.path} does not exist (seen from {Path.cwd()}).")
     source = config.model.source
     described = unquantized_config(source, config.model.revision)
-    commit = getattr(described, "_commit_hash", None)
+    # transformers tells a commit of a directory too, when it lies in the hub's cache.
+    commit = None if config.model.path else getattr(described, "_commit_hash", None)
+    revision = commit or config.model.revision
     origin = {
         "model": str(Path(source).resolve()) if config.model.path else source,
         "revision": config.model.revision or commit,
@@ -59,13 +62,13 @@ def main(argv: list[str]) -> int:
         print(f"{out} is there already (NF4 hash {manifest['base_hash'][:12]})")
         return DONE
     if arguments.dry_run:
-        place = find_checkpoint(source, config.model.revision, weights=False)
+        place = find_checkpoint(source, revision, weights=False)
         plan = plan_base(described) if config.model.path is None else _open(config, place).plan
         check_space(out, plan)
         print(f"would write {out}: {source} as dequantized NF4, {sizes(plan)}; it is not there yet")
         return DONE
-    place = find_checkpoint(source, config.model.revision)
-    info = export(_open(config, place), out, origin, None if config.model.path else commit)
+    place = find_checkpoint(source, revision)
+    info = export(_open(config, place), out, origin, commit)
     made_on = info["quantization"]["device"]
     print(f"wrote {out}: {source} as dequantized NF4 in BF16, NF4 hash {info['hash'][:12]} as a {made_on} makes it")
     return DONE
@@ -101,13 +104,17 @@ def export(source: Original, out: Path, origin: dict, commit: str | None) -> dic
     `origin` is the model and revision to record; `commit` that of a hub model, None for a local one, whose files are
     recorded instead. `CheckFailed`, and nothing at `out`, when the disk is full or a file changes meanwhile.
     """
-    check_space(out, source.plan)
     with publish(out) as partial, recorded(source.directory, commit) as files:
+        check_space(out, source.plan)  # once `publish` has removed what a killed process left
         print(f"writing {out}: {sizes(source.plan)}", flush=True)
         info = write_base(source, partial, **origin)
         write_config(source.directory, partial, None)
         write_json(partial / "base.json", info)
-        made_from = {"commit": commit, "files": {name: future.result() for name, future in files.items()}}
+        made_from = {
+            "commit": commit,
+            "path": None if commit else str(source.directory.resolve()),
+            "files": {name: future.result() for name, future in files.items()},
+        }
         if commit is None and (change := changed_source(made_from, source.directory)):
             raise CheckFailed(f"{source.directory} changed while it was read: {change}. Start again.")
         facts = {"policy": "base", "base_hash": info["hash"], "adapter_version": None, "adapter_hash": None}
@@ -119,7 +126,8 @@ def source_files(directory: Path) -> list[Path]:
     """Everything of a checkpoint that its base is made of: weights, index, config, tokenizer."""
     companions = [directory / name for name in COMPANIONS]
     companions += [file for folder in companions if folder.is_dir() for file in sorted(folder.rglob("*"))]
-    names = ["config.json", "model.safetensors.index.json", *checkpoint_shards(directory)]
+    shards = checkpoint_shards(directory)
+    names = ["config.json", *([] if SINGLE in shards else [INDEX]), *shards]
     return [file for file in [*(directory / name for name in names), *companions] if file.is_file()]
 
 
@@ -143,8 +151,10 @@ def recorded(directory: Path, commit: str | None) -> Iterator[dict[str, Future]]
 def changed_source(made_from: dict, directory: Path) -> str | None:
     """What differs between the files recorded and those at `directory`, in words; None when nothing does.
 
-    A file of the same size and time counts as the same; when only its time differs, its content decides.
+    A file of the same size and time at the same place counts as the same. At another time or place its content
+    decides: other models have the same sizes, and an archive may give all its files one time.
     """
+    moved = made_from.get("path") != str(directory.resolve())
     now = {str(file.relative_to(directory)): file for file in source_files(directory)}
     if names := sorted(set(now) ^ set(made_from["files"])):
         return f"{names[0]} is {'new' if names[0] in now else 'gone'}"
@@ -153,7 +163,7 @@ def changed_source(made_from: dict, directory: Path) -> str | None:
         stat = now[name].stat()
         if stat.st_size != was["bytes"]:
             return f"{name} has {stat.st_size} bytes, it had {was['bytes']}"
-        if stat.st_mtime_ns != was["mtime_ns"]:
+        if moved or stat.st_mtime_ns != was["mtime_ns"]:
             touched.append(name)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         hashes = pool.map(file_hash, [now[name] for name in touched])
@@ -166,10 +176,12 @@ def changed_source(made_from: dict, directory: Path) -> str | None:
 def check_reusable(directory: Path, config: Config, origin: dict, commit: str | None, refresh: bool = True) -> dict:
     """The manifest of a checkpoint that is the dequantized base of `config`; `BadInput` names what differs.
 
-    `origin` holds the model and revision that the configuration stands for, `commit` that of a hub model now. With
-    `refresh`, the times of files that were only touched are recorded, so that their content is not compared again.
+    `origin` holds the model and revision that the configuration stands for, `commit` that of a hub model now. A local
+    model is known by its content, wherever it lies. With `refresh`, the place and the times of files of the same
+    content are recorded, so that it is not compared again.
     """
     manifest = read_manifest(directory, "checkpoint")
+    made_from = manifest.get("source")
     info = read_json(directory / "base.json")
     quantization = info.get("quantization") or {}
     found = {
@@ -187,6 +199,8 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
         "model.dtype": config.model.dtype,
         "policy.double_quantization": config.policy.double_quantization,
     }
+    if commit is None and made_from is not None and made_from["commit"] is None:
+        del wanted["model"]
     fix = f"Remove it (rm -r {directory}) and run this command again, or choose another place (server.base or --out)."
     if wrong := [key for key, value in wanted.items() if found[key] != value]:
         key = wrong[0]
@@ -199,28 +213,37 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
             f"{directory} holds NF4 as a CPU makes it. A trainer on this machine's GPU makes other bytes of the same "
             f"weights, and its hash would not be the server's. {fix}"
         )
-    made_from = manifest.get("source")
     if made_from is None or f"{NF4_FOLDER}/index.json" not in manifest["files"]:
         raise BadInput(
             f"{directory} was written by an earlier version of this kit, without its NF4 copy (nf4/). {fix}"
         )
-    if config.model.path is None and commit is not None:
-        change = None if made_from["commit"] == commit else f"commit {made_from['commit']}, now {commit}"
-    else:
-        change = changed_source(made_from, find_checkpoint(origin["model"], config.model.revision))
-    if change:
+    if commit is not None:
+        if made_from["commit"] != commit:
+            change = f"commit {made_from['commit']}, now {commit}"
+            raise BadInput(f"{directory} was made before {origin['model']} changed ({change}). {fix}")
+        return manifest
+    source = find_checkpoint(origin["model"], config.model.revision)
+    if change := changed_source(made_from, source):
+        made_of = made_from.get("path") or info.get("model")
+        if made_of != str(source.resolve()):
+            raise BadInput(
+                f"{directory} exists and is not the base of this configuration: it was made of {made_of}, and "
+                f"{source} is another model ({change}). {fix}"
+            )
         raise BadInput(f"{directory} was made before {origin['model']} changed ({change}). {fix}")
     if refresh:
-        record_times(directory, manifest, Path(origin["model"]))
+        record_place(directory, manifest, source)
     return manifest
 
 
-def record_times(directory: Path, manifest: dict, source: Path) -> None:
-    """Write the times that the source's files have now into the manifest; without the right to, leave it."""
-    files = manifest["source"]["files"]
-    touched = {name: (source / name).stat().st_mtime_ns for name in files}
-    if any(files[name]["mtime_ns"] != time for name, time in touched.items()):
-        for name, time in touched.items():
-            files[name]["mtime_ns"] = time
+def record_place(directory: Path, manifest: dict, source: Path) -> None:
+    """Write where the source's files lie now and their times into the manifest; without the right to, leave it."""
+    made_from, place = manifest["source"], str(source.resolve())
+    times = {name: (source / name).stat().st_mtime_ns for name in made_from["files"]}
+    known = {name: was["mtime_ns"] for name, was in made_from["files"].items()}
+    if made_from.get("path") != place or known != times:
+        made_from["path"] = place
+        for name, time in times.items():
+            made_from["files"][name]["mtime_ns"] = time
         with contextlib.suppress(OSError):
             write_json(directory / MANIFEST, manifest)

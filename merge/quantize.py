@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from merge.base import BaseCheckpoint, checkpoint_shards, quantize_weight
+from merge.base import BaseCheckpoint, quantize_weight
+from merge.checkpoint import checkpoint_shards
 from merge.merge import Factors, write_config, write_shards
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import publish, write_manifest

@@ -21,7 +21,6 @@ from safetensors import safe_open
 from merge.base import (
     BLOCK_SIZE,
     base_facts,
-    checkpoint_shards,
     hash_quantized,
     hash_tensor,
     quantize_weight,
@@ -29,6 +28,7 @@ from merge.base import (
     tensor_bytes,
     unquantized_config,
 )
+from merge.checkpoint import checkpoint_shards
 from merge.merge import write_index, writing
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import write_json

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from merge.base import BaseCheckpoint, disable_cpu_repacking, find_checkpoint, load_base
+from merge.base import BaseCheckpoint, disable_cpu_repacking, load_base
+from merge.checkpoint import find_checkpoint
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 

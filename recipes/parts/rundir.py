@@ -5,9 +5,13 @@ whole adapter or checkpoint of a run. Needs only the standard library, so every 
 """
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -63,27 +67,87 @@ def publish(final: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Whatever interrupts the block (disk full, Ctrl-C, an exception), `final` is absent or whole. A process killed
     outright leaves a `.partial-…` directory that no tool reads and the next `publish` of the same name removes.
-    Raises `BadInput` when `final` exists and `overwrite` is false.
+    Raises `BadInput` when `final` exists and `overwrite` is false, also when it came meanwhile, and when another
+    process writes it now. A file system without locks cannot tell that: there the last one fails at its end, and a
+    dead process's directory stays.
     """
     final = Path(final)
     if final.exists() and not overwrite:
         raise BadInput(f"{final} exists already. Choose another place, or remove it first.")
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.parent / f".partial-{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    _remove_dead_partials(final)
+    partial, lock = _make_partial(final)
     try:
         yield partial
         for file in partial.rglob("*"):
             if file.is_file():
                 with open(file, "rb") as handle:
                     os.fsync(handle.fileno())
-        if final.exists():
+        if final.exists() and overwrite:
             shutil.rmtree(final)
-        os.replace(partial, final)
+        _rename_to_new(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _partial_of(final: Path) -> Path:
+    return final.parent / f".partial-{final.name}.{secrets.token_hex(4)}"
+
+
+def _make_partial(final: Path) -> tuple[Path, int]:
+    """A new directory for `final` and the open handle that holds its lock, which ends with the process."""
+    while True:
+        partial = _partial_of(final)
+        partial.mkdir()
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if partial.is_dir():
+            return partial, lock
+        os.close(lock)  # taken for a dead process's before it was locked
+
+
+def _remove_dead_partials(final: Path) -> None:
+    """Remove what killed processes left of `final`; `BadInput` when a living one writes it."""
+    pattern = re.compile(rf"\.partial-{re.escape(final.name)}\.[0-9a-f]{{8}}")
+    for partial in [entry for entry in final.parent.iterdir() if pattern.fullmatch(entry.name)]:
+        try:
+            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # published meanwhile, or not this user's
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Under another name first: a writer on another host, whose lock a network file system may hide, then
+            # fails. It must not go on beside the removal and list what is left as the whole.
+            dead = partial.rename(_partial_of(final))
+            shutil.rmtree(dead, ignore_errors=True)
+        except BlockingIOError:
+            raise BadInput(
+                f"{final} is being written by another process, in {partial}. Wait for its end, or choose another "
+                "place."
+            ) from None
+        except OSError:
+            pass  # no locks here, so it may be in use; or its process ended well meanwhile
+        finally:
+            os.close(handle)
+
+
+def _rename_to_new(partial: Path, final: Path) -> None:
+    """Rename a directory; `BadInput` when there is another at `final`."""
+    try:
+        os.rename(partial, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise BadInput(
+            f"{final} was written by another process meanwhile. That one was kept, this one was removed."
+        ) from None
 
 
 def write_manifest(directory: Path, kind: str, **fields: Any) -> dict:

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from merge import base as merge_base
@@ -14,13 +15,13 @@ from merge.base import (
     BaseCheckpoint,
     dequantize,
     dequantized_tensors,
-    find_checkpoint,
     hash_nf4_model,
     hash_quantized,
     load_base,
     load_nf4,
     quantize_weight,
 )
+from merge.checkpoint import find_checkpoint
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import read_json
 from tests.unit.test_merge_fixture import LINEARS, make_model, shared_model, shared_run
@@ -241,20 +242,55 @@ def test_missing_checkpoint_and_other_block_sizes_are_bad_input(tmp_path):
     with pytest.raises(BadInput, match="block_size 128"):
         load_nf4(shared_model(), block_size=128)
     with pytest.raises(BadInput, match="--base"):
-        merge_base.find_checkpoint(tmp_path / "nowhere")
+        find_checkpoint(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("weights", [True, False])
-def test_weights_of_a_hub_id_are_downloaded_only_when_asked_for(tmp_path, monkeypatch, weights):
-    asked = []
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+SMALL_FILES = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", "tokenizer.model"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "weights", "fetched"),
+    [
+        ([*SHARDS, "model.safetensors.index.json"], True, SHARDS),
+        ([*SHARDS, "model.safetensors.index.json", "model.safetensors"], True, ["model.safetensors"]),
+        (["model.safetensors"], True, ["model.safetensors"]),
+        (["pytorch_model.bin"], True, []),
+        ([*SHARDS, "model.safetensors.index.json"], False, []),
+    ],
+    ids=["shards", "shards and one file", "one file", "none", "not asked for"],
+)
+def test_of_a_hub_ids_weights_only_what_transformers_loads_is_fetched(tmp_path, monkeypatch, stored, weights, fetched):
+    commits = iter(["a" * 40, "b" * 40])
 
     def download(name, revision, allow_patterns):
-        asked.append((name, revision, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
-        return str(tmp_path)
+        """A branch that moves after each look at it."""
+        place = tmp_path / (next(commits) if revision == "v1" else revision)
+        place.mkdir(exist_ok=True)
+        others = ["consolidated.safetensors", "original/model.safetensors", "model.fp32-00001-of-00009.safetensors"]
+        for file in filter_repo_objects([*stored, *SMALL_FILES, *others], allow_patterns=allow_patterns):
+            (place / file).parent.mkdir(exist_ok=True)
+            (place / file).write_text(json.dumps({"weight_map": dict(zip("abc", [*SHARDS, SHARDS[0]], strict=True))}))
+        return str(place)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert find_checkpoint("owner/model", "v1", weights) == tmp_path
-    assert asked == [("owner/model", "v1", weights, True)]
+    assert find_checkpoint("owner/model", "v1", weights) == tmp_path / ("a" * 40)
+    found = {str(file.relative_to(tmp_path / ("a" * 40))) for file in tmp_path.rglob("*") if file.is_file()}
+    index = {"model.safetensors.index.json"} & set(stored)
+    assert found == {*SMALL_FILES, *fetched, *index}
+
+
+@pytest.mark.parametrize("revision", [None, "ab" * 20])
+def test_without_a_connection_a_cached_snapshot_is_found_by_branch_and_by_commit(tmp_path, monkeypatch, revision):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--owner--tiny" / "snapshots" / ("ab" * 20)
+    shutil.copytree(shared_model(), place)
+    (tmp_path / "models--owner--tiny" / "refs").mkdir()
+    (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("ab" * 20)
+    assert find_checkpoint("owner/tiny", revision) == place
+    with pytest.raises(BadInput, match=r"no checkpoint at owner/tiny, neither a directory nor on the hub: .*offline"):
+        find_checkpoint("owner/tiny", "cd" * 20)
 
 
 def test_a_disk_that_a_download_fills_is_not_called_a_missing_checkpoint(monkeypatch):

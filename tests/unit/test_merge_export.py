@@ -9,12 +9,13 @@ import pytest
 import torch
 import yaml
 
+from launch.vllm_command import check_base
 from merge import export as merge_export
 from merge.__main__ import main
 from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import base_directory, read_json, read_manifest, write_json, write_manifest
-from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
+from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model, shared_run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -48,6 +49,13 @@ def edit_base(folder, **fields) -> None:
     write_manifest(folder, "checkpoint", **facts)
 
 
+def edit_source(folder, **fields) -> None:
+    """A base as if it were made of a hub model."""
+    edit_base(folder, model="owner/model")
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", {**manifest, "source": {**manifest["source"], **fields}})
+
+
 def test_a_local_model_is_recorded_by_its_full_path_and_reused(written, tmp_path, monkeypatch, capsys):
     info = read_json(written / "base.json")
     assert (info["model"], info["revision"]) == (str(shared_model().resolve()), None)
@@ -62,7 +70,7 @@ def test_a_local_model_is_recorded_by_its_full_path_and_reused(written, tmp_path
         (lambda f: None, ["--policy.double_quantization=false"], {}, "policy.double_quantization is True"),
         (lambda f: None, [], {"dtype": "bfloat16"}, "model.dtype is 'float32', the configuration says 'bfloat16'"),
         (lambda f: None, [], {"revision": "v2"}, "revision is None, the configuration says 'v2'"),
-        (lambda f: edit_base(f, model="/models/other"), [], {}, "model is '/models/other'"),
+        (lambda f: edit_source(f, commit=COMMIT, files={}), [], {}, "model is 'owner/model'"),
         (lambda f: write_json(f / "manifest.json", {**read_json(f / "manifest.json"), "policy": "grpo"}), [], {},
          "policy is 'grpo'"),
         (lambda f: write_json(f / "manifest.json", {**read_json(f / "manifest.json"), "format": "fp8"}), [], {},
@@ -79,8 +87,100 @@ def test_what_lies_at_out_is_reused_only_for_the_same_base(written, tmp_path, sp
 
 def test_another_model_at_the_same_place_is_not_taken_for_the_first(written, tmp_path):
     other = make_model(tmp_path / "other", seed=3)
-    with pytest.raises(BadInput, match="its model is"):
+    with pytest.raises(BadInput, match=rf"it was made of {shared_model()}, and .*other is another model \(.*rm -r"):
         export(tmp_path, written, path=str(other))
+
+
+def same_look(source, other) -> None:
+    """Give `other`'s files the times of those of `source`, of which they have the sizes already."""
+    for file in source.iterdir():
+        stat = file.stat()
+        assert (other / file.name).stat().st_size == stat.st_size
+        os.utime(other / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_a_model_of_equal_sizes_and_times_at_another_place_is_not_taken_for_the_first(own, tmp_path):
+    source, base = own
+    other = shutil.copytree(source, tmp_path / "other")
+    flip_byte(other / SHARD)
+    same_look(source, other)
+    with pytest.raises(BadInput, match=rf"other is another model \({SHARD} has other content\)"):
+        export(tmp_path, base, path=str(other))
+
+
+@pytest.mark.parametrize("place", ["own", f"cache/snapshots/{COMMIT}"])
+def test_a_base_is_reused_when_it_and_its_local_model_were_moved(tmp_path, monkeypatch, place):
+    source = shutil.copytree(shared_model(), tmp_path / place)
+    assert export(tmp_path, tmp_path / "base", path=str(source)) == 0
+    source = source.rename(tmp_path / "moved")
+    base = (tmp_path / "base").rename(tmp_path / "moved-base")
+    for file in source.iterdir():
+        set_time(file)
+    assert export(tmp_path, base, path=str(source)) == 0
+    assert read_json(base / "manifest.json")["source"]["path"] == str(source)
+    monkeypatch.setattr(merge_export, "file_hash", lambda file: pytest.fail(f"{file} is compared a second time"))
+    assert export(tmp_path, base, path=str(source)) == 0
+
+
+def served(written, tmp_path, **model) -> dict:
+    """What launch.server says of the base for a run whose local model lies at a path of another host."""
+    groups = settings(path="/elsewhere/model", **model)
+    groups["run"]["output_dir"] = str(tmp_path / "run")
+    return check_base(config_from_dict({**groups, "server": {"base": str(written)}}), "run.yaml")
+
+
+def test_a_server_takes_a_local_models_base_whatever_its_path_unless_the_run_has_another(written, tmp_path):
+    info = read_json(written / "base.json")
+    assert served(written, tmp_path)["base_hash"] == info["hash"]
+    with pytest.raises(BadInput, match=r"its model\.dtype is 'float32', the configuration says 'bfloat16'"):
+        served(written, tmp_path, dtype="bfloat16")
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "base.json", info)
+    assert served(written, tmp_path)["base_hash"] == info["hash"]
+    write_json(tmp_path / "run" / "base.json", {**info, "hash": "cd" * 32})
+    with pytest.raises(
+        BadInput, match=rf"its NF4 hash is {info['hash'][:12]}, that of the run \(.*\) is cdcdcdcdcdcd"
+    ):
+        served(written, tmp_path)
+
+
+def test_a_second_command_on_the_same_name_is_refused_and_the_first_ones_base_is_whole(tmp_path, monkeypatch):
+    write_base = merge_export.write_base
+
+    def write_and_start_again(*arguments, **named):
+        monkeypatch.setattr(merge_export, "write_base", write_base)
+        with pytest.raises(BadInput, match="out is being written by another process"):
+            export(tmp_path, tmp_path / "out")
+        return write_base(*arguments, **named)
+
+    monkeypatch.setattr(merge_export, "write_base", write_and_start_again)
+    assert export(tmp_path, tmp_path / "out") == 0
+    read_manifest(tmp_path / "out", "checkpoint", deep=True)
+
+
+def test_the_weights_are_of_the_commit_that_is_recorded_when_the_branch_moves_meanwhile(tmp_path, monkeypatch):
+    from transformers import AutoConfig
+
+    read, later = AutoConfig.from_pretrained, "f" * 40
+    hub = {COMMIT: shared_model(), later: make_model(tmp_path / "later", seed=3)}
+
+    def config_from_hub(path, **options):
+        config = read(str(shared_model()) if path == "owner/tiny" else path)
+        config._commit_hash = COMMIT
+        return config
+
+    def download(name, revision, allow_patterns):
+        commit = later if revision in (None, "main") else revision
+        place = tmp_path / "snapshots" / commit
+        return shutil.copytree(hub[commit], place, dirs_exist_ok=True)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", config_from_hub)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for revision in (None, "main"):
+        out = tmp_path / f"out-{revision}"
+        assert export(tmp_path, out, id="owner/tiny", path=None, revision=revision) == 0
+        assert read_manifest(out)["source"]["commit"] == COMMIT
+        assert read_json(out / "base.json")["hash"] == read_json(shared_run().base_file)["hash"]
 
 
 @pytest.mark.parametrize(("revision", "recorded"), [(None, COMMIT), ("v1", "v1")])

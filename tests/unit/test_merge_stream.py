@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from merge import export as merge_export
-from merge.base import dequantize, hash_nf4_model, load_nf4
+from merge.base import dequantize, dequantized_tensors, hash_nf4_model, load_nf4
 from merge.export import export
 from merge.stream import Original, TensorFile, plan_base
 from recipes.parts.errors import BadInput, CheckFailed
@@ -201,12 +201,12 @@ def test_memory_is_that_of_a_tensor_and_not_of_a_shard(died):
 def test_a_killed_command_leaves_nothing_under_the_name_and_can_be_repeated(died):
     folder, done = died
     assert done.returncode == -signal.SIGKILL, done.stderr
-    left = sorted(path.name for path in folder.iterdir() if "killed" in path.name)
-    assert left == [".partial-killed-base", "killed"]
-    assert list((folder / ".partial-killed-base").glob("*.safetensors")), "it was killed before it wrote anything"
+    left, source = sorted(path for path in folder.iterdir() if "killed" in path.name)
+    assert left.name.startswith(".partial-killed-base.") and source.name == "killed"
+    assert list(left.glob("*.safetensors")), "it was killed before it wrote anything"
     write(folder / "killed", folder / "killed-base")
     read_manifest(folder / "killed-base", "checkpoint", deep=True)
-    assert not (folder / ".partial-killed-base").exists()
+    assert not left.exists()
 
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path):
@@ -274,6 +274,59 @@ def test_a_tied_checkpoint_that_stores_the_output_embedding_too_gives_the_same_b
     model = edit_shards(tmp_path / "model", lambda tensors: add_head(tensors, 0.0))
     assert write(model, tmp_path / "out") == write(shared_model(), tmp_path / "other")
     assert "lm_head.weight" not in read_all(tmp_path / "out")
+
+
+def test_of_a_single_file_and_an_index_the_one_that_transformers_loads_is_taken(tmp_path):
+    model = shutil.copytree(shared_model(), tmp_path / "model")
+    tensors = {name: tensor * 2 for name, tensor in read_all(shared_model()).items()}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    loaded = hash_nf4_model(load_nf4(model, "float32", device="cpu"))
+    assert loaded["hash"] != hash_nf4_model(load_nf4(shared_model(), "float32", device="cpu"))["hash"]
+    assert write(model, tmp_path / "out")["hash"] == loaded["hash"]
+    recorded = read_manifest(tmp_path / "out")["source"]["files"]
+    assert "model.safetensors" in recorded
+    assert not [name for name in recorded if name.startswith("model.safetensors.") or name.startswith("model-")]
+
+
+def make_llama(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(folder)
+
+
+def make_qwen3_5(folder: Path) -> None:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    shape = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"]}
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape)).save_pretrained(folder)
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "dtype": "float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (make_llama, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        (make_qwen3_5, "mtp.fc.weight"),
+    ],
+)
+def test_tensors_that_transformers_passes_over_are_left_out(tmp_path, make, name):
+    torch.manual_seed(0)
+    make(tmp_path / "model")
+    tensors = read_all(tmp_path / "model")
+    save_file(tensors | {name: torch.ones(8)}, tmp_path / "model/model.safetensors", {"format": "pt"})
+    info = write(tmp_path / "model", tmp_path / "out")
+    assert info["hash"] == hash_nf4_model(load_nf4(tmp_path / "model", "float32", device="cpu"))["hash"]
+    merged = dict(dequantized_tensors(tmp_path / "model", info))
+    assert set(merged) == set(read_all(tmp_path / "out")) == set(tensors)
 
 
 def test_layers_that_transformers_turns_before_quantizing_are_refused():

@@ -1,6 +1,7 @@
 """What is published is whole or absent; what is damaged is found and named."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -69,15 +70,83 @@ def test_a_process_killed_while_publishing_leaves_no_artifact_and_no_obstacle(tm
     run = RunDir(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", code, str(run.adapters)], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"inside\n"
+    with pytest.raises(BadInput, match=r"v000001 is being written by another process, in .*\.partial-v000001\."):
+        with publish(run.adapter_dir(1), overwrite=True):
+            raise AssertionError("the block must not run")
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert [entry.name for entry in run.adapters.iterdir()] == [".partial-v000001"]
+    (left,) = run.adapters.iterdir()
+    assert left.name.startswith(".partial-v000001.") and (left / "weights").read_text() == "x"
     with pytest.raises(BadInput, match="no whole adapter"):
         run.newest_adapter()
     with publish(run.adapter_dir(1)) as partial:
         write_manifest(partial, "adapter")
     assert [entry.name for entry in run.adapters.iterdir()] == ["v000001"]
+
+
+def test_a_second_writer_is_refused_and_the_first_ones_files_stay_whole(tmp_path):
+    with publish(tmp_path / "out") as first:
+        with open(first / "weights", "wb") as file:
+            file.write(b"first")
+            with pytest.raises(BadInput, match="is being written by another process"):
+                with publish(tmp_path / "out") as second:
+                    (second / "weights").write_bytes(b"half")
+            file.write(b" to the end")
+        write_manifest(first, "adapter")
+    read_manifest(tmp_path / "out", "adapter", deep=True)
+    assert (tmp_path / "out" / "weights").read_bytes() == b"first to the end"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_where_files_cannot_be_locked_two_writers_still_have_a_directory_each(tmp_path, monkeypatch, overwrite):
+    def no_locks(*_):
+        raise OSError(errno.EBADF, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    def both() -> None:
+        with publish(tmp_path / "out", overwrite) as first:
+            (first / "weights").write_bytes(b"first")
+            with publish(tmp_path / "out", overwrite) as second:
+                (second / "weights").write_bytes(b"second")
+                write_manifest(second, "adapter")
+            assert (tmp_path / "out" / "weights").read_bytes() == b"second"
+            write_manifest(first, "adapter")
+
+    if overwrite:
+        both()
+    else:
+        with pytest.raises(BadInput, match="out was written by another process meanwhile"):
+            both()
+    read_manifest(tmp_path / "out", "adapter", deep=True)
+    assert (tmp_path / "out" / "weights").read_bytes() == (b"first" if overwrite else b"second")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_directory_taken_for_a_dead_ones_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    lock, taken = fcntl.flock, []
+
+    def take_the_first(*arguments):
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].rmdir()
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", take_the_first)
+    with publish(tmp_path / "out") as partial:
+        (partial / "weights").write_text("x")
+    assert taken and (tmp_path / "out" / "weights").read_text() == "x"
+
+
+def test_what_a_dead_process_left_of_another_name_stays(tmp_path):
+    other = tmp_path / ".partial-out.v2.0123abcd"
+    other.mkdir()
+    (tmp_path / ".partial-out.0123abcd").mkdir()
+    with publish(tmp_path / "out"):
+        pass
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [other.name, "out"]
 
 
 def test_a_whole_artifact_reads_back_with_its_fields(tmp_path):

@@ -1,0 +1,95 @@
+"""The files of a checkpoint: where they lie, which of them transformers loads, and getting them from the hub.
+
+Covers: safetensors in one file or in shards, a hub cache without a connection. Not covered: variants (`model.fp16…`),
+files that a config.json names itself (`transformers_weights`).
+"""
+
+import errno
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from recipes.parts.errors import BadInput
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def pass_full_disk(error: Exception) -> None:
+    """Raise `error` again when it says that a download found the disk full, which is no fault of the input."""
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+
+
+def find_checkpoint(model: str | Path, revision: str | None = None, weights: bool = True) -> Path:
+    """The local directory of a checkpoint: `model` itself, or the cached snapshot of a hub id.
+
+    Without `weights`, of a hub id only what is small is downloaded: configuration, tokenizer, index of the shards;
+    with them, besides those, only the files that transformers loads. All is of one commit, also when `revision` is a
+    branch that moves meanwhile.
+    """
+    from httpx import TransportError
+
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or str(model).count("/") > 1:
+        raise BadInput(f"no checkpoint at {model}: the directory does not exist. Pass the base with --base.")
+    try:
+        place = _download(str(model), revision, ["*.json", "*.txt", "*.jinja", "tokenizer.model"])
+        if weights:
+            commit = place.name  # what the cache calls a snapshot's directory
+            _download(str(model), commit, [SINGLE])
+            if not (place / SINGLE).is_file() and (place / INDEX).is_file():
+                _download(str(model), commit, sorted(set(_weight_map(place).values())))
+        return place
+    except (OSError, ValueError, TransportError) as error:  # not found, gated, offline; a malformed id is a ValueError
+        pass_full_disk(error)
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"no checkpoint at {model}, neither a directory nor on the hub: {reason}") from None
+
+
+def _download(model: str, revision: str | None, files: list[str]) -> Path:
+    """The snapshot with those of `files` that the hub has; without a connection, the cached one as it is.
+
+    huggingface_hub 1.33 falls back to the cache by itself for a branch, but of a commit it asks the hub for the list
+    of files, unless it downloaded that commit before.
+    """
+    from httpx import TransportError
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files))
+    except (OSError, TransportError) as error:
+        pass_full_disk(error)
+        try:
+            return Path(snapshot_download(model, revision=revision, allow_patterns=files, local_files_only=True))
+        except OSError:
+            raise error from None
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    return json.loads((directory / INDEX).read_text())["weight_map"]
+
+
+def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
+    """{shard file: its tensor names}, in file order, of a safetensors checkpoint; `BadInput` when there is none.
+
+    Of a single file and an index of shards, the single file counts, as for transformers.
+    """
+    directory = Path(directory)
+    if (directory / SINGLE).is_file():
+        with safe_open(directory / SINGLE, framework="pt") as file:
+            return {SINGLE: list(file.keys())}
+    if not (directory / INDEX).is_file():
+        raise BadInput(
+            f"{directory} has no model.safetensors and no index of shards. Convert the checkpoint to safetensors "
+            "(load it with transformers and save_pretrained)."
+        )
+    weight_map = _weight_map(directory)
+    shards: dict[str, list[str]] = {file: [] for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        shards[file].append(name)
+    if missing := [file for file in shards if not (directory / file).is_file()]:
+        raise BadInput(f"{directory} lacks {', '.join(missing)}, which its index lists. Download it again.")
+    return shards
