@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from recipes.parts.rundir import RunDir, read_json, read_manifest, write_manifes
 from tests.smoke.test_server import free_port
 
 # Three servers start in the first test: 200 s on two cores that had other work.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 BLOCK = 32  # tokens of a block of the KV cache: the smallest that vLLM takes on a CPU (128 by default)
@@ -139,6 +138,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir, tiny_model_dir
             "rollout.backend": "server",
             "rollout.server_urls": str([server.url for server in servers]),
             "rollout.sync": "remerge",
+            "rollout.server_wait_s": 600,
             "rollout.group_size": 8,
             "server.weights": "fp8_per_channel",
             "server.max_num_seqs": 32,
@@ -210,6 +210,13 @@ def test_the_sampler_stays_the_policy(learned):
     ]
 
 
+def test_every_sync_is_checked_by_a_canary_and_its_time_is_recorded(learned):
+    for row in learned["rows"]:
+        assert row["sync_seconds"].keys() == {"write", "stage", "activate", "canary"}
+        assert sum(row["sync_seconds"].values()) <= row["seconds"]["sync"] + 0.01
+        assert 0 < row["canary_delta"] < 0.1 and 0 <= row["canary_k3"] < 1e-2
+
+
 def test_thirty_syncs_leave_the_base_as_it_was(learned, setup):
     base = read_manifest(setup.a.base, deep=True)
     hashes = {base["base_hash"], read_json(learned["run"].base_file)["hash"], setup.a.replica.info()["base_hash"]}
@@ -257,34 +264,28 @@ def test_a_replica_of_another_base_under_this_hash_is_caught(setup, recipe, tmp_
     done = recipe(setup.recipe_line(RunDir(tmp_path / "run"), [setup.a, setup.fresh], {}))
     assert done.code == 1
     assert f"the canary of {setup.fresh.url} failed" in done.err and "max_canary_delta" in done.err
-    assert setup.a.url not in done.err
+    assert f"the canary of {setup.a.url}" not in done.err
 
 
-KILLED = {"train.max_steps": 16, "train.save_steps": 2}
+KILLED = {"train.max_steps": 8, "train.save_steps": 2}
 
 
-def test_a_run_ends_when_one_of_two_servers_is_killed(setup, recipe):
+def test_a_run_ends_when_one_of_two_servers_is_killed(setup, launch):
+    """By the launcher, in a process of its own: a request that hangs must not keep it from ending."""
     pid = setup.b.replica.info()["pid"]
-    killed = []
-
-    def kill_at_step_three() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if setup.run.metrics_file.exists() and setup.run.metrics_file.read_text().count("\n") >= 3:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(time.monotonic())
-                return
-            time.sleep(0.05)
-
-    killer = threading.Thread(target=kill_at_step_three)
-    killer.start()
-    done = recipe(setup.recipe_line(setup.run, [setup.a, setup.b], KILLED))
-    ended = time.monotonic()
-    killer.join()
-    assert killed and ended - killed[0] < 60
-    assert done.code == 1
-    assert setup.b.url in done.err and str(setup.b.log) in done.err and "--resume" in done.err
-    assert setup.a.url not in done.err
+    trainer = launch(setup.recipe_line(setup.run, [setup.a, setup.b], KILLED))
+    deadline = time.monotonic() + 240
+    while not (setup.run.metrics_file.exists() and setup.run.metrics_file.read_text().count("\n") >= 3):
+        assert trainer.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = trainer.communicate(timeout=120)
+    assert time.monotonic() - killed < 60
+    assert trainer.returncode == 1, err
+    said = err[err.index("error: ") :].partition("Traceback")[0]  # accelerate's own, with the command line, follows
+    assert setup.b.url in said and str(setup.b.log) in said and "--resume" in said, err
+    assert setup.a.url not in said
     assert setup.b.process.wait(30) == 1, "launch.server ends with its replica"
 
 
@@ -294,7 +295,8 @@ def test_a_restarted_server_takes_the_run_to_its_end(setup, recipe, read_jsonl):
     done = recipe(setup.recipe_line(setup.run, [setup.a, setup.b], KILLED, "--resume"))
     assert done.code == 0, done.err
     rows = read_jsonl(setup.run.metrics_file)
-    assert [row["step"] for row in rows] == list(range(1, 17))
-    assert [row["adapter_version"] for row in rows] == list(range(16))
+    steps = KILLED["train.max_steps"]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["adapter_version"] for row in rows] == list(range(steps))
     served = [server.replica.info()["served"] for server in (setup.a, setup.b)]
-    assert served[0] == served[1] and served[0]["version"] == 15
+    assert served[0] == served[1] and served[0]["version"] == steps - 1
