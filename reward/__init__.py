@@ -44,7 +44,7 @@ REWARDS: dict[str, RewardFunction] = {
     "repetition": repetition,
     "language": language,
 }
-MACHINERY = ("pool", "budget")  # keyword-only arguments that the kit fills in; the others are options
+MACHINERY = ("pool", "budget", "completion_ids")  # keyword-only, filled in by the kit and TRL; the others are options
 
 
 class BoundReward:

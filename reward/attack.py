@@ -14,12 +14,14 @@ from pathlib import Path
 
 from recipes.parts.config import load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
-from reward import REWARDS
+from reward import REWARDS, function_options
 from reward.attacks import Case
 from reward.check import Judgement, add_settings, explain, judges, settings, shown
 from reward.pool import WorkerPool
 
-SUITES = ("reward.attacks.extraction", "reward.attacks.values", "reward.attacks.form")
+SUITES = ("reward.attacks.extraction", "reward.attacks.values", "reward.attacks.form", "reward.attacks.code")
+PENALTIES = ("length", "repetition", "language")  # these only take away: their best value is 0
+QUICK_S = 1.0  # limit per comparison, and twice that for a program, where neither a flag nor --config gives one
 LISTED = 20  # failures printed in full
 
 
@@ -34,10 +36,15 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether an attempt earned something, a control less than 1, or the function raised."""
+        """Whether an attempt earned something, a control less than 1, or the function raised.
+
+        Under a penalty: an attempt went without one, or a control did not.
+        """
         reward = self.judgement.reward
         if self.error:
             return True
+        if self.task in PENALTIES:
+            return reward is None or (reward < 0.0) == self.case.pays
         return reward is None or reward < 1.0 if self.case.pays else reward is not None and reward > 0.0
 
 
@@ -126,7 +133,7 @@ def form_outweighs_answer(config: Path) -> str | None:
     weights = given.weights or [1.0] * len(given.functions)
     by_kind = Counter()
     for name, weight in zip(given.functions, weights, strict=True):
-        by_kind["answer" if judges(name) else "form"] += 0.0 if is_penalty(name) else weight
+        by_kind["answer" if judges(name) else "form"] += 0.0 if name in PENALTIES else weight
     if by_kind["answer"] > by_kind["form"]:
         return None
     return (
@@ -135,14 +142,9 @@ def form_outweighs_answer(config: Path) -> str | None:
     )
 
 
-def is_penalty(name: str) -> bool:
-    """Whether a reward function only takes away (length, repetition): its best value is 0."""
-    return getattr(REWARDS[name], "is_penalty", False)
-
-
 def _tasks(arguments: argparse.Namespace) -> list[str]:
     """The functions to attack: those named, those of the configuration, or all that are allowed to run."""
-    covered = [name for name in REWARDS if not is_penalty(name)]
+    covered = [name for name in REWARDS if suite(name)]
     if arguments.task == "all":
         names = load_config(arguments.config).reward.functions if arguments.config else covered
         left_out = [n for n in names if not arguments.config and _is_barred(n, arguments)]
@@ -152,6 +154,16 @@ def _tasks(arguments: argparse.Namespace) -> list[str]:
     if arguments.task not in covered:
         raise BadInput(f"unknown task {arguments.task!r}. There are all, {', '.join(covered)}.")
     return [arguments.task]
+
+
+def _settings(arguments: argparse.Namespace, task: str) -> tuple[WorkerPool, dict]:
+    """Pool and options of a task; without a configuration the limits are short, for most of the cost is waiting."""
+    if arguments.config or arguments.timeout_s is not None:
+        return settings(arguments, task)
+    pool, options = settings(argparse.Namespace(**{**vars(arguments), "timeout_s": QUICK_S}), task)
+    if "timeout_s" in function_options(task):
+        options = {"timeout_s": 2 * QUICK_S} | options
+    return pool, options
 
 
 def _is_barred(name: str, arguments: argparse.Namespace) -> bool:
@@ -173,15 +185,13 @@ def main(argv: list[str] | None = None) -> int:
     tasks = _tasks(arguments)
     if arguments.options and len(tasks) > 1:
         raise BadInput("--options are those of one task: name it with --task.")
-    prepared = {task: settings(arguments, task) for task in tasks}
+    prepared = {task: _settings(arguments, task) for task in tasks}
     results, seconds = [], Counter()
     for task, (pool, options) in prepared.items():
         try:
             found, taken = run(task, pool, options)
         finally:
             pool.close()
-        if not found:
-            print(f"{task}: the suite has no case for it")
         results += found
         seconds.update({(task, category): value for category, value in taken.items()})
     print(report(results, seconds))

@@ -58,6 +58,10 @@ _SPELLINGS = [
     for pattern, spelled in (
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"^\s*\\boxed\s*\{([^{}]*)\}\s*$", r"\1"),
+        (r"^\s*\\text\s*\{\s*\$?([^{}$]*\d[^{}$]*)\$?\s*\}\s*$", r"\1"),
+        (r"(?<![\d.,])(\d*)\.(\d*)\\dot\s*\{?(\d)\}?(?![\d\\])", _repeating),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\[lr]?vert(?![A-Za-z])", "|"),
@@ -73,6 +77,7 @@ _BASED = re.compile(
 )
 _BASES = dict(two="2", three="3", four="4", five="5", six="6", seven="7", eight="8", nine="9", ten="10", sixteen="16")
 _CHOICE = re.compile(r"(?:\\text(?:bf|rm)?\s*\{)?\(?([A-H])(?:\)|[.:](?=\s|\}|$))\}?[.:]?\s*(\S.*)")
+_LABEL = re.compile(r"^(?:[Oo]ption|[Cc]hoice|[Aa]nswer:?)\s+(?=\(?[A-H]\)?$)")
 _SAID_EMPTY = re.compile(r"(?:the )?empty set")
 _SAID_REALS = re.compile(r"(?:the set of )?(?:all )?reals?(?: numbers?)?")
 
@@ -253,6 +258,8 @@ def decide(predicted: str | None, gold: str, policy: Policy = DEFAULT) -> bool |
     """Whether the two answers are equal, where that can be decided exactly and cheaply; None when it needs sympy."""
     if predicted is None or not predicted.strip() or len(predicted) > MAX_ANSWER_CHARS:
         return False
+    if "\\boxed" in predicted and "\\boxed" not in gold:
+        return False  # "8 \boxed{7}": math-verify would read the inner box alone
     return compare(prepared(predicted, policy), prepared(gold, policy), policy)
 
 
@@ -393,7 +400,7 @@ def _squeezed(text: str) -> str:
 
 def _words(text: str) -> str | None:
     """The folded letters of a verbal answer (`\\text{Monday}`, `(B)`, `yes`), None when it may be a formula."""
-    bare = TEXT.sub(r"\1", text).strip().rstrip(".")
+    bare = _LABEL.sub("", TEXT.sub(r"\1", text).strip().rstrip("."))
     if choice := re.fullmatch(r"\(?([A-Z])\)?", bare):
         return choice[1]  # a multiple-choice letter; a variable in lower case stays a formula
     if not re.fullmatch(r"[^\W\d_]+(?:[ '’-]+[^\W\d_]+)*", bare):
@@ -414,6 +421,8 @@ def _says_more(predicted: str, gold: str) -> bool:
         return True
     if expected > 1:
         return False
+    if relation_sides(gold)[1] and expected == 1:
+        return False  # an inequality: `x > 1 and x < 2` may be its bounds
     return (len(sides) > 1 and not NAME.fullmatch(sides[0].strip())) or _CONNECTIVE.search(predicted) is not None
 
 
@@ -429,7 +438,7 @@ def _sides(text: str) -> list[str]:
 
 def _never_a_number(text: str) -> bool:
     """True for shapes that a symbolic parser reads as a number they are not, or not for certain."""
-    if "=" in text and not NAME.fullmatch(text.partition("=")[0].strip()):
+    if len(sides := _sides(text)) > 1 and not NAME.fullmatch(sides[0].strip()):
         return True  # "4=5" and "x+1=5" would be read as 5
     text = re.sub(r"\\log\s*_\s*(?:\{\s*\w+\s*\}|\w)", r"\\log ", text)
     in_texts = "".join(TEXT.findall(text))
