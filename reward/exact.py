@@ -258,8 +258,6 @@ def decide(predicted: str | None, gold: str, policy: Policy = DEFAULT) -> bool |
     """Whether the two answers are equal, where that can be decided exactly and cheaply; None when it needs sympy."""
     if predicted is None or not predicted.strip() or len(predicted) > MAX_ANSWER_CHARS:
         return False
-    if "\\boxed" in predicted and "\\boxed" not in gold:
-        return False  # "8 \boxed{7}": math-verify would read the inner box alone
     return compare(prepared(predicted, policy), prepared(gold, policy), policy)
 
 
@@ -274,6 +272,8 @@ def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shap
         return True
     if not predicted or not gold:
         return False
+    if "\\boxed" in predicted and "\\boxed" not in gold:
+        return False  # "8 \boxed{7}": math-verify would read the inner box alone
     verbal = _verbal(predicted, gold)
     if verbal is not None:
         return verbal

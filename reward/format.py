@@ -23,9 +23,9 @@ def think_format(
 ) -> list[float | None]:
     """1.0 for `<think>…</think><answer>…</answer>` and nothing else; 0.0 otherwise. Never None.
 
-    Each tag occurs exactly once, in this order; both parts hold a letter or a digit; around them is only white
-    space; the thought is not the prompt's example of one. `opened: true` is for chat templates that end the prompt with `<think>`: the completion starts
-    inside.
+    Each tag occurs exactly once, in this order; both parts hold a letter or a digit; around them is only white space;
+    the thought is not the prompt's example of one. `opened: true` is for chat templates that end the prompt with
+    `<think>`: the completion starts inside.
     """
     prompts = [None] * len(completions) if prompts is None else prompts
     return [

@@ -13,7 +13,7 @@ MAX_TOKENS = 600
 MAX_DEPTH = 40
 
 FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp gcd lcm max min det arg Re Im".split()
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp gcd lcm max min det arg Re Im".split()
 )
 _ARC = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _GREEK = frozenset(
@@ -336,7 +336,9 @@ class _Parser:
 
     def function(self, name: str) -> tuple:
         base = exponent = None
-        if name == "log" and self.peek() == ("op", "_"):
+        if name == "lg":
+            name, base = "log", ("num", Fraction(10), False)
+        elif name == "log" and self.peek() == ("op", "_"):
             self.at += 1
             base = self.argument()
         if self.peek() == ("op", "^"):

@@ -9,6 +9,7 @@ interval `(3, \infty)`; an open `(a, b)` without infinity may be a point, so an 
 answers 5.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ _REALS = re.compile(
 REALS = (("-\\infty", "\\infty", True, True),)
 _EMPTY = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|(?:the )?empty set")
 _SAID = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([^{}]*?)\s*\}")
+_SET_BUILDER = re.compile(r"\\\{\s*([a-z])(?:\s*\\in\s*\\mathbb\s*\{?\s*R\s*\}?)?\s*(?:\\mid|:|\|)(.*)\\\}", re.DOTALL)
+_WITHOUT = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?\s*(?:\\setminus|\\backslash|-)\s*\\\{(.*)\\\}", re.DOTALL)
 _NAMES = re.compile(r"\(\s*\\?[A-Za-z]+(?:\s*,\s*\\?[A-Za-z]+)+\s*\)")
 _FAMILY = re.compile(
     r"(?:,|;|\\quad|\s)\s*(?:\(|\\text\s*\{[^{}]*\}|where|for|with)?\s*([a-z])\s*\\in\s*(?:\\mathbb\s*\{?\s*[ZN]\s*\}?|[ZN])\)?$"
@@ -124,6 +127,11 @@ def shape_of(text: str) -> Shape:
         return Shape("empty")
     if _REALS.fullmatch(said):
         return Shape("spans", text, spans=REALS)
+    if built := _SET_BUILDER.fullmatch(text):
+        condition = shape_of(built[2])
+        return condition if condition.kind == "spans" and condition.name == built[1] else Shape("relation", text)
+    if without := _WITHOUT.fullmatch(text):
+        return _reals_without(split(without[1], (",", ";"))) or Shape("value", text)
     parts = split(text, (",", ";", "and", "or"))
     parts = [part for part in parts if part] if len(parts) > 2 else parts
     if len(parts) > 1 and all(parts) and len(parts) <= MAX_PARTS:
@@ -141,8 +149,10 @@ def shape_of(text: str) -> Shape:
 
 def _list(parts: list[str], text: str) -> Shape:
     items = tuple(shape_of(part) for part in parts)
-    if all(item.kind == "spans" for item in items) and len(split(text, (",", ";", "and"))) == 1:  # x < 1 or x > 2
+    if all(item.kind == "spans" for item in items) and len(split(text, (",", ";"))) == 1:  # x < 1 or x > 2
         if len({item.name for item in items}) == 1:
+            if len(split(text, ("or",))) == 1:  # x > -3 and x < 2
+                return _both(items) or Shape("list", text, items)
             return Shape("spans", text, spans=tuple(s for item in items for s in item.spans), name=items[0].name)
     flat = tuple(inner for item in items for inner in (item.items if item.kind == "list" else (item,)))
     names = {item.name for item in flat if item.name}
@@ -150,6 +160,27 @@ def _list(parts: list[str], text: str) -> Shape:
         flat = tuple(Shape(**{**vars(item), "name": ""}) for item in flat)
         return Shape("list", text, flat, name=names.pop(), unordered=any(item.unordered for item in items))
     return Shape("list", text, flat, unordered=any(item.unordered for item in items))
+
+
+def _both(items: tuple[Shape, ...]) -> Shape | None:
+    """Where a lower and an upper bound hold together."""
+    spans = [item.spans[0] for item in items if len(item.spans) == 1]
+    lower = [span for span in spans if _INFINITE.fullmatch(span[1]) and not _INFINITE.fullmatch(span[0])]
+    upper = [span for span in spans if _INFINITE.fullmatch(span[0]) and not _INFINITE.fullmatch(span[1])]
+    if len(items) != 2 or len(lower) != 1 or len(upper) != 1 or not items[0].name:
+        return None
+    return _span(lower[0][0], upper[0][1], lower[0][2], upper[0][3], True, items[0].name)
+
+
+def _reals_without(points: list[str]) -> Shape | None:
+    """The real numbers without some points, as intervals between them."""
+    known = [formula(point) for point in points]
+    values = [approximate(one.tree) if one else None for one in known]
+    if None in values or len(set(values)) < len(values):
+        return None
+    ends = ["-\\infty", *(point for _, point in sorted(zip(values, points, strict=True))), "\\infty"]
+    spans = tuple((low, high, True, True) for low, high in itertools.pairwise(ends))
+    return Shape("spans", spans=spans)
 
 
 def _bracketed(text: str) -> Shape | None:

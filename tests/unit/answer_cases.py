@@ -346,6 +346,103 @@ x = 42, :: 42
 \bigl(1,2\bigr) :: (1,2)
 \frac{1}{2}. :: 0.5
 \boldsymbol{x} :: x
+# a second round
+$\boxed{5}$ :: 5
+\frac{1}{2}\text{ hour} :: \frac12
+10\text{ units}^2 :: 10
+100 \text{ square feet} :: 100
+\text{$5$} :: 5
+x=2,\ y=3 :: x=2, y=3
+(2,\ 3) :: (2,3)
+\left(2, \, 3\right) :: (2,3)
+\left\{2,3\right\} :: \{2, 3\}
+a=1, b=2, c=3 :: (1,2,3)
+x = 2 \quad \text{or} \quad x = 3 :: 2, 3
+x_1 = 2, x_2 = 3 :: 2,3
+x = -1 \pm \sqrt{3} :: -1+\sqrt3, -1-\sqrt3
+-1 \pm i\sqrt{3} :: -1+\sqrt{3}i, -1-\sqrt{3}i
+\frac{3 \pm \sqrt{17}}{4} :: \frac{3}{4} \pm \frac{\sqrt{17}}{4}
+k\pi, k \in \mathbb{Z} :: k\pi
+n\pi, n\in\mathbb{Z} :: n\pi, \quad n \in \mathbb{Z}
+\frac{\pi}{2} + 2k\pi :: \frac{\pi}{2}+2\pi k
+[-2, \infty) :: x \geq -2
+y \le \frac{1}{2} :: \left(-\infty, \frac12\right]
+\{x \mid x > 3\} :: (3,\infty)
+\{x : x > 3\} :: x>3
+\{x \in \mathbb{R} : x \neq 2\} :: x \ne 2
+\mathbb{R} \setminus \{2\} :: (-\infty,2)\cup(2,\infty)
+x \in (-\infty, -1) \cup (1, \infty) :: (-\infty,-1) \cup (1,\infty)
+-3 < x \text{ and } x < 2 :: -3<x<2
+3.00 \times 10^4 :: 30000
+30{,}000 :: 30000
+1.50 :: \frac{3}{2}
+\$1,234.50 :: 1234.5
+5 USD :: \$5
+75\text{ percent} :: 75\%
+0.75 :: 75\%
+2^{3}\cdot 3 :: 24
+2^3 \times 3^2 :: 72
+3^{2x} :: 9^x
+\frac{2}{\sqrt{5}} :: \frac{2\sqrt{5}}{5}
+\frac{\sqrt[3]{4}}{2} :: \frac{1}{\sqrt[3]{2}}
+\sqrt{50} :: 5 \sqrt{2}
+\log_{3}{9} :: 2
+\log_{10}(1000) :: 3
+\lg 100 :: 2
+\frac{\ln 9}{\ln 3} :: 2
+\arctan(1) :: \frac{\pi}{4}
+\tan^{-1}(2) :: \arctan 2
+\int_0^1 x\,dx :: \frac12
+\sum_{k=1}^{4} k :: 10
+\begin{bmatrix} 1 & 0 \\ 0 & 1 \end{bmatrix} :: \begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}
+\begin{pmatrix} 1 \\ -2 \\ 3 \end{pmatrix} :: \begin{pmatrix} 1\\ -2\\ 3\end{pmatrix}
+\left[\begin{array}{cc}1&2\\3&4\end{array}\right] :: \begin{pmatrix}1&2\\3&4\end{pmatrix}
+(A) :: \text{A}
+\text{A} :: A
+\boxed{A} :: A
+Option A :: A
+\text{True} :: true
+\text{ No} :: no
+\text{Evelyn} :: Evelyn
+\text{odd} :: odd
+10^{\circ}\text{C} :: 10
+72^\circ :: 72^{\circ}
+2\text{ m/s} :: 2
+9.8 \text{ m/s}^2 :: 9.8
+p - q :: -q + p
+-\frac{1}{x} :: \frac{-1}{x}
+\frac{x}{x+1} :: 1-\frac{1}{x+1}
+x^3-1 :: (x-1)(x^2+x+1)
+\frac{(x+1)^2}{(x+1)} :: x+1
+2(l+w) :: 2l+2w
+\pi r^2 :: r^2\pi
+\frac{4}{3}\pi r^3 :: \frac{4\pi r^3}{3}
+f(x)=\frac{1}{x} :: \frac1x
+y = -2x + 3 :: 2x + y = 3
+y = -2x + 3 :: 2x+y-3=0
+\frac{x^2}{4}+\frac{y^2}{9}=1 :: 9x^2+4y^2=36
+(x-1)^2+(y-2)^2=25 :: (x - 1)^2 + (y - 2)^2 = 5^2
+A \cup B :: A\cup B
+120 \text{ ways} :: 120
+6 \text{ and } 8 :: 6,8
+6, \text{ and } 8 :: 6, 8
+3:4 :: 3:4
+\frac{1}{2},\frac{1}{3} :: \frac13, \frac12
+0.\overline{142857} :: \frac{1}{7}
+0.\dot{3} :: \frac13
+e^{-x} :: \frac{1}{e^x}
+\sqrt{x}\sqrt{y} :: \sqrt{y}\sqrt{x}
+1{,}000{,}000 :: 10^6
+-0 :: 0
+{5 \choose 2} :: 10
+\text{Friday}. :: Friday
+\dfrac{\pi}{6}\text{ radians} :: \frac{\pi}{6}
+13\,\text{cm} :: 13\text{ cm}
+\text{13 cm} :: 13
+\textbf{13} :: 13
+\mathbf{13} :: 13
+\$\,5 :: 5
+\frac{5}{1} \text{ cm} :: 5
 """
 
 EQUAL = pairs(EQUAL_TEXT)

@@ -191,6 +191,93 @@ nan :: 5
 5.5.5 :: 5
 5 \neq 5 :: 5
 \text{the answer} :: 5
+# a second round
+\frac{1}{2}, 3 :: \frac{1}{2}
+3, \frac{1}{2} :: \frac{1}{2}
+\{x \mid x > 3\} :: (3,4)
+\{x : x > 3\} :: x\ge 3
+(3,\infty) :: (-\infty, 3)
+\mathbb{R} \setminus \{2\} :: \mathbb{R}
+k\pi :: 2k\pi
+\frac{\pi}{2}+k\pi :: \frac{\pi}{2}+2k\pi
+x=-1\pm\sqrt3 :: 1\pm\sqrt3
+100 \text{ square feet} :: 100 \text{ cubic feet}
+75 :: 0.075
+\frac{2}{\sqrt5} :: \frac{\sqrt5}{2}
+\log_3 9 :: 3
+\log_2 8 :: \log_3 8
+\lg 100 :: \ln 100
+\arctan 1 :: \frac{\pi}{3}
+\tan^{-1}(2) :: \frac{1}{\tan 2}
+\sin^{-1} x :: \frac{1}{\sin x}
+\int_0^1 x\,dx :: \frac13
+\int_0^2 x\,dx :: \int_0^1 x\,dx
+\sum_{k=1}^{4} k :: 11
+\begin{bmatrix} 1 & 0 \\ 0 & 1 \end{bmatrix} :: \begin{bmatrix} 0 & 1 \\ 1 & 0 \end{bmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} :: \begin{pmatrix}1&2&3&4\end{pmatrix}
+\left[\begin{array}{cc}1&2\\3&4\end{array}\right] :: \begin{pmatrix}1&2\\3&5\end{pmatrix}
+Option A :: B
+not A :: A
+\text{True} :: false
+10^{\circ}\text{C} :: 10^{\circ}\text{F}
+2\text{ m/s} :: 2\text{ km/h}
+\frac{x}{x+1} :: \frac{x+1}{x}
+y=-2x+3 :: 2x-y=3
+(x-1)^2+(y-2)^2=25 :: (x-1)^2+(y-2)^2=5
+(x-1)^2+(y+2)^2=25 :: (x-1)^2+(y-2)^2=25
+x^2+y^2 :: x^2+y^2=1
+x^2+y^2=1 :: x^2+y^2
+6 \text{ and } 8 :: 68
+3:4 :: 3/4+1
+0.\overline{142857} :: 0.142857
+e^{-x} :: -e^x
+\sqrt{xy} :: x\sqrt{y}
+1 000 000 :: 1000
+1 000 :: 1
+C(5,2) :: 52
+5C2 :: 52
+P(5,2) :: 10
+5\mathrm{i} :: 5
+5i :: 5
+5e :: 5
+5\text{x} :: 5
+5\mathrm{e} :: 5
+5\mathrm{d} :: 5
+5\text{ or more} :: 5
+\text{at least } 5 :: 5
+\text{about } 5 :: 5
+5\text{ to }6 :: 5
+5-6 :: 5
+5\sim6 :: 5
+5\text{ (mod 7)} :: 5
+\sqrt{5} \text{ or } 5 :: 5
+5 \to 6 :: 5
+5 \implies 6 :: 6
+5|6 :: 5
+(5) (6) :: 30.0001
+(5) :: 6
+[5] :: 6
+\lfloor 5.5 \rfloor :: 5.5
+|x|=5 :: 5
+x^2=25 :: 5
+\sqrt{25}=4 :: 5
+\min(5,6) :: 6
+\max(5,6) :: 5
+5,000 :: 5
+5.000 :: 5000
+1/3 :: 0.333333333333333333333
+0.1+0.2 :: 0.30000000000000004
+10^{20}+1 :: 10^{20}
+2^{100} :: 2^{100}+1
+\sqrt{10^{20}+1} :: 10^{10}
+\pi :: \frac{355}{113}
+e^{\pi\sqrt{163}} :: 262537412640768744
+\frac{1}{10^{8}} :: 0
+10^{-10} :: 0
+x+10^{-9} :: x
+1.0000001 :: 1
+1.0000001\pi :: \pi
+\sqrt{2}+10^{-8} :: \sqrt2
 """
 
 DIFFERENT = pairs(DIFFERENT_TEXT)

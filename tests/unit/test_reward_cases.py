@@ -36,7 +36,7 @@ def test_no_different_pair_is_equal(pool):
 def test_the_verdict_does_not_depend_on_where_it_is_reached(pool):
     # What this process decides alone, a worker decides alike.
     decided = [(pair, decide(*pair)) for pair in (*EQUAL, *DIFFERENT)]
-    assert sum(value is None for _, value in decided) < 40
+    assert sum(value is None for _, value in decided) < 60
     swapped = judge([(gold, gold) for _, gold in EQUAL], pool)
     assert [pair for pair, verdict in zip(EQUAL, swapped, strict=True) if verdict.value is not True] == []
 
