@@ -38,8 +38,8 @@ def code(
     """1.0 when the completion's code passes all tests, else 0.0; None when the sandbox or the tests failed.
 
     `partial` pays the share of the tests that pass instead (a HumanEval `check` is one test). Each completion has
-    `timeout_s` seconds of CPU time for all of its tests (rounded up), twice that by the clock, and `memory_mib` of
-    memory; too slow or too large is 0.0. `pool` gives the number of workers.
+    `timeout_s` seconds of CPU time for all of its tests (rounded up), four times that by the clock, and `memory_mib`
+    of memory; too slow or too large is 0.0. `pool` gives the number of workers.
     """
     blocks = [extract_code(completion, prompt) for completion, prompt in _with_prompts(completions, prompts)]
     jobs: list[Job | None] = []

@@ -49,6 +49,11 @@ def gold_from_row(row: Mapping[str, Any], answer_format: str, column: str) -> tu
     return json.dumps(kept), ""
 
 
+def shown_test(gold: str) -> str:
+    """What MBPP's question needs to be answerable: the first test, which gives the function's name and arguments."""
+    return f"\n\nYour code is tested like this:\n{read_gold(gold).tests[0]}"
+
+
 @lru_cache(maxsize=4096)
 def read_gold(gold: str) -> Job:
     """The tests of a `gold` text as a job without code; `ValueError` says what is wrong with it."""

@@ -49,7 +49,7 @@ from pathlib import Path
 
 from recipes.parts.errors import BadInput
 
-WALL_PER_CPU = 2.0
+WALL_PER_CPU = 4.0  # waiting alone can use it up, so it costs only where code sleeps or the machine is loaded
 CHILD = Path(__file__).with_name("sandbox_child.py")
 START_TIMEOUT_S = 120.0
 BACKSTOP_S = 120.0  # beyond the limits inside: only a broken fork server takes this long
@@ -197,7 +197,7 @@ class _Server:
 
 
 class Sandbox:
-    """Up to `workers` fork servers; each job has `timeout_s` of CPU time, twice that by the clock, and `memory_mib`.
+    """Up to `workers` fork servers; a job has `timeout_s` of CPU time, four times that by the clock, and `memory_mib`.
 
     Servers start with the first jobs and stay. Any thread may call it, one batch at a time; after a fork the child
     starts servers of its own. `refused` leaves out parts of the isolation, for tests.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from recipes.parts.errors import BadInput
 from reward.answer import boxed_answer, check_golds, hash_answer
 from reward.code_gold import FORMATS as CODE_FORMATS
-from reward.code_gold import gold_from_row
+from reward.code_gold import gold_from_row, shown_test
 from reward.countdown import read_gold as read_countdown
 from reward.exact import gold_problem
 
@@ -177,6 +177,8 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
     if gold is None:
         return None, error
     question = question.replace("\r\n", "\n").strip()
+    if data.answer_format == "mbpp":
+        question += shown_test(gold)
     digest = hashlib.blake2b(json.dumps([question, gold]).encode(), digest_size=8).hexdigest()
     return Problem(digest, question, gold, row.source), ""
 

@@ -229,8 +229,7 @@ def memory_of(pid: int) -> bytes:
         ("from fractions import *\ndef add(a, b): return Fraction(a, b)", ("assert add(1, 2) == 0.5",), "passed"),
         ("def add(a, b): return a.pop()", ("x = [1, 2]\nassert add(x, 0) == 2",), "passed"),
         ("def add(*a, **k): return [a, k]", ("assert add(1, *[2], x=3) == [(1, 2), {'x': 3}]",), "passed"),
-        ("n = []\ndef add(a, b):\n    n.append(a)\n    return len(n)", ("assert add(0, 0) == 1", "assert add(0, 0) == 2"),
-         "passed"),
+        ("n = []\ndef add(a):\n    n.append(a)\n    return n", ("assert add(0)", "assert add(1) == [0, 1]"), "passed"),
         ("def add(a, b): raise ValueError('no')", ("assert add(1, 2) == 3",), "ValueError"),
         ("def add(a, b): return a / 0", ("try: add(1, 2)\nexcept ArithmeticError: pass\nelse: 1 / 0",), "passed"),
         ("def add(a) return", TESTS, "syntax"),
@@ -352,6 +351,7 @@ def test_mbpp_and_humaneval_rows_become_problems(tmp_path):
         path=str(tmp_path / "train.jsonl"), answer_format="mbpp", question_column="prompt", answer_column="test_list"
     )
     (problem,), _ = read_problems(config, "train")
+    assert problem.question == "Sum a list.\n\nYour code is tested like this:\nassert sum([1]) == sys.maxsize"
     assert read_gold(problem.gold).names == ("sum",) and "import sys" in read_gold(problem.gold).setup
     human = {
         "prompt": "def f(x):\n    '''One.'''\n",
