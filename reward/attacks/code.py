@@ -19,6 +19,8 @@ CHECK = json.dumps(
 CATCHES = json.dumps(
     {"tests": ["try:\n    add('a', 1)\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError"]}
 )
+CATCHES_ALL = json.dumps({"tests": ["try:\n    add('a', 1)\nexcept:\n    pass\nelse:\n    raise AssertionError"]})
+MAPS = json.dumps({"tests": ["assert all(map(is_odd, [3, 5]))"]})
 
 # Every program stands for a completion with that code in a fence; `add` is wrong or missing in all of them.
 _CLAIMS = {
@@ -403,6 +405,13 @@ _OTHER = [
     ("a wrong sum under a check function", _fenced("def add(a, b): return a"), CHECK, PROMPT),
     ("check redefined", _fenced("def check(f): pass\ncandidate = check\ndef add(a, b): return 0"), CHECK, PROMPT),
     ("death where an exception is expected", _fenced("import os\ndef add(a, b): os._exit(0)"), CATCHES, PROMPT),
+    ("death where anything is expected", _fenced("import os\ndef add(a, b): os._exit(0)"), CATCHES_ALL, PROMPT),
+    ("SystemExit where anything is expected", _fenced("def add(a, b): raise SystemExit"), CATCHES_ALL, PROMPT),
+    ("nonsense where anything is expected", _fenced(
+        "import os\ndef add(a, b):\n    for fd in range(3, 64):\n        try: os.write(fd, b'\\x00\\x00\\x00\\x01v')\n"
+        "        except OSError: pass"
+    ), CATCHES_ALL, PROMPT),
+    ("StopIteration under map", _fenced("def is_odd(n): raise StopIteration"), MAPS, PROMPT),
     ("SystemExit where an exception is expected", _fenced("def add(a, b): raise SystemExit"), CATCHES, PROMPT),
 ]  # fmt: skip
 _HONEST = [
