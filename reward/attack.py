@@ -101,7 +101,7 @@ def report(results: list[Result], seconds: Counter[str]) -> str:
             f"{sum(r.judgement.reward is None for r in attempts):>11}{len(controls):>10}"
             f"{sum(not r.failed for r in controls):>6}{seconds[task, category]:>7.1f}"
         )
-    failed = [result for result in results if result.failed]
+    failed = sorted((r for r in results if r.failed), key=lambda r: (not r.error, r.case.pays))
     lines += [_finding(result) for result in failed[:LISTED]]
     if len(failed) > LISTED:
         lines.append(f"… and {len(failed) - LISTED} more")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
 from recipes.parts.rundir import RunDir, read_json
-from reward.answer import boxes, final_answer
+from reward.answer import boxes, final_answer, own_text
 from reward.check import shown
 
 # The only place where a threshold stands; shares are of the late completions unless it says otherwise.
@@ -254,7 +254,7 @@ def prompt_echo(trace: Trace) -> Finding | None:
 
 
 def _is_hedged(row: dict) -> bool:
-    return len(set(boxes(row["completion"]))) > 1
+    return len({*boxes(own_text(row["completion"], row.get("prompt")))} - {""}) > 1
 
 
 def several_answers(trace: Trace) -> Finding | None:

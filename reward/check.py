@@ -5,6 +5,7 @@ a model wrote, read exactly as in training), and optionally `expected` (true or 
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections import Counter
@@ -212,7 +213,9 @@ def main(argv: list[str] | None = None) -> int:
     pool, options = settings(arguments, arguments.task)
     rows = read_rows(arguments.file, arguments.task)
     try:
-        found = judge_rows(rows, arguments.task, pool, options)
+        # The code sandbox says how it isolates; with --json stdout holds the verdicts alone.
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            found = judge_rows(rows, arguments.task, pool, options)
     finally:
         pool.close()
     if arguments.json:
