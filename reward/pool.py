@@ -233,12 +233,13 @@ class WorkerPool:
     def _end(self, worker: _Worker) -> None:
         self._live.remove(worker)
         worker.socket.close()
+        if self._server is None:
+            return
         try:
-            self._server.ask(f"kill {worker.pid}\n".encode())
-        except OSError:
+            self._server.ask(f"kill {worker.pid}\n".encode())  # one of an earlier server's is not its child: no harm
+        except OSError:  # the server is gone; its other workers notice and end
             self._server.stop()
             self._server = None
-            self._live.clear()  # they ended with it
 
     def pids(self) -> list[int]:
         """Process ids of the workers that are alive now."""

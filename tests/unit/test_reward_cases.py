@@ -41,6 +41,16 @@ def test_the_verdict_does_not_depend_on_where_it_is_reached(pool):
     assert [pair for pair, verdict in zip(EQUAL, swapped, strict=True) if verdict.value is not True] == []
 
 
+def test_verdicts_do_not_depend_on_the_workers_or_the_order(pool):
+    hard = [pair for pair in (*EQUAL, *DIFFERENT) if decide(*pair) is None]
+    single = WorkerPool(workers=1, timeout_s=10.0)
+    try:
+        assert len(hard) > 20
+        assert judge(hard, single) == judge(hard, pool) == judge(hard[::-1], pool)[::-1]
+    finally:
+        single.close()
+
+
 @pytest.mark.parametrize(
     ("predicted", "gold", "policy", "expected"),
     [

@@ -56,7 +56,9 @@ def test_each_reward_pays_what_its_definition_says(row):
     assert [score(name, [completion])[0] for name in names] == [float(value) for value in expected]
 
 
-@pytest.mark.parametrize("name", [name for name in REWARDS if not getattr(REWARDS[name], "executes_code", False)])
+@pytest.mark.parametrize(
+    "name", ["math", "gsm8k_strict", "gsm8k_lenient", "arithmetic", "boxed_format", "think_format"]
+)
 def test_a_completion_that_repeats_a_solved_example_of_the_prompt_earns_nothing(name):
     prompt = [{"role": "user", "content": "3+4? The answer is \\boxed{7}.\n\n2+5?"}]
     assert score(name, ["3+4? The answer is \\boxed{7}.\n\n2+5?"], prompt=prompt) == [0.0]

@@ -183,6 +183,47 @@ def test_hangs_are_spread_over_the_workers(hostile):
     assert time.monotonic() - started < 4 * 0.5 + 6
 
 
+def test_a_replacement_is_forked_and_imports_nothing(hostile):
+    pool = hostile(workers=1, timeout_s=0.3)
+    assert pool.compare([("print", "5")])[0].value is True
+    server, first = pool._server.process.pid, pool.pids()
+    started = time.monotonic()
+    for number in range(5):
+        assert pool.compare([("sleep", str(number)), ("print", "5")]) == [
+            Verdict(None, "timeout"),
+            Verdict(True, "algebra"),
+        ]
+    assert time.monotonic() - started < 5 * 0.3 + 4  # importing sympy five times takes longer
+    assert pool._server.process.pid == server and pool.pids() != first
+
+
+def test_a_server_that_is_killed_is_started_again(hostile):
+    pool = hostile(workers=2, timeout_s=5.0)
+    pool.compare([("print", "5"), ("print", "6")])
+    workers, server = pool.pids(), pool._server.process
+    server.kill()
+    server.wait()
+    assert wait_gone(workers, 5) == []  # each watches its server
+    assert pool.compare([("print", "7")]) == [Verdict(True, "algebra")]
+    assert pool._server.process.pid != server.pid
+
+
+def test_tasks_in_flight_when_the_server_dies_are_undecided_and_the_rest_goes_on(hostile):
+    pool = hostile(workers=2, timeout_s=5.0)
+    pool.compare([("print", "5"), ("print", "6")])
+    threading.Timer(0.5, pool._server.process.kill).start()
+    verdicts = pool.compare([("sleep", "1"), ("sleep", "2"), ("print", "7")])
+    assert [verdict.value for verdict in verdicts] == [None, None, True]
+
+
+def test_the_server_ends_with_its_pool(hostile):
+    pool = hostile(workers=2)
+    pool.compare([("print", "5"), ("print", "6")])
+    everyone = [*pool.pids(), pool._server.process.pid]
+    pool.close()
+    assert wait_gone(everyone, 5) == []
+
+
 def test_equal_pairs_of_a_batch_are_compared_once(hostile):
     pool = hostile(workers=1, timeout_s=0.5)
     started = time.monotonic()
@@ -239,13 +280,13 @@ def test_workers_end_when_their_parent_is_killed():
         "from reward.pool import WorkerPool\n"
         "pool = WorkerPool(2, 1.5)\n"
         "while len(pool.pids()) < 2: pool.compare([('1+1', '2'), ('1+2', '3')])\n"
-        "print(*pool.pids(), flush=True)\n"
+        "print(*pool.pids(), pool._server.process.pid, flush=True)\n"
         f"pool.compare([{TOWER!r}])\n"
     )
     parent = run_python(code)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     time.sleep(0.5)
-    assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    assert len(pids) == 3 and all(alive(pid) for pid in pids)
     parent.kill()
     parent.wait()
     assert wait_gone(pids, 30) == []
@@ -258,7 +299,7 @@ def test_sleeping_workers_end_when_their_parent_is_killed(tmp_path):
         "from reward.pool import WorkerPool\n"
         f"pool = WorkerPool(1, 600.0, [sys.executable, '-P', {str(tmp_path / 'hostile.py')!r}])\n"
         "pool.compare([('1+1', '2')])\n"
-        "print(*pool.pids(), flush=True)\n"
+        "print(*pool.pids(), pool._server.process.pid, flush=True)\n"
         "pool.compare([('sleep', '5')])\n"
     )
     parent = run_python(code)
@@ -266,7 +307,7 @@ def test_sleeping_workers_end_when_their_parent_is_killed(tmp_path):
     time.sleep(0.3)
     parent.kill()
     parent.wait()
-    assert len(pids) == 1 and wait_gone(pids, 10) == []
+    assert len(pids) == 2 and wait_gone(pids, 10) == []
 
 
 def test_workers_end_with_a_parent_that_exits():
