@@ -20,12 +20,10 @@ from urllib.parse import urlsplit
 from launch.versions import NF4_COPY, REMERGE
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
-from recipes.parts.replica import VLLM_BELOW, VLLM_FROM, is_tested_vllm
+from recipes.parts.replica import SERVED_RANKS, VLLM_BELOW, VLLM_FROM, is_tested_vllm
 from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest
 
 ROOT = Path(__file__).parents[1]
-# The ranks that vLLM allocates LoRA slots for (vllm/config/lora.py).
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
 FOLD_GIB = 0.7
 CPU_WEIGHTS = ("fp8_per_channel", "bf16")
