@@ -330,20 +330,32 @@ _announced = False
 
 def shared_sandbox(workers: int = 2, timeout_s: float = 5.0, memory_mib: int = MEMORY_MIB) -> Sandbox:
     """The process-wide sandbox with these settings, closed at exit. The first call prints the isolation in force."""
-    global _announced
     with _shared_lock:
         key = (workers, timeout_s, memory_mib)
         if key not in _shared:
             _shared[key] = Sandbox(*key)
             atexit.register(_shared[key].close)
-        if not _announced:
-            _announced = True
-            if os.environ.get("RANK", "0") == "0":
-                print(_shared[key].isolation().describe(), flush=True)
+        _announce(_shared[key])
         return _shared[key]
 
 
 def isolation_level() -> dict[str, object]:
-    """The isolation that this machine allows, for a run's record: level, parts, and why it is not a stronger one."""
-    found = shared_sandbox().isolation()
+    """The isolation that this machine allows, for a run's record: level, parts, and why it is not a stronger one.
+
+    Prints it when nothing has yet. Takes a fraction of a second and leaves no process.
+    """
+    sandbox = Sandbox(1)
+    try:
+        found = sandbox.isolation()
+        _announce(sandbox)
+    finally:
+        sandbox.close()
     return {"level": found.level, "parts": list(found.parts), "missing": list(found.missing)}
+
+
+def _announce(sandbox: Sandbox) -> None:
+    global _announced
+    if not _announced:
+        _announced = True
+        if os.environ.get("RANK", "0") == "0":
+            print(sandbox.isolation().describe(), flush=True)

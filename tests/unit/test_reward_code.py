@@ -1,5 +1,6 @@
 """The code reward: which code is judged, what passes, and that no attempt is paid or does harm, at any isolation."""
 
+import dataclasses
 import json
 import os
 import threading
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.config import DataConfig, RewardConfig
+from recipes.parts.config import Config, DataConfig, RewardConfig, config_from_dict
 from recipes.parts.data import read_problems
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.record import code_sandbox
 from reward import REWARDS, reward_functions
 from reward.attacks import code as attacks
 from reward.code import extract_code
@@ -409,7 +411,18 @@ def test_a_sandbox_that_breaks_gives_none(monkeypatch):
     assert REWARDS["code"](None, [ADD], [gold]) == [None]
 
 
-def test_the_isolation_in_force_is_printed_once_and_recorded(monkeypatch, capsys):
+def test_a_runs_record_says_what_stands_around_the_code():
+    fields = {"run": {"name": "x"}, "model": {"id": "x"}, "train": {"max_steps": 1}}
+    groups = {field.name: {} for field in dataclasses.fields(Config)} | fields
+    config = config_from_dict(groups)
+    assert code_sandbox(config) is None
+    config.reward.functions = ["math", "code"]
+    record = code_sandbox(config)
+    assert set(record) == {"level", "parts", "missing"} and json.dumps(record)
+    assert record["level"] in ("full", "namespaces", "confined", "filter")
+
+
+def test_the_isolation_in_force_is_printed_once(monkeypatch, capsys):
     monkeypatch.setattr("reward.sandbox._announced", False)
     first, second = shared_sandbox(1, 2.0).isolation(), shared_sandbox(1, 2.0).isolation()
     assert capsys.readouterr().out.count("code sandbox: isolation") == 1
