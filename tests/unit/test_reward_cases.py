@@ -1,9 +1,13 @@
 """Recall and false positives of the comparison over two tables of answer pairs, and what it does at a run's start."""
 
+import json
 import time
 
 import pytest
 
+from recipes.parts.config import DataConfig
+from recipes.parts.data import load_problems
+from recipes.parts.errors import BadInput
 from reward.answer import answers_equal, check_golds, judge
 from reward.exact import Policy, decide
 from reward.pool import WorkerPool
@@ -89,3 +93,20 @@ def test_ten_thousand_plain_golds_are_checked_without_a_worker_in_seconds():
     started = time.process_time()
     assert check_golds(golds, pool=None) == []
     assert time.process_time() - started < 5.0
+
+
+def test_a_file_with_golds_that_cannot_be_parsed_does_not_load(tmp_path):
+    file = tmp_path / "train.jsonl"
+    golds = ["5", "x+", r"\frac{1}{2}", "5, x+", r"y = 2x + 1"]
+    file.write_text("".join(json.dumps({"question": f"Q{i}", "answer": gold}) + "\n" for i, gold in enumerate(golds)))
+    with pytest.raises(BadInput, match=r"train\.jsonl:2: the answer 'x\+' cannot be parsed(.|\n)*train\.jsonl:4"):
+        load_problems(DataConfig(path=str(file)), "train")
+    assert [p.gold for p in load_problems(DataConfig(path=str(file), max_bad_fraction=0.4), "train")] == golds[::2]
+
+
+def test_countdown_references_are_checked_when_they_are_loaded(tmp_path):
+    file = tmp_path / "train.jsonl"
+    rows = [{"question": "Q", "answer": '{"numbers": [1, 2], "target": 3}'}, {"question": "P", "answer": "3"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(BadInput, match=r"train\.jsonl:2: the answer '3' has no \"numbers\""):
+        load_problems(DataConfig(path=str(file), answer_format="countdown"), "train")
