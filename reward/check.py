@@ -7,6 +7,7 @@ a model wrote, read exactly as in training), and optionally `expected` (true or 
 import argparse
 import contextlib
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ SHOWN = 10  # bad rows and disagreements listed
 FORMS = {"code": "```python\n{}\n```"}
 STRUCTURED = ("code", "countdown")  # their reference is JSON
 BOX = "\\boxed{{{}\n}}"  # the line break keeps a trailing backslash from escaping the brace
+
+
+# "The final answer is 7." as the last sentence of a prediction; what it states may be "7 or 8", which is no answer.
+_STATES = re.compile(r"(?:answer|solution|result)\s*(?:is|are|:|=)[\s:}*]*", re.IGNORECASE)
+LAST_SENTENCE = 300  # characters of the last line that are looked at, so that the cost is bounded
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, 
     """A judgement for every row in order.
 
     A completion is read as in training. A prediction is read the same way where it states an answer in the task's
-    form (a box, …), and is otherwise itself the answer.
+    form (a box, …) or in a last sentence, and is otherwise itself the answer.
     """
     prompts = [row.prompt for row in rows]
     golds = [row.gold for row in rows]
@@ -95,12 +101,18 @@ def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, 
     ]
     form = FORMS.get(task, BOX)
     bare = [index for index in bare if form is BOX or "```" not in rows[index].text]
-    again = explain(
-        task, [form.format(rows[i].text.strip()) for i in bare], [golds[i] for i in bare], None, pool, options
-    )
+    texts = [rows[i].text.strip() if form is not BOX else stated_answer(rows[i].text) for i in bare]
+    again = explain(task, [form.format(text) for text in texts], [golds[i] for i in bare], None, pool, options)
     for index, judgement in zip(bare, again, strict=True):
         found[index] = judgement
     return found
+
+
+def stated_answer(prediction: str) -> str:
+    """What a prediction states in a last sentence such as "The answer is 7.", else all of it."""
+    last_line = prediction.rstrip().rpartition("\n")[2][-LAST_SENTENCE:]
+    stated = _STATES.split(last_line)
+    return (stated[-1].rstrip(" .*") if len(stated) > 1 else "") or prediction.strip()
 
 
 def read_rows(path: Path, task: str) -> list[Row]:

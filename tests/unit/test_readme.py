@@ -78,7 +78,7 @@ def read(tmp_path: Path, text: str) -> list:
         ("python -m launch.watch", "required: run"),
         ("python -m launch.watch runs/tiny --plots", "unrecognized arguments: --plots"),
         ("python -m recipes.quickstart --seed one", "invalid int value"),
-        ("python -m reward.bench --fast", "takes no arguments"),
+        ("python -m reward.bench --fast", "unrecognized arguments: --fast"),
         ("python -m eval gat --run runs/tiny", "unknown argument gat"),
         ("python -m eval gate --run runs/tiny --eval.gate.min_gian 0", "Did you mean eval.gate.min_gain"),
         ("python recipes/grpo.py --config recipes/configs/grpo-tiny-nf4-cpu.yaml", "no file recipes/grpo.py"),

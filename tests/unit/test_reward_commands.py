@@ -1,4 +1,4 @@
-"""`python -m reward check | attack | audit`: what they print, and how they end."""
+"""The commands check and attack of the reward room (and the start of audit): what they print, how they end."""
 
 import json
 import subprocess
@@ -23,6 +23,12 @@ ROWS = [
     ({"gold": "7", "prediction": 7, "expected": 1}, True, "7", "exact"),
     ({"gold": 7, "prediction": r"so \boxed{8}", "expected": False}, False, "8", "exact"),
     ({"gold": r"$\boxed{7}$", "prediction": "7"}, True, "7", "exact"),
+    ({"gold": "7", "prediction": "2 + 5. The final answer is $7$."}, True, "$7$", "exact"),
+    ({"gold": "7", "prediction": "Answer: 7"}, True, "7", "exact"),
+    ({"gold": "7", "prediction": "The answer is 8, no, the answer is 7"}, True, "7", "exact"),
+    ({"gold": "7", "prediction": "The answer is not 7"}, False, "not 7", None),
+    ({"gold": "7", "prediction": "The answer is 7 or 8"}, False, "7 or 8", None),
+    ({"gold": "7", "prediction": "The answer is 7.\nOr 8"}, False, "The answer is 7.\nOr 8", None),
     ({"gold": "7", "completion": "the answer is 7", "expected": False}, False, None, "no answer"),
     ({"gold": "7", "completion": r"so \boxed{7}"}, True, "7", "exact"),
     ({"gold": "7", "prediction": None}, False, None, "no answer"),
