@@ -119,14 +119,15 @@ def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | Non
     """
     text = message_text(completion)
     messages = (prompt,) if isinstance(prompt, str) else tuple(_content(message) for message in prompt or ())
-    for first_word, passage in _prompt_passages(messages):
-        if first_word in text:
-            text = passage.sub("\n", text)
+    squeezed = "".join(text.split())
+    for words in _prompt_passages(messages):
+        if "".join(words) in squeezed:  # compiling a pattern of a whole prompt costs milliseconds: only for an echo
+            text = re.sub(r"\s+".join(map(re.escape, words)), "\n", text)
     return text
 
 
 @lru_cache(maxsize=256)
-def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, re.Pattern], ...]:
+def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     passages = {message.strip() for message in messages if len(message.strip()) >= 12 or _ANSWER_TAG.search(message)}
     for message in messages:
         lines = message.splitlines()
@@ -138,8 +139,7 @@ def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, re.Pattern],
                 passages.add(piece)
                 # "Put the answer in \boxed{}." alone, too: its empty box is never the model's answer.
                 passages.update(s for s in re.split(r"(?<=[.!?])\s+", piece) if (b := boxes(s)) and not any(b))
-    words = [passage.split() for passage in sorted(passages - {""}, key=len, reverse=True)]
-    return tuple((p[0], re.compile(r"\s+".join(map(re.escape, p)))) for p in words if p)
+    return tuple(tuple(passage.split()) for passage in sorted(passages, key=len, reverse=True) if passage.strip())
 
 
 def answers_equal(

@@ -459,7 +459,7 @@ def is_readable(gold: str) -> bool:
     gold = prepared(gold)
     if _words(gold) is not None or plain_number(gold) is not None or _BASED.fullmatch(gold) or _CHOICE.fullmatch(gold):
         return True
-    return _shape_is_readable(shape.shape_of(gold))
+    return _shape_is_readable(shape.shape_of(shape.without_family(gold)))
 
 
 def _shape_is_readable(of: "shape.Shape") -> bool:

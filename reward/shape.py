@@ -81,13 +81,14 @@ class Shape:
 
 def compare(predicted: str, gold: str, leaf: Leaf, ordered: bool = False, several: str = "all") -> bool | None:
     """Whether two normalized answers have equal shapes with equal parts; None where a part stays open."""
-    p, g = shape_of(_without_family(predicted)), shape_of(_without_family(gold))
+    p, g = shape_of(without_family(predicted)), shape_of(without_family(gold))
     if several == "any" and g.kind in ("list", "set") and p.kind == "value":
         return _any(_equal(p, item, leaf, ordered) for item in g.items)
     return _equal(p, g, leaf, ordered)
 
 
-def _without_family(text: str) -> str:
+def without_family(text: str) -> str:
+    r"""`k\pi, k \in \mathbb{Z}` without the condition behind it."""
     return _FAMILY.sub("", text).strip() if "\\in" in text else text
 
 

@@ -88,6 +88,11 @@ def test_a_gold_that_nothing_can_be_compared_with_is_found_before_the_run(pool):
     assert [index for index, _ in check_golds(golds, pool)] == [1, 2, 6, 7]
 
 
+def test_the_golds_of_the_table_are_readable(pool):
+    golds = [gold for _, gold in EQUAL if gold != r"A\cup B"]  # sets without elements: only the same text equals it
+    assert check_golds(golds, pool) == []
+
+
 def test_ten_thousand_plain_golds_are_checked_without_a_worker_in_seconds():
     golds = [rf"\frac{{{n}}}{{7}}" if n % 2 else rf"x^2+{n}\sqrt{{3}}" for n in range(10_000)]
     started = time.process_time()
