@@ -55,8 +55,8 @@ def third_party_imports() -> dict[str, str]:
     return {name: file for name, file in found.items() if name not in ours | sys.stdlib_module_names}
 
 
-# One of the two vllm distributions is installed; code for the other may still name it. What runs inside its server uses
-# what it brings, in the versions that it wants: its web framework and, on a GPU, Triton and the driver's bindings.
+# One of the two vllm distributions is installed; code for the other may still name it. What runs inside its server
+# uses what it brings, in the versions that it wants: its web framework and, on a GPU, Triton and NVML.
 BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
 
 
