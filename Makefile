@@ -27,7 +27,7 @@ quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations=10 $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile --durations=10 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -175,10 +175,14 @@ def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], options: ar
         running = {process.sentinel: process for process in ranks}
         while running:
             for sentinel in multiprocessing.connection.wait(list(running)):
-                if code := running.pop(sentinel).exitcode:
+                ended = running.pop(sentinel)
+                ended.join()  # its pipe closes a moment before its exit code is there
+                if ended.exitcode:
                     for process in running.values():
                         process.kill()
-                    raise CheckFailed(f"a training process ended with exit code {code}; --processes 1 needs none.")
+                    raise CheckFailed(
+                        f"a training process ended with exit code {ended.exitcode}; --processes 1 needs none."
+                    )
         model.load_state_dict(torch.load(Path(folder) / "weights.pt"))
 
 

@@ -44,7 +44,7 @@ def test_all_591_references_pay(folder):
     assert time.perf_counter() - started < 60
 
 
-@pytest.mark.parametrize("step", [24, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("step", [24, pytest.param(1, marks=[pytest.mark.sweep, pytest.mark.timeout(1200)])])
 def test_mutants_are_paid_as_plain_python_judges_them(folder, step):
     facts = code_mutants.compare(code_mutants.problems(folder)[::step])
     assert facts["unpaid"] == [] and facts["disagreements"] == []
