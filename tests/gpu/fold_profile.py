@@ -49,7 +49,7 @@ class Profiled(Remerge):
             "gpu": begin.elapsed_time(end),
         }
 
-    def profile(self, key: str) -> dict:
+    def fold_tables(self, key: str) -> dict:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -121,7 +121,7 @@ def main() -> None:
             rows.append(parts | {"call": 1e3 * (time.perf_counter() - started)})
         medians = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
         print(f"{method:<18}" + ", ".join(f"{key} {value:.1f}" for key, value in medians.items()))
-    tables = call("profile", "one")
+    tables = call("fold_tables", "one")
     print(tables["gpu"], tables["cpu"], sep="\n")
 
 
