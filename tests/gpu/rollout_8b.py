@@ -52,7 +52,8 @@ def flags(work: Path, changes: dict[str, Any]) -> list[str]:
     keys |= {"model.dtype": "bfloat16", "data.path": work / "tiny", "server.base": work / "base"}
     keys |= {"rollout.group_size": GROUP, "rollout.max_prompt_length": PROMPT, "rollout.max_completion_length": NEW}
     keys |= {"rollout.backend": "server", "rollout.max_sampler_k3": 5, "rollout.max_canary_delta": 5}
-    keys |= {"server.max_num_seqs": max(SIZES), "server.kv_cache_gib": KV_GIB, "train.learning_rate": "1e-5"}
+    keys |= {"server.max_num_seqs": max(SIZES), "server.kv_cache_gib": KV_GIB, "server.enforce_eager": "false"}
+    keys |= {"train.learning_rate": "1e-5"}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in (keys | changes).items())]
 
 
@@ -127,6 +128,8 @@ def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
     prompt = [random.randrange(3, 250) for _ in range(PROMPT)]
     rollout.scorer.choose([[random.randrange(3, 250) for _ in range(64)] for _ in range(4)])
     rows = []
+    switch, inside = rollout.replicas[0].activate, {}
+    rollout.replicas[0].activate = lambda *version: inside.update(switch(*version))
     for step in range(SYNCS):
         made_up_step(trainer, step)
         started = time.perf_counter()
@@ -138,6 +141,7 @@ def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
         now = time.perf_counter()
         parts = {name: 1e3 * value for name, value in rollout.report["sync_seconds"].items()}
         rows.append(parts | {"sync": 1e3 * (synced - started), "to first token": 1e3 * (now - started)})
+        rows[-1] |= {f"activate: {part}": 1e3 * value for part, value in inside.items()}
         rows[-1]["canary delta"] = rollout.report.get("canary_delta", 0.0)
     # The first has the server read its NF4 copy and every kernel warm up.
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[-1]} | {"first": rows[0]["sync"]}
@@ -178,9 +182,9 @@ def speed(work: Path) -> dict[str, Any]:
 
 
 def syncs(work: Path) -> dict[str, Any]:
-    """Remerge alone, without CUDA graphs: what a sync costs."""
+    """Remerge alone: what a sync costs."""
     trainer = build_trainer(work)
-    changes = MODES["fp8 remerge"] | {"server.enforce_eager": "true", "server.kv_cache_gib": 4}
+    changes = MODES["fp8 remerge"] | {"server.kv_cache_gib": 4}
     with Server(work, changes):
         found = {"path": measure_syncs(connect(work, trainer, changes), trainer)}
         body = connect(work, trainer, changes | {"rollout.transport": "body"})

@@ -161,7 +161,7 @@ class Engine:
         if name.split()[0] in self.hangs:
             await asyncio.Event().wait()
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("abort", True)
         await self._call("pause")
 
