@@ -109,6 +109,7 @@ class Engine:
         self.finish_reason, self.aborted = "stop", 0
         self.loras: set[int] = set()
         self.workers = workers
+        self.engine_core = self
 
     async def generate(self, prompt: dict, params: Any, request_id: str, lora_request: Any = None):
         self.params.append(params)
