@@ -186,6 +186,20 @@ def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], options: ar
         model.load_state_dict(torch.load(Path(folder) / "weights.pt"))
 
 
+def padded_batch(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels (B, T) of (ids, length of the prompt) rows; prompts and padding carry no loss.
+
+    Padded positions come after every label, so a causal model needs no attention mask here.
+    """
+    width = max(len(ids) for ids, _ in rows)
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full((len(rows), width), -100)
+    for index, (ids, prompt_length) in enumerate(rows):
+        tokens[index, : len(ids)] = torch.tensor(ids)
+        labels[index, prompt_length : len(ids)] = torch.tensor(ids[prompt_length:])
+    return tokens, labels
+
+
 def train_rank(
     rank: int, model: Qwen3ForCausalLM, rows: list, options: argparse.Namespace, folder: str | None
 ) -> None:
@@ -202,14 +216,7 @@ def train_rank(
     )
     rng, started = random.Random(options.seed), time.perf_counter()
     for step in range(1, options.steps + 1):
-        chosen = rng.sample(rows, options.batch)[rank :: options.processes]
-        width = max(len(ids) for ids, _ in chosen)
-        tokens = torch.zeros(len(chosen), width, dtype=torch.long)  # (B, T)
-        labels = torch.full((len(chosen), width), -100)  # (B, T)
-        for index, (ids, prompt_length) in enumerate(chosen):
-            tokens[index, : len(ids)] = torch.tensor(ids)
-            labels[index, prompt_length : len(ids)] = torch.tensor(ids[prompt_length:])
-        # Padded positions come after every label, so a causal model needs no attention mask here.
+        tokens, labels = padded_batch(rng.sample(rows, options.batch)[rank :: options.processes])
         loss = learner(input_ids=tokens, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

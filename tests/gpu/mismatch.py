@@ -48,13 +48,7 @@ def make_base(out: Path, seed: int, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1)
     for _ in range(steps):
-        chosen = rng.sample(rows, 128)
-        width = max(len(ids) for ids, _ in chosen)
-        tokens = torch.zeros(len(chosen), width, dtype=torch.long)  # (B, T)
-        labels = torch.full((len(chosen), width), -100)  # (B, T)
-        for index, (ids, prompt_length) in enumerate(chosen):
-            tokens[index, : len(ids)] = torch.tensor(ids)
-            labels[index, prompt_length : len(ids)] = torch.tensor(ids[prompt_length:])
+        tokens, labels = tiny_base.padded_batch(rng.sample(rows, 128))
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(input_ids=tokens.cuda(), labels=labels.cuda()).loss
         loss.backward()
