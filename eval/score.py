@@ -29,7 +29,10 @@ _ROLE_MARKERS = re.compile(
 
 @dataclass(frozen=True)
 class Record:
-    """One scored completion. `correct` accepts every answer form, `correct_strict` a box only; None is undecided."""
+    """One scored completion, number `sample` of its problem.
+
+    `correct` accepts every answer form, `correct_strict` a box only; None is undecided.
+    """
 
     problem_id: str
     completion: str
@@ -42,6 +45,7 @@ class Record:
     correct: bool | None
     correct_strict: bool | None
     prompt_leak: bool
+    sample: int = 0
 
 
 def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:

@@ -18,6 +18,9 @@ import yaml
 
 from recipes.parts.errors import BadInput
 
+# The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
+FORMATS = ("bf16", "fp8", "fp8_block", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
+
 
 def _option(default: Any = MISSING, help: str = "") -> Any:
     """A dataclass field with its help string; without a default the YAML or the command line must give it."""
@@ -184,7 +187,7 @@ class WatchConfig:
 
 @dataclass(kw_only=True)
 class GateConfig:
-    format: Literal["bf16", "fp8", "w4a16", "nf4"] = _option("fp8", "the format that would be deployed")
+    format: Literal[FORMATS] = _option("fp8", "the format that would be deployed")
     min_gain: float = _option(0.0, "least accuracy gain over the base, at the lower end of its interval")
     max_quantization_loss: float = _option(0.05, "most accuracy that the format may lose against bf16")
     min_parse_rate: float = _option(0.9, "least share of completions with an answer that can be read")
@@ -196,6 +199,10 @@ class GateConfig:
 @dataclass(kw_only=True)
 class EvalConfig:
     max_problems: int = _option(300, "held-out problems per cell of the matrix")
+    backend: Literal["transformers", "vllm", "server"] = _option(
+        "transformers", "who generates: this process, vLLM in a child process, or an OpenAI-compatible server by URL"
+    )
+    samples: int = _option(1, "completions per problem; above 1 needs eval.temperature above 0")
     batch_size: int = _option(64, "prompts generated together")
     max_new_tokens: int | None = _option(None, "default: rollout.max_completion_length")
     temperature: float = _option(0.0, "0 = greedy; above 0 every checkpoint samples with the same random numbers")
