@@ -12,13 +12,16 @@ kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BLOCK_SIZE = 64
+READERS = 4  # threads that read an adapter's file
 _pinned: list[Any] = []  # see _host_buffer
 
 
@@ -264,11 +267,8 @@ def read_tensors(path: Path, device: Any) -> dict[str, Any]:
 
     size = path.stat().st_size
     content = _host_buffer(size, device)
-    with open(path, "rb", buffering=0) as file:
-        view, read = memoryview(content.numpy()), 0
-        while read < size and (count := file.readinto(view[read:])):
-            read += count
-    length = int.from_bytes(content[:8].numpy().tobytes(), "little") if read == size >= 8 else -1
+    is_whole = _read_into(memoryview(content.numpy()), path)
+    length = int.from_bytes(content[:8].numpy().tobytes(), "little") if is_whole and size >= 8 else -1
     if not 0 < length <= size - 8:
         raise ValueError(f"{path.name} is not a whole safetensors file")
     header = json.loads(content[8 : 8 + length].numpy().tobytes())
@@ -287,6 +287,22 @@ def read_tensors(path: Path, device: Any) -> dict[str, Any]:
             piece = piece.clone()
         found[name] = piece.view(dtypes[entry["dtype"]]).view(entry["shape"])
     return found
+
+
+def _read_into(view: memoryview, path: Path) -> bool:
+    """Fill `view` from the start of a file, whose pages one thread copies slower than a GPU takes them; whether it was
+    long enough."""
+    size = len(view)
+    piece = max(1 << 20, -(-size // READERS))
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
+
+        def read(start: int) -> bool:
+            stop = min(start + piece, size)
+            while start < stop and (count := os.preadv(file.fileno(), [view[start:stop]], start)):
+                start += count
+            return start == stop
+
+        return all(pool.map(read, range(0, size, piece)))
 
 
 def _host_buffer(size: int, device: Any) -> Any:

@@ -240,7 +240,7 @@ class MemoryWatch(threading.Thread):
             time.sleep(0.05)
 
 
-def one_card(work: Path, limit_gib: float, sleep: bool) -> dict[str, Any]:
+def one_card(work: Path, limit_gib: float, sleep: bool, further: list[str], out: Path | None) -> None:
     """Two steps of one group of 8 completions of 2,048 tokens, trainer and server on one card."""
     from path_8b import command
 
@@ -250,7 +250,9 @@ def one_card(work: Path, limit_gib: float, sleep: bool) -> dict[str, Any]:
     changes |= {"server.max_num_seqs": GROUP, "server.nf4_copy": "host", "server.sleep": str(sleep).lower()}
     changes |= {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": GROUP}
     changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 2, "train.save_steps": 2}
-    changes |= {"train.max_gpu_gib": 9, "run.name": "onecard", "run.output_dir": work / f"onecard-{sleep}"}
+    directory = work / f"onecard-{time.time_ns()}"
+    changes |= {"train.max_gpu_gib": 9, "run.name": "onecard", "run.output_dir": directory}
+    changes |= dict(item.split("=", 1) for item in further)
     watch = MemoryWatch()
     watch.start()
     with Server(work, changes) as start_s:
@@ -258,17 +260,18 @@ def one_card(work: Path, limit_gib: float, sleep: bool) -> dict[str, Any]:
         idle, watch.peak_gib = watch.peak_gib, 0.0
         command("onecard", ["recipes/grpo_qlora.py", *flags(work, changes)], work)
     watch.running = False
-    rows = [json.loads(line) for line in (work / f"onecard-{sleep}" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
     peak = max(idle, watch.peak_gib)
-    found = {"sleep": sleep, "start_s": start_s, "server_alone_gib": idle, "card_peak_gib": peak}
+    found = {"sleep": sleep, "further": further, "start_s": start_s, "server_alone_gib": idle, "card_peak_gib": peak}
     found |= {"trainer_peak_gib": last["peak_gib"], "tokens": last["completion_tokens"]}
     found |= {key: last[key] for key in ("seconds", "rollout_tokens_per_s", "sampler_k3")}
     print("one card", json.dumps(found), flush=True)
+    if out:
+        out.write_text(json.dumps(found, indent=1))
     if peak > limit_gib:
         raise SystemExit(f"trainer and server took {peak:.2f} GiB of the card, more than {limit_gib}")
     print(f"trainer and server took at most {peak:.2f} GiB of the card, {limit_gib} were allowed")
-    return found
 
 
 def table(results: dict[str, Any]) -> None:
@@ -300,6 +303,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--limit_gib", type=float, default=23.5, help="one_card: what a 24 GB card has to give")
     parser.add_argument("--sleep", action="store_true", help="one_card: the server sleeps during the update")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one_card: a further setting")
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -311,9 +315,8 @@ def main() -> None:
     if not (options.work / "base" / "manifest.json").is_file():
         prepare(options.work, options.layers)
     if options.part == "one_card":
-        found = one_card(options.work, options.limit_gib, options.sleep)
-    else:
-        found = speed(options.work) if options.part == "speed" else syncs(options.work)
+        return one_card(options.work, options.limit_gib, options.sleep, options.set, options.out)
+    found = speed(options.work) if options.part == "speed" else syncs(options.work)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     if options.part == "speed":
