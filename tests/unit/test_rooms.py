@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "merge": (),
     "recipes.parts": ("reward", "merge"),
     "recipes": ("recipes.parts", "reward", "merge"),
-    "eval": ("recipes.parts.data", "reward", "merge"),
+    # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
+    "eval": ("recipes.parts.data", "reward", "merge", "launch.metrics", "launch.replicas", "launch.vllm_command"),
     "launch": (),
 }
 NOT_ROOMS = {"tests", "runs", "models"}
