@@ -8,11 +8,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.parts import config
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import MANIFEST, RunDir, read_json, read_manifest, write_json
 
 POLICIES = ("base", "grpo")
-FORMATS = ("nf4", "bf16", "fp8", "w4a16")
+# nf4 first: with the adapter on it, it is the policy as trained, which the other columns are compared with.
+FORMATS = ("nf4", *(name for name in config.FORMATS if name != "nf4"))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.parts.config import FORMATS
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 
-FORMATS = ("bf16", "fp8", "w4a16", "nf4")
 POLICIES = ("base", "grpo")
-BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1.0, "w4a16": 0.52, "nf4": 0.52}  # of a quantized layer
+# Of a quantized layer, scales included.
+BYTES_PER_WEIGHT = {
+    **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "w4a16": 0.52, "awq": 0.52},
+    **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},
+}
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from recipes.parts.config import Config, to_dict
+from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import RunDir, read_json
@@ -26,7 +26,6 @@ OWN_GENERATION_FIELDS += ("transformers_continuous_batching_config",)
 FLOOR_FIELD = "vllm_importance_sampling_clip_min"
 TRACKERS = ("trackio", "tensorboard", "wandb")
 LOCK = ".lock"
-FORMATS = ("nf4", "bf16", "fp8", "w4a16")
 # A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
 FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
