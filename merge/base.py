@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from merge.checkpoint import checkpoint_shards, pass_full_disk
+from merge.checkpoint import checkpoint_shards, pass_full_disk, read_shapes, read_tensor
+from merge.shards import tensor_bytes
 from recipes.parts.errors import BadInput, CheckFailed
 
 # transformers 5.17 builds Linear4bit without a block size, so Params4bit's default is the only one it loads.
@@ -240,11 +240,6 @@ def hash_quantized(packed: torch.Tensor, state: Any) -> str:
     return digest.hexdigest()
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's values as bytes in host memory, row-major; no copy when that is how it lies there."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy())
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -324,24 +319,20 @@ class BaseCheckpoint:
         self.quantized = {f"{name}.weight" for name in info["quantized"]}
         self.shards = select_shards(self.directory, set(info["tensors"]), self.config, self._stranger())
         self.files = {name: file for file, names in self.shards.items() for name in names}
-        self._open: tuple[str, Any] | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def _stranger(self) -> str:
         return f"{self.directory} is not the base the adapter was trained on ({self.info.get('model')})"
 
-    def _file(self, name: str) -> Any:
-        file = self.files[name]
-        if self._open is None or self._open[0] != file:
-            self._open = (file, safe_open(self.directory / file, framework="pt"))
-        return self._open[1]
-
-    def shape(self, name: str) -> list[int]:
+    def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, from the file's header."""
-        return self._file(name).get_slice(name).get_shape()
+        if name not in self._shapes:
+            self._shapes |= read_shapes(self.directory / self.files[name])
+        return self._shapes[name]
 
     def original(self, name: str) -> torch.Tensor:
         """The tensor as the checkpoint has it, in the dtype that the trainer loaded it with."""
-        return self._file(name).get_tensor(name).to(device=self.device, dtype=self.dtype)
+        return read_tensor(self.directory / self.files[name], name).to(device=self.device, dtype=self.dtype)
 
     def unquantized_linears(self) -> list[str]:
         """The linear modules that the base leaves unquantized: the output embedding and the run's skipped modules."""

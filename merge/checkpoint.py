@@ -8,6 +8,7 @@ import errno
 import json
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 
 from recipes.parts.errors import BadInput
@@ -93,3 +94,18 @@ def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
     if missing := [file for file in shards if not (directory / file).is_file()]:
         raise BadInput(f"{directory} lacks {', '.join(missing)}, which its index lists. Download it again.")
     return shards
+
+
+def read_tensor(file: Path, name: str) -> torch.Tensor:
+    """One tensor of a safetensors file, on the CPU.
+
+    The file is opened for it: what was read of an open one counts as this process's memory until it is closed.
+    """
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """{tensor: its shape} of a safetensors file, from its header."""
+    with safe_open(file, framework="pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}

@@ -4,21 +4,20 @@ The sum is taken in float32 and rounded once. Covers: rsLoRA, rank and alpha pat
 reason: DoRA, modules_to_save, trained biases, adapters that change the base (PiSSA and its kin), embedding adapters.
 """
 
-import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from merge.base import BaseCheckpoint
-from recipes.parts.errors import BadInput, CheckFailed
+from merge.shards import Behind, TensorFile, flush, name_files
+from recipes.parts.errors import BadInput
 from recipes.parts.rundir import publish, read_json, write_manifest
 
 # What makes a checkpoint usable beside its weights; the names that transformers 5 and earlier versions write.
@@ -149,59 +148,31 @@ def write_bf16(
     """Publish the merged BF16 checkpoint at `final` with the source's sharding; return its manifest.
 
     `check` gets the directory before it is published: what it returns goes into the manifest, and what it raises
-    keeps the checkpoint from being published. Memory: one shard. On any failure `final` is what it was before.
+    keeps the checkpoint from being published. On any failure `final` is what it was before.
     """
     with publish(final, overwrite) as partial:
-        write_shards(
-            partial,
-            (
-                (file, {name: fold(base, name, updates.get(name)).cpu() for name in names})
-                for file, names in base.shards.items()
-            ),
-        )
+        write_folded(base, updates, partial)
         write_config(base.directory, partial, None)
         return write_manifest(partial, "checkpoint", format="bf16", **manifest, **check(partial))
 
 
-def write_shards(directory: Path, shards: Iterator[tuple[str, dict[str, torch.Tensor]]]) -> None:
-    """Write (file name, tensors) pairs as safetensors, with an index when they are several.
+def write_folded(base: BaseCheckpoint, updates: dict[str, Factors], directory: Path) -> None:
+    """Write the tensors of the merged checkpoint, each by a thread while the next is folded.
 
-    `CheckFailed` when the disk is full; the caller's `publish` then removes what was written.
+    `CheckFailed` when the disk is full or a base tensor is not that of base.json.
     """
-    weight_map: dict[str, str] = {}
+    shards = {file: names for file, names in base.shards.items() if names}
     total = 0
-    for file, tensors in shards:
-        if not tensors:
-            continue
-        with writing(directory / file):
-            save_file({name: t.contiguous() for name, t in tensors.items()}, directory / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
-        del tensors  # or it would stay while the next shard is built
-    if len(set(weight_map.values())) > 1:
-        write_index(directory, weight_map, total)
-    else:
-        only = directory / next(iter(weight_map.values()))
-        only.rename(directory / "model.safetensors")
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """`CheckFailed` with the free space when what the block writes to `path` does not fit on the disk."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(path.parent).free
-        raise CheckFailed(
-            f"could not write {path}: {error}. {free / 2**20:.0f} MiB are free there. "
-            "Nothing of this checkpoint was kept; make room or choose another place with --out."
-        ) from None
-
-
-def write_index(directory: Path, weight_map: dict[str, str], total: int) -> None:
-    """Write the index of a checkpoint of several shards: {tensor: its file} and the bytes of all tensors."""
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    with Behind() as writer, Behind() as disk:
+        for file, names in shards.items():
+            tensors = {name: (torch.bfloat16, base.shape(name)) for name in names}
+            with TensorFile(directory / file, tensors, {"format": "pt"}) as out:
+                for name in names:
+                    total += 2 * math.prod(base.shape(name))
+                    writer.run(out.write, name, fold(base, name, updates.get(name)).cpu())
+                writer.wait()
+            disk.run(flush, directory / file)
+    name_files(directory, {name: file for file, names in shards.items() for name in names}, total)
 
 
 def write_config(source: Path, directory: Path, quantization: dict | None) -> None:

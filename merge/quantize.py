@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from merge.base import BaseCheckpoint, quantize_weight
-from merge.checkpoint import checkpoint_shards
-from merge.merge import Factors, write_config, write_shards
+from merge.checkpoint import checkpoint_shards, read_tensor
+from merge.merge import Factors, write_config
+from merge.shards import write_parts
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import publish, write_manifest
 
@@ -145,7 +145,7 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
         return None
     store = FORMATS.get(format_name)
     retained = Retained()
-    for _, name, weight in _tensors(merged):
+    for name, weight in _tensors(merged):
         if name in updates:
             before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
             if store is not None and name in base.quantized:
@@ -154,11 +154,10 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
     return retained.share()
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file, names in checkpoint_shards(directory).items():
-        with safe_open(directory / file, framework="pt") as handle:
-            for name in names:
-                yield file, name, handle.get_tensor(name)
+        for name in names:
+            yield name, read_tensor(directory / file, name)
 
 
 def quantize_checkpoint(
@@ -178,7 +177,7 @@ def quantize_checkpoint(
     published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 of a base that was
     NF4 already plus an update, unless `force`: an update smaller than the steps between NF4 values rounds away. An
     adapter that learned nothing (all of its update is zero) has nothing to lose and is written.
-    Memory: one shard of the output and one tensor.
+    Memory: what is stored of two tensors, and what quantizing one takes.
     """
     share = retained_share(merged, format_name, base, updates) if format_name == "nf4" and not force else None
     if share is not None:
@@ -191,28 +190,21 @@ def quantize_checkpoint(
     store = FORMATS[format_name]
     retained = Retained()
 
-    def stored_parts(name: str, weight: torch.Tensor) -> Parts:
+    shards = checkpoint_shards(merged)
+    files = {name: file for file, names in shards.items() for name in names}
+
+    def parts(name: str) -> Parts:
+        weight = read_tensor(merged / files[name], name)
         if name not in base.quantized:
             return {name: weight}
         stored, value = store(weight.to(base.device))
         if name in updates:
             before = store(base.tensor(name).to(torch.bfloat16))[1]
             retained.add(value, before, updates[name].delta(base.device))
-        return {f"{name.removesuffix('.weight')}.{key}": part.cpu() for key, part in stored.items()}
-
-    def shards() -> Iterator[tuple[str, Parts]]:
-        parts: Parts = {}
-        current = None
-        for file, name, weight in _tensors(merged):
-            if current not in (None, file):
-                yield current, parts
-                parts = {}
-            current = file
-            parts |= stored_parts(name, weight)
-        yield current, parts
+        return {f"{name.removesuffix('.weight')}.{key}": part for key, part in stored.items()}
 
     with publish(final, overwrite) as partial:
-        write_shards(partial, shards())
+        write_parts(partial, shards, parts)
         write_config(merged, partial, quantization_config(format_name, base.unquantized_linears()))
         manifest |= {"format": format_name, "retained_update": retained.share(), "verify": verify(partial)}
         return write_manifest(partial, "checkpoint", **manifest)

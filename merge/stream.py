@@ -6,7 +6,6 @@ Not covered: models whose parameters are named or laid out otherwise than in the
 """
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from merge.base import (
     BLOCK_SIZE,
@@ -25,16 +23,14 @@ from merge.base import (
     hash_tensor,
     quantize_weight,
     select_shards,
-    tensor_bytes,
     unquantized_config,
 )
-from merge.checkpoint import checkpoint_shards
-from merge.merge import write_index, writing
+from merge.checkpoint import checkpoint_shards, read_shapes, read_tensor
+from merge.shards import TensorFile, write_index
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import write_json
 
 NF4_FOLDER = "nf4"
-SAFETENSORS_NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
@@ -104,10 +100,10 @@ class Original:
         self.shards = {file: names for file, names in shards.items() if names}
         self.files = {name: file for file, names in self.shards.items() for name in names}
         for file, names in self.shards.items():
-            with safe_open(self.directory / file, framework="pt") as opened:
-                for name in names:
-                    if (found := tuple(opened.get_slice(name).get_shape())) != (wanted := self.plan.shapes[name]):
-                        raise BadInput(f"{complaint}: {name} is {found}, it should be {wanted}.")
+            found = read_shapes(self.directory / file)
+            for name in names:
+                if found[name] != (wanted := self.plan.shapes[name]):
+                    raise BadInput(f"{complaint}: {name} is {found[name]}, it should be {wanted}.")
         self._check_tied()
 
     def _check_tied(self) -> None:
@@ -126,61 +122,7 @@ class Original:
         return self._read(self.files[name], name)
 
     def _read(self, file: str, name: str) -> torch.Tensor:
-        # Opened for each tensor: what was read of an open file stays in memory until it is closed.
-        with safe_open(self.directory / file, framework="pt") as opened:
-            return opened.get_tensor(name).to(device=self.device, dtype=self.dtype)
-
-
-class TensorFile:
-    """A safetensors file written one tensor at a time, in any order; the bytes are those of safetensors' `save_file`.
-
-    `tensors` is {name: (dtype, shape)} of everything that will be written. `CheckFailed` when the disk is full.
-    """
-
-    def __init__(self, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]):
-        self.path = path
-        self.header: dict[str, Any] = {"__metadata__": metadata}
-        # Wide types first, as save_file has them, so that every tensor is aligned.
-        end = 0
-        for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
-            dtype, shape = tensors[name]
-            start, end = end, end + dtype.itemsize * math.prod(shape)
-            self.header[name] = {
-                "dtype": SAFETENSORS_NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [start, end],
-            }
-        self.missing = set(tensors)
-
-    def __enter__(self) -> "TensorFile":
-        text = json.dumps(self.header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self.data_start = 8 + len(text)
-        with writing(self.path):
-            self.file = open(self.path, "wb")
-            self.file.write(len(text).to_bytes(8, "little") + text)
-        return self
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, which must have the dtype and the size that the header says."""
-        entry, data = self.header[name], tensor_bytes(tensor)
-        start, end = entry["data_offsets"]
-        if SAFETENSORS_NAMES[tensor.dtype] != entry["dtype"] or len(data) != end - start:
-            raise ValueError(f"{name} is {tensor.dtype} of {len(data)} bytes, {self.path} has {entry} for it.")
-        with writing(self.path):
-            self.file.seek(self.data_start + start)
-            self.file.write(data)
-        self.missing.discard(name)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if kind is not None:
-            with contextlib.suppress(OSError):
-                self.file.close()
-            return
-        with writing(self.path):
-            self.file.close()
-        if self.missing:
-            raise ValueError(f"{self.path} lacks {sorted(self.missing)[0]} ({len(self.missing)} tensors).")
+        return read_tensor(self.directory / file, name).to(device=self.device, dtype=self.dtype)
 
 
 def write_base(source: Original, directory: Path, model: str, revision: str | None) -> dict:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from merge import merge as merge_module
+from merge import shards
 from merge.__main__ import main
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_manifest, write_manifest
@@ -230,7 +230,7 @@ def test_too_small_a_disk_is_refused_before_and_caught_while_writing(tmp_path, m
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(merge_module, "save_file", full)
+    monkeypatch.setattr(shards.os, "fsync", full)
     with pytest.raises(CheckFailed, match="No space left on device"):
         main(arguments)
     assert list((run.merged / "grpo").iterdir()) == []

@@ -6,17 +6,16 @@ import math
 import os
 import shutil
 import subprocess
-import weakref
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from merge import merge as merge_module
 from merge.base import BaseCheckpoint, load_nf4
-from merge.merge import read_adapter, write_bf16, write_config, write_shards
+from merge.merge import read_adapter, write_bf16, write_config
 from merge.quantize import retained_share
+from merge.shards import TensorFile
 from merge.verify import base_checkpoint, check_adapter_base
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import read_json, read_manifest
@@ -199,43 +198,27 @@ def test_a_base_that_differs_leaves_no_checkpoint(tmp_path):
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch, fault):
     run, out = shared_run(), tmp_path / "merged" / "bf16"
-    save, calls = merge_module.save_file, []
+    write, files = TensorFile.write, []
 
-    def fail_at_the_second_shard(tensors, path, metadata):
-        calls.append(path)
-        if len(calls) == 2:
-            path.write_bytes(b"half a shard")
+    def fail_in_the_second_shard(file, *arguments):
+        files.append(file.path)
+        write(file, *arguments)
+        if len(set(files)) == 2:
             raise fault
-        save(tensors, path, metadata)
 
-    monkeypatch.setattr(merge_module, "save_file", fail_at_the_second_shard)
-    expected = CheckFailed if isinstance(fault, OSError) else KeyboardInterrupt
-    with pytest.raises(expected):
+    monkeypatch.setattr(TensorFile, "write", fail_in_the_second_shard)
+    with pytest.raises(type(fault)):
         merge_to(run, out)
     assert list(out.parent.iterdir()) == []
     monkeypatch.undo()
     merge_to(run, out)
     before = read_manifest(out, deep=True)
-    calls.clear()
-    monkeypatch.setattr(merge_module, "save_file", fail_at_the_second_shard)
-    with pytest.raises(expected):
+    files.clear()
+    monkeypatch.setattr(TensorFile, "write", fail_in_the_second_shard)
+    with pytest.raises(type(fault)):
         write_bf16(base_checkpoint(run), {}, out, lambda _: {}, overwrite=True)
     assert [p.name for p in out.parent.iterdir()] == ["bf16"]
     assert read_manifest(out, deep=True) == before
-
-
-def test_a_shard_is_freed_before_the_next_is_built(tmp_path):
-    made: list[weakref.ref] = []
-
-    def build() -> dict[str, torch.Tensor]:
-        assert [ref() for ref in made] == [None] * len(made)
-        tensor = torch.ones(8)
-        made.append(weakref.ref(tensor))
-        return {f"t{len(made)}": tensor}
-
-    write_shards(tmp_path, ((f"model-{i}.safetensors", build()) for i in range(3)))
-    assert len(made) == 3
-    assert set(read_json(tmp_path / "model.safetensors.index.json")["weight_map"]) == {"t1", "t2", "t3"}
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])

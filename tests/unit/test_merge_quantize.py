@@ -1,6 +1,7 @@
 """The formats: what is stored is what was meant, readers agree, and the retained share tells the truth."""
 
 import json
+import time
 import weakref
 from dataclasses import replace
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from merge import quantize as quantize_module
 from merge.base import BaseCheckpoint, dequantize, hash_nf4_model, load_nf4
 from merge.merge import read_adapter, write_bf16
 from merge.quantize import FORMATS, Refused, check_shapes, quantize_checkpoint, retained_share
+from merge.shards import PartsFile
 from merge.verify import base_checkpoint, load_for_scoring
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import read_manifest
@@ -204,28 +205,27 @@ def test_the_share_of_no_update_reads_no_tensor(tmp_path):
     assert retained_share(tmp_path / "nowhere", "nf4", merged_run()[0], {}) is None
 
 
-def test_a_shard_is_freed_before_the_next_is_quantized(tmp_path, monkeypatch):
-    base, updates, merged = merged_run()
-    file, stored, alive = "", [], []
-    tensors, to_fp8 = quantize_module._tensors, FORMATS["fp8"]
+def test_the_parts_of_two_tensors_are_in_memory_and_not_those_of_a_shard(tmp_path, monkeypatch):
+    base, _, merged = merged_run()
+    stored: list[list[weakref.ref]] = []
+    most, to_fp8, write = 0, FORMATS["fp8"], PartsFile.write
 
-    def watched(directory):
-        nonlocal file
-        for row in tensors(directory):
-            file = row[0]
-            yield row
-
-    def watched_fp8(weight):
-        alive.append([place for place, part in stored if part() is not None and place != file])
+    def watched(weight):
+        nonlocal most
+        most = max(most, sum(any(part() is not None for part in parts) for parts in stored))
         parts, value = to_fp8(weight)
-        stored.extend((file, weakref.ref(part)) for part in parts.values())
+        stored.append([weakref.ref(part) for part in parts.values()])
         return parts, value
 
-    monkeypatch.setattr(quantize_module, "_tensors", watched)
-    monkeypatch.setitem(FORMATS, "fp8", watched_fp8)
-    quantize_checkpoint(merged, tmp_path / "fp8", "fp8", base, updates, no_verify)
-    assert len({place for place, _ in stored}) == 2
-    assert alive == [[] for _ in alive]
+    def slow(*arguments):
+        time.sleep(0.01)  # a disk slower than quantizing
+        write(*arguments)
+
+    monkeypatch.setitem(FORMATS, "fp8", watched)
+    monkeypatch.setattr(PartsFile, "write", slow)
+    quantize_checkpoint(merged, tmp_path / "fp8", "fp8", base, {}, no_verify)
+    assert len(stored) == len(base.quantized) == 14
+    assert 0 < most <= 2
 
 
 def test_w4a16_of_a_width_that_128_does_not_divide_is_bad_input(tmp_path):

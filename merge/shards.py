@@ -1,0 +1,251 @@
+"""Checkpoint files written tensor by tensor: what is in memory is a tensor or two, never a shard.
+
+Covers: files whose tensors are known before (`TensorFile`) and files of parts that come as they are made
+(`write_parts`), the index of several files, a full disk. Not covered: reading (checkpoint.py).
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from merge.checkpoint import INDEX, SINGLE
+from recipes.parts.errors import CheckFailed
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+ALIGNMENT = 8  # the widest type, so that whatever follows a part whose size it divides is aligned
+MOST_PARTS = 8  # that a format stores for one tensor; NF4 stores six
+ENTRY_BYTES = 200  # of a part in the header, besides its module's name
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's values as bytes in host memory, row-major; no copy when that is how it lies there."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy())
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """`CheckFailed` with the free space when what the block writes to `path` does not fit on the disk."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise CheckFailed(
+            f"could not write {path}: {error}. {free / 2**20:.0f} MiB are free there. "
+            "Nothing of this checkpoint was kept; make room or choose another place with --out."
+        ) from None
+
+
+def write_index(directory: Path, weight_map: dict[str, str], total: int) -> None:
+    """Write the index of a checkpoint of several shards: {tensor: its file} and the bytes of all tensors."""
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class TensorFile:
+    """A safetensors file written one tensor at a time, in any order; the bytes are those of safetensors' `save_file`.
+
+    `tensors` is {name: (dtype, shape)} of everything that will be written. `CheckFailed` when the disk is full.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]):
+        self.path = path
+        self.header: dict[str, Any] = {"__metadata__": metadata}
+        # Wide types first, as save_file has them, so that every tensor is aligned.
+        end = 0
+        for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+            dtype, shape = tensors[name]
+            start, end = end, end + dtype.itemsize * math.prod(shape)
+            self.header[name] = header_entry(dtype, shape, start, end)
+        self.missing = set(tensors)
+
+    def __enter__(self) -> "TensorFile":
+        text = json.dumps(self.header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        self.data_start = 8 + len(text)
+        with writing(self.path):
+            self.file = open(self.path, "wb")
+            self.file.write(len(text).to_bytes(8, "little") + text)
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor, at: int = 0) -> None:
+        """Write a tensor, which must have the dtype and the size that the header says.
+
+        With `at`, or fewer values than the header says, a piece of it: values [at, at + numel) in row-major order.
+        """
+        entry, data = self.header[name], tensor_bytes(tensor)
+        start, end = entry["data_offsets"]
+        start += at * tensor.element_size()
+        if SAFETENSORS_NAMES[tensor.dtype] != entry["dtype"] or len(data) > end - start:
+            raise ValueError(f"{name} is {tensor.dtype} of {len(data)} bytes, {self.path} has {entry} for it.")
+        with writing(self.path):
+            self.file.seek(self.data_start + start)
+            self.file.write(data)
+        if start + len(data) == end:
+            self.missing.discard(name)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self.file.close()
+            return
+        with writing(self.path):
+            self.file.close()
+        if self.missing:
+            raise ValueError(f"{self.path} lacks {sorted(self.missing)[0]} ({len(self.missing)} tensors).")
+
+
+def header_entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, end: int) -> dict:
+    """What a safetensors header says of a tensor."""
+    return {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+
+
+class PartsFile:
+    """A safetensors file of parts that come one at a time and whose types and sizes nobody knows before.
+
+    They lie in the order they come. The header is written last, into the room kept for `names` tensors of at most
+    `MOST_PARTS` parts each; blanks fill it, as the format allows. A part whose size `ALIGNMENT` does not divide waits
+    for the end, so that every tensor is aligned: those are small (NF4's quant state).
+    """
+
+    def __init__(self, path: Path, names: list[str]):
+        self.path = path
+        room = 64 + sum(MOST_PARTS * (len(name.encode()) + ENTRY_BYTES) for name in names)
+        self.room = room + -room % ALIGNMENT
+        self.header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.end = 0
+
+    def __enter__(self) -> "PartsFile":
+        with writing(self.path):
+            self.file = open(self.path, "wb")
+            self.file.seek(8 + self.room)
+        return self
+
+    def write(self, name: str, part: torch.Tensor) -> None:
+        """Write a part, or keep it for the end when its size would push what follows out of alignment."""
+        if part.nbytes % ALIGNMENT:
+            self.waiting[name] = part.clone()  # it may be a view of much more
+        else:
+            self._append(name, part)
+
+    def _append(self, name: str, part: torch.Tensor) -> None:
+        if name in self.header:
+            raise ValueError(f"{self.path} holds {name} already.")
+        start, self.end = self.end, self.end + part.nbytes
+        self.header[name] = header_entry(part.dtype, tuple(part.shape), start, self.end)
+        with writing(self.path):
+            self.file.write(tensor_bytes(part))
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self.file.close()
+            return
+        for name in sorted(self.waiting, key=lambda name: (-self.waiting[name].element_size(), name)):
+            self._append(name, self.waiting[name])
+        text = json.dumps(self.header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > self.room:
+            raise ValueError(f"{self.path} has a header of {len(text)} bytes and {self.room} bytes of room for it.")
+        with writing(self.path):
+            self.file.seek(0)
+            self.file.write(self.room.to_bytes(8, "little") + text.ljust(self.room))
+            self.file.close()
+
+
+class Behind:
+    """Runs calls one after the other on a thread of its own, while the caller makes what comes next.
+
+    One call is under way or waits at a time: `run` waits for the one before and raises what it raised. So the memory
+    of two calls' arguments is in use at most.
+    """
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.last: Future | None = None
+
+    def run(self, call: Callable[..., Any], *arguments: Any) -> None:
+        self.wait()
+        self.last = self.pool.submit(call, *arguments)
+
+    def wait(self) -> None:
+        """Return when nothing is under way."""
+        if self.last is not None:
+            last, self.last = self.last, None
+            last.result()
+
+    def __enter__(self) -> "Behind":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self.pool.shutdown()
+
+
+def flush(path: Path) -> None:
+    """Have the disk write a file that is complete, so that it does so while the next one is made."""
+    with writing(path), open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_parts(
+    directory: Path, shards: dict[str, list[str]], parts: Callable[[str], dict[str, torch.Tensor]]
+) -> None:
+    """Write a checkpoint of the files `shards` ({file: names of the tensors that it is made from}) into `directory`.
+
+    `parts(name)` gives what is stored for a tensor, {stored name: tensor on any device}, at most `MOST_PARTS`. It is
+    called while a thread writes the parts of the tensor before, so the parts of two tensors are in memory. One file
+    is named model.safetensors, several get an index. `CheckFailed` when the disk is full; the caller's `publish` then
+    removes what was written.
+    """
+    files = {file: names for file, names in shards.items() if names}
+    weight_map: dict[str, str] = {}
+    total = 0
+    with Behind() as writer, Behind() as disk:
+        for file, names in files.items():
+            with PartsFile(directory / file, names) as out:
+                for name in names:
+                    made = {key: part.cpu() for key, part in parts(name).items()}
+                    weight_map |= dict.fromkeys(made, file)
+                    total += sum(part.nbytes for part in made.values())
+                    writer.run(_write_all, out, made)
+                    del made  # the writer has it, and lets go of it before the tensor after the next is made
+                writer.wait()
+            disk.run(flush, directory / file)
+    name_files(directory, weight_map, total)
+
+
+def _write_all(out: PartsFile, parts: dict[str, torch.Tensor]) -> None:
+    for name, part in parts.items():
+        out.write(name, part)
+
+
+def name_files(directory: Path, weight_map: dict[str, str], total: int) -> None:
+    """Write the index of several files; a single one gets the name that transformers looks for."""
+    if len(files := set(weight_map.values())) > 1:
+        write_index(directory, weight_map, total)
+    else:
+        (directory / files.pop()).rename(directory / SINGLE)
