@@ -1,14 +1,15 @@
 """Completions of chat prompts, batched, with the checks that keep a measurement from being void.
 
 Covers: the chat template applied exactly once, left padding, the model's own end-of-turn token as stop token, greedy
-decoding, and sampling with common random numbers: every checkpoint meets the same noise on the same problem, position
-and token, so two nearly equal checkpoints draw nearly equal completions and their paired difference is tight.
+decoding, and sampling with common random numbers: every checkpoint meets the same noise on the same problem, sample,
+position and token, so two nearly equal checkpoints draw nearly equal completions and their paired difference is tight.
 A chat model fed raw prompts, or generating past its end of turn, measures the wrong thing without an error, so both
 are refused before the first batch.
-Does not cover: top_p and top_k, several completions a prompt, an engine other than transformers.
+Does not cover: top_p and top_k. Other engines than transformers are in vllm_backend.py and server_backend.py.
 """
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,10 +59,10 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
     return named | added
 
 
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+def stop_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
     """The model's stop tokens, which include the template's end-of-turn token; `BadInput` when they do not."""
     closing = end_of_turn_token(tokenizer)
-    stops = model.generation_config.eos_token_id
+    stops = generation_config.eos_token_id
     stops = [stops] if isinstance(stops, int) else list(stops or [])
     if closing not in stops:
         shown = [tokenizer.convert_ids_to_tokens(stop) for stop in stops] or "none"
@@ -101,12 +102,13 @@ def generate(
     batch_size: int = 64,
     temperature: float = 0.0,
     seed: int = 0,
+    samples: int = 1,
 ) -> list[Generation]:
-    """One completion per conversation, in their order, at most `max_new_tokens` tokens each.
+    """`samples` completions per conversation, those of one together, at most `max_new_tokens` tokens each.
 
     `temperature` 0 is greedy; above it, tokens are drawn from softmax(logits / temperature) by the Gumbel-max method
     (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's place in `conversations`,
-    the position and the token, so neither on the batch nor on the order.
+    the sample, the position and the token, so neither on the batch nor on the order nor on how many samples there are.
     Prompts of similar length share a batch, so little of it is padding; results return in input order.
     """
     import torch
@@ -114,16 +116,18 @@ def generate(
 
     if max_new_tokens < 1 or batch_size < 1:
         raise BadInput(f"max_new_tokens ({max_new_tokens}) and batch_size ({batch_size}) must be at least 1.")
-    stops = stop_tokens(model, tokenizer)
+    check_sampling(temperature, samples)
+    stops = stop_tokens(model.generation_config, tokenizer)
     prompts = tokenizer(render_prompts(tokenizer, conversations), add_special_tokens=False)["input_ids"]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # longest first: out of memory at once
-    results: list[Generation | None] = [None] * len(prompts)
+    order = list(itertools.product(range(len(prompts)), range(samples)))
+    order.sort(key=lambda place: -len(prompts[place[0]]))  # longest first: out of memory at once
+    results: list[Generation | None] = [None] * len(order)
     model.eval()
     with torch.inference_mode(), _plain_greedy(model, stops, pad, max_new_tokens) as settings:
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            batch, mask = _left_padded([prompts[index] for index in chosen], pad, model.device)
+            batch, mask = _left_padded([prompts[problem] for problem, _ in chosen], pad, model.device)
             noise = [GumbelNoise(temperature, seed, chosen, batch.shape[1])] if temperature > 0 else []
             output = model.generate(
                 input_ids=batch,
@@ -131,22 +135,35 @@ def generate(
                 generation_config=settings,
                 logits_processor=LogitsProcessorList(noise),
             )
-            for index, row in zip(chosen, output[:, batch.shape[1] :].tolist(), strict=True):
-                results[index] = _finish(tokenizer, row, stops, max_new_tokens)
+            for (problem, sample), row in zip(chosen, output[:, batch.shape[1] :].tolist(), strict=True):
+                results[problem * samples + sample] = finish(tokenizer, row, stops, max_new_tokens)
     return results
+
+
+def check_sampling(temperature: float, samples: int) -> None:
+    """`BadInput` for a temperature below 0, no sample, or several samples that would all be the greedy one."""
+    if not temperature >= 0 or samples < 1:
+        raise BadInput(
+            f"eval.temperature ({temperature}) must be 0 (greedy) or above, eval.samples ({samples}) at least 1."
+        )
+    if samples > 1 and temperature == 0:
+        raise BadInput(
+            f"eval.samples is {samples} and eval.temperature is 0: greedy decoding gives {samples} times the same "
+            "completion. Raise eval.temperature (the run's own is rollout.temperature), or leave eval.samples at 1."
+        )
 
 
 class GumbelNoise:
     """A logits processor after which argmax is an exact sample of softmax(scores / temperature).
 
-    The noise of a token is a hash of (seed, problem, position, token): whatever shares the batch, it is the same for
-    every checkpoint, and on every device up to the last bits of a float32 logarithm. `problems` are the places of the
-    batch's rows among all problems.
+    The noise of a token is a hash of (seed, problem, sample, position, token): whatever shares the batch, it is the
+    same for every checkpoint, and on every device up to the last bits of a float32 logarithm. `rows` are the (problem,
+    sample) of the batch's rows, a problem being its place among all problems.
     """
 
-    def __init__(self, temperature: float, seed: int, problems: Sequence[int], prompt_length: int):
+    def __init__(self, temperature: float, seed: int, rows: Sequence[tuple[int, int]], prompt_length: int):
         self.temperature, self.prompt_length = temperature, prompt_length
-        self.keys = [_key(seed, problem) for problem in problems]
+        self.keys = [sample_key(seed, problem, sample) for problem, sample in rows]
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:  # (B, T) and (B, V) -> (B, V)
         import torch
@@ -165,8 +182,9 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIXERS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
-def _key(seed: int, problem: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{problem}".encode(), digest_size=8).digest()
+def sample_key(seed: int, problem: int, sample: int) -> int:
+    """The 64-bit signed number that all random numbers of one completion follow from."""
+    digest = hashlib.blake2b(f"{seed}/{problem}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
@@ -231,7 +249,7 @@ def _left_padded(rows: list[list[int]], pad: int, device: Any) -> tuple[Any, Any
     return ids, mask
 
 
-def _finish(tokenizer: Any, row: list[int], stops: list[int], max_new_tokens: int) -> Generation:
+def finish(tokenizer: Any, row: list[int], stops: list[int], max_new_tokens: int) -> Generation:
     """The completion up to its first stop token; what follows is padding."""
     end = next((place for place, token in enumerate(row) if token in stops), None)
     kept = row[:end]

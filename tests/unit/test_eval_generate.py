@@ -106,11 +106,33 @@ def test_sampled_completions_do_not_depend_on_the_batch_but_on_seed_and_problem(
     assert twice[0] != twice[1]  # the same question in two places meets two noises
 
 
+def test_several_samples_come_problem_by_problem_and_the_first_is_that_of_one(model, tokenizer):
+    def sample(samples, batch_size):
+        settings = {"temperature": 1.0, "seed": 3, "samples": samples}
+        return generate.generate(model, tokenizer, ask(), 12, batch_size=batch_size, **settings)
+
+    three = sample(3, 64)
+    assert len(three) == 3 * len(QUESTIONS)
+    assert three[::3] == sample(1, 64)
+    assert [made for place, made in enumerate(three) if place % 3 < 2] == sample(2, 64)
+    assert all(len({made.raw for made in three[start : start + 3]}) == 3 for start in range(0, len(three), 3))
+    for batch_size in (1, 4):
+        assert sample(3, batch_size) == three
+
+
+def test_several_greedy_samples_are_refused_as_the_same_completion(model, tokenizer):
+    with pytest.raises(BadInput, match=r"eval\.samples is 4 .* Raise eval\.temperature"):
+        generate.generate(model, tokenizer, ask(), 4, samples=4)
+    for wrong in ({"samples": 0}, {"temperature": -1.0}, {"temperature": math.nan}):
+        with pytest.raises(BadInput, match="must be 0"):
+            generate.generate(model, tokenizer, ask(), 4, **wrong)
+
+
 def test_noise_turns_argmax_into_samples_of_softmax_that_are_independent_across_rows():
     torch.manual_seed(0)
     temperature, logits = 0.7, 2 * torch.randn(40)
     expected = (logits / temperature).softmax(-1).numpy()
-    noise, tokens = generate.GumbelNoise(temperature, 5, range(200), 10), []
+    noise, tokens = generate.GumbelNoise(temperature, 5, [(row // 2, row % 2) for row in range(200)], 10), []
     for position in range(200):
         scores = noise(torch.zeros(200, 10 + position), logits.repeat(200, 1))
         tokens.append(scores.argmax(-1))
@@ -127,7 +149,7 @@ def test_noise_turns_argmax_into_samples_of_softmax_that_are_independent_across_
 
 
 def test_noise_is_gumbel_over_a_whole_vocabulary_and_finite_at_its_ends():
-    values = generate.GumbelNoise(1.0, 0, [0, 1], 0)(torch.zeros(2, 7), torch.zeros(2, 151_936))
+    values = generate.GumbelNoise(1.0, 0, [(0, 0), (1, 0)], 0)(torch.zeros(2, 7), torch.zeros(2, 151_936))
     assert torch.isfinite(values).all()
     assert not torch.equal(values[0], values[1])
     for row in values.double().numpy():
@@ -161,7 +183,7 @@ def test_a_completion_cut_at_the_limit_is_counted_as_cut(model, tokenizer):
 
 
 def test_a_stop_token_in_the_last_place_is_an_end_and_not_a_cut(tokenizer):
-    finished = generate._finish(tokenizer, [20, 21, tokenizer.eos_token_id], [tokenizer.eos_token_id], 3)
+    finished = generate.finish(tokenizer, [20, 21, tokenizer.eos_token_id], [tokenizer.eos_token_id], 3)
     assert dataclasses.astuple(finished)[2:] == (2, True, False)
 
 
