@@ -243,6 +243,10 @@ def main(argv: list[str] | None = None) -> int:
         from merge.export import main as export
 
         return export(argv[1:])
+    if argv[:1] == ["diagnose"]:
+        from merge.diagnose import main as diagnose
+
+        return diagnose(argv[1:])
     merge = Merge(parse_arguments(argv))
     for policy, name in merge.targets():
         size = "" if merge.base is None else f", about {merge.bytes_of(name) / 2**20:.1f} MiB"

@@ -1,0 +1,323 @@
+"""What RL did to the weights and what each format makes of it, layer by layer: diagnostics.json, .md and .png.
+
+`python -m merge diagnose --run X` reads the base and the adapter, not the merged checkpoints; only formats that need
+calibration are read from those. One tensor at a time, on the GPU when there is one. See README.md for the figures.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.parts.errors import DONE, BadInput
+from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from merge.diagnose_layer import Reader
+
+PACKAGES = ("torch", "bitsandbytes", "compressed-tensors", "safetensors", "numpy", "scipy")
+INTO = ("dequantized", "original")
+PROGRESS_S = 20.0
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m merge diagnose", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
+    parser.add_argument("--formats", nargs="+", help="formats to measure; default: every one that can be")
+    parser.add_argument(
+        "--into", choices=INTO, default=INTO[0], help="the base that the update is added to; default: dequantized NF4"
+    )
+    parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
+    parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
+    parser.add_argument("--layers", metavar="REGEX", help="only layers whose name it is found in; default: all")
+    parser.add_argument("--out", type=Path, help="folder for what is written; default: the run directory")
+    parser.add_argument("--tokens", action="store_true", help="KL and top-1 agreement of the merged checkpoints too")
+    parser.add_argument("--skip_control", action="store_true", help="leave the shuffled update out: a third faster")
+    return parser.parse_args(argv)
+
+
+class NotMerged(BadInput):
+    """A format that only a merged checkpoint can show, without one."""
+
+
+class Diagnosis:
+    """A checked command: everything that can be refused is refused in the constructor, before a weight is loaded."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        from merge.verify import base_directory, check_adapter_base
+
+        self.arguments = arguments
+        self.run = RunDir.open(arguments.run)
+        self.info = read_json(self.run.base_file)
+        self.pattern = _pattern(arguments.layers)
+        self.adapter = arguments.adapter or self.run.newest_adapter()
+        manifest = check_adapter_base(self.adapter, self.info)
+        self.adapter_version = manifest.get("version")
+        self.adapter_hash = manifest.get("tensor_hash") or manifest["files"]["adapter_model.safetensors"]["blake2b"]
+        directory = base_directory(self.run, arguments.base)
+
+        from merge.base import BaseCheckpoint
+        from merge.merge import read_adapter
+        from merge.verify import default_device
+
+        self.device = default_device()
+        self.base = BaseCheckpoint(directory, self.info)
+        self.updates = read_adapter(self.adapter, self.base)
+        self.modules = self._modules()
+        self.notes: list[str] = []
+        self.readers = self._readers()
+        self.batch = self._token_batch() if arguments.tokens else None
+
+    @property
+    def stem(self) -> str:
+        return "diagnostics" if self.arguments.into == INTO[0] else f"diagnostics-{self.arguments.into}"
+
+    @property
+    def out(self) -> Path:
+        return self.arguments.out or self.run.path
+
+    def place(self, policy: str, name: str) -> Path:
+        """Where the merged checkpoint of a policy lies in the run, for the base that is diagnosed."""
+        folder = self.run.merged if self.arguments.into == INTO[0] else self.run.path / "merged-original"
+        return folder / policy / name
+
+    def _modules(self) -> list[str]:
+        """The quantized layers asked for, in the order of the model's depth and then of its files."""
+        from merge.diagnose_verdict import depth
+
+        every = [n.removesuffix(".weight") for names in self.base.shards.values() for n in names]
+        every = [name for name in every if f"{name}.weight" in self.base.quantized]
+        found = [name for name in every if self.pattern is None or self.pattern.search(name)]
+        if not found:
+            raise BadInput(
+                f"--layers {self.arguments.layers!r} is found in none of the {len(every)} quantized layers, for "
+                f"instance {every[0]}."
+            )
+        return sorted(found, key=depth)
+
+    def _readers(self) -> dict[str, "Reader"]:
+        """How each format is computed or read; what cannot be is refused when asked for, noted otherwise."""
+        from merge.quantize import FORMATS as COMPUTED
+        from recipes.parts.config import FORMATS as KNOWN
+
+        known = list(dict.fromkeys([*KNOWN, *COMPUTED]))
+        asked = self.arguments.formats
+        if asked and (unknown := [name for name in asked if name not in known]):
+            raise BadInput(f"--formats {unknown[0]} is not a format: use some of {', '.join(known)}.")
+        readers: dict[str, Reader] = {}
+        absent = []
+        for name in known if not asked else dict.fromkeys(asked):
+            try:
+                readers[name] = self._reader(name)
+            except NotMerged:
+                if asked:
+                    raise
+                absent.append(name)
+            except BadInput as error:
+                if asked:
+                    raise
+                self.notes.append(f"{name} is left out: {error}")
+        if absent:
+            self.notes.append(
+                f"{', '.join(absent)} left out: what is not computed from the weights alone is read from its merged "
+                f"checkpoint, and {self.place('grpo', absent[0]).parent} has none. {self._make('grpo', *absent)}"
+            )
+        return readers
+
+    def _reader(self, name: str) -> "Reader":
+        import torch
+
+        from merge.quantize import FORMATS as COMPUTED
+        from merge.quantize import check_shapes
+
+        if name == "bf16":
+            return lambda module, policy, weight: weight.to(torch.bfloat16).float()
+        if name in COMPUTED:
+            check_shapes(self.base, name)
+            return lambda module, policy, weight: COMPUTED[name](weight.to(torch.bfloat16))[1].float()
+        return self._checkpoint_reader(name)
+
+    def _checkpoint_reader(self, name: str) -> "Reader":
+        from merge.stored import StoredWeights, unscaled
+
+        stored = {"grpo": StoredWeights(self._own_checkpoint("grpo", name))}
+        try:
+            stored["base"] = StoredWeights(self._own_checkpoint("base", name))
+        except BadInput as error:
+            self.notes.append(f"{name}: no error before RL and no share kept: {error}")
+
+        def read(module: str, policy: str, weight: "torch.Tensor") -> "torch.Tensor | None":
+            value = stored[policy].weight(module, weight.device) if policy in stored else None
+            return unscaled(value, weight) if value is not None and name == "awq" else value
+
+        return read
+
+    def _own_checkpoint(self, policy: str, name: str) -> Path:
+        """The merged checkpoint of this base and adapter; `BadInput` with the command that makes it."""
+        place = self.place(policy, name)
+        if not place.exists():
+            raise NotMerged(
+                f"{name} is not computed from the weights alone but read from its merged checkpoint, and {place} does "
+                f"not exist. {self._make(policy, name)}"
+            )
+        if not self._is_ours(read_manifest(place, "checkpoint"), policy):
+            raise BadInput(f"{place} is of another base or adapter. {self._make(policy, name)} --overwrite")
+        return place
+
+    def _make(self, policy: str, *names: str) -> str:
+        into = "" if self.arguments.into == INTO[0] else f" --into {self.arguments.into}"
+        return f"Make it: python -m merge --run {self.run.path} --policy {policy} --format {' '.join(names)}{into}"
+
+    def _is_ours(self, manifest: dict, policy: str) -> bool:
+        adapter = self.adapter_hash if policy == "grpo" else None
+        return manifest.get("base_hash") == self.info["hash"] and manifest.get("adapter_hash") == adapter
+
+    def _token_batch(self) -> list | None:
+        """What the policies are compared on, when some merged checkpoint has not been compared yet."""
+        from transformers import AutoTokenizer
+
+        from merge.verify import fixed_batch
+
+        if not any(manifest.get("verify") is None for manifest in self.merged().values()):
+            return None
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.base.directory)
+        except (OSError, ValueError) as error:
+            raise BadInput(f"no tokenizer in {self.base.directory}: {str(error).splitlines()[0]}") from None
+        return fixed_batch(self.run, tokenizer, self.base.config.vocab_size)
+
+    def merged(self) -> dict[str, dict]:
+        """{format: manifest} of the merged checkpoints of this adapter."""
+        found = {}
+        for place in sorted(self.place("grpo", "*").parent.glob("[!.]*")):
+            try:
+                manifest = read_manifest(place, "checkpoint")
+            except BadInput:
+                continue
+            if self._is_ours(manifest, "grpo"):
+                found[place.name] = manifest
+        return found
+
+    def layers(self) -> list[dict]:
+        """The record of every layer asked for."""
+        import torch
+
+        from merge.diagnose_layer import measure_layer
+
+        records, told = [], time.monotonic()
+        with torch.no_grad():
+            for module in self.modules:
+                name = f"{module}.weight"
+                weight = self._weight(name).to(self.device)
+                delta = self.updates[name].delta(self.device) if name in self.updates else None
+                records.append(measure_layer(module, weight, delta, self.readers, not self.arguments.skip_control))
+                if time.monotonic() - told > PROGRESS_S:
+                    told = time.monotonic()
+                    print(f"{len(records)} of {len(self.modules)} layers", flush=True)
+        return records
+
+    def _weight(self, name: str) -> "torch.Tensor":
+        if self.arguments.into == INTO[0]:
+            return self.base.tensor(name)
+        self.base.nf4(name)  # only to see that its hash is the run's: the original has none of its own
+        return self.base.original(name)
+
+    def tokens(self) -> dict[str, dict]:
+        """{format: {"kl", "top1"}} of each merged checkpoint of this adapter against the policy as trained."""
+        from merge.verify import Verifier
+
+        found, verifier = {}, None
+        for name, manifest in self.merged().items():
+            verify = manifest.get("verify")
+            if verify is None and self.batch is not None:
+                verifier = verifier or Verifier(self.run, self.adapter, self.base, self.batch)
+                verify = asdict(verifier.compare("grpo", self.place("grpo", name)))
+            if verify is not None:
+                found[name] = {"kl": verify["mean_kl"], "top1": verify["top1_agreement"]}
+        return found
+
+
+def _pattern(text: str | None) -> re.Pattern | None:
+    try:
+        return re.compile(text) if text is not None else None
+    except re.error as error:
+        raise BadInput(f"--layers {text!r} is not a regular expression: {error}.") from None
+
+
+def versions() -> dict:
+    """Versions of what the figures depend on, and the machine they were measured on."""
+    import torch
+
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({platform.machine()})"
+    return {"python": platform.python_version(), **found, "device": device}
+
+
+def diagnose(diagnosis: Diagnosis, command: list[str]) -> dict:
+    """Measure everything; return what diagnostics.json holds."""
+    from merge.diagnose_verdict import summarize, verdict
+
+    started = time.monotonic()
+    layers = diagnosis.layers()
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": ["python", "-m", "merge", "diagnose", *command],
+        "versions": versions(),
+        "seconds": round(time.monotonic() - started, 3),
+        "base_hash": diagnosis.info["hash"],
+        "adapter_version": diagnosis.adapter_version,
+        "adapter_hash": diagnosis.adapter_hash,
+        "into": diagnosis.arguments.into,
+        "notes": diagnosis.notes,
+        "layers": layers,
+        **summarize(layers, list(diagnosis.readers)),
+    }
+    if diagnosis.arguments.tokens:
+        result["tokens"] = diagnosis.tokens()
+    return result | {"verdict": verdict(result)}
+
+
+def write(result: dict, folder: Path, stem: str) -> None:
+    """<stem>.md, <stem>.png and, last, <stem>.json: with it, everything is there."""
+    from merge.diagnose_plot import draw
+    from merge.diagnose_report import markdown
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw(result, folder / f"{stem}.png")
+    partial = folder / f".{stem}.md.partial"
+    try:
+        partial.write_text(markdown(result, f"{stem}.png"))
+        os.replace(partial, folder / f"{stem}.md")
+    finally:
+        partial.unlink(missing_ok=True)
+    write_json(folder / f"{stem}.json", result)
+
+
+def main(argv: list[str]) -> int:
+    """Check, measure, write, print the table and the verdict."""
+    diagnosis = Diagnosis(parse_arguments(argv))
+    names = ", ".join(diagnosis.readers)
+    print(
+        f"{len(diagnosis.modules)} layers in {names} on {diagnosis.device}, adapter {diagnosis.adapter} into the "
+        f"{diagnosis.arguments.into} base",
+        flush=True,
+    )
+    for note in diagnosis.notes:
+        print(f"note: {note}", flush=True)
+
+    from merge.diagnose_report import print_table
+
+    result = diagnose(diagnosis, argv)
+    write(result, diagnosis.out, diagnosis.stem)
+    print_table(result)
+    for line in result["verdict"]:
+        print(f"- {line}")
+    print(f"written: {', '.join(str(diagnosis.out / f'{diagnosis.stem}.{end}') for end in ('json', 'md', 'png'))}")
+    return DONE

@@ -1,0 +1,277 @@
+"""What the layers' figures say together: sums over layers, how uniform a change is, and a verdict in words.
+
+Works on the records of diagnostics.json alone, so that everything here can be computed again from the file. Averages
+are of squared norms, never of ratios: a large layer counts as large. Not covered: accuracy, which is the evaluation's.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from statistics import median
+
+import numpy as np
+from scipy.stats import binomtest
+
+from merge.diagnose_layer import ratio
+
+RESAMPLES, SEED = 10_000, 0
+FEWEST_BLOCKS = 8  # decoder layers that are resampled as wholes; below, linear layers are
+SMALL_CHANGE = 0.01  # of the error; what is below it is called small whatever the test says
+ON_GRID = 0.1  # an error before RL below this share of the one after: the base lies on the format's own grid
+MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def module_type(name: str) -> str:
+    """`q` of model.layers.3.self_attn.q_proj; the last part of any other name."""
+    return name.rpartition(".")[2].removesuffix("_proj")
+
+
+def depth(name: str) -> int:
+    """The index of the decoder layer that a module belongs to; -1 when its name holds no index."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else -1
+
+
+def grouped(layers: list[dict], key: Callable[[str], str | int]) -> dict[str, list[dict]]:
+    """{group: its layers}, module types in their usual order, depths ascending."""
+    groups: dict = {}
+    for layer in layers:
+        groups.setdefault(key(layer["name"]), []).append(layer)
+    order = {name: place for place, name in enumerate(MODULES)}
+    names = sorted(groups, key=lambda g: (order.get(g, len(order)), g) if isinstance(g, str) else (g, ""))
+    return {str(name): groups[name] for name in names}
+
+
+def _squares(layer: dict, fmt: str, policy: str) -> tuple[float, float] | None:
+    """(‖Q(W) − W‖², ‖W‖²) of a layer; None when the format's weights are not known."""
+    figures, size = layer["formats"][fmt], layer["weight_norm"]["base" if policy == "base" else "grpo"]
+    error = figures["control_error"] if policy == "control" else figures["error"][policy]
+    if error is None:
+        return (0.0, 0.0) if size == 0 else None
+    return (error * size) ** 2, size**2
+
+
+def _root_ratio(pairs: Iterable[tuple[float, float] | None]) -> float | None:
+    known = [pair for pair in pairs if pair is not None]
+    return ratio(math.sqrt(sum(p[0] for p in known)), math.sqrt(sum(p[1] for p in known)))
+
+
+def pool(layers: list[dict], fmt: str) -> dict:
+    """The figures of several layers as if they were one tensor; snr and retained over those that have an update.
+
+    With several layers the shuffled update's error is divided by the norms after RL, which it shares up to rounding.
+    """
+    changed = [layer for layer in layers if layer["update_norm"]]
+    noise = [(layer["update_norm"] ** 2, _squares(layer, fmt, "grpo")) for layer in changed]
+    noise = [(update, squares[0]) for update, squares in noise if squares is not None]
+    kept = [(layer["formats"][fmt]["retained"], layer["update_norm"] ** 2) for layer in changed]
+    kept = [(share * size, size) for share, size in kept if share is not None]
+    return {
+        "error": {
+            policy: _root_ratio(_squares(layer, fmt, policy) for layer in layers) for policy in ("base", "grpo")
+        },
+        "snr": _root_ratio(noise),
+        "retained": ratio(sum(k[0] for k in kept), sum(k[1] for k in kept)),
+        "control_error": _root_ratio(_squares(layer, fmt, "control") for layer in changed),
+    }
+
+
+def pool_weights(layers: list[dict]) -> dict:
+    """What the layers' weights look like: the update against them, median kurtosis, outlier shares of all weights."""
+    sizes = [layer["weight_norm"]["base"] ** 2 for layer in layers]
+    found = {
+        "layers": len(layers),
+        "changed_layers": sum(layer["update_norm"] > 0 for layer in layers),
+        "relative_update": _root_ratio(zip((layer["update_norm"] ** 2 for layer in layers), sizes, strict=True)),
+        "kurtosis_median": {},
+    }
+    for policy in ("base", "grpo"):
+        known = [layer["kurtosis"][policy] for layer in layers if layer["kurtosis"][policy] is not None]
+        found["kurtosis_median"][policy] = median(known) if known else None
+    for key in ("outlier_fraction", "beyond_6_medians"):
+        found[key] = {}
+        for policy in ("base", "grpo"):
+            counts = [(layer[key][policy], math.prod(layer["shape"])) for layer in layers]
+            counts = [(share * size, size) for share, size in counts if share is not None]
+            found[key][policy] = ratio(sum(c[0] for c in counts), sum(c[1] for c in counts))
+    return found
+
+
+def compare_errors(layers: list[dict], fmt: str, policies: tuple[str, str]) -> dict | None:
+    """How the error of `policies[1]` differs from that of `policies[0]`, paired by layer; None when none is known.
+
+    `change` is of the pooled error, relative; `interval` its 95 % percentile bootstrap over `unit`; `larger` and
+    `smaller` count layers, `sign_test_p` is the exact two-sided test of equally many (ties left out). Both treat the
+    units as independent, which layers trained by one loss are not: they tell how uniform a change is over this
+    model, not what another run would show.
+    """
+    rows = []
+    for layer in layers:
+        pair = [_squares(layer, fmt, policy) for policy in policies]
+        if layer["update_norm"] and None not in pair and pair[0][1] and pair[1][1]:
+            rows.append((depth(layer["name"]), *pair[0], *pair[1]))
+    if not rows or not sum(row[1] for row in rows):
+        return None
+    table = np.array(rows)  # (layers, 5): depth, error² and size² before, error² and size² after
+    shares = table[:, 3] / table[:, 4] - table[:, 1] / table[:, 2]
+    larger, smaller = int((shares > 0).sum()), int((shares < 0).sum())
+    depths = np.unique(table[:, 0])
+    blocks = table[:, 1:]
+    unit = "linear layer"
+    if len(depths) >= FEWEST_BLOCKS:
+        unit, blocks = "decoder layer", np.stack([table[table[:, 0] == d, 1:].sum(0) for d in depths])
+    return {
+        "change": float(_change(blocks.sum(0))),
+        "interval": _bootstrap(blocks),
+        "unit": unit,
+        "units": len(blocks),
+        "larger": larger,
+        "smaller": smaller,
+        "layers": len(rows),
+        "sign_test_p": float(binomtest(larger, larger + smaller).pvalue) if larger + smaller else None,
+    }
+
+
+def _change(sums: np.ndarray) -> np.ndarray:
+    """Relative change of the pooled error of sums (..., 4) as in `compare_errors`."""
+    return np.sqrt((sums[..., 2] / sums[..., 3]) / (sums[..., 0] / sums[..., 1])) - 1
+
+
+def _bootstrap(blocks: np.ndarray) -> list[float] | None:
+    """95 % percentile interval of the change, blocks (n, 4) drawn with replacement; None when n is 1."""
+    count = len(blocks)
+    if count < 2:
+        return None
+    drawn = np.random.default_rng(SEED).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        changes = _change(drawn @ blocks)
+    changes = changes[np.isfinite(changes)]
+    return [float(end) for end in np.quantile(changes, [0.025, 0.975])] if len(changes) else None
+
+
+def summarize(layers: list[dict], formats: list[str]) -> dict:
+    """The parts of diagnostics.json that follow from its `layers`."""
+    compared = {
+        fmt: {
+            "rl": compare_errors(layers, fmt, ("base", "grpo")),
+            "rl_against_shuffled": compare_errors(layers, fmt, ("control", "grpo")),
+            "layers_above_noise": sum((layer["formats"][fmt]["snr"] or 0) > 1 for layer in layers),
+        }
+        for fmt in formats
+    }
+    return {
+        "weights": pool_weights(layers),
+        "summary": {fmt: pool(layers, fmt) for fmt in formats},
+        "by_module": {
+            name: {fmt: pool(members, fmt) for fmt in formats}
+            for name, members in grouped(layers, module_type).items()
+        },
+        "by_depth": {
+            name: {fmt: pool(members, fmt) for fmt in formats} for name, members in grouped(layers, depth).items()
+        },
+        "comparison": compared,
+    }
+
+
+def percent(value: float | None, digits: int = 2, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:{'+' if sign else ''}.{digits}f} %"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def change_text(found: dict | None) -> str:
+    """The relative change of an error; as a factor when percent would be unreadable."""
+    if found is None:
+        return "-"
+    return percent(found["change"], sign=True) if abs(found["change"]) < 10 else f"x {found['change'] + 1:.0f}"
+
+
+def _interval(ends: list[float] | None) -> str:
+    return "" if ends is None else f" [{percent(ends[0], sign=True)}, {percent(ends[1], sign=True)}]"
+
+
+def _uniform(found: dict) -> bool:
+    """Whether a change has one direction over the layers, by the interval and by the sign test."""
+    ends, p = found["interval"], found["sign_test_p"]
+    return ends is not None and ends[0] * ends[1] > 0 and p is not None and p < 0.05
+
+
+def error_verdict(fmt: str, summary: dict, comparison: dict) -> str:
+    """Does RL change how cleanly the layers go into this format? One or two sentences from the numbers."""
+    error, found, control = summary["error"], comparison["rl"], comparison["rl_against_shuffled"]
+    if found is None:
+        if None in error.values():
+            return f"{fmt}: not known, the weights of the base or of the policy in this format are not there."
+        return f"{fmt}: nothing to compare, the weights before RL fit the format exactly."
+    numbers = f"error {percent(error['base'])} before RL, {percent(error['grpo'])} after"
+    if error["base"] < ON_GRID * error["grpo"]:
+        return (
+            f"{fmt}: {numbers}. This says nothing about RL: the weights before it lie on this grid already, and "
+            "any update takes them off it."
+        )
+    counts = f"larger in {found['larger']} of {found['layers']} layers, sign test p {number(found['sign_test_p'], 2)}"
+    text = f"{fmt}: {numbers}: {percent(found['change'], sign=True)}{_interval(found['interval'])}, {counts}. "
+    if not _uniform(found):
+        return text + "No evidence of a change that the layers share."
+    direction = "less" if found["change"] > 0 else "more"
+    if abs(found["change"]) < SMALL_CHANGE:
+        return text + f"It quantizes {direction} cleanly, by under {percent(SMALL_CHANGE, 0)} of the error: small."
+    text += f"It quantizes {direction} cleanly."
+    if control is None:
+        return text
+    against = f"{percent(control['change'], sign=True)}{_interval(control['interval'])}"
+    if _uniform(control) and abs(control["change"]) >= SMALL_CHANGE:
+        return text + f" A shuffled update of the same size does not do the same (RL against it: {against})."
+    return text + f" So does a shuffled update of the same size (RL against it: {against}): nothing that RL learned."
+
+
+def noise_verdict(fmt: str, summary: dict, comparison: dict, changed: int) -> str:
+    """Is the update above the format's noise, and is it kept? One sentence from the numbers."""
+    snr, kept = summary["snr"], summary["retained"]
+    if snr is None:
+        return f"{fmt}: the signal-to-noise ratio is not known or has no noise to divide by."
+    side = "above" if snr > 1 else "below"
+    text = (
+        f"{fmt}: the update is {side} the quantization noise (‖Δ‖/noise {number(snr)}; above 1 in "
+        f"{comparison['layers_above_noise']} of {changed} layers)"
+    )
+    if kept is None:
+        return text + "."
+    text += f" and {percent(kept, 1)} of it is kept"
+    if snr <= 1 and 0.9 <= kept <= 1.1:
+        return text + ": the noise is larger than the update, but not directed against it."
+    if kept < 0.5:
+        return text + ": most of what was learned rounds away."
+    return text + "."
+
+
+def verdict(result: dict) -> list[str]:
+    """The verdict of a diagnostics.json, one statement an item; never more than the numbers say."""
+    weights = result["weights"]
+    if not weights["changed_layers"]:
+        return [f"The adapter changes none of the {weights['layers']} layers, so there is nothing to say about RL."]
+    kurtosis, outliers = weights["kurtosis_median"], weights["outlier_fraction"]
+    lines = [
+        f"The update is {percent(weights['relative_update'])} of the weights (‖Δ‖/‖W‖); it changes "
+        f"{weights['changed_layers']} of {weights['layers']} layers. Before and after RL the median excess kurtosis "
+        f"of a layer is {number(kurtosis['base'])} and {number(kurtosis['grpo'])}, the share of weights beyond 6 "
+        f"standard deviations {percent(outliers['base'], 4)} and {percent(outliers['grpo'], 4)}."
+    ]
+    for fmt, summary in result["summary"].items():
+        lines.append(error_verdict(fmt, summary, result["comparison"][fmt]))
+        lines.append(noise_verdict(fmt, summary, result["comparison"][fmt], weights["changed_layers"]))
+    if result["into"] == "dequantized":
+        lines.append(
+            "The weights before RL are dequantized NF4, 16 values a block, which other formats fit better or worse "
+            "than smooth weights; any update smooths them. --into original asks the same without that."
+        )
+    lines.append(
+        "One run, one adapter. Layers of one model are not independent, so tests and intervals tell how uniform a "
+        f"change is over its layers, not what another run would show; {len(result['summary'])} formats, nothing is "
+        "corrected for looking at several. Weight error is not accuracy: the evaluation measures that."
+    )
+    return lines
