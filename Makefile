@@ -1,14 +1,14 @@
 # make quickstart   train, merge and evaluate a small model on this machine, from nothing
 # make test         lint and every test that needs no GPU
 # make install      only the environment, in .venv (the two above call it)
-# make lint | make format | make llmcompressor | make clean
+# make lint | make format | make llmcompressor | make lm_eval | make clean
 #
 # PYTHON=python3.12 picks the interpreter; DEVICE=cpu or DEVICE=cuda overrides what nvidia-smi says.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart test install lint format llmcompressor clean
+.PHONY: quickstart test install lint format llmcompressor lm_eval clean
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -74,7 +74,17 @@ llmcompressor: .venv-llmcompressor/.installed
 	.venv-llmcompressor/bin/pip install --quiet -r requirements-llmcompressor.txt
 	@touch $@
 
+# Its own environment, with .venv's packages beside it: torch and transformers are the ones that a run uses.
+lm_eval: .venv-lm_eval/.installed
+.venv-lm_eval/.installed: requirements-lm_eval.txt $(STAMP)
+	rm -rf .venv-lm_eval
+	$(BIN)/python -m venv .venv-lm_eval
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(.venv-lm_eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kit.pth"
+	.venv-lm_eval/bin/pip install --quiet -r requirements-lm_eval.txt
+	@touch $@
+
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
-	rm -rf $(VENV) .venv-llmcompressor .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
