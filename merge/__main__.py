@@ -188,7 +188,7 @@ class Merge:
     def write(self, policy: str, name: str) -> dict:
         """Write and verify one checkpoint; return its manifest."""
         from merge.merge import write_bf16
-        from merge.quantize import quantize_checkpoint, retained_share
+        from merge.quantize import quantize_checkpoint
 
         updates = self.updates if policy == "grpo" else {}
         place, facts = self.place(policy, name), self.facts(policy)
@@ -196,7 +196,7 @@ class Merge:
 
             def check(directory: Path) -> dict:
                 found = None if self.batch is None else asdict(self.verifier().check_bf16(policy, directory))
-                return {"retained_update": retained_share(directory, "bf16", self.base, updates), "verify": found}
+                return {"verify": found}
 
             return write_bf16(self.base, updates, place, check, self.arguments.overwrite, **facts)
 

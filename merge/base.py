@@ -5,7 +5,6 @@ the merge compare, and reading the original checkpoint as the dequantized NF4 ba
 Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes with, sharded (FSDP, ZeRO-3) models.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 
 from merge.checkpoint import checkpoint_shards, pass_full_disk, read_shapes, read_tensor
+from merge.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
 from merge.shards import tensor_bytes
 from recipes.parts.errors import BadInput, CheckFailed
 
-# transformers 5.17 builds Linear4bit without a block size, so Params4bit's default is the only one it loads.
-BLOCK_SIZE = 64
 HASH_BYTES = 1 << 26  # largest slice turned into float32 at once while hashing
+INTO = ("dequantized", "original")  # what an adapter may be merged into
 
 
 def load_nf4(
@@ -73,18 +72,6 @@ def load_nf4(
         )
     disable_cpu_repacking(model)
     return model
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Quantize with one CPU thread: the mean that double quantization takes is a float sum, and its last bit (so the
-    base's hash) would depend on the number of threads, measured with torch 2.13 at 49,152 blocks."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
@@ -218,12 +205,13 @@ def hash_pairs(tensors: dict[str, str]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """BLAKE2b-128 of a tensor's shape and its values as float32 (exact for bfloat16 and float16)."""
+def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:
+    """BLAKE2b-128 of a tensor's shape and its values in `dtype` (its own by default) as float32, which holds every
+    bfloat16 and float16."""
     digest = hashlib.blake2b(str(tuple(tensor.shape)).encode(), digest_size=16)
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), HASH_BYTES // 4):
-        digest.update(tensor_bytes(flat[start : start + HASH_BYTES // 4].float()))
+        digest.update(tensor_bytes(flat[start : start + HASH_BYTES // 4].to(dtype or flat.dtype).float()))
     return digest.hexdigest()
 
 
@@ -242,34 +230,6 @@ def hash_quantized(packed: torch.Tensor, state: Any) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def quantize_weight(weight: torch.Tensor, double_quantization: bool, offset: float | None) -> tuple[torch.Tensor, Any]:
-    """(packed bytes, quant state) of a weight, as loading it through transformers gives them.
-
-    `offset` is the recorded mean of the block maxima (`offsets` in base.json); None takes this machine's own mean.
-    """
-    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
-
-    if not double_quantization or offset is None:
-        with one_thread():
-            return quantize_4bit(
-                weight, blocksize=BLOCK_SIZE, compress_statistics=double_quantization, quant_type="nf4"
-            )
-    packed, plain = quantize_4bit(weight, blocksize=BLOCK_SIZE, compress_statistics=False, quant_type="nf4")
-    mean = torch.tensor(offset, dtype=plain.absmax.dtype, device=plain.absmax.device)
-    absmax, nested = quantize_blockwise(plain.absmax - mean, blocksize=256)
-    state = QuantState(
-        absmax=absmax,
-        shape=plain.shape,
-        dtype=plain.dtype,
-        blocksize=plain.blocksize,
-        code=plain.code,
-        quant_type="nf4",
-        offset=mean,
-        state2=nested,
-    )
-    return packed, state
 
 
 def select_shards(directory: Path, wanted: set[str], config: Any, complaint: str) -> dict[str, list[str]]:
@@ -303,11 +263,19 @@ def _unexpected(names: list[str], config: Any) -> list[str]:
 class BaseCheckpoint:
     """The original checkpoint read as the dequantized NF4 base that a run was trained on, one tensor at a time.
 
-    `info` is the run's base.json. Opening checks names only; `BadInput` when the checkpoint is quantized already or
-    its tensors are not the base's. Memory: one tensor, its NF4 form and its dequantized form.
+    `info` is the run's base.json. With `into` "original", what is read are the original weights instead, once they
+    are known to be those that the base was quantized from. Opening checks names only; `BadInput` when the checkpoint
+    is quantized already or its tensors are not the base's. Memory: one tensor, its NF4 form and its dequantized form.
     """
 
-    def __init__(self, directory: str | Path, info: dict, device: str | torch.device | None = None):
+    def __init__(
+        self,
+        directory: str | Path,
+        info: dict,
+        device: str | torch.device | None = None,
+        into: str = "dequantized",
+    ):
+        self.into = into
         self.directory = Path(directory)
         self.info = info
         self.config = unquantized_config(self.directory)
@@ -330,9 +298,13 @@ class BaseCheckpoint:
             self._shapes |= read_shapes(self.directory / self.files[name])
         return self._shapes[name]
 
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as the file has it, on the CPU: pages of the file, no copy."""
+        return read_tensor(self.directory / self.files[name], name)
+
     def original(self, name: str) -> torch.Tensor:
-        """The tensor as the checkpoint has it, in the dtype that the trainer loaded it with."""
-        return read_tensor(self.directory / self.files[name], name).to(device=self.device, dtype=self.dtype)
+        """The tensor in the dtype that the trainer loaded it with, on the base's device."""
+        return self.read(name).to(device=self.device, dtype=self.dtype)
 
     def unquantized_linears(self) -> list[str]:
         """The linear modules that the base leaves unquantized: the output embedding and the run's skipped modules."""
@@ -342,31 +314,76 @@ class BaseCheckpoint:
 
     def nf4(self, name: str) -> tuple[torch.Tensor, Any]:
         """(packed bytes, quant state) of a quantized base tensor; `CheckFailed` when its hash is not base.json's."""
-        offset = self.info.get("offsets", {}).get(name)
-        packed, state = quantize_weight(self.original(name), self.info["quantization"]["double_quantization"], offset)
-        self._check(name, hash_quantized(packed, state))
+        packed, state = self.quantize(name, self.read(name))
+        self.check(name, hash_quantized(packed, state))
         return packed, state
 
+    def quantize(self, name: str, value: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """(packed bytes, quant state) of `value`, the file's tensor `name`, as the trainer quantized it."""
+        offset = self.info.get("offsets", {}).get(name)
+        double = self.info["quantization"]["double_quantization"]
+        return quantize_weight(value, double, offset, self.dtype, self.device)
+
     def tensor(self, name: str) -> torch.Tensor:
-        """A base tensor in the storage dtype: dequantized NF4 for a quantized layer, else the checkpoint's own.
+        """A base tensor: dequantized NF4 for a quantized layer, else the checkpoint's own, in the storage dtype; or
+        the original one as the checkpoint has it. `CheckFailed` when its hash is not the one in base.json."""
+        with ThreadPoolExecutor(1) as pool:
+            value = BaseTensor(self, name, pool)
+            found = value.rows(0, value.count).reshape(self.shape(name))
+            value.check()
+        return found
 
-        `CheckFailed` when its hash is not the one in base.json.
-        """
-        from bitsandbytes.functional import dequantize_4bit
-
-        if name in self.quantized:
-            return dequantize_4bit(*self.nf4(name))
-        value = self.original(name)
-        self._check(name, hash_tensor(value))
-        return value
-
-    def _check(self, name: str, value: str) -> None:
+    def check(self, name: str, value: str) -> None:
+        """`CheckFailed` when `value` is not what base.json says that `name` hashes to."""
         if value != (expected := self.info["tensors"][name]):
             raise CheckFailed(
                 f"{self._stranger()}: {name} hashes to {value}, base.json says {expected}. Pass the checkpoint that "
                 f"the run was trained on with --base (NF4 made on {self.info['quantization'].get('device')}, read "
                 f"here on {torch.device(self.device).type})."
             )
+
+
+class BaseTensor:
+    """One tensor of a base, read by rows; its hash is taken by `pool` meanwhile.
+
+    `count` rows of `width` values: (out, in) of a weight, (n, 1) of a vector.
+    """
+
+    def __init__(self, base: BaseCheckpoint, name: str, pool: ThreadPoolExecutor):
+        self.base, self.name = base, name
+        value = base.read(name)
+        self.count = value.shape[0] if value.ndim else 1
+        self.width = value.numel() // max(self.count, 1)
+        self.value: torch.Tensor | None = value.reshape(self.count, self.width)
+        self.nf4: tuple[torch.Tensor, torch.Tensor] | None = None
+        if name not in base.quantized:
+            self.hash = pool.submit(hash_tensor, value, base.dtype)
+            return
+        packed, state = base.quantize(name, value)
+        self.hash = pool.submit(hash_quantized, packed, state)
+        if base.into == "dequantized":
+            self.nf4, self.value = (packed, block_maxima(state)), None
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """(first row, row after the last) of pieces that memory has room for."""
+        step = max(PIECE[torch.device(self.base.device).type == "cuda"] // max(self.width, 1), 1)
+        # Rows that begin and end with a block, whatever the width.
+        step += -step % BLOCK_SIZE
+        yield from ((start, min(start + step, self.count)) for start in range(0, self.count, step))
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows (stop - start, width) on the base's device; of a weight in NF4, `start` is a multiple of 64."""
+        if self.nf4 is None:
+            value = self.value[start:stop].to(self.base.device)
+            return value if self.base.into == "original" else value.to(self.base.dtype)
+        packed, absmax = self.nf4
+        first, last = start * self.width, stop * self.width
+        blocks = absmax[first // BLOCK_SIZE : -(-last // BLOCK_SIZE)]
+        return dequantize_with(packed[first // 2 : -(-last // 2)], blocks, (stop - start, self.width), self.base.dtype)
+
+    def check(self) -> None:
+        """`CheckFailed` when the tensor is not that of base.json."""
+        self.base.check(self.name, self.hash.result())
 
 
 def dequantized_tensors(
@@ -408,7 +425,7 @@ def _match(model: torch.nn.Module, base: BaseCheckpoint) -> None:
         if found.get(name) == value:
             continue
         if name not in base.quantized:
-            base._check(name, str(found.get(name)))
+            base.check(name, str(found.get(name)))
         packed, state = base.nf4(name)
         module = model.get_submodule(name.removesuffix(".weight"))
         device = module.weight.device

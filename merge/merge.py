@@ -7,7 +7,8 @@ reason: DoRA, modules_to_save, trained biases, adapters that change the base (Pi
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from merge.base import BaseCheckpoint
+from merge.base import BaseCheckpoint, BaseTensor
 from merge.shards import Behind, TensorFile, flush, name_files
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import publish, read_json, write_manifest
@@ -35,6 +36,7 @@ COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates",
 )
+WRITE_BYTES = 1 << 28  # that wait to be written, at most
 # Initializations that rewrite the base weight, so that B·A belongs to another base than the one loaded from disk.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -129,12 +131,41 @@ def _factors(directory: Path, module: str, pair: dict, config: dict, base: BaseC
     return Factors(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def fold(base: BaseCheckpoint, name: str, update: Factors | None) -> torch.Tensor:
-    """The merged tensor in BF16 on the base's device: float32 sum of the base tensor and its update, rounded once."""
-    value = base.tensor(name)
-    if update is None:
-        return value.to(torch.bfloat16)
-    return (value.float() + update.delta(value.device)).to(torch.bfloat16)
+class Retained:
+    """The share of an update that survives a format: <Q(W+Δ) − Q(W), Δ> / <Δ, Δ>, summed over all layers.
+
+    1 is all of it; 0 means that the quantized checkpoint is the quantized base.
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0.0
+        self.whole = 0.0
+
+    def add(self, after: torch.Tensor, before: torch.Tensor, delta: torch.Tensor) -> None:
+        self.kept += ((after.float() - before.float()).double() * delta).sum().item()
+        self.whole += (delta.double() ** 2).sum().item()
+
+    def share(self) -> float | None:
+        """None when there is no update at all."""
+        return self.kept / self.whole if self.whole else None
+
+
+def fold(base: BaseTensor, update: Factors | None, retained: Retained) -> Iterator[tuple[int, torch.Tensor]]:
+    """(index of the first value, piece) of the merged tensor, in BF16 on the CPU, in order.
+
+    Every piece is the float32 sum of the base's rows and their update, rounded once; what rounding left of the update
+    is added to `retained`.
+    """
+    device = base.base.device
+    a, b = (None, None) if update is None else (part.to(device, torch.float32) for part in (update.a, update.b))
+    for start, stop in base.pieces():
+        value = base.rows(start, stop)
+        merged = value.to(torch.bfloat16)
+        if update is not None:
+            before, delta = merged, update.scale * (b[start:stop] @ a)
+            merged = (value.float() + delta).to(torch.bfloat16)
+            retained.add(merged, before, delta)
+        yield start * base.width, merged.cpu()
 
 
 def write_bf16(
@@ -149,30 +180,37 @@ def write_bf16(
 
     `check` gets the directory before it is published: what it returns goes into the manifest, and what it raises
     keeps the checkpoint from being published. On any failure `final` is what it was before.
+    Memory: one tensor in 16 bits, its NF4 form, and what is being written (`WRITE_BYTES`).
     """
     with publish(final, overwrite) as partial:
-        write_folded(base, updates, partial)
+        share = write_folded(base, updates, partial)
         write_config(base.directory, partial, None)
-        return write_manifest(partial, "checkpoint", format="bf16", **manifest, **check(partial))
+        manifest |= {"format": "bf16", "into": base.into, "retained_update": share, **check(partial)}
+        return write_manifest(partial, "checkpoint", **manifest)
 
 
-def write_folded(base: BaseCheckpoint, updates: dict[str, Factors], directory: Path) -> None:
-    """Write the tensors of the merged checkpoint, each by a thread while the next is folded.
+def write_folded(base: BaseCheckpoint, updates: dict[str, Factors], directory: Path) -> float | None:
+    """Write the tensors of the merged checkpoint; return the share of the update that BF16 keeps.
 
-    `CheckFailed` when the disk is full or a base tensor is not that of base.json.
+    While a piece is folded, one thread writes those before and another hashes the base tensor. `CheckFailed` when the
+    disk is full or a base tensor is not that of base.json.
     """
     shards = {file: names for file, names in base.shards.items() if names}
-    total = 0
-    with Behind() as writer, Behind() as disk:
+    retained, total = Retained(), 0
+    with Behind(WRITE_BYTES) as writer, Behind() as disk, ThreadPoolExecutor(1) as hashing:
         for file, names in shards.items():
             tensors = {name: (torch.bfloat16, base.shape(name)) for name in names}
             with TensorFile(directory / file, tensors, {"format": "pt"}) as out:
                 for name in names:
-                    total += 2 * math.prod(base.shape(name))
-                    writer.run(out.write, name, fold(base, name, updates.get(name)).cpu())
+                    tensor = BaseTensor(base, name, hashing)
+                    for at, piece in fold(tensor, updates.get(name), retained):
+                        total += piece.nbytes
+                        writer.run(piece.nbytes, out.write, name, piece, at)
+                    tensor.check()
                 writer.wait()
-            disk.run(flush, directory / file)
+            disk.run(0, flush, directory / file)
     name_files(directory, {name: file for file, names in shards.items() for name in names}, total)
+    return retained.share()
 
 
 def write_config(source: Path, directory: Path, quantization: dict | None) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from merge.base import BaseCheckpoint, quantize_weight
+from merge.base import BaseCheckpoint
 from merge.checkpoint import checkpoint_shards, read_tensor
-from merge.merge import Factors, write_config
+from merge.merge import Factors, Retained, write_config
+from merge.nf4 import quantize_weight
 from merge.shards import write_parts
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import publish, write_manifest
@@ -115,25 +116,6 @@ class Refused(CheckFailed):
     def __init__(self, message: str, share: float | None):
         super().__init__(message)
         self.share = share
-
-
-class Retained:
-    """The share of an update that survives a format: <Q(W+Δ) − Q(W), Δ> / <Δ, Δ>, summed over all layers.
-
-    1 is all of it; 0 means that the quantized checkpoint is the quantized base.
-    """
-
-    def __init__(self) -> None:
-        self.kept = 0.0
-        self.whole = 0.0
-
-    def add(self, after: torch.Tensor, before: torch.Tensor, delta: torch.Tensor) -> None:
-        self.kept += ((after.float() - before.float()).double() * delta).sum().item()
-        self.whole += (delta.double() ** 2).sum().item()
-
-    def share(self) -> float | None:
-        """None when there is no update at all."""
-        return self.kept / self.whole if self.whole else None
 
 
 def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates: dict[str, Factors]) -> float | None:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -176,23 +177,24 @@ class PartsFile:
 class Behind:
     """Runs calls one after the other on a thread of its own, while the caller makes what comes next.
 
-    One call is under way or waits at a time: `run` waits for the one before and raises what it raised. So the memory
-    of two calls' arguments is in use at most.
+    Calls whose `size` is at most `room` together wait or are under way, or a single larger one. `run` waits for that
+    and raises what a call before it raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 0) -> None:
         self.pool = ThreadPoolExecutor(1)
-        self.last: Future | None = None
+        self.room = room
+        self.calls: deque[tuple[int, Future]] = deque()
 
-    def run(self, call: Callable[..., Any], *arguments: Any) -> None:
-        self.wait()
-        self.last = self.pool.submit(call, *arguments)
+    def run(self, size: int, call: Callable[..., Any], *arguments: Any) -> None:
+        while self.calls and sum(waiting for waiting, _ in self.calls) + size > self.room:
+            self.calls.popleft()[1].result()
+        self.calls.append((size, self.pool.submit(call, *arguments)))
 
     def wait(self) -> None:
         """Return when nothing is under way."""
-        if self.last is not None:
-            last, self.last = self.last, None
-            last.result()
+        while self.calls:
+            self.calls.popleft()[1].result()
 
     def __enter__(self) -> "Behind":
         return self
@@ -202,7 +204,7 @@ class Behind:
             if kind is None:
                 self.wait()
         finally:
-            self.pool.shutdown()
+            self.pool.shutdown(cancel_futures=True)
 
 
 def flush(path: Path) -> None:
@@ -231,10 +233,10 @@ def write_parts(
                     made = {key: part.cpu() for key, part in parts(name).items()}
                     weight_map |= dict.fromkeys(made, file)
                     total += sum(part.nbytes for part in made.values())
-                    writer.run(_write_all, out, made)
+                    writer.run(1, _write_all, out, made)
                     del made  # the writer has it, and lets go of it before the tensor after the next is made
                 writer.wait()
-            disk.run(flush, directory / file)
+            disk.run(0, flush, directory / file)
     name_files(directory, weight_map, total)
 
 

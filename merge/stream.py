@@ -16,16 +16,9 @@ from typing import Any
 
 import torch
 
-from merge.base import (
-    BLOCK_SIZE,
-    base_facts,
-    hash_quantized,
-    hash_tensor,
-    quantize_weight,
-    select_shards,
-    unquantized_config,
-)
+from merge.base import base_facts, hash_quantized, hash_tensor, select_shards, unquantized_config
 from merge.checkpoint import checkpoint_shards, read_shapes, read_tensor
+from merge.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
 from merge.shards import TensorFile, write_index
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import write_json
@@ -176,7 +169,7 @@ def _write_tensor(
     del value  # only its NF4 form is needed from here
     job = pool.submit(hash_quantized, packed, state)
     absmax = block_maxima(state)
-    weights.write(name, dequantize_with(packed, absmax, state).to(torch.bfloat16))
+    weights.write(name, dequantize_with(packed, absmax, state.shape, state.dtype).to(torch.bfloat16))
     copy.write(f"{name}.packed", packed.reshape(-1))
     copy.write(f"{name}.absmax", absmax)
     return job.result(), state
@@ -199,20 +192,3 @@ def _open_pair(
         TensorFile(directory / NF4_FOLDER / file, copied, facts) if copied else contextlib.nullcontext() as copy,
     ):
         yield weights, copy
-
-
-def block_maxima(state: Any) -> torch.Tensor:
-    """The float32 block maxima (blocks,) of a quant state, double quantization undone as bitsandbytes undoes it."""
-    from bitsandbytes.functional import dequantize_blockwise
-
-    if not state.nested:
-        return state.absmax
-    return (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
-
-
-def dequantize_with(packed: torch.Tensor, absmax: torch.Tensor, state: Any) -> torch.Tensor:
-    """The weight in the storage dtype, from its packed bytes and plain block maxima."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    plain = QuantState(absmax, shape=state.shape, dtype=state.dtype, blocksize=state.blocksize, quant_type="nf4")
-    return dequantize_4bit(packed, plain)

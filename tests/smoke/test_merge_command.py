@@ -198,7 +198,7 @@ def test_bad_input_is_refused_before_any_weight_is_loaded(tmp_path, monkeypatch,
     def no_weights(*_):
         raise AssertionError("a base weight was read")
 
-    monkeypatch.setattr("merge.base.BaseCheckpoint.original", no_weights)
+    monkeypatch.setattr("merge.base.BaseCheckpoint.read", no_weights)
     with pytest.raises(BadInput, match=message):
         main(arguments)
     assert not (tmp_path / "run" / "merged").exists()
