@@ -47,17 +47,17 @@ def main() -> int:
         return stop(config)
     if action == "canary":
         return check_replicas(config)
-    return start(config, flags.config, flags.dry_run, flags.detach)
+    return start(config, flags, overrides)
 
 
-def start(config: Config, config_path: str, dry_run: bool, detach: bool) -> int:
+def start(config: Config, flags: argparse.Namespace, overrides: list[str]) -> int:
     """Every check, then the replicas."""
     vllm = installed_vllm()
     found = plans(config, vllm, *((None, None) if vllm.is_cpu else (visible_gpus(), gpu_gib())))
-    manifest = check_base(config, config_path)
+    manifest = check_base(config, flags.config)
     check_ports(found)
-    describe(config, found, manifest, f"vLLM {vllm.version}", dry_run)
-    if dry_run:
+    describe(config, found, manifest, f"vLLM {vllm.version}", flags.dry_run)
+    if flags.dry_run:
         return DONE
 
     def check(plan: Plan, info: dict) -> None:
@@ -68,14 +68,15 @@ def start(config: Config, config_path: str, dry_run: bool, detach: bool) -> int:
         print(f"{plan.url} is ready after {time.monotonic() - started:.0f} s (pid {info['pid']})", flush=True)
 
     started = time.monotonic()
-    with Replicas(found, detach) as replicas:
+    with Replicas(found, flags.detach) as replicas:
         try:
             replicas.start()
             replicas.wait_ready(config.rollout.server_wait_s, check)
-            if detach:
+            if flags.detach:
                 remember(config, [_state(one.plan, one.process.pid) for one in replicas.running])
                 replicas.leave_running()
-                print(f"left running; end them with: python -m launch.server stop --config {config_path}", flush=True)
+                same = shlex.join(["--config", flags.config, *overrides])
+                print(f"left running; end them with: python -m launch.server stop {same}", flush=True)
                 return DONE
             print("serving; Ctrl-C ends every replica", flush=True)
             replicas.watch()

@@ -1,9 +1,11 @@
 """From a configuration to the command line of every replica, and what is refused before anything starts."""
 
 import json
+import os
 import shlex
 import socket
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -441,3 +443,43 @@ def test_a_dry_run_says_what_would_be_served_and_starts_nothing(base, tmp_path, 
     said = capsys.readouterr().out
     assert "sync by remerge" in said and "trl vllm-serve --model" in said and "VLLM_SERVER_DEV_MODE" in said
     assert not (tmp_path / "run").exists()
+
+
+class ReadyReplicas:
+    """Stands for replicas that started and are ready; one process each, this one."""
+
+    def __init__(self, found: list, detach: bool):
+        own = SimpleNamespace(pid=os.getpid())
+        self.running = [SimpleNamespace(plan=plan, process=own) for plan in found]
+
+    def __enter__(self) -> "ReadyReplicas":
+        return self
+
+    def __exit__(self, *problem) -> None:
+        pass
+
+    def start(self) -> None:
+        for one in self.running:
+            one.plan.log.parent.mkdir(parents=True, exist_ok=True)
+
+    def wait_ready(self, limit_s: float, check) -> None:
+        pass
+
+    def leave_running(self) -> None:
+        pass
+
+
+def test_the_command_to_stop_a_detached_start_ends_that_run_and_no_other(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(server, "installed_vllm", lambda: CPU)
+    monkeypatch.setattr(server, "Replicas", ReadyReplicas)
+    ended = []
+    monkeypatch.setattr(server, "stop_groups", lambda groups: ended.extend(groups) or [])
+    values = {"run": {"name": "x", "output_dir": str(tmp_path / "x")}, "model": {"id": "org/m"}}
+    values |= {"train": {"max_steps": 1}, "server": {"base": str(base)}, "data": {"path": "d"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    given = ["--config", str(tmp_path / "run.yaml"), "--run.output_dir", str(tmp_path / "another run"), "--detach"]
+    monkeypatch.setattr("sys.argv", ["server", *given])
+    assert server.main() == 0
+    told = capsys.readouterr().out.partition("end them with: ")[2]
+    monkeypatch.setattr("sys.argv", shlex.split(told)[2:])
+    assert server.main() == 0 and ended == [os.getpid()]
