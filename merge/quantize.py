@@ -23,6 +23,7 @@ from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import publish, write_manifest
 
 GROUP = 128
+LEAST_RETAINED = 0.5  # of the update, for NF4 to be written without --force
 Parts = dict[str, torch.Tensor]
 # A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name, and to what a reader of
 # that computes with, in float32.
@@ -136,6 +137,22 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
     return retained.share()
 
 
+def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
+    if base.into == "original":
+        return (
+            f"nf4 of the original base plus the adapter keeps {share:.1%} of the update, the least is "
+            f"{LEAST_RETAINED:.0%}. Serve the adapter on the NF4 base, or use bf16 or fp8; --force writes nf4 all the "
+            "same."
+        )
+    return (
+        f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update, the least is "
+        f"{LEAST_RETAINED:.0%}: what is smaller than the steps between NF4 values rounds back to the base. Serve the "
+        "adapter on the NF4 base, or use bf16, fp8 or w4a16; or merge with --into original: those weights lie between "
+        "NF4 values, so rounding keeps an update in expectation, of another base than the trained one. --force "
+        "writes nf4 all the same."
+    )
+
+
 def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file, names in checkpoint_shards(directory).items():
         for name in names:
@@ -156,19 +173,15 @@ def quantize_checkpoint(
     """Publish the BF16 checkpoint `merged` in another format at `final`; return the manifest.
 
     `updates` is what was folded into `merged`, for the retained share. `verify` scores the directory before it is
-    published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 of a base that was
-    NF4 already plus an update, unless `force`: an update smaller than the steps between NF4 values rounds away. An
-    adapter that learned nothing (all of its update is zero) has nothing to lose and is written.
+    published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 that keeps less than
+    `LEAST_RETAINED` of the update, unless `force`: on a base that was NF4 already, an update smaller than the steps
+    between NF4 values rounds away. An adapter that learned nothing (all of its update is zero) has nothing to lose
+    and is written.
     Memory: what is stored of two tensors, and what quantizing one takes.
     """
     share = retained_share(merged, format_name, base, updates) if format_name == "nf4" and not force else None
-    if share is not None:
-        raise Refused(
-            f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update: what is smaller than "
-            "the steps between NF4 values rounds back to the base. Serve the adapter on the NF4 base, or use bf16, "
-            "fp8 or w4a16; --force writes nf4 all the same.",
-            share,
-        )
+    if share is not None and not share >= LEAST_RETAINED:
+        raise Refused(_nf4_loses(share, base), share)
     store = FORMATS[format_name]
     retained = Retained()
 

@@ -1,5 +1,6 @@
 """The formats: what is stored is what was meant, readers agree, and the retained share tells the truth."""
 
+import contextlib
 import json
 import time
 import weakref
@@ -10,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from merge import quantize as quantize_module
 from merge.base import BaseCheckpoint, dequantize, hash_nf4_model, load_nf4
 from merge.merge import read_adapter, write_bf16
 from merge.quantize import FORMATS, Refused, check_shapes, quantize_checkpoint, retained_share
 from merge.shards import PartsFile
 from merge.verify import base_checkpoint, load_for_scoring
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import read_manifest
+from recipes.parts.rundir import read_json, read_manifest
 from tests.unit.test_merge_base import NF4
-from tests.unit.test_merge_fixture import make_model, shared_folder, shared_run
+from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model, shared_run
 
 
 def no_verify(_):
@@ -184,6 +186,29 @@ def test_nf4_of_the_policy_is_refused_with_the_share_and_leaves_nothing(tmp_path
     assert refused.value.exit_code == 1
     assert refused.value.share == pytest.approx(quantized("nf4")[1]["retained_update"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("least", "written"), [(1.0, True), (1.001, False)])
+def test_nf4_is_written_at_the_bound_and_refused_below_it(tmp_path, monkeypatch, least, written):
+    base, updates, merged = merged_run()
+    share = quantized("nf4")[1]["retained_update"]
+    monkeypatch.setattr(quantize_module, "LEAST_RETAINED", share * least)
+    with contextlib.nullcontext() if written else pytest.raises(Refused):
+        quantize_checkpoint(merged, tmp_path / "nf4", "nf4", base, updates, no_verify)
+    assert (tmp_path / "nf4" / "manifest.json").exists() is written
+
+
+def test_half_of_the_update_is_the_least_that_nf4_has_to_keep():
+    assert quantize_module.LEAST_RETAINED == 0.5
+
+
+def test_nf4_of_the_original_base_keeps_the_update_and_is_written(tmp_path):
+    run = shared_run()
+    base = BaseCheckpoint(shared_model(), read_json(run.base_file), into="original")
+    updates = read_adapter(run.newest_adapter(), base)
+    write_bf16(base, updates, tmp_path / "bf16", lambda _: {})
+    made = quantize_checkpoint(tmp_path / "bf16", tmp_path / "nf4", "nf4", base, updates, no_verify)
+    assert made["retained_update"] > 0.5 > quantized("nf4")[1]["retained_update"]
 
 
 def test_nf4_of_the_base_alone_has_no_update_to_lose(tmp_path):
