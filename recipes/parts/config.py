@@ -138,11 +138,12 @@ class DataConfig:
     train_split: str = _option("train", "split to train on")
     eval_split: str = _option("test", "split that is held out")
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
-    question_column: str = _option("question", "column of the problem text")
+    question_column: str = _option("question", "column of the problem text; Body+Question joins two")
     answer_column: str = _option("answer", "column of the reference answer")
-    answer_format: Literal["gsm8k", "boxed", "plain", "countdown", "code", "mbpp", "humaneval"] = _option(
+    answer_format: Literal["gsm8k", "boxed", "plain", "countdown", "code", "mbpp", "humaneval", "any"] = _option(
         "plain",
-        "where the answer is: #### 42, \\boxed{42}, 42; for code, what form the tests have (reward/code_gold.py)",
+        "where the answer is: #### 42, \\boxed{42}, 42; for code, what form the tests have (reward/code_gold.py); "
+        "any: the column as it is, for a reward function that reads it",
     )
     system_prompt: str | None = _option(None, "system message; null sends none")
     prompt_suffix: str = _option("", "appended to every question")
@@ -193,7 +194,25 @@ class GateConfig:
     min_parse_rate: float = _option(0.9, "least share of completions with an answer that can be read")
     max_prompt_leak: float = _option(0.01, "most share of completions that repeat the prompt")
     min_end_of_turn_rate: float = _option(0.9, "least share of completions that end by the stop token")
+    max_token_hit_rate: float = _option(0.1, "most share of completions that are cut at the token limit")
+    min_problems: int | None = _option(None, "least held-out problems behind the verdict; null sets no limit")
     max_policy_kl: float = _option(0.05, "most KL(policy || artifact) per token, nats")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the limits: a share outside 0..1 (5 for 5 points), one that nothing could miss or meet."""
+        names = ("max_quantization_loss", "min_parse_rate", "max_prompt_leak", "min_end_of_turn_rate")
+        found = [
+            f"eval.gate.{name} ({value:g}) must be a fraction in 0..1; 5 points are 0.05."
+            for name in (*names, "max_token_hit_rate")
+            if not 0 <= (value := getattr(self, name)) <= 1
+        ]
+        if not -1 <= self.min_gain < 1:
+            found.append(f"eval.gate.min_gain ({self.min_gain:g}) must be a fraction from -1 to 1; 5 points are 0.05.")
+        if not self.max_policy_kl >= 0:
+            found.append(f"eval.gate.max_policy_kl ({self.max_policy_kl:g}) must be 0 or above, in nats.")
+        if self.min_problems is not None and self.min_problems < 1:
+            found.append(f"eval.gate.min_problems ({self.min_problems}) must be at least 1, or null.")
+        return found
 
 
 @dataclass(kw_only=True)
@@ -209,6 +228,10 @@ class EvalConfig:
     seed: int = _option(0, "seed of the sampled completions")
     formats: list[str] = _option(["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix")
     bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals")
+    reward: str | None = _option(
+        None, "score by this reward: a name of reward/ or module:function; default what data.answer_format says"
+    )
+    reward_threshold: float = _option(1.0, "with eval.reward, a completion of at least this reward counts as right")
     gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "thresholds for promotion"})
 
 

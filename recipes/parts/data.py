@@ -1,13 +1,15 @@
 """Problems: from a hub id or a local file to questions, reference answers and chat prompts.
 
-Reads jsonl, json and parquet files, a directory with one file per split, and hub datasets. A row that cannot be used
-is named by file and line; how many of those a run accepts is `data.max_bad_fraction`. Imports no torch and no
-transformers, so `--dry_run` and the eval tool can use it.
+Reads jsonl (also gzipped), json and parquet files, a directory with one file per split, and hub datasets. A row that
+cannot be used is named by file and line; how many of those a run accepts is `data.max_bad_fraction`. Imports no torch
+and no transformers, so `--dry_run` and the eval tool can use it.
 """
 
 import difflib
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from recipes.parts.config import DataConfig
 
 TEXT_FORMATS = ("gsm8k", "boxed", "plain")  # whose answers a parser compares
-ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS)
-SUFFIXES = (".jsonl", ".parquet", ".json")
+ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS, "any")
+SUFFIXES = (".jsonl", ".parquet", ".json", ".jsonl.gz")
 SHOWN = 5  # bad rows listed in an error
 
 
@@ -107,6 +109,11 @@ def read_problems(data: "DataConfig", split: str) -> tuple[list[Problem], LoadRe
     return problems[:limit], report
 
 
+def first_row(data: "DataConfig", split: str) -> dict:
+    """The first row of a split that is an object, {} when there is none: what tells its columns."""
+    return next((row.value for row in _rows(data, split) if row.value is not None), {})
+
+
 def chat_messages(data: "DataConfig", problem: Problem) -> list[dict]:
     """The chat prompt of a problem: the system message if there is one, then the question with `prompt_suffix`.
 
@@ -164,12 +171,15 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
     """The problem of a row, or None and the reason."""
     if row.value is None:
         return None, row.error
-    for column in (data.question_column, data.answer_column):
+    question_columns = _question_columns(row.value, data.question_column)
+    for column in (*question_columns, data.answer_column):
         if column not in row.value:
             return None, f"no column {column!r}"
-    question, answer = row.value[data.question_column], row.value[data.answer_column]
-    if not isinstance(question, str) or not question.strip():
-        return None, f"the question is {'empty' if question in ('', None) else repr(question)[:40]}"
+    parts, answer = [row.value[column] for column in question_columns], row.value[data.answer_column]
+    for question in parts:
+        if not isinstance(question, str) or not question.strip():
+            return None, f"the question is {'empty' if question in ('', None) else repr(question)[:40]}"
+    question = _joined(parts)
     if data.answer_format in CODE_FORMATS:
         gold, error = gold_from_row(row.value, data.answer_format, data.answer_column)
     else:
@@ -183,12 +193,27 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
     return Problem(digest, question, gold, row.source), ""
 
 
+def _question_columns(row: dict, named: str) -> list[str]:
+    """The columns that make the question: `named`, or its parts where it joins several as `Body+Question`."""
+    return [named] if named in row or "+" not in named else named.split("+")
+
+
+def _joined(parts: list[str]) -> str:
+    """The columns of a question as one text; a part that ends in a word is closed with a full stop."""
+    if len(parts) == 1:
+        return parts[0]
+    stripped = [part.strip() for part in parts]
+    return " ".join([part + "." if part[-1].isalnum() else part for part in stripped[:-1]] + stripped[-1:])
+
+
 def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
     r"""The reference answer in a row's answer column, or None and the reason.
 
     `gsm8k`: the number after the last `####`. `boxed`: the last balanced `\boxed{}`. `plain`: the whole column, a
-    string or a number. `countdown`: JSON with numbers and target.
+    string or a number. `countdown`: JSON with numbers and target. `any`: the column as it is, what is no text as JSON.
     """
+    if answer_format == "any":
+        return (answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)), ""
     if isinstance(answer, (int, float)) and not isinstance(answer, bool) and answer_format == "plain":
         answer = repr(answer)
     if not isinstance(answer, str):
@@ -227,9 +252,9 @@ def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:
 
 
 def _split_file(path: Path, split_name: str, split: str) -> Path:
-    """The file of a split: `path` itself, or `<split_name>.jsonl|.parquet|.json` in the directory `path`."""
+    """The file of a split: `path` itself, or `<split_name>` with one of `SUFFIXES` in the directory `path`."""
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if not path.name.endswith(SUFFIXES):
             raise BadInput(f"{path}: unknown file type {path.suffix!r}. Use {', '.join(SUFFIXES)}.")
         return path
     if not path.is_dir():
@@ -237,11 +262,11 @@ def _split_file(path: Path, split_name: str, split: str) -> Path:
     for suffix in SUFFIXES:
         if (file := path / f"{split_name}{suffix}").is_file():
             return file
-    present = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
-    near = _nearest(split_name, [Path(name).stem for name in present])
+    present = sorted(file.name for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    near = _nearest(split_name, [name.partition(".")[0] for name in present])
     raise BadInput(
-        f"{path} has no {split_name}.jsonl, .parquet or .json; it has {', '.join(present) or 'no such files'}. "
-        f"Set data.{split}_split{near}."
+        f"{path} has no {split_name}{f', {split_name}'.join(SUFFIXES)}; it has "
+        f"{', '.join(present) or 'no such files'}. Set data.{split}_split{near}."
     )
 
 
@@ -255,18 +280,29 @@ def _file_rows(file: Path) -> Iterator[_Row]:
 
 
 def _jsonl_rows(file: Path) -> Iterator[_Row]:
+    for number, line in enumerate(_lines(file), 1):
+        source = f"{file}:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            if text:
+                yield _as_row(source, json.loads(text))
+        except UnicodeDecodeError as error:
+            yield _Row(source, None, f"not UTF-8: {error.reason} at byte {error.start}")
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield _Row(source, None, f"invalid JSON: {error}")
+
+
+def _lines(file: Path) -> Iterator[bytes]:
     # Split on \n alone: str.splitlines would also cut at U+2028, which JSON allows inside a string.
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            source = f"{file}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if text:
-                    yield _as_row(source, json.loads(text))
-            except UnicodeDecodeError as error:
-                yield _Row(source, None, f"not UTF-8: {error.reason} at byte {error.start}")
-            except (json.JSONDecodeError, RecursionError) as error:
-                yield _Row(source, None, f"invalid JSON: {error}")
+    if file.suffix != ".gz":
+        with open(file, "rb") as lines:
+            yield from lines
+        return
+    try:
+        with gzip.open(file, "rb") as lines:
+            yield from lines
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise BadInput(f"{file} is not a whole gzip file: {error}") from None
 
 
 def _json_rows(file: Path) -> Iterator[_Row]:
@@ -320,8 +356,9 @@ def _as_row(source: str, value: Any) -> _Row:
 
 def _check_columns(row: _Row, data: "DataConfig") -> None:
     """A column that the first row lacks is a wrong name in the config, not a bad row."""
-    for key in ("question_column", "answer_column"):
-        if (name := getattr(data, key)) not in row.value:
+    columns = [("question_column", name) for name in _question_columns(row.value, data.question_column)]
+    for key, name in (*columns, ("answer_column", data.answer_column)):
+        if name not in row.value:
             raise BadInput(
                 f"{row.source} has no column {name!r}; it has {', '.join(map(str, row.value)) or 'none'}. "
                 f"Set data.{key}{_nearest(name, list(row.value))}."
