@@ -275,6 +275,7 @@ def _lists(config: Config) -> list[str]:
             found.append(f"eval.formats names {name!r}. Use {', '.join(FORMATS)}.")
     if config.eval.gate.format not in config.eval.formats:
         found.append(f"eval.gate.format ({config.eval.gate.format}) is not in eval.formats {config.eval.formats}.")
+    found += config.eval.gate.problems()
     if config.data.id is None and config.data.path is None:
         found.append("data.id or data.path is missing: name a hub data set or a local file.")
     return found

@@ -199,7 +199,7 @@ class GateConfig:
     max_policy_kl: float = _option(0.05, "most KL(policy || artifact) per token, nats")
 
     def problems(self) -> list[str]:
-        """What is wrong with the limits: a share outside 0..1 (5 for 5 points), one that nothing could miss or meet."""
+        """What is wrong with the limits, such as 5 for 5 points: a share outside 0..1 lets everything pass."""
         names = ("max_quantization_loss", "min_parse_rate", "max_prompt_leak", "min_end_of_turn_rate")
         found = [
             f"eval.gate.{name} ({value:g}) must be a fraction in 0..1; 5 points are 0.05."
