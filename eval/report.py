@@ -1,29 +1,57 @@
-"""eval.json as Markdown, as a picture and as lines for the terminal; `python -m eval report --run …` redraws."""
+"""What was measured, for people: lines for the terminal, eval.md and eval.png after an evaluation, and with
+`python -m eval report --run …` one page over everything that lies in the run's directory, report.html and report.md.
+"""
 
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
+from eval import plots
 from eval.compare import p_value, points
 from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import RunDir, read_json
+from recipes.parts.rundir import RunDir, publish, read_json
 
-COLORS = {"base": "#7f7f7f", "grpo": "#1f77b4"}
+PICTURES = "report"  # the folder of report.md's pictures
 
 
 def main(argv: list[str]) -> int:
-    """Redraw eval.md and eval.png from the run's eval.json."""
+    """Write report.html and report.md from what is there, and eval.md and eval.png when there is an eval.json."""
     parser = argparse.ArgumentParser(prog="python -m eval report", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument("--out", type=Path, help="folder that holds eval.json; default: the run directory")
     arguments = parser.parse_args(argv)
     run = RunDir.open(arguments.run)
     folder = arguments.out or run.path
-    result = read_result(folder / "eval.json", run)
-    write_report(result, folder)
-    print(f"written: {folder / 'eval.md'}, {folder / 'eval.png'}")
+    if not folder.is_dir():
+        raise BadInput(f"{folder} does not exist. --out names the folder that holds eval.json.")
+    result = read_result(folder / "eval.json", run) if (folder / "eval.json").is_file() else None
+    if result is not None:
+        write_report(result, folder)
+    missing = write_page(run, folder, result)
+    print(f"written: {folder / 'report.html'}, report.md{', eval.md, eval.png' if result is not None else ''}")
+    for what, command in missing:
+        print(f"not in it: {what} Make it with: {command}")
     return DONE
+
+
+def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str, str]]:
+    """report.html, report.md and its pictures, each replaced whole; what is missing and the command that makes it."""
+    from eval.document import Document, Missing, to_html, to_markdown
+    from eval.found import find
+    from eval.sections import sections
+
+    found = find(run, folder, result)
+    made = sections(found)
+    name = ((found.config.get("config") or {}).get("run") or {}).get("name") or run.path.resolve().name
+    document = Document(f"GRPO run {name}: did the gain survive?", f"From the files in {run.path}", made)
+    pictures = document.pictures()
+    with publish(folder / PICTURES, overwrite=True) as partial:
+        for picture in pictures:
+            (partial / f"{picture.name}.svg").write_bytes(picture.svg)
+    _replace(folder / "report.md", to_markdown(document, PICTURES))
+    _replace(folder / "report.html", to_html(document))
+    blocks = [block for section in made for block in section.blocks]
+    return [(block.what, block.command) for block in blocks if isinstance(block, Missing)]
 
 
 def read_result(file: Path, run: RunDir) -> dict:
@@ -60,10 +88,14 @@ def print_summary(result: dict) -> None:
 
 def write_report(result: dict, folder: Path) -> None:
     """eval.md and eval.png of a result, each replaced whole."""
-    partial = folder / ".eval.md.partial"
-    partial.write_text(markdown(result))
-    os.replace(partial, folder / "eval.md")
-    draw(result, folder / "eval.png")
+    _replace(folder / "eval.md", markdown(result))
+    plots.png(plots.matrix(result), folder / "eval.png")
+
+
+def _replace(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, file)
 
 
 def markdown(result: dict) -> str:
@@ -112,63 +144,6 @@ def markdown(result: dict) -> str:
         ]
     lines += [f"Command: `{' '.join(result['command'])}`", ""]
     return "\n".join(lines)
-
-
-def draw(result: dict, file: Path) -> None:
-    """A forest plot: accuracy of base and GRPO by format on the left, gain survival by format on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    formats, survival = list(result["matrix"]["base"]), result["gain_survival"]
-    height = 1.9 + 0.55 * len(formats)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, height), width_ratios=[3, 2], layout="constrained")
-    for policy, shift in (("base", -0.16), ("grpo", 0.16)):
-        cells = [result["matrix"][policy][name] for name in formats]
-        points_at = [(place + shift, cell["accuracy"], cell["interval"]) for place, cell in enumerate(cells)]
-        _forest(left, points_at, COLORS[policy], {"base": "base", "grpo": "GRPO"}[policy], sign=False)
-    left.set_xlabel("accuracy, % (95 % Wilson interval)")
-    left.set_title(f"Held-out accuracy, {result['n']} problems", fontsize=11)
-    points_at = [(formats.index(name), found["difference"], found["interval"]) for name, found in survival.items()]
-    right.axvline(0, color="black", linewidth=0.8)
-    if survival:
-        _forest(right, points_at, "#d62728", None, sign=True)
-        where = (0, formats.index("bf16"))
-        right.annotate("reference", where, ha="center", va="center", fontsize=8, backgroundcolor="white")
-        widest = max(abs(100 * end) for _, _, interval in points_at for end in interval)
-        right.set_xlim(-1.15 * widest, 1.15 * widest)
-    else:
-        right.text(0.5, 0.5, "not measured:\nneeds bf16 and another format", ha="center", transform=right.transAxes)
-    right.set_xlabel("gain minus gain in bf16, points (95 % paired bootstrap)")
-    right.set_title("Does the gain survive the format?", fontsize=11)
-    for axes in (left, right):
-        _rows(axes, formats)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
-    partial = file.with_name(f".{file.name}.partial")
-    figure.savefig(partial, dpi=130, format="png")
-    pyplot.close(figure)
-    os.replace(partial, file)
-
-
-def _forest(axes: Any, rows: list[tuple[float, float, list]], color: str, label: str | None, sign: bool) -> None:
-    """Estimates with their intervals; `rows` are (place, estimate, interval) in fractions."""
-    places, middles, intervals = zip(*rows, strict=True)
-    # The bootstrap adds two pseudo-problems, so on few problems an estimate can lie outside its own interval.
-    below = [100 * max(middle - low, 0) for middle, (low, _) in zip(middles, intervals, strict=True)]
-    above = [100 * max(high - middle, 0) for middle, (_, high) in zip(middles, intervals, strict=True)]
-    shown = [100 * middle for middle in middles]
-    axes.errorbar(shown, places, xerr=[below, above], fmt="o", color=color, capsize=3, markersize=5, label=label)
-    behind = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-    for place, middle in zip(places, middles, strict=True):
-        axes.annotate(points(middle, sign=sign), (100 * middle, place), xytext=(0, 6), textcoords="offset points",
-                      ha="center", fontsize=8, bbox=behind)  # fmt: skip
-
-
-def _rows(axes: Any, names: list[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="x", alpha=0.3)
 
 
 def _bullets(text: str) -> list[str]:

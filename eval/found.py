@@ -1,0 +1,73 @@
+"""What lies in a run's directory, read once for the report, and how its values are written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval import plots
+from eval.compare import points
+from launch.metrics import MetricsLog
+from recipes.parts.rundir import MANIFEST, RunDir, read_json
+
+NONE = "–"
+
+
+@dataclass
+class Found:
+    """What lies in a run's directory, read once; None or empty where there is nothing."""
+
+    run: RunDir
+    config: dict
+    rows: list[dict]
+    result: dict | None
+    diagnostics: dict | None
+    serving: dict | None
+    lm_eval: dict | None
+    manifests: dict[tuple[str, str, str], dict] = field(default_factory=dict)  # by (into, policy, format)
+    folder: Path = Path()
+
+    @property
+    def formats(self) -> list[str]:
+        """The formats that were measured, merged or served, in the order of every table."""
+        names = {name for _, _, name in self.manifests} | set(
+            ((self.result or {}).get("matrix") or {}).get("base", {})
+        )
+        return plots.order(list(names | set((self.serving or {}).get("formats", {}))))
+
+
+def find(run: RunDir, folder: Path, result: dict | None) -> Found:
+    """Everything that a report can show; files of `folder` go before those of the run's own directory."""
+    log = MetricsLog(run.metrics_file)
+    log.poll()
+    manifests = {}
+    for into, top in (("dequantized", run.merged), ("original", run.path / "merged-original")):
+        for file in sorted(top.glob(f"*/*/{MANIFEST}")):
+            manifests[into, file.parent.parent.name, file.parent.name] = read_json(file)
+    optional = {}
+    for name in ("diagnostics", "serving", "lm_eval"):
+        files = [place / f"{name}.json" for place in (folder, run.path)]
+        file = next((file for file in files if file.is_file()), None)
+        optional[name] = read_json(file) if file else None
+    return Found(run, read_json(run.config_file), log.rows, result, **optional, manifests=manifests, folder=folder)
+
+
+def number(value: Any, digits: str = ".4g") -> str:
+    return format(value, digits) if isinstance(value, int | float) and not isinstance(value, bool) else NONE
+
+
+def share(value: float | None, sign: bool = False) -> str:
+    return NONE if value is None else points(value, sign=sign)
+
+
+def pair(interval: Sequence[float] | None) -> str:
+    return NONE if not interval else f"{points(interval[0])} to {points(interval[1])}"
+
+
+def policy_name(name: str) -> str:
+    return plots.POLICY_NAMES.get(name, name)
+
+
+def rank(key: tuple[str, str, str]) -> tuple:
+    into, policy, name = key
+    return (into, policy, plots.order([*plots.FORMATS, name]).index(name))

@@ -1,0 +1,307 @@
+"""What the page says, part by part: each function takes the files of a run and returns a section.
+
+A part whose file is not there says which command makes it; what a file holds beyond what is read here is left alone.
+"""
+
+import json
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from eval import plots
+from eval.compare import p_value, points
+from eval.document import Block, Bullets, Commands, Missing, Picture, Section, Table, Text
+from eval.found import NONE, Found, number, pair, policy_name, share
+from eval.sections_model import layers, serving, tokens, training
+from recipes.parts.errors import KitError
+from recipes.parts.rundir import read_json
+
+SHOWN_PROBLEMS = 3
+LONGEST_TEXT = 1200  # characters shown of a completion
+
+
+def sections(found: Found) -> list[Section]:
+    """All parts of the report, what it says first and what is missing last."""
+    made = [
+        conclusion(found),
+        gate(found),
+        accuracy(found),
+        samples(found),
+        problems(found),
+        training(found),
+        layers(found),
+        tokens(found),
+        serving(found),
+        lm_eval(found),
+        settings(found),
+        commands(found),
+    ]
+    kept = [section for section in made if section is not None]
+    lacking = [block for section in kept for block in section.blocks if isinstance(block, Missing)]
+    if lacking:
+        rows = [[block.what, block.command] for block in lacking]
+        kept.append(Section("What is missing", [Table(["part", "made by"], rows)]))
+    return kept
+
+
+def _eval_command(found: Found) -> str:
+    return f"python -m eval --run {found.run.path}"
+
+
+def conclusion(found: Found) -> Section:
+    """The sentences that the evaluation generated, word for word."""
+    if found.result is None:
+        return Section("Conclusion", [Missing("The held-out evaluation was not made.", _eval_command(found))])
+    return Section("Conclusion", [Bullets(found.result["conclusion"].splitlines(), findings=True)])
+
+
+def gate(found: Found) -> Section:
+    """The verdict on every rule, from the manifest that the gate wrote into."""
+    blocks: list[Block] = []
+    for (into, policy, name), manifest in found.manifests.items():
+        promotion = manifest.get("promotion")
+        if not promotion:
+            continue
+        verdict = "promoted" if manifest.get("promoted") else "not promoted"
+        where = "" if into == "dequantized" else f", merged into the {into} base"
+        columns = ("name", "limit", "measured", "verdict")
+        rows = [[rule.get(column, NONE) for column in columns] for rule in promotion.get("rules", [])]
+        caption = f"{policy_name(policy)} in {name}{where}: {verdict}, {promotion.get('date', NONE)}"
+        blocks.append(Table(["rule", "limit", "measured", "verdict"], rows, caption))
+    if not blocks:
+        blocks.append(Missing("No checkpoint is promoted.", f"python -m eval gate --run {found.run.path}"))
+    return Section("Gate", blocks)
+
+
+def accuracy(found: Found) -> Section | None:
+    """The matrix with its intervals, the gain and its survival, and the hygiene of every cell."""
+    result = found.result
+    if result is None:
+        return None
+    temperature = result.get("temperature", 0)
+    decoding = f"sampled at temperature {temperature:g}, seed {result.get('seed')}" if temperature else "greedy"
+    each = f"{k} completions of each" if (k := _samples(result)) > 1 else "one completion of each"
+    text = (
+        f"{result['n']} held-out problems, {each}, {decoding}, at most {result['max_new_tokens']} new tokens. Percent "
+        "and points; every interval covers 95 % by itself, none is corrected for looking at several formats."
+    )
+    alt = "Accuracy of base and GRPO by format with 95 % intervals, and the gain in each format minus that in bf16"
+    picture = Picture("accuracy", plots.svg(plots.matrix(result)), alt)
+    return Section("Accuracy", [Text(text), picture, *_cell_tables(result), *_gain_tables(result)])
+
+
+def _cell_tables(result: dict) -> list[Block]:
+    cells = [(policy, name, cell) for policy, row in result["matrix"].items() for name, cell in row.items()]
+    accuracies, hygiene = [], []
+    for policy, name, cell in cells:
+        start = [policy_name(policy), name]
+        strict, length, seconds = cell.get("strict"), cell.get("mean_tokens"), cell.get("seconds")
+        accuracies.append([*start, points(cell["accuracy"]), pair(cell["interval"]), cell["correct"], share(strict)])
+        accuracies[-1] += [number(length, ".1f"), number(seconds, ".1f")]
+        rates = [share(cell.get(rate)) for rate in ("parse_rate", "prompt_leak_rate", "end_of_turn_rate")]
+        hygiene.append([*start, *rates, cell.get("max_token_hits", NONE), cell.get("undecided", NONE)])
+    header = ["policy", "format", "accuracy", "interval", "right", "boxed only", "tokens", "seconds"]
+    rates = ["policy", "format", "parsed, %", "prompt leak, %", "ended, %", "cut", "undecided"]
+    caption = "Hygiene: whether the accuracies mean what they say"
+    return [Table(header, accuracies, "Matrix"), Table(rates, hygiene, caption)]
+
+
+def _gain_tables(result: dict) -> list[Block]:
+    gains, kept = [], []
+    for name, gain in result["gain"].items():
+        gains.append([name, *_difference(gain), p_value(gain["mcnemar_p"]), *gain["discordant"]])
+        gains[-1] += [points(gain["minimum_detectable_effect"]), gain["n"]]
+    for name, survival in result["gain_survival"].items():
+        kept.append([name, *_difference(survival), *_difference(result["quantization_loss"][name])])
+    header = ["format", "gain", "interval", "McNemar p", "gained", "lost", "detectable at 80 % power", "problems"]
+    tables: list[Block] = [Table(header, gains, "Gain: GRPO minus base on the same problems")]
+    if kept:
+        header = ["format", "gain minus gain in bf16", "interval", "GRPO accuracy lost against bf16", "interval"]
+        tables.append(Table(header, kept, "Survival: what the format does to the gain"))
+    return tables
+
+
+def _difference(found: dict) -> list[str]:
+    return [points(found["difference"], sign=True), pair(found["interval"])]
+
+
+def _samples(result: dict) -> int:
+    value = result.get("samples") or (result.get("eval") or {}).get("samples") or 1
+    return value if isinstance(value, int) else 1
+
+
+def samples(found: Found) -> Section | None:
+    """pass@k and maj@k where several completions of a problem were drawn."""
+    result = found.result
+    if result is None or _samples(result) < 2:
+        return None
+    cells = [(policy, name, cell) for policy, row in result["matrix"].items() for name, cell in row.items()]
+    kept, curves = [], {}
+    for policy, name, cell in cells:
+        passed, voted = _by_k(cell, "pass_at"), _by_k(cell, "maj_at")
+        kept.append((policy, name, passed, voted))
+        if len(passed) > 1:
+            curves.setdefault(name, {})[policy] = passed
+    passes = sorted({k for _, _, passed, _ in kept for k in passed})
+    votes = sorted({k for *_, voted in kept for k in voted})
+    if not passes and not votes:
+        return None
+    rows = [
+        [policy_name(policy), name, *(share(passed.get(k)) for k in passes), *(share(voted.get(k)) for k in votes)]
+        for policy, name, passed, voted in kept
+    ]
+    header = ["policy", "format", *(f"pass@{k}" for k in passes), *(f"maj@{k}" for k in votes)]
+    blocks: list[Block] = [Table(header, rows, "Percent of problems")]
+    if curves:
+        alt = "pass@k against k for base and GRPO in every format"
+        blocks.insert(0, Picture("samples", plots.svg(plots.several_samples(curves)), alt))
+    return Section("Several samples a problem", blocks)
+
+
+def _by_k(cell: dict, start: str) -> dict[int, float]:
+    """{k: share} from keys such as pass_at_4 or from one dictionary pass_at_k; shares may carry an interval."""
+    values = dict(cell.get(f"{start}_k") or {}) if isinstance(cell.get(f"{start}_k"), dict) else {}
+    values |= {key.rpartition("_")[2]: value for key, value in cell.items() if key.startswith(f"{start}_")}
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = next((value[name] for name in ("share", "accuracy", "value", "mean") if name in value), None)
+        if str(key).isdigit() and isinstance(value, int | float):
+            found[int(key)] = float(value)
+    return found
+
+
+def problems(found: Found) -> Section | None:
+    """Some problems that only one of the two policies answers, in the format of the gate or the first measured."""
+    if found.result is None:
+        return None
+    names = list(found.result["matrix"]["base"])
+    wanted = ((found.config.get("config") or {}).get("eval") or {}).get("gate", {}).get("format")
+    name = wanted if wanted in names else names[0]
+    files = {policy: found.folder / "eval" / f"{policy}-{name}.jsonl" for policy in ("base", "grpo")}
+    if not all(file.is_file() for file in files.values()):
+        return None
+    base, grpo = ({row["problem_id"]: row for row in _first_samples(file)} for file in files.values())
+    asked = _questions(found)
+    blocks: list[Block] = []
+    for title, better, worse in (("Only GRPO is right", grpo, base), ("Only the base is right", base, grpo)):
+        both = [key for key in better if key in worse]
+        chosen = [key for key in both if better[key]["correct"] is True and worse[key]["correct"] is False]
+        if not chosen:
+            continue
+        rows = [
+            [asked.get(key, key), base[key]["gold"], _cut(base[key]["completion"]), _cut(grpo[key]["completion"])]
+            for key in chosen[:SHOWN_PROBLEMS]
+        ]
+        caption = f"{title}: {len(chosen)} of {len(both)} problems, the first {len(rows)}"
+        blocks.append(Table(["problem", "answer", "base", "GRPO"], rows, caption))
+    return Section(f"Problems that changed, in {name}", blocks) if blocks else None
+
+
+def _first_samples(file: Path) -> Iterable[dict]:
+    for text in file.read_text().splitlines():
+        row = json.loads(text)
+        if row.get("sample", 0) == 0:
+            yield row
+
+
+def _questions(found: Found) -> dict[str, str]:
+    """{problem id: question} of the run's held-out problems when they lie on this machine."""
+    from eval.problems import held_out
+    from recipes.parts.config import resolve
+
+    try:
+        config = resolve(found.run.config(), [], str(found.run.config_file))
+        if config.data.path is None:  # a report does not go to the network
+            return {}
+        return {problem.id: problem.question for problem in held_out(config.data, config.eval.max_problems)}
+    except (KitError, OSError):
+        return {}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text)} characters)"
+
+
+def lm_eval(found: Found) -> Section | None:
+    """The harness's figure beside ours, when it was run."""
+    return None
+
+
+def settings(found: Found) -> Section:
+    """What was trained, on what, with which versions."""
+    config = found.config.get("config") or {}
+    evaluated, machine = found.result or {}, found.config.get("machine") or {}
+    model, policy, train, data, rollout, reward = (
+        config.get(group) or {} for group in ("model", "policy", "train", "data", "rollout", "reward")
+    )
+    base = read_json(found.run.base_file) if found.run.base_file.is_file() else {}
+    facts = {
+        "run": (config.get("run") or {}).get("name", found.run.path.name),
+        "base": model.get("id"),
+        "base path": model.get("path"),
+        "base revision": model.get("revision"),
+        "NF4 base, content hash": base.get("hash") or evaluated.get("base_hash"),
+        "adapter": _adapter(evaluated, found),
+        "LoRA rank, alpha": _joined(policy.get("lora_rank"), policy.get("lora_alpha")),
+        "LoRA on": policy.get("target_modules"),
+        "data": data.get("id") or data.get("path"),
+        "rewards": ", ".join(map(str, reward.get("functions") or [])) or None,
+        "loss, beta": _joined(train.get("loss_type"), train.get("beta")),
+        "learning rate": train.get("learning_rate"),
+        "steps": f"{found.rows[-1]['step']} of {train.get('max_steps')}" if found.rows else train.get("max_steps"),
+        "group size": rollout.get("group_size"),
+        "seed": found.config.get("seed"),
+        "code": found.config.get("git_revision"),
+        "trained on": ", ".join(machine.get("gpus") or []) or _joined(machine.get("processor"), machine.get("cores")),
+        "trained": found.config.get("created"),
+        "evaluated": evaluated.get("date"),
+        "engine": _joined(evaluated.get("engine"), evaluated.get("compute_dtype")),
+    }
+    versions = {"training": found.config.get("versions") or {}, "evaluation": evaluated.get("versions") or {}}
+    versions["serving"] = (found.serving or {}).get("versions") or {}
+    packages = sorted({name for found_ in versions.values() for name in found_})
+    blocks: list[Block] = [
+        Table(["", "value"], [[name, value] for name, value in facts.items() if value not in (None, "")])
+    ]
+    if packages:
+        rows = [[name, *(used.get(name, NONE) for used in versions.values())] for name in packages]
+        blocks.append(Table(["package", *versions], rows, "Versions"))
+    return Section("Run", blocks)
+
+
+def _joined(*values: Any) -> str | None:
+    known = [str(value) for value in values if value is not None]
+    return ", ".join(known) or None
+
+
+def _adapter(result: dict, found: Found) -> str | None:
+    version, digest = result.get("adapter_version"), result.get("adapter_hash")
+    if version is None:
+        manifests = [manifest for (_, policy, _), manifest in found.manifests.items() if policy == "grpo"]
+        version = manifests[0].get("adapter_version") if manifests else None
+        digest = manifests[0].get("adapter_hash") if manifests else None
+    return None if version is None else f"v{version}, {digest}"
+
+
+def commands(found: Found) -> Section | None:
+    """The command lines that made each part, as the files record them."""
+    lines = []
+    for what, data in (
+        ("training", found.config),
+        ("evaluation", found.result),
+        ("diagnostics", found.diagnostics),
+        ("serving", found.serving),
+        ("lm-eval", found.lm_eval),
+    ):
+        command = (data or {}).get("command")
+        if command:
+            words = command if isinstance(command, str) else shlex.join(map(str, command))
+            lines.append(f"{what}: {words}")
+    formats = sorted(
+        {name for _, _, name in found.manifests}, key=lambda name: plots.order([*plots.FORMATS, name]).index(name)
+    )
+    if formats:
+        lines.insert(1, f"merge: python -m merge --run {found.run.path} --format {' '.join(formats)}")
+    return Section("Commands", [Commands(lines)]) if lines else None

