@@ -43,7 +43,7 @@ def end_of_turn_token(tokenizer: Any) -> int:
     turns = [{"role": "user", "content": "2 + 40?"}, {"role": "assistant", "content": _SENTINEL}]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
     tail = rendered[rendered.rfind(_SENTINEL) + len(_SENTINEL) :]
-    special = set(_special_tokens(tokenizer).values())
+    special = set(special_tokens(tokenizer).values())
     closing = [token for token in tokenizer(tail, add_special_tokens=False)["input_ids"] if token in special]
     if not closing:
         raise BadInput(
@@ -53,7 +53,8 @@ def end_of_turn_token(tokenizer: Any) -> int:
     return closing[0]
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """All special tokens of a tokenizer and their ids, the unnamed ones too."""
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return named | added
@@ -81,7 +82,7 @@ def render_prompts(tokenizer: Any, conversations: Sequence[list[dict]]) -> list[
     `BadInput` when a message already holds a special token of the tokenizer: its text went through a template before,
     or the data would forge a turn.
     """
-    special = list(_special_tokens(tokenizer))
+    special = list(special_tokens(tokenizer))
     for conversation in conversations:
         for message in conversation:
             if found := next((token for token in special if token in message["content"]), None):

@@ -1,11 +1,9 @@
-"""Measure the matrix {base, grpo} x {nf4, bf16, fp8, w4a16} on a run's held-out problems; see README.md."""
+"""Measure the matrix {base, grpo} x formats on a run's held-out problems; see README.md."""
 
 import argparse
 import contextlib
 import dataclasses
-import gc
 import importlib.metadata
-import json
 import platform
 import sys
 import time
@@ -15,13 +13,17 @@ from typing import Any
 
 from eval import artifacts, compare, report
 from eval.artifacts import POLICIES, Sources
+from eval.backends import Asking, ask_transformers, check_backend
+from eval.cells import Cell, read_cell, write_cell
 from eval.problems import held_out, problems_hash
-from eval.score import Record, as_rows, score, summarize
+from eval.score import score, summarize
 from eval.stats import minimum_detectable_effect
+from eval.vllm_backend import ask_vllm, vllm_version
 from recipes.parts.config import Config, load_config, resolve
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, write_json
 
+PROBES = 3  # prompts that a server is checked with before anything is measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "compressed-tensors", "math-verify", "scipy", "numpy")
 
 
@@ -36,6 +38,8 @@ class Plan:
     sources: Sources
     problems: list[Any]
     base: Path | None
+    endpoints: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    reuse: bool = False
 
     @property
     def max_new_tokens(self) -> int:
@@ -46,6 +50,17 @@ class Plan:
         """The format that the minimum detectable effect is stated for: the gate's where it is measured."""
         wanted = self.config.eval.gate.format
         return wanted if wanted in self.formats else self.formats[0]
+
+    def engine(self, policy: str, name: str) -> str:
+        """Who generates a cell. vLLM has no loader for nf4, whose cells transformers computes unless a server does."""
+        backend = self.config.eval.backend
+        if name == "nf4" and (policy, name) not in self.endpoints:
+            return "transformers"
+        return backend
+
+    def place(self, policy: str, name: str) -> Path:
+        """The directory of a cell's checkpoint, of the base for nf4."""
+        return self.base if name == "nf4" else self.sources.artifacts[policy, name].path
 
 
 def measurement(config: Config) -> dict:
@@ -59,7 +74,8 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser = argparse.ArgumentParser(
         prog="python -m eval",
         description=__doc__,
-        epilog="Other commands: python -m eval gate --run … (promote or not), python -m eval report --run … (redraw). "
+        epilog="Other commands: python -m eval gate --run … (promote or not), python -m eval report --run … (redraw), "
+        "python -m eval endpoint --url … (one deployed endpoint). "
         "Keys of the run's configuration can be given as --group.key value.",
         allow_abbrev=False,
     )
@@ -67,6 +83,11 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--formats", nargs="+", help="columns of the matrix; default eval.formats")
     parser.add_argument("--max_problems", type=int, help="held-out problems per cell; default eval.max_problems")
     parser.add_argument("--batch_size", type=int, help="prompts generated together; default eval.batch_size")
+    parser.add_argument("--backend", choices=("transformers", "vllm", "server"), help="default eval.backend")
+    parser.add_argument("--samples", type=int, help="completions per problem; default eval.samples")
+    parser.add_argument("--url", nargs="+", default=[], metavar="CELL=URL", help="servers, e.g. grpo/fp8=http://…")
+    parser.add_argument("--model", nargs="+", default=[], metavar="CELL=NAME", help="for a server of several models")
+    parser.add_argument("--reuse", action="store_true", help="keep cells measured before on the same of everything")
     parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
     parser.add_argument("--out", type=Path, help="where eval.json, eval.md, eval.png go; default: the run directory")
     parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
@@ -84,17 +105,20 @@ def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Co
 def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     """The checked plan; `BadInput` and `CheckFailed` before any weight is loaded."""
     run = RunDir.open(arguments.run)
-    flags = {"eval.max_problems": arguments.max_problems, "eval.batch_size": arguments.batch_size}
+    names = ("max_problems", "batch_size", "backend", "samples")
+    flags = {f"eval.{name}": getattr(arguments, name) for name in names}
     overrides = overrides + [f"--{key}={value}" for key, value in flags.items() if value is not None]
     config = run_config(run, overrides, arguments.config)
-    if not config.eval.temperature >= 0:
-        raise BadInput(f"eval.temperature ({config.eval.temperature}) must be 0 (greedy) or above.")
+    check_backend(config.eval.backend, config.eval.temperature, config.eval.samples)
     if config.eval.batch_size < 1 or config.eval.bootstrap_samples < 100:
         raise BadInput(
             f"eval.batch_size ({config.eval.batch_size}) must be at least 1 and eval.bootstrap_samples "
             f"({config.eval.bootstrap_samples}) at least 100."
         )
     formats = artifacts.check_formats(arguments.formats or config.eval.formats)
+    endpoints = find_endpoints(arguments, config, formats)
+    if config.eval.backend == "vllm":
+        vllm_version()
     sources = artifacts.find_sources(run, formats)
     problems = held_out(config.data, config.eval.max_problems)
     base = None  # the original checkpoint is only needed for the nf4 cells
@@ -102,7 +126,46 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
         from merge.verify import base_directory
 
         base = base_directory(run, arguments.base, weights=not arguments.dry_run)
-    return Plan(run, Path(arguments.out or run.path), config, formats, sources, problems, base)
+    out = Path(arguments.out or run.path)
+    plan = Plan(run, out, config, formats, sources, problems, base, endpoints, arguments.reuse)
+    check_endpoints(plan)
+    return plan
+
+
+def find_endpoints(arguments: argparse.Namespace, config: Config, formats: list[str]) -> dict:
+    """The server of each cell; `BadInput` when a cell lacks one or a named cell is not measured."""
+    from eval.server_backend import Endpoint, parse_cells
+
+    urls, models = parse_cells(arguments.url, "url"), parse_cells(arguments.model, "model")
+    if config.eval.backend != "server":
+        if urls or models:
+            raise BadInput(f"--url and --model need --backend server; eval.backend is {config.eval.backend}.")
+        return {}
+    cells = [(policy, name) for name in formats for policy in POLICIES]
+    if lacking := [cell for cell in cells if cell not in urls and cell[1] != "nf4"]:
+        shown = " ".join(f"{policy}/{name}=http://…" for policy, name in lacking)
+        raise BadInput(
+            f"--backend server needs the URL of every cell; missing: --url {shown}. One deployed endpoint is measured "
+            "with python -m eval endpoint."
+        )
+    if unknown := [f"{policy}/{name}" for policy, name in {**urls, **models} if (policy, name) not in cells]:
+        raise BadInput(f"--url or --model names {', '.join(unknown)}, which is not measured: formats are {formats}.")
+    if alone := [f"{policy}/{name}" for policy, name in models if (policy, name) not in urls]:
+        raise BadInput(f"--model names {', '.join(alone)}, which has no --url.")
+    timeout = config.rollout.request_timeout_s
+    return {cell: Endpoint(url, models.get(cell), timeout) for cell, url in urls.items()}
+
+
+def check_endpoints(plan: Plan) -> None:
+    """Every server lists its model and applies its checkpoint's chat template; `BadInput` before any is measured."""
+    from eval.server_backend import connect, expected_of
+
+    for (policy, name), endpoint in plan.endpoints.items():
+        few = questions(plan)
+        few = dataclasses.replace(few, conversations=few.conversations[:PROBES])
+        client = connect(endpoint, expected_of(plan.place(policy, name), few.conversations), few)
+        client.http.close()
+        print(f"server of {policy}/{name}: {client.facts['url']} serves {client.model}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,21 +195,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate(plan: Plan, command: list[str]) -> dict:
     """Measure every cell of the plan and write the report; returns the content of eval.json."""
-    records, matrix, pool = {}, {policy: {} for policy in POLICIES}, answer_pool(plan.config)
+    cells, matrix, pool = {}, {policy: {} for policy in POLICIES}, answer_pool(plan.config)
     (plan.out / "eval").mkdir(parents=True, exist_ok=True)
     try:
         for name in plan.formats:
             for policy in POLICIES:
-                started = time.perf_counter()
-                records[policy, name] = measure(plan, policy, name, pool)
-                cell = {**summarize(records[policy, name]), "seconds": round(time.perf_counter() - started, 2)}
-                if (policy, name) in plan.sources.artifacts:
-                    cell["artifact_hash"] = plan.sources.artifacts[policy, name].hash
-                matrix[policy][name] = cell
-                print(report.cell_line(policy, name, cell), flush=True)
-                write_records(plan, policy, name, records[policy, name])
+                cell = cells[policy, name] = measured_cell(plan, policy, name, pool)
+                matrix[policy][name] = {
+                    **summarize(cell.records),
+                    **cell.facts(),
+                    **weights_of(plan, policy, name, cell),
+                }
+                print(report.cell_line(policy, name, matrix[policy][name]), flush=True)
     finally:
         pool.close()
+    records = {place: cell.records for place, cell in cells.items()}
     settings = plan.config.eval
     result = {
         "n": len(plan.problems),
@@ -159,10 +222,11 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "adapter_hash": plan.sources.adapter_hash,
         "data": dataclasses.asdict(plan.config.data),
         "eval": measurement(plan.config) | {"formats": plan.formats},
-        "engine": "transformers",
-        "compute_dtype": compute_dtype(),
+        "engine": ", ".join(sorted({cell.engine for cell in cells.values()})),
+        "compute_dtype": ", ".join(sorted({cell.dtype for cell in cells.values()})),
         "max_new_tokens": plan.max_new_tokens,
         "temperature": settings.temperature,
+        "samples": settings.samples,
         "seed": settings.seed,
         "bootstrap_samples": settings.bootstrap_samples,
         "versions": versions(),
@@ -175,11 +239,72 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
     return result
 
 
-def compute_dtype() -> str:
-    """The dtype that cells are computed in on this machine: float32 on a CPU, bfloat16 on a GPU."""
-    from merge.verify import default_device, scoring_dtype
+def questions(plan: Plan) -> Asking:
+    """What every cell is asked."""
+    from recipes.parts.data import chat_messages
 
-    return str(scoring_dtype(default_device())).removeprefix("torch.")
+    settings = plan.config.eval
+    return Asking(
+        [chat_messages(plan.config.data, problem) for problem in plan.problems],
+        plan.max_new_tokens,
+        settings.temperature,
+        settings.samples,
+        settings.seed,
+        settings.batch_size,
+    )
+
+
+def measured_cell(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
+    """The cell, measured and written, or with `--reuse` the one written before."""
+    folder, identity = plan.out / "eval", cell_identity(plan, policy, name)
+    if plan.reuse:
+        found, why = read_cell(folder, policy, name, identity)
+        if found is not None:
+            return found
+        print(f"{policy}/{name}: {why}, measuring it", flush=True)
+    cell = measure(plan, policy, name, pool)
+    version = plan.sources.adapter_version if policy == "grpo" else None
+    write_cell(folder, policy, name, cell, identity, version)
+    return cell
+
+
+def cell_identity(plan: Plan, policy: str, name: str) -> dict:
+    """Everything that a cell's records depend on; with all of it equal, `--reuse` takes them for the same."""
+    settings = measurement(plan.config)
+    for key in ("backend", "formats", "batch_size", "max_problems", "bootstrap_samples"):
+        del settings[key]
+    weights: Any = {"base": plan.sources.base_hash}
+    if (artifact := plan.sources.artifacts.get((policy, name))) is not None:
+        weights = {"artifact": artifact.hash}
+    elif policy == "grpo":
+        weights["adapter"] = plan.sources.adapter_hash
+    engine = plan.engine(policy, name)
+    endpoint = plan.endpoints.get((policy, name))
+    reward = dataclasses.asdict(plan.config.reward)
+    del reward["workers"]
+    return {
+        "problems": problems_hash(plan.problems),
+        "data": dataclasses.asdict(plan.config.data),
+        "eval": settings,
+        "reward": reward,
+        "weights": weights,
+        "engine": engine,
+        "endpoint": dataclasses.asdict(endpoint) if endpoint else None,
+        "versions": versions() | ({"vllm": vllm_version()} if engine == "vllm" else {}),
+    }
+
+
+def weights_of(plan: Plan, policy: str, name: str, cell: Cell) -> dict:
+    """{"artifact_hash"} of a merged checkpoint whose files were measured.
+
+    A server does not tell which weights it holds: only one that names the checkpoint's own directory (vLLM's `root`)
+    is taken to hold it, so that the gate, which wants the hash, does not promote what was not measured.
+    """
+    if (artifact := plan.sources.artifacts.get((policy, name))) is None:
+        return {}
+    if cell.engine == "server" and Path(cell.versions.get("root", "/")).resolve() != artifact.path.resolve():
+        return {}
+    return {"artifact_hash": artifact.hash}
 
 
 def answer_pool(config: Config) -> Any:
@@ -189,35 +314,22 @@ def answer_pool(config: Config) -> Any:
     return WorkerPool(workers=config.reward.workers, timeout_s=config.reward.timeout_s)
 
 
-def measure(plan: Plan, policy: str, name: str, pool: Any) -> list[Record]:
-    """The records of one cell: its model is loaded, asked every problem, scored and let go."""
-    import torch
-    from transformers import AutoTokenizer
+def measure(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
+    """One cell, every problem asked and scored; what generates is let go."""
+    started, asking, place = time.perf_counter(), questions(plan), plan.place(policy, name)
+    engine = plan.engine(policy, name)
+    if engine == "server":
+        from eval.server_backend import ask_server
 
-    from eval.generate import end_of_turn_token, generate, set_threads
-    from recipes.parts.data import chat_messages
-
-    place = plan.base if name == "nf4" else plan.sources.artifacts[policy, name].path
-    tokenizer = AutoTokenizer.from_pretrained(place)
-    end_of_turn_token(tokenizer)  # refused before minutes of loading
-    model = load_cell(plan, policy, name)
-    set_threads(sum(parameter.numel() for parameter in model.parameters()))
-    conversations = [chat_messages(plan.config.data, problem) for problem in plan.problems]
-    settings = plan.config.eval
-    made = generate(
-        model,
-        tokenizer,
-        conversations,
-        plan.max_new_tokens,
-        settings.batch_size,
-        temperature=settings.temperature,
-        seed=settings.seed,
-    )
-    del model
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return score(plan.problems, made, conversations, pool)
+        answers = ask_server(plan.endpoints[policy, name], place, asking)
+    elif engine == "vllm":
+        log = plan.out / "eval" / f"{policy}-{name}.vllm.log"
+        answers = ask_vllm(place, asking, plan.config.server, log)
+    else:
+        answers = ask_transformers(lambda: load_cell(plan, policy, name), place, asking)
+    records = score(plan.problems, answers.generations, asking.conversations, pool)
+    seconds = round(time.perf_counter() - started, 2)
+    return Cell(records, answers.engine, answers.dtype, answers.versions, seconds)
 
 
 def load_cell(plan: Plan, policy: str, name: str) -> Any:
@@ -227,15 +339,6 @@ def load_cell(plan: Plan, policy: str, name: str) -> Any:
     if name == "nf4":
         return load_policy(plan.run, plan.sources.adapter if policy == "grpo" else None, base=plan.base)
     return load_for_scoring(plan.sources.artifacts[policy, name].path)
-
-
-def write_records(plan: Plan, policy: str, name: str, records: list[Record]) -> None:
-    """One JSON line per completion in <out>/eval/<policy>-<format>.jsonl, replaced whole."""
-    version = plan.sources.adapter_version if policy == "grpo" else None
-    final = plan.out / "eval" / f"{policy}-{name}.jsonl"
-    partial = final.with_suffix(".partial")
-    partial.write_text("".join(json.dumps({**row, "adapter_version": version}) + "\n" for row in as_rows(records)))
-    partial.replace(final)
 
 
 def versions() -> dict:

@@ -1,0 +1,106 @@
+"""Who generates: one question to all engines, one form of answer.
+
+A backend is a function from `Asking` (and where the weights are) to `Answers`. All follow one protocol: the chat
+template applied once, the model's own stop tokens, no penalty, no top_p or top_k, no default of the checkpoint's
+generation_config.json, and random numbers that hang on (seed, problem, sample) alone.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.generate import Generation, check_sampling, end_of_turn_token, generate, set_threads, stop_tokens
+from recipes.parts.errors import BadInput
+
+# vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).
+LOWEST_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is asked of every checkpoint alike; the completions of one conversation are its `samples`."""
+
+    conversations: Sequence[list[dict]]
+    max_new_tokens: int
+    temperature: float = 0.0
+    samples: int = 1
+    seed: int = 0
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class Answers:
+    """`generations` conversation by conversation, samples of one together; and what made them.
+
+    `engine` is "transformers", "vllm" or "server"; `dtype` what it computed in ("unknown" when it does not say);
+    `versions` what is worth recording of the engine beside the versions of this process.
+    """
+
+    generations: list[Generation]
+    engine: str
+    dtype: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def check_backend(backend: str, temperature: float, samples: int) -> None:
+    """`BadInput` for sampling that a backend cannot do, before anything is loaded or started."""
+    check_sampling(temperature, samples)
+    if backend != "transformers" and 0 < temperature < LOWEST_TEMPERATURE:
+        raise BadInput(
+            f"eval.temperature ({temperature}) is below {LOWEST_TEMPERATURE}, which vLLM would take for "
+            f"{LOWEST_TEMPERATURE}. Use 0 for greedy completions, or eval.backend transformers."
+        )
+
+
+def load_tokenizer(place: str | Path) -> Any:
+    """The tokenizer of a checkpoint, refused before its weights load when its chat template cannot end a turn."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    end_of_turn_token(tokenizer)
+    return tokenizer
+
+
+def directory_stop_tokens(place: str | Path, tokenizer: Any) -> list[int]:
+    """The stop tokens of a checkpoint's files, as transformers would take them; `BadInput` as in `stop_tokens`."""
+    from transformers import AutoConfig, GenerationConfig
+
+    place = Path(place)
+    if (place / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(place)
+    else:
+        found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(place))
+    return stop_tokens(found, tokenizer)
+
+
+def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking) -> Answers:
+    """`Answers` of the model that `load` returns, in this process; its memory is let go at the end."""
+    import torch
+
+    tokenizer = load_tokenizer(place)
+    model = load()
+    set_threads(sum(parameter.numel() for parameter in model.parameters()))
+    made = generate(
+        model,
+        tokenizer,
+        asking.conversations,
+        asking.max_new_tokens,
+        asking.batch_size,
+        temperature=asking.temperature,
+        seed=asking.seed,
+        samples=asking.samples,
+    )
+    del model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return Answers(made, "transformers", compute_dtype())
+
+
+def compute_dtype() -> str:
+    """The dtype that transformers' cells are computed in here: float32 on a CPU, bfloat16 on a GPU."""
+    from merge.verify import default_device, scoring_dtype
+
+    return str(scoring_dtype(default_device())).removeprefix("torch.")

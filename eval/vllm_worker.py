@@ -1,0 +1,77 @@
+"""One evaluation cell in vLLM: `python -m eval.vllm_worker request.json answer.json`, started by vllm_backend.py.
+
+A process of its own, because vLLM gives GPU memory back only when its process ends. Imports nothing of the kit but
+the standard library's needs. The answer is written whole: {"rows", "dtype", "version"} or {"error"}.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+def main(request_file: str, answer_file: str) -> int:
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    request = json.loads(Path(request_file).read_text())
+    try:
+        answer, code = _complete(request), 0
+    except Exception as error:
+        answer, code = {"error": f"{type(error).__name__}: {error}"}, 1
+        import traceback
+
+        traceback.print_exc()
+    partial = Path(answer_file).with_suffix(".partial")
+    partial.write_text(json.dumps(answer))
+    partial.replace(answer_file)
+    return code
+
+
+def _complete(request: dict) -> dict[str, Any]:
+    import vllm
+    from vllm.platforms import current_platform
+
+    size = dict(request["size"])
+    if current_platform.is_cpu():
+        # The share of memory and CUDA graphs are a GPU's; compiling costs a CPU minutes.
+        size = {key: size[key] for key in ("max_num_seqs",)} | {"enforce_eager": True}
+    engine = vllm.LLM(
+        model=request["model"],
+        dtype="auto",
+        generation_config="vllm",  # none of the checkpoint's own sampling defaults
+        max_model_len=request["max_model_len"],
+        skip_tokenizer_init=True,  # token ids in, token ids out: the template is applied on our side
+        seed=0,
+        **size,
+    )
+    settings = [
+        vllm.SamplingParams(
+            temperature=request["temperature"],
+            max_tokens=request["max_new_tokens"],
+            seed=seed,
+            stop_token_ids=request["stops"],
+            ignore_eos=True,  # the tokenizer's own end token: `stops` are all that the model stops at
+            detokenize=False,
+        )
+        for seed in request["seeds"]
+    ]
+    prompts = [{"prompt_token_ids": request["prompts"][place]} for place in request["places"]]
+    outputs = engine.generate(prompts, settings, use_tqdm=False)
+    dtype = str(engine.llm_engine.model_config.dtype).removeprefix("torch.")
+    return {"rows": [list(out.outputs[0].token_ids) for out in outputs], "dtype": dtype, "version": vllm.__version__}
+
+
+def _die_with_parent() -> None:
+    """End this process and what it started when the other end of stdin closes: the evaluation was killed."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    # vLLM hangs now and then while it takes its own processes down; the answer is on disk by now.
+    status = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
