@@ -1,19 +1,20 @@
 """One record per completion and one summary per cell of the matrix: accuracy, and the hygiene that makes it mean
 something.
 
-An answer that could not be compared (`answers_equal` gives None) is neither right nor wrong: it is counted as
-undecided and left out of accuracies and of paired comparisons.
+What an answer is and when it is right is the task's `Scoring` (`eval.tasks` picks it); MATH compares final answers.
+What could not be decided (a comparison beyond its limits, a sandbox that failed, a reward of None) is neither right
+nor wrong: it is counted as undecided and left out of accuracies and of paired comparisons.
 """
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eval.generate import Generation
 from eval.stats import wilson
-from recipes.parts.errors import CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed
 
 # A prompt part shorter than this (normalized characters) says too little to call its echo a leak.
 _SHORTEST_ECHO = 12
@@ -31,7 +32,8 @@ _ROLE_MARKERS = re.compile(
 class Record:
     """One scored completion, number `sample` of its problem.
 
-    `correct` accepts every answer form, `correct_strict` a box only; None is undecided.
+    `correct` accepts every answer form, `correct_strict` a box only (of code: a fenced block); None is undecided.
+    `reward` is what a reward function said, None without one.
     """
 
     problem_id: str
@@ -46,6 +48,40 @@ class Record:
     correct_strict: bool | None
     prompt_leak: bool
     sample: int = 0
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was read out of a completion and whether it is right; the fields are those of `Record`."""
+
+    answer: str | None
+    parsed: bool
+    correct: bool | None
+    strict: bool | None
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A completion as a task judges it: its text without special tokens, the problem, and what was asked."""
+
+    text: str
+    problem: Any
+    conversation: list[dict]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a task judges: `judge(answers, pool)` gives a `Judgement` for every `Answered`, in order.
+
+    `quotes_question`: a right answer may hold the whole question (a function with its docstring), which is then no
+    prompt leak.
+    """
+
+    name: str
+    judge: Callable[[Sequence[Answered], Any], list[Judgement]]
+    quotes_question: bool = False
 
 
 def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:
@@ -60,57 +96,95 @@ def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:
     return any(len(part) >= _SHORTEST_ECHO and part in text for part in map(_flatten, prompt_parts))
 
 
-def score(
-    problems: Sequence[Any], generations: Sequence[Generation], conversations: Sequence[list[dict]], pool: Any = None
-) -> list[Record]:
-    """The records of one cell: one completion for each problem (`id`, `gold`), asked with `conversations`.
-
-    Answers are read and compared as the rewards do it; `pool` (reward.pool) runs what needs a parser.
-    """
+def judge_answers(answers: Sequence[Answered], pool: Any = None) -> list[Judgement]:
+    """Final answers read and compared as the rewards do it; `pool` (reward.pool) runs what needs a parser."""
     from reward.answer import boxed_answer, final_answer, judge, own_text
 
-    own = [own_text(made.text, asked) for made, asked in zip(generations, conversations, strict=True)]
-    answers, boxed = [final_answer(text) or None for text in own], [boxed_answer(text) or None for text in own]
-    golds = [problem.gold for problem in problems]
+    own = [own_text(made.text, made.conversation) for made in answers]
+    found, boxed = [final_answer(text) or None for text in own], [boxed_answer(text) or None for text in own]
+    golds = [made.problem.gold for made in answers]
     # Mostly the two are the same answer: what both ask is judged once.
-    asked = sorted({(a, g) for found in (answers, boxed) for a, g in zip(found, golds, strict=True) if a})
+    asked = sorted({(a, g) for texts in (found, boxed) for a, g in zip(texts, golds, strict=True) if a})
     verdicts = dict(zip(asked, (verdict.value for verdict in judge(asked, pool)), strict=True))
     return [
+        Judgement(
+            answer=answer,
+            parsed=answer is not None,
+            correct=verdicts[answer, gold] if answer else False,
+            strict=verdicts[box, gold] if box else False,
+        )
+        for answer, box, gold in zip(found, boxed, golds, strict=True)
+    ]
+
+
+MATH = Scoring("math", judge_answers)
+
+
+def score(
+    problems: Sequence[Any],
+    generations: Sequence[Generation],
+    conversations: Sequence[list[dict]],
+    pool: Any = None,
+    scoring: Scoring = MATH,
+) -> list[Record]:
+    """The records of one cell: the same number of completions for each problem (`id`, `gold`), samples together.
+
+    `conversations` are what the problems were asked with, one each. `BadInput` when the completions cannot be shared
+    out evenly.
+    """
+    samples, left = divmod(len(generations), max(len(problems), 1))
+    if left or not samples or len(conversations) != len(problems):
+        raise BadInput(
+            f"{len(generations)} completions and {len(conversations)} prompts do not fit {len(problems)} problems."
+        )
+    asked = [(problem, turns) for problem, turns in zip(problems, conversations, strict=True) for _ in range(samples)]
+    answers = [Answered(made.text, *pair) for made, pair in zip(generations, asked, strict=True)]
+    return [
         Record(
-            problem_id=problem.id,
+            problem_id=answer.problem.id,
             completion=made.raw,
             tokens=made.tokens,
             ended=made.ended,
             hit_max_tokens=made.hit_max_tokens,
-            parsed=answer is not None,
-            answer=answer,
-            gold=problem.gold,
-            correct=verdicts[answer, problem.gold] if answer else False,
-            correct_strict=verdicts[box, problem.gold] if box else False,
-            prompt_leak=leaks_prompt(made.raw, prompt_parts(turns, problem)),
+            parsed=judged.parsed,
+            answer=judged.answer,
+            gold=answer.problem.gold,
+            correct=judged.correct,
+            correct_strict=judged.strict,
+            prompt_leak=leaks_prompt(made.raw, prompt_parts(answer, scoring.quotes_question)),
+            sample=place % samples,
+            reward=judged.reward,
         )
-        for problem, made, turns, answer, box in zip(problems, generations, conversations, answers, boxed, strict=True)
+        for place, (made, answer, judged) in enumerate(
+            zip(generations, answers, scoring.judge(answers, pool), strict=True)
+        )
     ]
 
 
-def prompt_parts(conversation: list[dict], problem: Any) -> list[str]:
+def prompt_parts(answer: Answered, quotes_question: bool = False) -> list[str]:
     """What a completion must not repeat: every message, the question, and the instruction that follows it."""
-    parts = [message["content"] for message in conversation]
-    after = [part.partition(problem.question)[2] for part in parts if problem.question in part]
-    return [part for part in [*parts, problem.question, *after] if part.strip()]
+    parts, question = [message["content"] for message in answer.conversation], answer.problem.question
+    after = [part.partition(question)[2] for part in parts if question in part]
+    if quotes_question:
+        parts = [part for part in parts if question not in part]
+    else:
+        parts = [*parts, question]
+    return [part for part in [*parts, *after] if part.strip()]
 
 
 def summarize(records: Sequence[Record]) -> dict:
     """A cell of the matrix: accuracies over decided completions, hygiene rates over all, all fractions in 0..1.
 
     {"n", "undecided", "correct", "accuracy", "interval" (Wilson), "strict", "parse_rate", "prompt_leak_rate",
-    "end_of_turn_rate", "max_token_hits" (a count), "mean_tokens"}
+    "end_of_turn_rate", "max_token_hits" (a count), "mean_tokens"}, and "mean_reward" over decided completions where
+    a reward function scored.
     """
     n = len(records)
     decided = [record.correct for record in records if record.correct is not None]
     strict = [record.correct_strict for record in records if record.correct_strict is not None]
     if not decided:
         raise CheckFailed(f"none of {n} answers could be compared with its reference; there is no accuracy to report.")
+    rewards = [record.reward for record in records if record.reward is not None]
     return {
         "n": n,
         "undecided": n - len(decided),
@@ -123,6 +197,7 @@ def summarize(records: Sequence[Record]) -> dict:
         "end_of_turn_rate": sum(record.ended for record in records) / n,
         "max_token_hits": sum(record.hit_max_tokens for record in records),
         "mean_tokens": sum(record.tokens for record in records) / n,
+        **({"mean_reward": sum(rewards) / len(rewards)} if rewards else {}),
     }
 
 

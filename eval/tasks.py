@@ -1,0 +1,294 @@
+r"""Tasks: which problems are asked, in what words, and what makes a completion right.
+
+A run is evaluated on its own data group. `task_values` replaces that group by a known task for an evaluation on other
+problems (transfer); `scoring_of` says how a configuration's completions are judged:
+
+- final answers (gsm8k, svamp, math500): `eval.score.MATH`;
+- code (mbpp, humaneval): all hidden tests pass in the sandbox of `reward.code`. Parsed when a fenced code block was
+  found, or when the text without one is Python; strict counts fenced blocks only;
+- `eval.reward`, a name of `reward/` or `module:function` in TRL's signature: right from `eval.reward_threshold` on.
+
+Imports no torch. The model's code runs in the sandbox alone, and only with `reward.allow_code_execution`.
+"""
+
+import copy
+import difflib
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eval.score import MATH, Answered, Judgement, Scoring
+from recipes.parts.config import Config, DataConfig
+from recipes.parts.data import CODE_FORMATS, TEXT_FORMATS, first_row
+from recipes.parts.errors import BadInput, CheckFailed
+
+BOX = "\nPut the final answer in \\boxed{}."
+MATH_FORMATS = (*TEXT_FORMATS, "countdown")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A known problem set: its columns (the first pair that a file has), reference form, instruction and hub place."""
+
+    columns: tuple[tuple[str, str], ...]
+    answer_format: str
+    prompt_suffix: str
+    id: str | None = None
+    config: str | None = None
+    split: str = "test"
+
+
+TASKS = {
+    "gsm8k": Task((("question", "answer"),), "gsm8k", BOX, "openai/gsm8k", "main"),
+    "svamp": Task((("Body+Question", "Answer"), ("question", "answer")), "plain", BOX, "ChilleD/SVAMP"),
+    "math500": Task((("problem", "answer"), ("question", "answer")), "plain", BOX, "HuggingFaceH4/MATH-500"),
+    "mbpp": Task(
+        (("prompt", "test_list"), ("text", "test_list")),
+        "mbpp",
+        "\nAnswer with one Python code block.",
+        "google-research-datasets/mbpp",
+        "sanitized",
+    ),
+    "humaneval": Task(
+        (("prompt", "test"),),
+        "humaneval",
+        "\n\nComplete this function. Answer with one Python code block that holds the whole function.",
+        "openai/openai_humaneval",
+    ),
+    # Any problems; eval.reward and, where the columns have other names, data.question_column say what they are.
+    "jsonl": Task((("question", "answer"), ("problem", "answer"), ("prompt", "gold")), "any", ""),
+}
+
+
+def task_values(values: dict, task: str, path: str | Path | None = None) -> dict:
+    """The nested values of a run's configuration with the data group of `task`, to be resolved with overrides.
+
+    `path` is a file, or a folder with `test.jsonl` (.json, .parquet, .jsonl.gz); without it the task's hub id is
+    taken. The system message stays the run's, as does its instruction where its own answers are of the same kind: a
+    policy is asked in the words it was trained with. `BadInput` for an unknown task, or one with nothing to read.
+    """
+    if task not in TASKS:
+        near = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise BadInput(f"unknown task {task!r}.{hint} There are {', '.join(TASKS)}.")
+    known, own = TASKS[task], values.get("data") or {}
+    if path is None and known.id is None:
+        raise BadInput(f"task {task} has no problems of its own: name a file with --data.")
+    data = {"eval_split": known.split, "answer_format": known.answer_format, "prompt_suffix": known.prompt_suffix}
+    data |= {key: own[key] for key in ("system_prompt", "max_bad_fraction") if key in own}
+    if known.answer_format in MATH_FORMATS and own.get("answer_format", "plain") in MATH_FORMATS:
+        data["prompt_suffix"] = own.get("prompt_suffix") or ""
+    data |= {"id": known.id, "config": known.config} if path is None else {"eval_path": str(path)}
+    question, answer = known.columns[0] if path is None else _columns(known, data)
+    return {**copy.deepcopy(values), "data": {**data, "question_column": question, "answer_column": answer}}
+
+
+def task_config(config: Config, task: str, path: str | Path | None = None) -> Config:
+    """`config` with the data group of `task`, for evaluation only; see `task_values`."""
+    changed = copy.copy(config)
+    own = {item.name: getattr(config.data, item.name) for item in fields(DataConfig)}
+    changed.data = DataConfig(**task_values({"data": own}, task, path)["data"])
+    return changed
+
+
+def _columns(task: Task, data: dict) -> tuple[str, str]:
+    """The first pair of columns that the file has, else the first of all, which loading then names as missing."""
+    row = first_row(DataConfig(**data), "eval")
+    found = (pair for pair in task.columns if {*pair[0].split("+"), pair[1]} <= set(row))
+    return next(found, task.columns[0])
+
+
+def scoring_of(config: Config) -> Scoring:
+    """How a configuration's completions are judged, checked before any weight is loaded.
+
+    `BadInput` when the reward is unknown, cannot be imported or called, or when code would run that
+    `reward.allow_code_execution` does not allow or that this machine cannot confine.
+    """
+    settings, form = config.eval, config.data.answer_format
+    if not math.isfinite(settings.reward_threshold):
+        raise BadInput(f"eval.reward_threshold ({settings.reward_threshold}) must be a number.")
+    name = settings.reward
+    if name is None:
+        if form in TEXT_FORMATS:
+            return MATH
+        if form == "any":
+            raise BadInput(
+                "data.answer_format any says nothing about when an answer is right. Name a reward: --eval.reward "
+                "module:function, or one of reward/README.md."
+            )
+        name = "countdown" if form == "countdown" else "code"
+    if ":" in name:
+        function = imported(name)
+        _check_code(config, name, function)
+        return Scoring(name, partial(judge_by_reward, custom(name, function), settings.reward_threshold))
+    options = _named_options(config, name)
+    if name == "code":
+        _check_code_form(form)
+        judge = partial(judge_code, {**options, "partial": False})
+        return Scoring("code", judge, quotes_question=form == "humaneval")
+    from reward import REWARDS
+
+    call = partial(_named, REWARDS[name], options)
+    return Scoring(name, partial(judge_by_reward, call, settings.reward_threshold))
+
+
+def _named_options(config: Config, name: str) -> dict:
+    """The checked options of a reward of the kit, and that it may and can run here."""
+    from reward import REWARDS, checked_options
+
+    if name not in REWARDS:
+        near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise BadInput(
+            f"eval.reward: unknown reward {name!r}.{hint} There are {', '.join(REWARDS)}, or module:function."
+        )
+    if "completion_ids" in inspect.signature(REWARDS[name]).parameters:
+        raise BadInput(f"eval.reward {name} counts a run's tokens and says nothing about answers. Use another reward.")
+    _check_code(config, name, REWARDS[name])
+    given = {key: value for key, value in config.reward.options.items() if key == name}
+    options = checked_options(given, [name])[name]
+    if name == "code":
+        from reward.sandbox import shared_sandbox
+
+        limits = {key: options[key] for key in ("timeout_s", "memory_mib") if key in options}
+        shared_sandbox(config.reward.workers, **limits).isolation()  # refused here where nothing confines the code
+    return options
+
+
+def _check_code(config: Config, name: str, function: Callable) -> None:
+    if getattr(function, "executes_code", False) and not config.reward.allow_code_execution:
+        raise BadInput(
+            f"{name} runs code that the model wrote. Allow it with --allow_code_execution, or in the run's YAML with "
+            "reward.allow_code_execution: true, after reading in reward/README.md what the sandbox keeps out."
+        )
+
+
+def _check_code_form(form: str) -> None:
+    if form not in CODE_FORMATS:
+        raise BadInput(
+            f"eval.reward code reads tests as references, and data.answer_format is {form}. Use one of "
+            f"{', '.join(CODE_FORMATS)}."
+        )
+
+
+def imported(name: str) -> Callable:
+    """The function of `module:function`, looked for from the current directory too; `BadInput` when there is none."""
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a module of the user's may fail in any way while it is imported
+        raise BadInput(f"eval.reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise BadInput(f"eval.reward {name!r} is a {type(function).__name__}, not a function.")
+    return function
+
+
+COLUMNS = ("prompts", "completions", "gold", "problem_id")
+Reward = Callable[[Sequence[Answered], Any], tuple[list, list | None]]
+
+
+def custom(name: str, function: Callable) -> Reward:
+    """`function` as TRL would call it in a run, with those of `COLUMNS` that it takes by name."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if unknown := [key for key in needed if key not in COLUMNS]:
+        raise BadInput(f"eval.reward {name} needs an argument {unknown[0]!r}; a reward gets {', '.join(COLUMNS)}.")
+    if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
+        raise BadInput(f"eval.reward {name} has positional-only arguments; a reward is called with named ones.")
+
+    def call(answers: Sequence[Answered], pool: Any) -> tuple[list, None]:
+        columns = {
+            "prompts": [answer.conversation for answer in answers],
+            "completions": [[{"role": "assistant", "content": answer.text}] for answer in answers],
+            "gold": [answer.problem.gold for answer in answers],
+            "problem_id": [answer.problem.id for answer in answers],
+        }
+        try:
+            rewards = function(**{key: value for key, value in columns.items() if takes_all or key in named})
+            return list(rewards), None
+        except Exception as error:  # whatever the user's function raises, the cell has no value
+            raise CheckFailed(f"eval.reward {name} failed: {type(error).__name__}: {error}") from error
+
+    return call
+
+
+def _named(function: Callable, options: dict, answers: Sequence[Answered], pool: Any) -> tuple[list, list | None]:
+    """The rewards of a function of `reward/`, and what it read out of each completion where it says so."""
+    from reward.score import Explanation
+
+    seen = Explanation()
+    rewards = function(
+        [answer.conversation for answer in answers],
+        [answer.text for answer in answers],
+        gold=[answer.problem.gold for answer in answers],
+        pool=pool,
+        budget=seen,
+        **options,
+    )
+    return rewards, seen.extracted or None
+
+
+def judge_by_reward(call: Reward, threshold: float, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
+    """Right from `threshold` on; a reward of None (or NaN) is undecided. `CheckFailed` for what are no rewards."""
+    rewards, extracted = call(answers, pool)
+    if len(rewards) != len(answers):
+        raise CheckFailed(f"the reward gave {len(rewards)} values for {len(answers)} completions.")
+    texts = extracted or [answer.text if answer.text.strip() else None for answer in answers]
+    return [
+        Judgement(text, text is not None, *_verdicts(value, threshold), reward=value)
+        for text, value in zip(texts, map(_reward, rewards), strict=True)
+    ]
+
+
+def _verdicts(value: float | None, threshold: float) -> tuple[bool | None, bool | None]:
+    right = None if value is None else value >= threshold
+    return right, right
+
+
+def _reward(value: Any) -> float | None:
+    """A reward as a float; numpy's and torch's numbers are welcome, NaN is None."""
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise CheckFailed(f"the reward gave {value!r:.80}, expected a number or None.") from None
+    return None if math.isnan(number) else number
+
+
+def judge_code(options: dict, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
+    """All hidden tests pass; a completion that repeats another one of its problem is run once."""
+    from reward.code import code, fenced_blocks
+    from reward.score import Explanation
+
+    distinct = list({(answer.problem.id, answer.text): answer for answer in answers}.values())
+    seen = Explanation()
+    rewards = code(
+        [answer.conversation for answer in distinct],
+        [answer.text for answer in distinct],
+        gold=[answer.problem.gold for answer in distinct],
+        pool=pool,
+        budget=seen,
+        **options,
+    )
+    judged = {}
+    for answer, reward, block, verdict in zip(distinct, rewards, seen.extracted, seen.verdicts, strict=True):
+        fenced = bool(fenced_blocks(answer.text))
+        # Without a fence the whole text was tried: prose is no code, and a fence around prose is still a code block.
+        parsed = block is not None and (fenced or verdict.reason not in ("syntax", "too long"))
+        right = None if reward is None else reward >= 1.0
+        strict = right if fenced or right is None else False
+        judged[answer.problem.id, answer.text] = Judgement(block if parsed else None, parsed, right, strict, reward)
+    return [judged[answer.problem.id, answer.text] for answer in answers]
