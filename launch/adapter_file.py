@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Initializations that rewrite the base weight, so that B·A belongs to another base than the one that is served.
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+from recipes.parts import lora
+
 NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 PREFIX = "base_model.model."
 DTYPES = ("BF16", "F16", "F32")
@@ -108,29 +108,10 @@ def check(adapter: AdapterFile, room: Room) -> None:
 
 
 def _configured(config: dict, room: Room) -> list[str]:
-    found = []
-    if config.get("peft_type") != "LORA":
-        found.append(f"peft_type is {config.get('peft_type')!r}, only LORA is served")
-    if config.get("use_dora"):
-        found.append("use_dora: DoRA rescales the merged weight, which s·B·A does not; train with use_dora=False")
-    if config.get("modules_to_save"):
-        found.append(f"modules_to_save {config['modules_to_save']}: trained copies have no place; train without them")
-    if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        found.append("trained biases (bias or lora_bias) have no place; train with bias='none'")
-    if config.get("fan_in_fan_out"):
-        found.append("fan_in_fan_out: the factors are transposed (Conv1D models)")
-    if config.get("target_parameters"):
-        found.append("target_parameters: adapters on bare parameters (fused experts) have no place")
-    if config.get("layer_replication"):
-        found.append("layer_replication: the adapter belongs to a model with repeated layers; train without it")
-    if config.get("alora_invocation_tokens"):
-        found.append("alora_invocation_tokens: the adapter holds for a part of the sequence; train a plain LoRA")
+    found = lora.reasons(config)
     for key in ("rank_pattern", "alpha_pattern"):
         if config.get(key) and not room.takes_patterns:
             found.append(f"{key}: vLLM's LoRA scales every layer by lora_alpha/r; train without it or sync by remerge")
-    init = str(config.get("init_lora_weights", True)).lower()
-    if init.startswith(BASE_CHANGING_INITS):
-        found.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
     return found
 
 

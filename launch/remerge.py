@@ -11,7 +11,6 @@ kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from recipes.parts import lora
 
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
@@ -231,11 +232,8 @@ def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[st
 
     One read and one copy to the device for the whole file. `ValueError` for a tensor without a place.
     """
-    from peft.utils.other import get_pattern_key
-
     config = json.loads((directory / "adapter_config.json").read_text())
     tensors = read_tensors(directory / "adapter_model.safetensors", device)
-    alphas, ranks = config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}
     adapter: dict[str, tuple] = {}
     for linear in linears:
         for part in linear.parts:
@@ -250,12 +248,10 @@ def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[st
             rank = a.shape[0]
             if a.shape[1] != linear.columns or b.shape != (part.rows, rank):
                 raise ValueError(f"{part.name} has factors of {tuple(a.shape)} and {tuple(b.shape)}")
-            declared = ranks.get(get_pattern_key(ranks, part.name), config["r"])
+            declared = lora.rank_of(config, part.name)
             if rank != declared:
                 raise ValueError(f"{part.name} has rank {rank}, adapter_config.json says {declared}")
-            alpha = alphas.get(get_pattern_key(alphas, part.name), config["lora_alpha"])
-            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            adapter[part.name] = (a, b, scale)
+            adapter[part.name] = (a, b, lora.scale_of(config, part.name))
     if tensors:
         raise ValueError(f"this server has no place for {sorted(tensors)[0]} ({len(tensors)} such tensors)")
     return adapter

@@ -5,7 +5,6 @@ reason: DoRA, modules_to_save, trained biases, adapters that change the base (Pi
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from safetensors import safe_open
 
 from merge.base import BaseCheckpoint, BaseTensor
 from merge.shards import Behind, TensorFile, flush, name_files
+from recipes.parts import lora
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import publish, read_json, write_manifest
 
@@ -37,8 +37,6 @@ COMPANIONS = (
     "additional_chat_templates",
 )
 WRITE_BYTES = 1 << 28  # that wait to be written, at most
-# Initializations that rewrite the base weight, so that B·A belongs to another base than the one loaded from disk.
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,8 @@ def read_adapter(directory: Path, base: BaseCheckpoint) -> dict[str, Factors]:
     config = read_json(directory / "adapter_config.json")
     if not (directory / "adapter_model.safetensors").is_file():
         raise BadInput(f"{directory} has no adapter_model.safetensors.")
-    _refuse_unmergeable(directory, config, getattr(base.config, "tie_word_embeddings", False))
+    if why := lora.reasons(config, getattr(base.config, "tie_word_embeddings", False)):
+        raise BadInput(f"{directory} cannot be merged: {'; '.join(why)}.")
     found: dict[str, dict[str, torch.Tensor]] = {}
     with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
         for key in file.keys():
@@ -85,50 +84,20 @@ def _split_key(directory: Path, key: str) -> tuple[str, str]:
     return module, factor
 
 
-def _refuse_unmergeable(directory: Path, config: dict, tied: bool) -> None:
-    reasons = []
-    if config.get("peft_type") != "LORA":
-        reasons.append(f"peft_type is {config.get('peft_type')}, only LORA is merged")
-    if config.get("use_dora"):
-        reasons.append("use_dora: DoRA rescales the merged weight, s·B·A is not its update; train with use_dora=False")
-    if config.get("modules_to_save"):
-        reasons.append(
-            f"modules_to_save {config['modules_to_save']}: fully trained copies, which the NF4 base's hash does not "
-            "cover; train without modules_to_save"
-        )
-    if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        reasons.append("trained biases (bias or lora_bias): the base's biases are frozen; train with bias='none'")
-    if config.get("fan_in_fan_out"):
-        reasons.append("fan_in_fan_out: the factors are transposed (Conv1D models)")
-    if config.get("target_parameters"):
-        reasons.append("target_parameters: adapters on bare parameters (fused experts)")
-    init = str(config.get("init_lora_weights", True)).lower()
-    if init.startswith(BASE_CHANGING_INITS):
-        reasons.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
-    if tied and "lm_head" in (config.get("target_modules") or []):
-        reasons.append("it targets lm_head, which shares its weight with the input embedding; leave lm_head out")
-    if reasons:
-        raise BadInput(f"{directory} cannot be merged: {'; '.join(reasons)}.")
-
-
 def _factors(directory: Path, module: str, pair: dict, config: dict, base: BaseCheckpoint) -> Factors:
-    from peft.utils.other import get_pattern_key
-
     if f"{module}.weight" not in base.files:
         raise BadInput(f"{directory} names {module}, which the base {base.directory} does not have.")
     if missing := {"lora_A", "lora_B"} - set(pair):
         raise BadInput(f"{directory} has {module} without {missing.pop()}: the file is not whole.")
     a, b = pair["lora_A"], pair["lora_B"]
-    rank_pattern, alpha_pattern = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    rank = rank_pattern.get(get_pattern_key(rank_pattern, module), config["r"])
-    alpha = alpha_pattern.get(get_pattern_key(alpha_pattern, module), config["lora_alpha"])
+    rank = lora.rank_of(config, module)
     shape = base.shape(f"{module}.weight")
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         raise BadInput(
             f"{directory}: {module} has A {tuple(a.shape)} and B {tuple(b.shape)}; rank {rank} on a weight of "
             f"{tuple(shape)} needs A {(rank, shape[1])} and B {(shape[0], rank)}."
         )
-    return Factors(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return Factors(a, b, lora.scale_of(config, module))
 
 
 class Retained:

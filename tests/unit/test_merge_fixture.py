@@ -19,10 +19,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(folder: Path, tied: bool = True, seed: int = 0, spread: float = 0.08, **shape) -> Path:
-    """A random BF16 Qwen3 checkpoint (weights of standard deviation `spread`), byte-level tokenizer, two shards."""
+def make_model(
+    folder: Path, tied: bool = True, seed: int = 0, spread: float = 0.08, family: str = "Qwen3", **shape
+) -> Path:
+    """A random BF16 checkpoint (weights of standard deviation `spread`), byte-level tokenizer, two shards.
+
+    Qwen3 has no biases; Qwen2 has them on q, k and v.
+    """
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
 
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -33,7 +39,7 @@ def make_model(folder: Path, tied: bool = True, seed: int = 0, spread: float = 0
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
     tokenizer.save_pretrained(folder)
-    config = Qwen3Config(
+    config = getattr(transformers, f"{family}Config")(
         **{
             "vocab_size": 320,
             "hidden_size": 128,
@@ -50,11 +56,11 @@ def make_model(folder: Path, tied: bool = True, seed: int = 0, spread: float = 0
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():  # the default 0.02 gives nearly flat logits, on which any two models agree
         for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, spread)
+            if parameter.ndim == 2 or (family == "Qwen2" and parameter.ndim == 1):  # its biases, which begin as zeros
+                parameter.normal_(float(parameter.ndim == 1), spread)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, temperature=1.0, do_sample=True)
     size = sum(p.numel() * p.element_size() for p in model.to(torch.bfloat16).parameters())
     model.save_pretrained(folder, max_shard_size=int(size * 0.6))

@@ -6,11 +6,12 @@ import math
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from merge.base import BaseCheckpoint, load_nf4
 from merge.merge import read_adapter, write_bf16, write_config
@@ -18,12 +19,14 @@ from merge.quantize import retained_share
 from merge.shards import TensorFile
 from merge.verify import base_checkpoint, check_adapter_base
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import read_json, read_manifest
+from recipes.parts.rundir import RunDir, read_json, read_manifest, write_manifest
 from tests.unit.test_merge_base import dequantize_in_numpy
 from tests.unit.test_merge_fixture import (
     LINEARS,
     alter_adapter,
+    make_model,
     make_run,
+    shared_folder,
     shared_model,
     shared_run,
 )
@@ -94,6 +97,70 @@ def test_rslora_and_patterns_scale_each_module_by_its_own_rank_and_alpha(tmp_pat
     merged = merge_to(run, tmp_path / "out")
     for name, exact in expected_in_float64(run, scale).items():
         assert_rounded_once(merged[name], exact, name)
+
+
+@pytest.fixture(scope="module")
+def biased_run():
+    """A run on a Qwen2, whose q, k and v have biases."""
+    folder = shared_folder()
+    return make_run(folder / "run-biased", make_model(folder / "model-biased", family="Qwen2"), update=0.05)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_base_with_biases_keeps_them_and_the_adapters_type_does_not_matter(tmp_path, biased_run, stored):
+    run = RunDir(shutil.copytree(biased_run.path, tmp_path / "run"))
+    adapter = run.adapter_dir(10)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: t.to(stored) for name, t in load_file(file).items()}, file)
+    facts = {k: v for k, v in read_json(adapter / "manifest.json").items() if k not in ("kind", "created", "files")}
+    write_manifest(adapter, "adapter", **facts)
+    merged = merge_to(run, tmp_path / "out")
+    for name, exact in expected_in_float64(run, lambda _, rank: 16 / rank).items():
+        assert_rounded_once(merged[name], exact, name)
+    source = run.config()["model"]["path"]
+    originals = {k: v for f in Path(source).glob("*.safetensors") for k, v in load_file(f).items()}
+    biases = [name for name in originals if name.endswith(".bias")]
+    assert len(biases) == 6
+    assert all(torch.equal(merged[name], originals[name]) and originals[name].any() for name in biases)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_into_the_original_base_is_its_weights_plus_the_update_rounded_once(tmp_path, tied):
+    run = shared_run(tied, "bfloat16")
+    base = BaseCheckpoint(shared_model(tied), read_json(run.base_file), into="original")
+    updates = read_adapter(run.newest_adapter(), base)
+    made = write_bf16(base, updates, tmp_path / "out", lambda _: {"verify": None})
+    assert (made["into"], made["retained_update"]) == ("original", pytest.approx(1, abs=0.02))
+    merged = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    originals = {k: v for f in shared_model(tied).glob("*.safetensors") for k, v in load_file(f).items()}
+    factors = load_file(run.newest_adapter() / "adapter_model.safetensors")
+    for name, original in originals.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" not in factors:
+            assert torch.equal(merged[name], original)
+            continue
+        a, b = (factors[f"{key}.lora_{x}.weight"].double().numpy() for x in "AB")
+        assert_rounded_once(merged[name], original.double().numpy() + 16 / 8 * (b @ a), name)
+
+
+def test_merging_into_the_original_base_still_asks_for_the_base_that_was_trained_on(tmp_path):
+    other = make_model(tmp_path / "model", seed=5)
+    base = BaseCheckpoint(other, read_json(shared_run().base_file), into="original")
+    with pytest.raises(CheckFailed, match="is not the base the adapter was trained on"):
+        write_bf16(base, {}, tmp_path / "merged" / "bf16", lambda _: {})
+    assert list((tmp_path / "merged").iterdir()) == []
+
+
+def test_a_weight_of_many_pieces_is_folded_like_one_of_a_single_piece(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", shared_model(), dtype="bfloat16", update=0.05)
+    whole = merge_to(run, tmp_path / "whole")
+    monkeypatch.setattr("merge.base.PIECE", (1 << 10, 1 << 10))
+    monkeypatch.setattr("merge.nf4.PIECE", (1 << 10, 1 << 10))
+    pieces = merge_to(run, tmp_path / "pieces")
+    assert sorted(whole) == sorted(pieces)
+    for name, value in whole.items():  # a matrix product of fewer rows may round its last bit otherwise
+        torch.testing.assert_close(pieces[name], value, rtol=2**-7, atol=1e-6)
+        assert (pieces[name] != value).float().mean() < 1e-3
 
 
 def test_checkpoint_is_loadable_plain_bf16_with_the_source_sharding(tmp_path):

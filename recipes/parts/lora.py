@@ -1,0 +1,70 @@
+"""What a peft LoRA adapter's configuration says: the rank and scale of a module, and why s·B·A is not its update.
+
+The trainer's merge, the rollout server and the workers inside vLLM read it alike. Needs only the standard library.
+"""
+
+import math
+import re
+
+# Initializations that rewrite the base weight, so that B·A belongs to another base than the one loaded from disk.
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# What else peft 0.21 can do with an adapter, by the key of adapter_config.json that is set then.
+OTHER_KINDS = {
+    "fan_in_fan_out": "the factors are transposed (Conv1D models)",
+    "target_parameters": "adapters on bare parameters (fused experts)",
+    "layer_replication": "the adapter belongs to a model with repeated layers; train without it",
+    "alora_invocation_tokens": "the adapter holds for a part of the sequence; train a plain LoRA",
+    "trainable_token_indices": "trained rows of the embedding; train without them",
+    "use_qalora": "the adapter sees pooled inputs; train a plain LoRA",
+    "use_bdlora": "the factors are block-diagonal; train a plain LoRA",
+    "arrow_config": "several adapters are mixed token by token; train a plain LoRA",
+    "kasa_config": "KaSA rewrites the base weights and scales between the factors; train a plain LoRA",
+    "monteclora_config": "the factors are sampled; train a plain LoRA",
+}
+
+
+def reasons(config: dict, tied: bool = False) -> list[str]:
+    """Why adding s·B·A to the base's linear weights is not what an adapter_config.json describes; empty when it is.
+
+    `tied` says that the output embedding shares its weight with the input embedding.
+    """
+    found = []
+    if config.get("peft_type") != "LORA":
+        found.append(f"peft_type is {config.get('peft_type')!r}, only LORA is taken")
+    if config.get("use_dora"):
+        found.append("use_dora: DoRA rescales the merged weight, s·B·A is not its update; train with use_dora=False")
+    if config.get("modules_to_save"):
+        found.append(
+            f"modules_to_save {config['modules_to_save']}: fully trained copies, which the NF4 base's hash does not "
+            "cover and a server has no place for; train without them"
+        )
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        found.append("trained biases (bias or lora_bias): the base's biases are frozen; train with bias='none'")
+    found += [f"{key}: {why}" for key, why in OTHER_KINDS.items() if config.get(key)]
+    init = str(config.get("init_lora_weights", True)).lower()
+    if init.startswith(BASE_CHANGING_INITS):
+        found.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
+    if tied and "lm_head" in (config.get("target_modules") or []):
+        found.append("it targets lm_head, which shares its weight with the input embedding; leave lm_head out")
+    return found
+
+
+def rank_of(config: dict, module: str) -> int | None:
+    """The rank that an adapter_config.json gives `module` (a layer's name in the plain model)."""
+    return _by_pattern(config.get("rank_pattern"), module, config.get("r"))
+
+
+def scale_of(config: dict, module: str) -> float:
+    """The factor s of s·B·A: alpha/r, or alpha/√r with rsLoRA, of the module's own rank and alpha."""
+    rank = rank_of(config, module)
+    alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: dict | None, module: str, default: int | None) -> int | None:
+    """The value of the first pattern that fits: a regular expression of the whole name or of its end after a dot, as
+    peft 0.21 matches (`peft.utils.other.get_pattern_key`)."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
