@@ -5,6 +5,7 @@ calibration are read from those. One tensor at a time, on the GPU when there is 
 """
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import platform
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from merge.diagnose_layer import Reader
+    from merge.quantize import Format
 
 PACKAGES = ("torch", "bitsandbytes", "compressed-tensors", "safetensors", "numpy", "scipy")
 INTO = ("dequantized", "original")
@@ -68,7 +70,7 @@ class Diagnosis:
         from merge.verify import default_device
 
         self.device = default_device()
-        self.base = BaseCheckpoint(directory, self.info)
+        self.base = BaseCheckpoint(directory, self.info, into=arguments.into)
         self.updates = read_adapter(self.adapter, self.base)
         self.modules = self._modules()
         self.notes: list[str] = []
@@ -141,7 +143,7 @@ class Diagnosis:
             return lambda module, policy, weight: weight.to(torch.bfloat16).float()
         if name in COMPUTED:
             check_shapes(self.base, name)
-            return lambda module, policy, weight: COMPUTED[name](weight.to(torch.bfloat16))[1].float()
+            return computed(COMPUTED[name])
         return self._checkpoint_reader(name)
 
     def _checkpoint_reader(self, name: str) -> "Reader":
@@ -177,7 +179,11 @@ class Diagnosis:
 
     def _is_ours(self, manifest: dict, policy: str) -> bool:
         adapter = self.adapter_hash if policy == "grpo" else None
-        return manifest.get("base_hash") == self.info["hash"] and manifest.get("adapter_hash") == adapter
+        return (
+            manifest.get("base_hash") == self.info["hash"]
+            and manifest.get("adapter_hash") == adapter
+            and manifest.get("into", INTO[0]) == self.arguments.into
+        )
 
     def _token_batch(self) -> list | None:
         """What the policies are compared on, when some merged checkpoint has not been compared yet."""
@@ -215,19 +221,13 @@ class Diagnosis:
         with torch.no_grad():
             for module in self.modules:
                 name = f"{module}.weight"
-                weight = self._weight(name).to(self.device)
+                weight = self.base.tensor(name).to(self.device)
                 delta = self.updates[name].delta(self.device) if name in self.updates else None
                 records.append(measure_layer(module, weight, delta, self.readers, not self.arguments.skip_control))
                 if time.monotonic() - told > PROGRESS_S:
                     told = time.monotonic()
                     print(f"{len(records)} of {len(self.modules)} layers", flush=True)
         return records
-
-    def _weight(self, name: str) -> "torch.Tensor":
-        if self.arguments.into == INTO[0]:
-            return self.base.tensor(name)
-        self.base.nf4(name)  # only to see that its hash is the run's: the original has none of its own
-        return self.base.original(name)
 
     def tokens(self) -> dict[str, dict]:
         """{format: {"kl", "top1"}} of each merged checkpoint of this adapter against the policy as trained."""
@@ -242,6 +242,14 @@ class Diagnosis:
             if verify is not None:
                 found[name] = {"kl": verify["mean_kl"], "top1": verify["top1_agreement"]}
         return found
+
+
+@functools.cache
+def computed(store: "Format") -> "Reader":
+    """The reader of what a format makes of a BF16 weight; the same one for the same format function."""
+    import torch
+
+    return lambda module, policy, weight: store(weight.to(torch.bfloat16))[1].float()
 
 
 def _pattern(text: str | None) -> re.Pattern | None:

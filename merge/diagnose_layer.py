@@ -82,9 +82,9 @@ def measure_layer(
     spread = {"base": distribution(before)}
     spread["grpo"] = distribution(after) if changed else spread["base"]
     twin = before + shuffled(module, delta) if changed and control else None
-    formats = {
-        name: _in_format(module, before, after, delta if changed else None, twin, reader)
-        for name, reader in readers.items()
+    found = {
+        reader: _in_format(module, before, after, delta if changed else None, twin, reader)
+        for reader in set(readers.values())  # formats that store the same weights share one
     }
     return {
         "name": module,
@@ -93,7 +93,7 @@ def measure_layer(
         "weight_norm": {"base": math.sqrt(size), "grpo": math.sqrt(size_after)},
         "relative_update": ratio(math.sqrt(update), math.sqrt(size)),
         **{key: {policy: spread[policy][key] for policy in spread} for key in spread["base"]},
-        "formats": formats,
+        "formats": {name: found[reader] for name, reader in readers.items()},
     }
 
 

@@ -86,8 +86,7 @@ def _heatmap(axes: Any, values: np.ndarray, cells: dict, colors: str, norm: Any,
     import matplotlib
 
     kinds, depths = cells["kinds"], cells["depths"]
-    palette = matplotlib.colormaps[colors].copy()
-    palette.set_bad(GREY)
+    palette = matplotlib.colormaps[colors].with_extremes(bad=GREY)
     image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", cmap=palette, norm=norm, interpolation="nearest")
     axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
     step = max(1, len(depths) // 12)

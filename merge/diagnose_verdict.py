@@ -226,7 +226,7 @@ def error_verdict(fmt: str, summary: dict, comparison: dict) -> str:
     against = f"{percent(control['change'], sign=True)}{_interval(control['interval'])}"
     if _uniform(control) and abs(control["change"]) >= SMALL_CHANGE:
         return text + f" A shuffled update of the same size does not do the same (RL against it: {against})."
-    return text + f" So does a shuffled update of the same size (RL against it: {against}): nothing that RL learned."
+    return text + f" So does a shuffled update of the same size (RL against it: {against}): its size explains it."
 
 
 def noise_verdict(fmt: str, summary: dict, comparison: dict, changed: int) -> str:

@@ -64,13 +64,15 @@ def unscaled(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     AWQ multiplies a layer's input columns by scales and divides the layer before it by them, which leaves the model
     as it was: what it costs is the error of value/(r·c). r and c are fitted by alternating least squares; rounding
-    moves each by about error/√(its entries), far below the error itself.
+    moves each by about error/√(its entries), far below the error itself. Entries that were rounded to zero are left
+    out of the fit: a column whose scale is so small that few are left would seem to have a scale of nearly zero.
     """
+    known = weight * (value != 0)
     rows = torch.ones_like(weight[:, :1])
     columns = torch.ones_like(weight[:1])
     for _ in range(SWEEPS):
-        columns = _fit(value, rows * weight, 0)
-        rows = _fit(value, weight * columns, 1)
+        columns = _fit(value, rows * known, 0)
+        rows = _fit(value, known * columns, 1)
     return value / (rows * columns)
 
 
