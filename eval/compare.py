@@ -1,132 +1,398 @@
-"""From the records of all cells to what they show: gains, whether they survive a format, and a conclusion."""
+"""From the records of all cells to what they show: gains, whether they survive a format, and a conclusion.
+
+Problems are compared with themselves: a problem's score in a cell is the share of right ones among its decided
+completions, and only problems decided in every cell involved count (`n`). A verdict is given from the interval, the
+test and the hygiene of the cells; the conclusion says the verdicts in sentences and nothing beyond them.
+"""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
-from eval import stats
+from eval import power, stats
+from eval.hygiene import UNDECIDED, Limits, findings, rates, well_formed
+from eval.samples import by_problem, majority_scores, pass_at_k_scores, powers, problem_means, score_table
 from eval.score import Record
-from recipes.parts.errors import CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed
 
-MANY_CUT = 0.1  # a share of cut completions above this is named in the conclusion
-Records = dict[tuple[str, str], Sequence[Record]]
+Cell = tuple[str, str]
+Records = dict[Cell, Sequence[Record]]
+# Verdicts on a gain, and on its survival in a format.
+GAIN, LOSS, NOT_SHOWN, REFUSED = "gain", "loss", "not shown", "refused"
+SURVIVES, PARTLY_LOST, LARGER, NO_GAIN = "survives", "partly lost", "larger", "no gain to lose"
+SMALLEST_PLANNED = 0.01  # problems are planned for an effect of at least one point
 
 
-def compare(records: Records, formats: Sequence[str], reference: str, samples: int, seed: int = 0) -> dict:
-    """{"gain", "gain_survival", "gain_survival_<format>", "quantization_loss", "minimum_detectable_effect"}.
+def compare(
+    records: Records, formats: Sequence[str], reference: str, samples: int, seed: int = 0, limits: Limits | None = None
+) -> dict:
+    """{"gain", "gain_survival", "gain_survival_<format>", "quantization_loss", "hygiene", …}: README.md has all keys.
 
-    `records` holds one list per (policy, format), of the same problems in the same order. All differences are on the
-    problems decided in every cell involved (`n`). `reference` is the format whose disagreement between base and GRPO
-    the minimum detectable effect is computed with.
+    `records` holds one list per (policy, format), of the same problems in the same order with equally many completions
+    each. `reference` is the format whose disagreement between base and GRPO the minimum detectable effect is computed
+    with, `samples` the number of bootstrap resamples. `BadInput` when cells hold other problems than the first,
+    `CheckFailed` when no problem is decided in cells that are compared.
     """
-    gain = {name: _gain(records, name, samples, seed) for name in formats}
-    result: dict = {"gain": gain, "gain_survival": {}, "quantization_loss": {}}
-    if "bf16" in formats:
-        for name in formats:
-            if name == "bf16":
-                continue
-            cells = [("base", name), ("grpo", name), ("base", "bf16"), ("grpo", "bf16")]
-            columns = decided_scores(records, cells)
-            result["gain_survival"][name] = {
-                **stats.gain_survival(*columns, samples, seed),
-                "n": len(columns[0]),
-            }
-            result[f"gain_survival_{name}"] = result["gain_survival"][name]["difference"]
-            bf16, quantized = decided_scores(records, [("grpo", "bf16"), ("grpo", name)])
-            result["quantization_loss"][name] = {
-                **stats.paired_difference(bf16, quantized, samples, seed),
-                "n": len(bf16),
-            }
+    limits = limits or Limits()
+    completions = _check_same_problems(records)
+    gain = {name: _gain(records, name, samples, seed, len(formats)) for name in formats}
+    _adjust(gain.values())
+    result: dict = {"samples_per_problem": completions, "reference": reference, "gain": gain}
+    result |= {"gain_survival": {}, "quantization_loss": {}, "hygiene": _hygiene(records, formats, limits)}
+    for name in formats if "bf16" in formats else ():
+        if name == "bf16":
+            continue
+        cells = [("base", name), ("grpo", name), ("base", "bf16"), ("grpo", "bf16")]
+        columns = decided_scores(records, cells)
+        result["gain_survival"][name] = _difference(*stats.survival_changes(*columns), samples, seed)
+        result["quantization_loss"][name] = _difference(
+            *decided_scores(records, [("grpo", "bf16"), ("grpo", name)]), samples, seed
+        )
+        result[f"gain_survival_{name}"] = result["gain_survival"][name]["difference"]
+    _adjust(result["gain_survival"].values())
+    _adjust(result["quantization_loss"].values())
+    _judge(result, limits)
     result["minimum_detectable_effect"] = gain[reference]["minimum_detectable_effect"]
     return result
 
 
-def decided_scores(records: Records, cells: Sequence[tuple[str, str]]) -> list[np.ndarray]:
-    """One 0/1 array per cell over the problems whose answer could be compared in all of `cells`."""
-    rows = zip(*([record.correct for record in records[cell]] for cell in cells), strict=True)
-    kept = [row for row in rows if None not in row]
-    if not kept:
-        raise CheckFailed(f"no problem has a decided answer in all of {cells}; there is nothing to compare.")
-    return list(np.array(kept, dtype=np.float64).T)
+def _check_same_problems(records: Records) -> int:
+    """Completions per problem; `BadInput` when a cell holds other problems, or another number of completions."""
+    first, shape = None, None
+    for cell, found in records.items():
+        seen = [group[0].problem_id for group in by_problem(found)]
+        sizes = (len(seen), len(found) // max(len(seen), 1))
+        if first is None:
+            first, shape, ids = cell, sizes, seen
+        elif sizes != shape or seen != ids:
+            raise BadInput(
+                f"the records of {_cell(cell)} are not of the problems of {_cell(first)}, in their order and number "
+                f"of completions: {sizes[0]} problems of {sizes[1]} against {shape[0]} of {shape[1]}. Evaluate again."
+            )
+    return shape[1] if shape else 1
 
 
-def _gain(records: Records, name: str, samples: int, seed: int) -> dict:
-    base, grpo = decided_scores(records, [("base", name), ("grpo", name)])
+def _decided(records: Records, cells: Sequence[Cell]) -> np.ndarray:
+    """(problems,) bool: decided in all of `cells`; `CheckFailed` when none is."""
+    means = np.array([problem_means(score_table(records[cell])) for cell in cells])
+    kept = ~np.isnan(means).any(axis=0)
+    if not kept.any():
+        names = ", ".join(map(_cell, cells))
+        raise CheckFailed(f"no problem has a decided answer in all of {names}; there is nothing to compare.")
+    return kept
+
+
+def decided_scores(records: Records, cells: Sequence[Cell]) -> list[np.ndarray]:
+    """One array (n,) of scores per cell, over the problems with a decided completion in all of `cells`."""
+    kept = _decided(records, cells)
+    return [problem_means(score_table(records[cell]))[kept] for cell in cells]
+
+
+def _difference(after: np.ndarray, before: np.ndarray, samples: int, seed: int) -> dict:
+    found = stats.paired_difference(after, before, samples, seed)
+    return {**found, "n": len(after), "p": stats.sign_flip(after - before, seed)}
+
+
+def _gain(records: Records, name: str, samples: int, seed: int, comparisons: int) -> dict:
+    cells = [("base", name), ("grpo", name)]
+    kept = _decided(records, cells)
+    tables = [score_table(records[cell])[kept] for cell in cells]
+    base, grpo = (problem_means(table) for table in tables)
+    found = _difference(grpo, base, samples, seed)
     gained, lost = stats.discordant(grpo, base)
-    return {
-        **stats.paired_difference(grpo, base, samples, seed),
-        "n": len(base),
-        "mcnemar_p": stats.mcnemar(gained, lost),
+    completions, disagreement = tables[0].shape[1], power.seen_disagreement(grpo - base)
+    # With several formats a difference is shown when its adjusted p-value is small: plan for that.
+    planning = {"alpha": stats.ALPHA / comparisons, "samples": completions}
+    effect = max(abs(found["difference"]), SMALLEST_PLANNED)
+    needed = power.problems_needed(effect, disagreement, **planning)
+    found |= {
+        "test": "McNemar" if completions == 1 else "sign-flip",
+        "mcnemar_p": stats.mcnemar(gained, lost) if completions == 1 else None,
         "discordant": [gained, lost],
-        "minimum_detectable_effect": stats.minimum_detectable_effect(len(base), (gained + lost) / len(base)),
+        "disagreement": disagreement,
+        "minimum_detectable_effect": power.minimum_detectable_effect(found["n"], disagreement, **planning),
+        "needed_problems": {"effect": effect, "problems": needed, "samples": completions},
+        "base_form": _base_form(records[cells[0]], kept, grpo, samples, seed),
     }
-
-
-def conclude(comparison: dict, formats: Sequence[str], matrix: dict) -> str:
-    """What the intervals allow to say, one sentence a line; a difference counts as shown when its interval excludes 0.
-
-    An interval that holds 0 is never called "no change": what it rules out is said instead. Cells whose completions
-    were often cut or whose answers could not all be compared are named.
-    """
-    lines = [_gain_sentence(name, comparison["gain"][name]) for name in formats]
-    survival = comparison["gain_survival"]
-    if not survival:
-        lines.append("Whether the gain survives a format was not measured: that needs bf16 beside another format.")
-    elif not comparison["gain"]["bf16"]["interval"][0] > 0:
-        lines.append("No gain is shown in bf16, so there is no gain whose survival could be judged.")
-    else:
-        lines += [_survival_sentence(name, survival[name]) for name in survival]
-    cells = [(policy, name, cell) for policy, row in matrix.items() for name, cell in row.items()]
-    return "\n".join(lines + [caution for place in cells for caution in _cautions(*place)])
-
-
-def _cautions(policy: str, name: str, cell: dict) -> list[str]:
-    """What makes a cell's accuracy mean less than it says."""
-    where, found = f"of {policy} in {name}", []
-    if (cut := cell["max_token_hits"] / cell["n"]) > MANY_CUT:
-        found.append(f"Caution: {points(cut)} % of the completions {where} were cut at the token limit.")
-    if cell["undecided"]:
-        found.append(f"Caution: {cell['undecided']} of {cell['n']} answers {where} could not be compared, left out.")
+    if completions > 1:
+        found |= _over_completions(records, cells, tables, samples, seed)
     return found
 
 
-def _gain_sentence(name: str, gain: dict) -> str:
-    low, high = gain["interval"]
-    if low <= 0 <= high:
-        return (
-            f"No difference between GRPO and base is shown in {name}: "
-            f"{points(gain['difference'], sign=True)} points of {gain['n']} held-out problems "
-            f"({_interval(low, high)}). With so many problems and so much disagreement, a difference of "
-            f"{points(gain['minimum_detectable_effect'])} points is found four times in five."
+def _base_form(base: Sequence[Record], kept: np.ndarray, grpo: np.ndarray, samples: int, seed: int) -> dict:
+    """Which part of a gain lies where the base gave no readable answer or did not end by itself.
+
+    {"share" of such completions, "gain_there", "elsewhere": {"difference", "interval"}}; the two parts add up to the
+    gain. There a better answer cannot be told from a better form or from stopping; elsewhere it can.
+    """
+    groups = [group for group, keep in zip(by_problem(base), kept, strict=True) if keep]
+    parts = np.zeros((2, len(groups)))  # on malformed completions, on the others
+    malformed = [[not well_formed(record) for record in group] for group in groups]
+    for place, (group, bad) in enumerate(zip(groups, malformed, strict=True)):
+        decided = [
+            (record.correct, flag) for record, flag in zip(group, bad, strict=True) if record.correct is not None
+        ]
+        for correct, flag in decided:
+            parts[0 if flag else 1, place] += (grpo[place] - correct) / len(decided)
+    return {
+        "share": float(np.mean(malformed)),
+        "gain_there": float(parts[0].mean()),
+        "elsewhere": stats.paired_difference(parts[1], np.zeros(len(groups)), samples, seed),
+    }
+
+
+def _over_completions(
+    records: Records, cells: Sequence[Cell], tables: Sequence[np.ndarray], samples: int, seed: int
+) -> dict:
+    """What only several completions show: differences in pass@k and maj@k, and where the variance lies."""
+    completions, found = tables[0].shape[1], {}
+    for k in powers(completions):
+        found[str(k)] = _estimate(*(pass_at_k_scores(table, k) for table in tables), samples, seed)
+    votes = _estimate(*(majority_scores(records[cell]) for cell in cells), samples, seed)
+    parts = power.split_disagreement(tables[1], tables[0])
+    return {
+        "pass_at_k": found,
+        "maj_at_k": {"k": completions, **votes} if votes else None,
+        "variance": dict(zip(("between_problems", "within_problems"), parts, strict=True)) if parts else None,
+    }
+
+
+def _estimate(base: np.ndarray, grpo: np.ndarray, samples: int, seed: int) -> dict | None:
+    kept = ~np.isnan(base) & ~np.isnan(grpo)
+    if not kept.any():
+        return None
+    found = stats.paired_difference(grpo[kept], base[kept], samples, seed)
+    return {"base": float(base[kept].mean()), "grpo": float(grpo[kept].mean()), **found, "n": int(kept.sum())}
+
+
+def _adjust(found: Sequence[dict]) -> None:
+    """Give every comparison of a family its Holm-adjusted p-value."""
+    found = list(found)
+    for one, adjusted in zip(found, stats.holm([one["p"] for one in found]), strict=True):
+        one |= {"holm_p": adjusted, "comparisons": len(found)}
+
+
+def _hygiene(records: Records, formats: Sequence[str], limits: Limits) -> dict:
+    """{"limits", "cells": {policy: {format: findings}}, "refused": {"gain", "gain_survival": {format: [texts]}}}.
+
+    A GRPO cell out of range refuses the conclusions drawn from it. A base often runs to the token limit or answers in
+    no form, which GRPO is there to change: that refuses nothing and is told apart in `base_form`; only answers of the
+    base that could not be compared refuse, since those are a fault of the measurement.
+    """
+    cells = {
+        policy: {name: findings(rates(records[policy, name]), limits) for name in formats}
+        for policy in ("base", "grpo")
+    }
+
+    def refusals(name: str) -> list[str]:
+        stopping = [("grpo", finding) for finding in cells["grpo"][name]]
+        stopping += [("base", finding) for finding in cells["base"][name] if finding["key"] == UNDECIDED]
+        return [f"{_cell((policy, name))} has {finding['text']}" for policy, finding in stopping]
+
+    of_gain = {name: refusals(name) for name in formats}
+    pairs = [name for name in formats if name != "bf16"] if "bf16" in formats else []
+    of_survival = {name: of_gain[name] + of_gain["bf16"] for name in pairs}
+    return {
+        "limits": asdict(limits),
+        "cells": cells,
+        "undecided": {
+            policy: {
+                name: [sum(one.correct is None for one in found), len(found)]
+                for (of, name), found in records.items()
+                if of == policy
+            }
+            for policy in cells
+        },
+        "refused": {
+            "gain": {name: texts for name, texts in of_gain.items() if texts},
+            "gain_survival": {name: texts for name, texts in of_survival.items() if texts},
+        },
+    }
+
+
+def _judge(result: dict, limits: Limits) -> None:
+    """Write "verdict" into every gain and survival, and into a survival "needed_problems" where more would decide."""
+    refused = result["hygiene"]["refused"]
+    for name, gain in result["gain"].items():
+        gain["verdict"] = REFUSED if name in refused["gain"] else {1: GAIN, -1: LOSS, 0: NOT_SHOWN}[direction(gain)]
+    for name, survival in result["gain_survival"].items():
+        gains = result["gain"]["bf16"], result["gain"][name]
+        survival["margin"] = limits.margin
+        survival["verdict"] = REFUSED if name in refused["gain_survival"] else _survival(survival, *gains)
+        room = survival["difference"] + limits.margin
+        half = survival["difference"] - survival["interval"][0]
+        survival["needed_problems"] = None
+        if survival["verdict"] == NOT_SHOWN and 0 < room < half:  # a width falls with the root of the problems
+            survival["needed_problems"] = int(np.ceil(survival["n"] * (half / room) ** 2))
+
+
+def direction(found: dict) -> int:
+    """1 above zero, -1 below, 0 not shown: the interval must exclude 0 and the adjusted p-value be at most 0.05."""
+    low, high = found["interval"]
+    if found["holm_p"] > stats.ALPHA or low <= 0 <= high:
+        return 0
+    return 1 if low > 0 else -1
+
+
+def _survival(survival: dict, bf16: dict, gain: dict) -> str:
+    """The verdict on a gain's survival; both ends have to be above the loss of `margin`, and a gain must be left."""
+    if bf16["verdict"] != GAIN:
+        return NO_GAIN
+    if direction(survival) < 0:
+        return PARTLY_LOST
+    if survival["interval"][0] > -survival["margin"] and gain["verdict"] == GAIN:
+        return LARGER if direction(survival) > 0 else SURVIVES
+    return NOT_SHOWN
+
+
+def _cell(cell: Cell) -> str:
+    return f"{cell[0]} in {cell[1]}"
+
+
+def conclude(comparison: dict, formats: Sequence[str]) -> str:
+    """The verdicts of `compare` in sentences, one a line, in points and with their intervals.
+
+    A difference whose interval holds 0 is never called "no change", and a gain "survives" only above the margin.
+    """
+    hygiene, survival = comparison["hygiene"], comparison["gain_survival"]
+    lines = []
+    for name in formats:
+        lines.append(_gain_sentence(name, comparison["gain"][name], hygiene["refused"]["gain"].get(name)))
+        lines += _base_sentences(name, comparison["gain"][name], hygiene["cells"]["base"].get(name))
+    if not survival:
+        lines.append("Whether the gain survives a format was not measured: that needs bf16 beside another format.")
+    elif comparison["gain"]["bf16"]["verdict"] == REFUSED:
+        lines.append("No conclusion on the survival of the gain: bf16, which it is measured against, is refused.")
+    elif comparison["gain"]["bf16"]["verdict"] != GAIN:
+        lines.append("No gain is shown in bf16, so there is no gain whose survival could be judged.")
+    else:
+        lines += [_survival_sentence(name, found, comparison["gain"][name]) for name, found in survival.items()]
+    lines += [
+        f"{undecided} of {of} answers of {_cell((policy, name))} could not be compared and are left out."
+        for policy, row in hygiene["undecided"].items()
+        for name, (undecided, of) in row.items()
+        if undecided
+    ]
+    completions = comparison["samples_per_problem"]
+    if completions > 1:
+        lines.append(_pass_sentence(comparison["reference"], comparison["gain"][comparison["reference"]], completions))
+    if len(formats) > 1:
+        lines.append(
+            f"{len(formats)} formats are compared: a difference counts as shown when its interval excludes 0 and its "
+            f"p-value, adjusted for all of them (Holm), is at most {stats.ALPHA:g}. The intervals are 95 % each, not "
+            "adjusted."
         )
-    more, ends = ("more", (low, high)) if low > 0 else ("fewer", (-high, -low))
-    return (
-        f"In {name}, GRPO answers {points(abs(gain['difference']))} points {more} of the {gain['n']} held-out "
-        f"problems than the base ({_interval(*ends)}, McNemar p = {p_value(gain['mcnemar_p'])})."
+    return "\n".join(lines)
+
+
+def _gain_sentence(name: str, gain: dict, refused: list[str] | None) -> str:
+    if gain["verdict"] == REFUSED:
+        return f"No conclusion on the gain in {name}: {'; '.join(refused)}."
+    change, problems = points(gain["difference"], sign=True), f"n = {gain['n']} problems"
+    if gain["verdict"] in (GAIN, LOSS):
+        more, ends = ("more", gain["interval"]) if gain["verdict"] == GAIN else ("fewer", _negative(gain["interval"]))
+        return (
+            f"In {name}, GRPO answers {points(abs(gain['difference']))} points {more} of the {gain['n']} held-out "
+            f"problems than the base ({_interval(*ends)}, {_test(gain)})."
+        )
+    neither = "a gain" if gain["difference"] >= 0 else "a gain or a loss"
+    needed, effect = gain["needed_problems"], gain["minimum_detectable_effect"]
+    sentence = (
+        f"No evidence of {neither} in {name} at {problems}: {change} points ({_interval(*gain['interval'])}, "
+        f"{_test(gain)}). "
     )
+    if needed["problems"] > gain["n"]:
+        return (
+            sentence + f"About {_count(needed['problems'])} problems would detect {points(needed['effect'])} points."
+        )
+    return sentence + f"So many problems detect a difference of {points(effect)} points four times in five."
 
 
-def _survival_sentence(name: str, survival: dict) -> str:
+def _base_sentences(name: str, gain: dict, found: list[dict] | None) -> list[str]:
+    """What a gain over a base that was cut off, or answered in no form, is a gain in."""
+    shaped = [finding for finding in found or () if finding["key"] != UNDECIDED]
+    if not shaped or gain["verdict"] == REFUSED:
+        return []
+    form, elsewhere = gain["base_form"], gain["base_form"]["elsewhere"]
+    low, high = elsewhere["interval"]
+    lines = [
+        f"Caution: base in {name} has {'; '.join(finding['text'] for finding in shaped)}. Of the difference, "
+        f"{points(form['gain_there'], sign=True)} points lie on the {points(form['share'])} % of its completions "
+        "without a readable answer or that did not end by themselves: there, a gain in stopping and in form cannot be "
+        f"told from one in solving. On the others it is {points(elsewhere['difference'], sign=True)} points "
+        f"({_interval(low, high)})"
+    ]
+    if gain["verdict"] == GAIN and low <= 0:
+        lines[0] += ": no gain beyond stopping and form is shown"
+    return [lines[0] + "."]
+
+
+def _survival_sentence(name: str, survival: dict, gain: dict) -> str:
     (low, high), change = survival["interval"], points(survival["difference"], sign=True)
-    if high < 0:
-        return (
-            f"Part of the gain is lost in {name}: it differs from bf16's by {change} points ({_interval(low, high)})."
-        )
-    if low > 0:
-        return f"The gain is larger in {name} than in bf16: by {change} points ({_interval(low, high)})."
-    return (
-        f"No loss of gain is shown in {name}: its gain differs from bf16's by {change} points "
-        f"({_interval(low, high)}), so at that confidence no more than {points(-low)} points are lost."
+    margin, evidence = f"{100 * survival['margin']:g} points", f"{_interval(low, high)}, {_test(survival)}"
+    match survival["verdict"]:
+        case "refused":
+            return f"No conclusion on the survival of the gain in {name}: its gain is refused."
+        case "partly lost":
+            left = (
+                f"; no gain over the base is shown in {name}."
+                if gain["verdict"] != GAIN
+                else f"; no more than {margin} are lost."
+                if low > -survival["margin"]
+                else "."
+            )
+            return f"Part of the gain is lost in {name}: it differs from bf16's by {change} points ({evidence}){left}"
+        case "larger":
+            return f"The gain is larger in {name} than in bf16: by {change} points ({evidence})."
+        case "survives":
+            return (
+                f"The gain survives {name} to within {margin}: it differs from bf16's by {change} points ({evidence})."
+            )
+    why = (
+        f"the loss can be more than {margin}" if low <= -survival["margin"] else "no gain over the base is shown there"
     )
+    needed = survival["needed_problems"]
+    return (
+        f"Whether the gain survives {name} is not shown either way: it differs from bf16's by {change} points "
+        f"({evidence}), so {why}." + (f" About {_count(needed)} problems would decide." if needed else "")
+    )
+
+
+def _pass_sentence(name: str, gain: dict, completions: int) -> str:
+    found = gain["pass_at_k"][str(completions)]
+    if found is None:
+        return f"pass@{completions} in {name} was not measured: no problem has {completions} decided completions."
+    return (
+        f"pass@{completions} in {name}: {points(found['base'])} % base, {points(found['grpo'])} % GRPO, "
+        f"{points(found['difference'], sign=True)} points ({_interval(*found['interval'])})."
+    )
+
+
+def _test(found: dict) -> str:
+    """The p-value of a comparison, with the adjusted one where several were made."""
+    name = "McNemar " if found.get("test") == "McNemar" else ""
+    adjusted = f", {p_value(found['holm_p'])} adjusted for {found['comparisons']}" if found["comparisons"] > 1 else ""
+    return f"{name}p = {p_value(found['p'])}{adjusted}"
+
+
+def _negative(interval: Sequence[float]) -> tuple[float, float]:
+    return 0.0 - interval[1], 0.0 - interval[0]
 
 
 def _interval(low: float, high: float) -> str:
     return f"95 % interval {points(low)} to {points(high)}"
 
 
-def p_value(p: float) -> str:
-    """A p-value in three digits, so that 0.0501 does not read as 0.05."""
-    return f"{p:.3g}"
+def _count(problems: int) -> str:
+    """A number of problems in three digits: it rests on an estimated spread."""
+    rounded = round(problems, 2 - int(np.floor(np.log10(problems))))
+    return f"{max(rounded, 1):,}"
+
+
+def p_value(p: float | None) -> str:
+    """A p-value in three digits, so that 0.0501 does not read as 0.05; "-" where there is none."""
+    return "-" if p is None else f"{p:.3g}"
 
 
 def points(value: float, sign: bool = False) -> str:

@@ -12,8 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from eval.generate import Generation
-from eval.stats import wilson
+from eval.hygiene import rates
+from eval.samples import majority_scores, pass_at_k_scores, powers, problem_means, score_table
+from eval.stats import cluster_interval
 from recipes.parts.errors import BadInput, CheckFailed
 
 # A prompt part shorter than this (normalized characters) says too little to call its echo a leak.
@@ -76,12 +80,13 @@ class Scoring:
     """How a task judges: `judge(answers, pool)` gives a `Judgement` for every `Answered`, in order.
 
     `quotes_question`: a right answer may hold the whole question (a function with its docstring), which is then no
-    prompt leak.
+    prompt leak. `version` moves with the source of a reward function from outside the kit.
     """
 
     name: str
     judge: Callable[[Sequence[Answered], Any], list[Judgement]]
     quotes_question: bool = False
+    version: str = ""
 
 
 def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:
@@ -173,32 +178,52 @@ def prompt_parts(answer: Answered, quotes_question: bool = False) -> list[str]:
 
 
 def summarize(records: Sequence[Record]) -> dict:
-    """A cell of the matrix: accuracies over decided completions, hygiene rates over all, all fractions in 0..1.
+    """A cell of the matrix: accuracies over problems, hygiene rates over all completions, fractions in 0..1.
 
-    {"n", "undecided", "correct", "accuracy", "interval" (Wilson), "strict", "parse_rate", "prompt_leak_rate",
-    "end_of_turn_rate", "max_token_hits" (a count), "mean_tokens"}, and "mean_reward" over decided completions where
-    a reward function scored.
+    {"n" problems, "samples" completions each, "undecided" and "correct" completions, "accuracy", "interval", "strict",
+    "parse_rate", "prompt_leak_rate", "end_of_turn_rate", "max_token_hit_rate", "undecided_rate", "max_token_hits",
+    "mean_tokens"}; "pass_at_k" and "maj_at_k", each {k: {"value", "interval", "n"}}, where a problem has several
+    completions; "mean_reward" over decided completions where a reward function scored. An accuracy is the mean over
+    problems of the share of right ones among their decided completions. `CheckFailed` when none is decided.
     """
-    n = len(records)
-    decided = [record.correct for record in records if record.correct is not None]
+    table = score_table(records)
+    (problems, samples), right = table.shape, sum(record.correct is True for record in records)
+    means = problem_means(table)
+    means = means[~np.isnan(means)]
+    if not len(means):
+        raise CheckFailed(
+            f"none of {len(records)} answers could be compared with its reference; there is no accuracy to report."
+        )
     strict = [record.correct_strict for record in records if record.correct_strict is not None]
-    if not decided:
-        raise CheckFailed(f"none of {n} answers could be compared with its reference; there is no accuracy to report.")
     rewards = [record.reward for record in records if record.reward is not None]
     return {
-        "n": n,
-        "undecided": n - len(decided),
-        "correct": sum(decided),
-        "accuracy": sum(decided) / len(decided),
-        "interval": list(wilson(sum(decided), len(decided))),
+        "n": problems,
+        "samples": samples,
+        "undecided": sum(record.correct is None for record in records),
+        "correct": right,
+        "accuracy": float(means.mean()),
+        "interval": list(cluster_interval(means, int((~np.isnan(table)).sum()))),
         "strict": sum(strict) / len(strict) if strict else None,
-        "parse_rate": sum(record.parsed for record in records) / n,
-        "prompt_leak_rate": sum(record.prompt_leak for record in records) / n,
-        "end_of_turn_rate": sum(record.ended for record in records) / n,
+        **rates(records),
         "max_token_hits": sum(record.hit_max_tokens for record in records),
-        "mean_tokens": sum(record.tokens for record in records) / n,
+        "mean_tokens": sum(record.tokens for record in records) / len(records),
+        **(over_samples(records, table) if samples > 1 else {}),
         **({"mean_reward": sum(rewards) / len(rewards)} if rewards else {}),
     }
+
+
+def over_samples(records: Sequence[Record], table: np.ndarray) -> dict:
+    """{"pass_at_k": {k: …}, "maj_at_k": {samples: …}} with {"value", "interval", "n" problems}; k as text."""
+
+    def estimate(scores: np.ndarray, completions: int) -> dict:
+        scores = scores[~np.isnan(scores)]
+        interval = list(cluster_interval(scores, len(scores) * completions)) if len(scores) else None
+        return {"value": float(scores.mean()) if len(scores) else None, "interval": interval, "n": len(scores)}
+
+    samples = table.shape[1]
+    # Of k completions at a time, there are samples // k that have none in common.
+    passed = {str(k): estimate(pass_at_k_scores(table, k), samples // k) for k in powers(samples)}
+    return {"pass_at_k": passed, "maj_at_k": {str(samples): estimate(majority_scores(records), 1)}}
 
 
 def as_rows(records: Sequence[Record]) -> list[dict]:

@@ -1,39 +1,86 @@
-"""Statistics of a paired comparison: intervals, tests, and what a number of problems can show at all.
+"""Statistics of a comparison on the same problems: intervals of accuracies and differences, tests, corrections.
 
-Covers: proportions of independent problems, and differences of policies or formats *on the same problems*. Does not
-cover: several samples a problem (they are not independent), corrections for looking at many formats at once.
-Accuracies, differences and intervals are fractions in 0..1, not percent.
+Covers: accuracies of n problems with one or several completions each, and differences of policies or formats *on the
+same problems*. With several completions the problem stays the unit: every function that takes an array takes one value
+per problem, the mean over its completions, since completions of one problem are not independent. What a number of
+problems can show at all is in `power.py`, estimators over the completions of a problem in `samples.py`. Accuracies,
+differences and intervals are fractions in 0..1, not percent.
 """
 
+from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
 from scipy.stats import binomtest, norm
+from scipy.stats import t as student
 
 from recipes.parts.errors import BadInput
 
 Interval = tuple[float, float]
 CONFIDENCE = 0.95
+ALPHA = 0.05
+_FINEST = 840  # the largest common denominator that differences are looked for on: 1..8 completions divide it
+_MOST_STEPS = 10**8  # of the exact distribution: about half a second
+_FLIPS = 20_000
 
 
-def wilson(successes: int, total: int, confidence: float = CONFIDENCE) -> Interval:
-    """Wilson score interval of `successes` out of `total`.
+def wilson(successes: float, total: float, confidence: float = CONFIDENCE) -> Interval:
+    """Wilson score interval of `successes` out of `total`; both may be fractional (an effective sample size).
 
-    Unlike p ± z·sqrt(p(1-p)/n) it stays in 0..1 and has a width at 0 and at `total` (Wilson 1927; Brown, Cai and
-    DasGupta 2001 recommend it). `BadInput` when `total` is 0.
+    Unlike p ± z·sqrt(p(1-p)/n) it stays in 0..1 and has a width at 0 and at `total` (Wilson 1927, JASA 22:209; Brown,
+    Cai and DasGupta 2001, Statistical Science 16:101, recommend it). `BadInput` when `total` is 0.
     """
-    if total < 1:
+    if not total > 0:
         raise BadInput("an interval needs at least one decided problem, there are none.")
-    interval = binomtest(successes, total).proportion_ci(confidence, method="wilson")
-    return float(interval.low), float(interval.high)
+    z, share = norm.ppf((1 + confidence) / 2), successes / total
+    middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z / (1 + z**2 / total) * sqrt(max(share * (1 - share), 0.0) / total + z**2 / (4 * total**2))
+    return float(max(middle - half, 0.0)), float(min(middle + half, 1.0))
+
+
+def cluster_interval(shares: np.ndarray, completions: int, confidence: float = CONFIDENCE) -> Interval:
+    """Interval of the mean of `shares` (n,), each in 0..1: the share of right completions of one problem.
+
+    The cluster-robust variance of the mean, Var(shares)/n (Liang and Zeger 1986, Biometrika 73:13; for evaluations
+    Miller 2024, arXiv:2411.00640, section 2.2), is turned into an effective number of independent completions,
+    n·p(1-p)/Var(shares), at most `completions`, with Student's t for the few problems, and that into a Wilson interval
+    (Korn and Graubard 1998, Survey Methodology 24:193). With one completion per problem (`completions` = n) it is the
+    Wilson interval of n. All right or all wrong counts every problem once.
+    """
+    shares = np.asarray(shares, dtype=np.float64)
+    n = len(shares)
+    if n == 0:
+        raise BadInput("an interval needs at least one decided problem, there are none.")
+    share, variance = float(shares.mean()), float(shares.var())
+    if completions <= n:
+        return wilson(n * share, n, confidence)
+    effective = float(n)
+    if 0 < share < 1:
+        effective = completions if variance == 0 else min(completions, n * share * (1 - share) / variance)
+    if n > 1:
+        tail = (1 + confidence) / 2
+        effective *= float(norm.ppf(tail) / student.ppf(tail, n - 1)) ** 2
+    return wilson(effective * share, effective, confidence)
+
+
+def pseudo_change(values: np.ndarray) -> float:
+    """The size c of the two pseudo-problems, +c and -c, that `bootstrap_mean` adds: (Σd² + 1)/(Σ|d| + 1), in 0..1.
+
+    The size of a typical change, with one change of a whole problem counted beside those seen: 1 where every change
+    is of a whole problem, as with one completion each, and where none was seen.
+    """
+    values = np.abs(np.asarray(values, dtype=np.float64))
+    return float(min((np.square(values).sum() + 1) / (values.sum() + 1), 1.0))
 
 
 def bootstrap_mean(values: np.ndarray, samples: int, seed: int, confidence: float = CONFIDENCE) -> Interval:
-    """Percentile bootstrap interval of the mean of `values` (n,), differences of 0/1 scores on n problems.
+    """Percentile bootstrap interval of the mean of `values` (n,), differences of scores on n problems.
 
-    One pseudo-problem of +1 and one of -1 are added before resampling (the adjustment Bonett and Price 2012 give for
-    paired proportions). Without it, two policies that never disagree on 50 problems get the interval [0, 0], as if
-    50 problems could show that they never will; with it the width there is about that of the rule of three.
+    Problems are resampled, each with all its completions (the cluster bootstrap: Davison and Hinkley 1997, section
+    3.8). One pseudo-problem of +c and one of -c are added before resampling (`pseudo_change`; c = 1 is the adjustment
+    that Bonett and Price 2012, J. Educ. Behav. Stat. 37:479, give for paired proportions). Without it, two policies
+    that never disagree on 50 problems get the interval [0, 0], as if 50 problems could show that they never will;
+    with it the width there is about that of the rule of three.
 
     Resampling n problems with replacement only matters through how often each distinct value is drawn, so the counts
     are drawn from the multinomial directly: the same distribution, and 10,000 samples take milliseconds.
@@ -41,7 +88,8 @@ def bootstrap_mean(values: np.ndarray, samples: int, seed: int, confidence: floa
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 1 or len(values) == 0:
         raise BadInput(f"a bootstrap needs a list of at least one value, got shape {values.shape}.")
-    padded = np.concatenate([values, [1.0, -1.0]])
+    change = pseudo_change(values)
+    padded = np.concatenate([values, [change, -change]])
     distinct, counts = np.unique(padded, return_counts=True)
     drawn = np.random.default_rng(seed).multinomial(len(padded), counts / len(padded), size=samples)
     tail = (1 - confidence) / 2
@@ -58,60 +106,104 @@ def paired_difference(after: np.ndarray, before: np.ndarray, samples: int, seed:
     return {"difference": float(change.mean()), "interval": list(bootstrap_mean(change, samples, seed))}
 
 
+def survival_changes(
+    base: np.ndarray, grpo: np.ndarray, base_bf16: np.ndarray, grpo_bf16: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(gain in a format, gain in bf16) per problem, (n,) each, from the scores in the four cells, (n,) each."""
+    columns = [np.asarray(column, dtype=np.float64) for column in (grpo, base, grpo_bf16, base_bf16)]
+    if len({column.shape for column in columns}) != 1:
+        raise BadInput(f"gain survival needs the same problems in all four cells: {[len(c) for c in columns]}.")
+    return columns[0] - columns[1], columns[2] - columns[3]
+
+
 def gain_survival(
     base: np.ndarray, grpo: np.ndarray, base_bf16: np.ndarray, grpo_bf16: np.ndarray, samples: int, seed: int
 ) -> dict:
     """Gain in a format minus gain in bf16, per problem: {"difference", "interval"}; negative when gain was lost.
 
-    All four are 0/1 scores (n,) on the same problems in the same order. Resampling problems, not cells, keeps what
-    the four cells have in common out of the width.
+    All four are scores (n,) on the same problems in the same order. Resampling problems, not cells, keeps what the
+    four cells have in common out of the width.
     """
-    columns = [np.asarray(column, dtype=np.float64) for column in (grpo, base, grpo_bf16, base_bf16)]
-    if len({column.shape for column in columns}) != 1:
-        raise BadInput(f"gain survival needs the same problems in all four cells: {[len(c) for c in columns]}.")
-    grpo, base, grpo_bf16, base_bf16 = columns
-    return paired_difference(grpo - base, grpo_bf16 - base_bf16, samples, seed)
+    return paired_difference(*survival_changes(base, grpo, base_bf16, grpo_bf16), samples, seed)
 
 
 def discordant(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:
-    """(gained, lost): problems right only `after`, and problems right only `before`."""
-    after, before = np.asarray(after, dtype=bool), np.asarray(before, dtype=bool)
-    return int((after & ~before).sum()), int((before & ~after).sum())
+    """(gained, lost): problems with a higher score `after`, and problems with a higher score `before`.
+
+    With one completion each: right only `after`, and right only `before`.
+    """
+    after, before = np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64)
+    return int((after > before).sum()), int((after < before).sum())
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Exact two-sided McNemar p-value: under no effect, gained ~ Binomial(gained + lost, 1/2) (McNemar 1947).
+    """Exact two-sided McNemar p-value: under no effect, gained ~ Binomial(gained + lost, 1/2).
 
-    1.0 when the two never disagree: no disagreement is no evidence either way.
+    McNemar 1947, Psychometrika 12:153. 1.0 when the two never disagree: no disagreement is no evidence either way.
     """
     if gained + lost == 0:
         return 1.0
     return float(binomtest(gained, gained + lost, 0.5).pvalue)
 
 
-def minimum_detectable_effect(n: int, discordant_rate: float, power: float = 0.8, alpha: float = 0.05) -> float:
-    """Smallest difference of accuracies that n paired problems show with `power` at two-sided `alpha`.
+def sign_flip(differences: np.ndarray, seed: int = 0, flips: int = _FLIPS) -> float:
+    """Two-sided p-value of `differences` (n,), one per problem, under every sign being as likely as the other.
 
-    Solves n·d² = (z_{1-alpha/2}·sqrt(q) + z_{power}·sqrt(q - d²))² for d, where q is the share of problems on which
-    the two disagree (Miettinen 1968; Connor 1987). A difference of d needs q >= d, so where `discordant_rate` is
-    smaller than the solution, q = d is used: the least disagreement that makes such a difference. At most 1.
+    The paired permutation test (Fisher 1935; Good 2005, section 3.2), with the problem as the unit, so completions of
+    one problem may depend on each other. Under "both policies answer each problem equally well" the two can change
+    places problem by problem, and the test is exact; under "equal on average" it is so for many problems (Janssen
+    1997, Stat. Probab. Lett. 36:9). Exact over all 2^n signs where the differences lie on a grid, as shares of equally
+    many completions do, through the distribution of the sum built problem by problem; else `flips` random draws with
+    the observed one counted among them (Phipson and Smyth 2010). With one completion each it is McNemar's exact test.
     """
-    if n < 1 or not 0 <= discordant_rate <= 1:
-        raise BadInput(f"needs n >= 1 and a rate in 0..1, got n = {n}, discordant_rate = {discordant_rate}.")
-    za, zb, q = norm.ppf(1 - alpha / 2), norm.ppf(power), discordant_rate
-    root = za**2 * n * q - (n + zb**2) * (za**2 - zb**2) * q
-    effect = (za * sqrt(n * q) + sqrt(max(root, 0.0))) / (n + zb**2)
-    if effect >= q:  # with q = d the equation reads n·d = (za + zb·sqrt(1 - d))²
-        effect = _fixed_point(n, za, zb)
-    return float(min(effect, 1.0))
+    values = np.asarray(differences, dtype=np.float64)
+    values = values[np.abs(values) > 1e-12]  # a zero stays one, whatever its sign
+    if len(values) == 0:
+        return 1.0
+    sizes, observed = np.abs(values), float(values.sum())
+    grid = _on_grid(values)
+    if grid is not None and len(grid) * (2 * int(np.abs(grid).sum()) + 1) <= _MOST_STEPS:
+        return _exact_sign_flip(np.abs(grid), abs(int(grid.sum())))
+    rng, hits, left = np.random.default_rng(seed), 0, flips
+    while left:
+        block = min(left, 1000)
+        signs = rng.integers(0, 2, (block, len(sizes))) * 2 - 1
+        hits += int((np.abs(signs @ sizes) >= abs(observed) - 1e-9).sum())
+        left -= block
+    return (hits + 1) / (flips + 1)
 
 
-def _fixed_point(n: int, za: float, zb: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if n * middle < (za + zb * sqrt(1 - middle)) ** 2:
-            low = middle
-        else:
-            high = middle
-    return high
+def _on_grid(values: np.ndarray) -> np.ndarray | None:
+    """The values as whole multiples of 1/m with the smallest m up to 840, or None when there is none."""
+    for denominator in range(1, _FINEST + 1):
+        scaled = values * denominator
+        whole = np.rint(scaled)
+        if np.abs(scaled - whole).max() < 1e-7:
+            return whole.astype(np.int64)
+    return None
+
+
+def _exact_sign_flip(sizes: np.ndarray, observed: int) -> float:
+    reach = int(sizes.sum())
+    chance = np.zeros(2 * reach + 1)  # of every sum from -reach to +reach
+    chance[reach] = 1.0
+    for size in sizes:
+        spread = np.zeros_like(chance)
+        spread[size:] += 0.5 * chance[: len(chance) - size]
+        spread[: len(chance) - size] += 0.5 * chance[size:]
+        chance = spread
+    sums = np.arange(-reach, reach + 1)
+    return float(min(chance[np.abs(sums) >= observed].sum(), 1.0))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given: at most α of all sets of true nulls then see any at or below α.
+
+    Holm 1979, Scand. J. Stat. 6:65. The smallest of m is multiplied by m, the next by m-1, …, never less than the one
+    before and at most 1. Valid whatever the tests have in common.
+    """
+    adjusted, running = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda at: p_values[at])):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = running
+    return adjusted

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval import stats
+from eval import power, stats
 from recipes.parts.errors import BadInput
 
 
@@ -100,7 +100,7 @@ def test_gain_survival_is_the_difference_of_the_two_gains():
 
 def test_a_policy_with_the_minimum_detectable_effect_is_detected_four_times_in_five():
     n, rate = 400, 0.2
-    effect = stats.minimum_detectable_effect(n, rate)
+    effect = power.minimum_detectable_effect(n, rate)
     rng = np.random.default_rng(3)
     gained, lost = (rate + effect) / 2, (rate - effect) / 2
     draws = rng.multinomial(n, [gained, lost, 1 - rate], size=4_000)
@@ -109,8 +109,8 @@ def test_a_policy_with_the_minimum_detectable_effect_is_detected_four_times_in_f
 
 
 def test_minimum_detectable_effect_needs_that_much_disagreement():
-    assert stats.minimum_detectable_effect(300, 0.0) == pytest.approx(7.85 / 300, rel=0.02)
-    assert stats.minimum_detectable_effect(300, 0.0) == stats.minimum_detectable_effect(300, 0.01)
-    assert stats.minimum_detectable_effect(1, 0.5) == 1.0
+    assert power.minimum_detectable_effect(300, 0.0) == pytest.approx(7.85 / 300, rel=0.02)
+    assert power.minimum_detectable_effect(300, 0.0) == stats.minimum_detectable_effect(300, 0.01)
+    assert power.minimum_detectable_effect(1, 0.5) == 1.0
     with pytest.raises(BadInput, match="n >= 1"):
-        stats.minimum_detectable_effect(0, 0.2)
+        power.minimum_detectable_effect(0, 0.2)

@@ -1,0 +1,96 @@
+"""Planning: what a number of problems and completions can show, and how many an effect needs.
+
+One quantity decides: the disagreement q, the mean over problems of (score after - score before)². With one completion
+per problem it is the share of problems on which the two disagree; with k it is smaller, since the chance of the
+single completion averages out. Effects are differences of accuracies, fractions in 0..1.
+"""
+
+from math import ceil, sqrt
+
+import numpy as np
+from scipy.stats import norm
+
+from eval.stats import ALPHA, pseudo_change
+from recipes.parts.errors import BadInput
+
+POWER = 0.8
+
+
+def minimum_detectable_effect(
+    n: int, disagreement: float, power: float = POWER, alpha: float = ALPHA, samples: int = 1
+) -> float:
+    """Smallest difference of accuracies that n paired problems show with `power` at two-sided `alpha`; at most 1.
+
+    Solves n·d² = (z_{1-alpha/2}·sqrt(q) + z_{power}·sqrt(q - d²))² for d with q = `disagreement` (Miettinen 1968,
+    Biometrics 24:339; Connor 1987, Biometrics 43:207; for means of `samples` completions Miller 2024,
+    arXiv:2411.00640, section 5, with its variance). A difference of d needs q >= d/samples, since a problem's score
+    moves by at least 1/samples, so where `disagreement` is smaller, the least that makes such a difference is used.
+    """
+    if n < 1 or samples < 1 or not 0 <= disagreement <= 1:
+        raise BadInput(
+            f"needs n >= 1, samples >= 1 and a disagreement in 0..1, got n = {n}, samples = {samples}, disagreement = "
+            f"{disagreement}."
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):  # the number of problems that an effect needs falls as the effect grows
+        middle = (low + high) / 2
+        if _problems(middle, disagreement, power, alpha, samples) > n:
+            low = middle
+        else:
+            high = middle
+    return float(high)
+
+
+def problems_needed(
+    effect: float, disagreement: float, power: float = POWER, alpha: float = ALPHA, samples: int = 1
+) -> int:
+    """How many paired problems with `samples` completions each show a difference of `effect` with `power`.
+
+    The inverse of `minimum_detectable_effect`, rounded up. `BadInput` unless 0 < effect <= 1.
+    """
+    if not 0 < effect <= 1 or samples < 1 or not 0 <= disagreement <= 1:
+        raise BadInput(
+            f"needs an effect above 0 and at most 1, samples >= 1 and a disagreement in 0..1, got effect = {effect}, "
+            f"samples = {samples}, disagreement = {disagreement}."
+        )
+    return max(1, ceil(_problems(effect, disagreement, power, alpha, samples) - 1e-9))
+
+
+def _problems(effect: float, disagreement: float, power: float, alpha: float, samples: int) -> float:
+    spread = max(disagreement, effect / samples, effect**2)  # a mean of squares is at least the square of the mean
+    root = norm.ppf(1 - alpha / 2) * sqrt(spread) + norm.ppf(power) * sqrt(spread - effect**2)
+    return (root / effect) ** 2 if effect > 0 else float("inf")
+
+
+def seen_disagreement(differences: np.ndarray) -> float:
+    """The disagreement of `differences` (n,), one per problem, with the two pseudo-problems of the interval counted.
+
+    (Σd² + 2c²)/(n + 2), c from `stats.pseudo_change`: two policies that never disagreed are not taken to never do.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    change = pseudo_change(values)
+    return float(min((np.square(values).sum() + 2 * change**2) / (len(values) + 2), 1.0))
+
+
+def split_disagreement(after: np.ndarray, before: np.ndarray) -> tuple[float, float] | None:
+    """(between, within) of the completions' scores `after` and `before`, (n, k) with NaN where undecided, k >= 2.
+
+    within: mean over problems of the variance of single differences, the chance of one completion; between: mean of
+    the squared true differences, mean d² - within/k, at least 0 (Miller 2024, section 3.2). With K completions the
+    disagreement is about between + within/K (`disagreement_at`): more completions help until `between` is left. None
+    when no problem has two decided completions on both sides.
+    """
+    single = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    decided = (~np.isnan(single)).sum(axis=1)
+    single = single[decided >= 2]
+    if len(single) == 0:
+        return None
+    decided = decided[decided >= 2]
+    variance = np.nanvar(single, axis=1, ddof=1)
+    between = np.mean(np.square(np.nanmean(single, axis=1)) - variance / decided)
+    return float(max(between, 0.0)), float(variance.mean())
+
+
+def disagreement_at(between: float, within: float, samples: int) -> float:
+    """The disagreement to expect with `samples` completions per problem, at most 1."""
+    return min(between + within / samples, 1.0)
