@@ -15,9 +15,10 @@ from eval import artifacts, compare, report
 from eval.artifacts import POLICIES, Sources
 from eval.backends import Asking, ask_transformers, check_backend
 from eval.cells import Cell, read_cell, write_cell
+from eval.hygiene import limits_of
+from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
 from eval.score import score, summarize
-from eval.stats import minimum_detectable_effect
 from eval.vllm_backend import ask_vllm, vllm_version
 from recipes.parts.config import Config, load_config, resolve
 from recipes.parts.errors import DONE, BadInput
@@ -210,13 +211,14 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
     finally:
         pool.close()
     records = {place: cell.records for place, cell in cells.items()}
-    settings = plan.config.eval
+    settings, limits = plan.config.eval, limits_of(plan.config)
+    comparison = compare.compare(records, plan.formats, plan.reference, settings.bootstrap_samples, limits=limits)
     result = {
         "n": len(plan.problems),
         "problems_hash": problems_hash(plan.problems),
         "matrix": matrix,
-        **(comparison := compare.compare(records, plan.formats, plan.reference, settings.bootstrap_samples)),
-        "conclusion": compare.conclude(comparison, plan.formats, matrix),
+        **comparison,
+        "conclusion": compare.conclude(comparison, plan.formats),
         "base_hash": plan.sources.base_hash,
         "adapter_version": plan.sources.adapter_version,
         "adapter_hash": plan.sources.adapter_hash,
