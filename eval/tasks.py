@@ -12,19 +12,21 @@ Imports no torch. The model's code runs in the sandbox alone, and only with `rew
 """
 
 import copy
+import dataclasses
 import difflib
+import hashlib
 import importlib
 import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eval.score import MATH, Answered, Judgement, Scoring
-from recipes.parts.config import Config, DataConfig
+from recipes.parts.config import Config, DataConfig, resolve
 from recipes.parts.data import CODE_FORMATS, TEXT_FORMATS, first_row
 from recipes.parts.errors import BadInput, CheckFailed
 
@@ -89,12 +91,10 @@ def task_values(values: dict, task: str, path: str | Path | None = None) -> dict
     return {**copy.deepcopy(values), "data": {**data, "question_column": question, "answer_column": answer}}
 
 
-def task_config(config: Config, task: str, path: str | Path | None = None) -> Config:
-    """`config` with the data group of `task`, for evaluation only; see `task_values`."""
-    changed = copy.copy(config)
-    own = {item.name: getattr(config.data, item.name) for item in fields(DataConfig)}
-    changed.data = DataConfig(**task_values({"data": own}, task, path)["data"])
-    return changed
+def task_config(config: Config, task: str, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """`config` with the data group of `task` and the overrides of a command line; see `task_values`."""
+    values = task_values(dataclasses.asdict(config), task, path)
+    return resolve(values, list(overrides), f"task {task}")
 
 
 def _columns(task: Task, data: dict) -> tuple[str, str]:
@@ -126,7 +126,8 @@ def scoring_of(config: Config) -> Scoring:
     if ":" in name:
         function = imported(name)
         _check_code(config, name, function)
-        return Scoring(name, partial(judge_by_reward, custom(name, function), settings.reward_threshold))
+        judge = partial(judge_by_reward, custom(name, function), settings.reward_threshold)
+        return Scoring(name, judge, version=_source_hash(function))
     options = _named_options(config, name)
     if name == "code":
         _check_code_form(form)
@@ -189,6 +190,15 @@ def imported(name: str) -> Callable:
     if not callable(function):
         raise BadInput(f"eval.reward {name!r} is a {type(function).__name__}, not a function.")
     return function
+
+
+def _source_hash(function: Callable) -> str:
+    """BLAKE2b-64 of the file that defines the function, so that records of an older one are not taken for its own."""
+    try:
+        source = Path(inspect.getsourcefile(function)).read_bytes()
+    except (TypeError, OSError):  # a class instance, or a compiled function
+        return ""
+    return hashlib.blake2b(source, digest_size=8).hexdigest()
 
 
 COLUMNS = ("prompts", "completions", "gold", "problem_id")
