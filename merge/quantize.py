@@ -1,11 +1,14 @@
-"""Quantize a merged BF16 checkpoint, tensor by tensor: fp8 and w4a16 for vLLM, nf4 for bitsandbytes.
+"""Quantize a merged BF16 checkpoint, tensor by tensor, in the layouts of compressed-tensors and bitsandbytes.
 
-fp8    compressed-tensors `float-quantized`: static per-channel weights, dynamic per-token activations.
-w4a16  compressed-tensors `pack-quantized`: symmetric INT4, groups of 128, round to nearest.
-nf4    bitsandbytes, blocks of 64, double quantization.
+fp8        `float-quantized`: static per-channel weights, dynamic per-token activations.
+fp8_block  `float-quantized`: static weights in blocks of 128 x 128, activations dynamic in groups of 128.
+w4a16      `pack-quantized`: symmetric INT4, groups of 128, round to nearest.
+nvfp4a16   `nvfp4-pack-quantized`: E2M1 in groups of 16 with E4M3 scales and a global scale; weights only.
+nvfp4      the same, and activations in FP4 by global scales that calibration finds (calibrated.py).
+nf4        bitsandbytes, blocks of 64, double quantization.
 
 Only the layers that the run's base quantizes are quantized, so embeddings, norms and the output embedding stay BF16.
-Not covered: calibrated methods (GPTQ, AWQ), which need data and llm-compressor.
+awq is made by llm-compressor from the same checkpoint (calibrated.py). Not covered: GPTQ.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +27,26 @@ from recipes.parts.rundir import publish, write_manifest
 
 GROUP = 128
 LEAST_RETAINED = 0.5  # of the update, for NF4 to be written without --force
+BLOCK = 128  # both sides of a block of fp8_block
+FP4_GROUP = 16
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+# Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs have to be equal.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for each
 Parts = dict[str, torch.Tensor]
 # A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name, and to what a reader of
 # that computes with, in float32.
 Format = Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]
+# (preset of compressed-tensors, its name for the layout) of every format that it stores
+LAYOUTS = {
+    "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    "fp8_block": ("FP8_BLOCK", "float-quantized"),
+    "w4a16": ("W4A16", "pack-quantized"),
+    "awq": ("W4A16", "pack-quantized"),
+    "nvfp4a16": ("NVFP4A16", "nvfp4-pack-quantized"),
+    "nvfp4": ("NVFP4", "nvfp4-pack-quantized"),
+}
+CALIBRATED = ("awq", "nvfp4")
 
 
 def _scheme(name: str) -> Any:
@@ -36,30 +55,82 @@ def _scheme(name: str) -> Any:
     return preset_name_to_scheme(name, ["Linear"])
 
 
-def _compress(weight: torch.Tensor, preset: str, format_name: str, groups: int) -> tuple[Parts, torch.Tensor]:
+def _compress(weight: torch.Tensor, name: str, block: tuple[int, int]) -> tuple[Parts, torch.Tensor]:
+    """`weight` with one BF16 scale per block of (rows, columns), some rows at a time."""
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(format_name)
-    grouped = weight.float().reshape(weight.shape[0], groups, -1)
-    scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), scheme.weights)
-    # Readers load scales in the model's dtype, so the codes are made for the scale as BF16 has it; the division is
-    # float32, since a BF16 quotient would round twice.
-    scale = scale.to(torch.bfloat16)
-    stored = compressor.compress({"weight": weight.float(), "weight_scale": scale.float()}, scheme)
-    value = compressor.decompress(dict(stored), scheme)["weight"]
-    stored["weight_scale"] = scale
-    return stored, value
+    preset, layout = LAYOUTS[name]
+    scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(layout)
+
+    def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        blocks = rows.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+        scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), scheme.weights)
+        # Readers load scales in the model's dtype, so the codes are made for the scale as BF16 has it; the division
+        # is float32, since a BF16 quotient would round twice.
+        scale = scale.to(torch.bfloat16)
+        stored = compressor.compress({"weight": rows, "weight_scale": scale.float()}, scheme)
+        value = compressor.decompress(dict(stored), scheme)["weight"]
+        stored["weight_scale"] = scale
+        return stored, value
+
+    return _by_rows(weight, block[0], compress)
+
+
+def _by_rows(weight: torch.Tensor, step: int, compress: Format) -> tuple[Parts, torch.Tensor]:
+    """`compress` over chunks of rows (float32, a multiple of `step`), put together again."""
+    rows = max(step, CHUNK // weight.shape[1] // step * step)
+    chunks = [compress(chunk.float()) for chunk in weight.split(rows)]
+    stored = {
+        # Nothing but a global scale and the shape is of the whole weight.
+        key: torch.cat([parts[key] for parts, _ in chunks]) if part.ndim == 2 else part
+        for key, part in chunks[0][0].items()
+    }
+    if "weight_shape" in stored:
+        stored["weight_shape"] = torch.tensor(weight.shape, dtype=stored["weight_shape"].dtype)
+    return stored, torch.cat([value for _, value in chunks])
 
 
 def to_fp8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     """FP8 (E4M3) codes and one scale per output channel."""
-    return _compress(weight, "FP8_DYNAMIC", "float-quantized", groups=1)
+    return _compress(weight, "fp8", (1, weight.shape[1]))
+
+
+def to_fp8_block(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """FP8 (E4M3) codes and one scale per block of 128 x 128."""
+    return _compress(weight, "fp8_block", (BLOCK, BLOCK))
 
 
 def to_w4a16(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     """INT4 codes, eight to an int32, and one scale per 128 inputs of an output channel."""
-    return _compress(weight, "W4A16", "pack-quantized", groups=weight.shape[1] // GROUP)
+    return _compress(weight, "w4a16", (1, GROUP))
+
+
+def to_nvfp4(weight: torch.Tensor, amax: float = 0.0) -> tuple[Parts, torch.Tensor]:
+    """FP4 (E2M1) codes, two to a byte, one E4M3 scale per 16 inputs of an output channel, one global scale.
+
+    `amax` is the largest |weight| of the other layers that share the global scale. A reader computes
+    code · scale / global scale. The global scale is the power of two at or below 448 · 6 / amax: that product is then
+    exact in BF16, so all readers hold the same weights, also those that round the global scale to BF16; and as a shift
+    of exponents it does not change what the codes stand for, so layers can share it at no loss.
+    """
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    preset, layout = LAYOUTS["nvfp4a16"]
+    scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(layout)
+    peak = weight.abs().max().float().clamp(min=amax)
+    global_scale = generate_gparam(-peak, peak).log2().floor().clamp(-126, 126).exp2()
+
+    def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        groups = rows.unflatten(1, (-1, FP4_GROUP))
+        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale)
+        stored = compressor.compress(
+            {"weight": rows, "weight_scale": scale, "weight_global_scale": global_scale}, scheme
+        )
+        return stored, compressor.decompress(dict(stored), scheme)["weight"].float()
+
+    return _by_rows(weight, 1, compress)
 
 
 def to_nf4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
@@ -71,7 +142,28 @@ def to_nf4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return {"weight": packed, **parts}, dequantize_4bit(packed, state).float()
 
 
-FORMATS: dict[str, Format] = {"fp8": to_fp8, "w4a16": to_w4a16, "nf4": to_nf4}
+# What needs no data: the weights of nvfp4 are those of nvfp4a16, and awq is made elsewhere (calibrated.py).
+FORMATS: dict[str, Format] = {
+    "fp8": to_fp8,
+    "fp8_block": to_fp8_block,
+    "w4a16": to_w4a16,
+    "nvfp4a16": to_nvfp4,
+    "nvfp4": to_nvfp4,
+    "nf4": to_nf4,
+}
+
+
+def fused_peaks(directory: Path, names: set[str]) -> dict[str, float]:
+    """{weight name: largest |weight| of the layers that vLLM fuses with it, itself included} of fused layers."""
+    groups: dict[str, str] = {}
+    for name in names:
+        parent, _, layer = name.removesuffix(".weight").rpartition(".")
+        if fused := next((fused for fused in FUSED if layer in fused), None):
+            groups[name] = f"{parent}.{fused[0]}"
+    peaks: dict[str, float] = {}
+    for name, weight in _tensors(directory, set(groups)):
+        peaks[groups[name]] = max(peaks.get(groups[name], 0.0), weight.abs().max().item())
+    return {name: peaks[group] for name, group in groups.items()}
 
 
 def quantization_config(format_name: str, ignore: list[str]) -> dict:
@@ -88,7 +180,7 @@ def quantization_config(format_name: str, ignore: list[str]) -> dict:
         ).to_dict()
     from compressed_tensors.quantization import QuantizationConfig
 
-    preset, layout = {"fp8": ("FP8_DYNAMIC", "float-quantized"), "w4a16": ("W4A16", "pack-quantized")}[format_name]
+    preset, layout = LAYOUTS[format_name]
     config = QuantizationConfig(
         config_groups={"group_0": _scheme(preset)}, format=layout, ignore=ignore, quantization_status="compressed"
     )
@@ -97,14 +189,26 @@ def quantization_config(format_name: str, ignore: list[str]) -> dict:
 
 def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
     """`BadInput` when a layer's shape does not fit the format; reads headers only."""
-    if format_name != "w4a16":
-        return
-    odd = {name: shape[1] for name in sorted(base.quantized) if (shape := base.shape(name))[1] % GROUP}
-    if odd:
-        name, width = next(iter(odd.items()))
+    shapes = {name: base.shape(name) for name in sorted(base.quantized)}
+    group = {"w4a16": GROUP, "awq": GROUP, "nvfp4a16": FP4_GROUP, "nvfp4": FP4_GROUP}.get(format_name)
+    if group and (odd := [name for name, shape in shapes.items() if shape[1] % group]):
         raise BadInput(
-            f"w4a16 packs groups of {GROUP} inputs, and {len(odd)} of {len(base.quantized)} layers have a number of "
-            f"inputs that {GROUP} does not divide ({name}: {width}). Leave w4a16 out; fp8 has no such limit."
+            f"{format_name} packs groups of {group} inputs, and {len(odd)} of {len(shapes)} layers have a number of "
+            f"inputs that {group} does not divide ({odd[0]}: {shapes[odd[0]][1]}). Leave {format_name} out; fp8 has "
+            "no such limit."
+        )
+    if format_name != "fp8_block":
+        return
+    # compressed-tensors 0.17 dequantizes by the shapes alone: with a cut block it takes all of them for smaller ones,
+    # and a single column of blocks for a scale per output channel; both fail. vLLM 0.31 refuses fused layers in which
+    # a block would lie across two.
+    odd = [n for n, (rows, columns) in shapes.items() if rows % BLOCK or columns % BLOCK or rows > BLOCK == columns]
+    if odd:
+        rows, columns = shapes[odd[0]]
+        raise BadInput(
+            f"fp8_block needs whole blocks of {BLOCK} x {BLOCK}, and more than one across when there is more than one "
+            f"down; transformers and vLLM read nothing else. {len(odd)} of {len(shapes)} layers do not have them "
+            f"({odd[0]}: {rows} outputs, {columns} inputs). Leave fp8_block out; fp8 has no such limit."
         )
 
 
@@ -126,13 +230,13 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
     """
     if not updates:
         return None
-    store = FORMATS.get(format_name)
+    store = _by_name(format_name, merged, base) if format_name in FORMATS else None
     retained = Retained()
     for name, weight in _tensors(merged):
         if name in updates:
             before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
             if store is not None and name in base.quantized:
-                before, after = store(before)[1], store(after)[1]
+                before, after = store(name, before)[1], store(name, after)[1]
             retained.add(after, before, updates[name].delta(base.device))
     return retained.share()
 
@@ -153,9 +257,18 @@ def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
     )
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _by_name(format_name: str, merged: Path, base: BaseCheckpoint) -> Callable[[str, torch.Tensor], Any]:
+    """The format as a function of a weight's name and the weight."""
+    store = FORMATS[format_name]
+    if store is not to_nvfp4:
+        return lambda _, weight: store(weight)
+    peaks = fused_peaks(merged, base.quantized)
+    return lambda name, weight: to_nvfp4(weight, peaks.get(name, 0.0))
+
+
+def _tensors(directory: Path, wanted: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     for file, names in checkpoint_shards(directory).items():
-        for name in names:
+        for name in names if wanted is None else [name for name in names if name in wanted]:
             yield name, read_tensor(directory / file, name)
 
 
@@ -168,6 +281,7 @@ def quantize_checkpoint(
     verify: Callable[[Path], dict | None],
     overwrite: bool = False,
     force: bool = False,
+    input_peaks: dict[str, float] | None = None,
     **manifest: Any,
 ) -> dict:
     """Publish the BF16 checkpoint `merged` in another format at `final`; return the manifest.
@@ -176,15 +290,14 @@ def quantize_checkpoint(
     published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 that keeps less than
     `LEAST_RETAINED` of the update, unless `force`: on a base that was NF4 already, an update smaller than the steps
     between NF4 values rounds away. An adapter that learned nothing (all of its update is zero) has nothing to lose
-    and is written.
+    and is written. `input_peaks`, for nvfp4: the largest |input| of every quantized layer, by its weight's name.
     Memory: what is stored of two tensors, and what quantizing one takes.
     """
     share = retained_share(merged, format_name, base, updates) if format_name == "nf4" and not force else None
     if share is not None and not share >= LEAST_RETAINED:
         raise Refused(_nf4_loses(share, base), share)
-    store = FORMATS[format_name]
+    store = _by_name(format_name, merged, base)
     retained = Retained()
-
     shards = checkpoint_shards(merged)
     files = {name: file for file, names in shards.items() for name in names}
 
@@ -192,10 +305,12 @@ def quantize_checkpoint(
         weight = read_tensor(merged / files[name], name)
         if name not in base.quantized:
             return {name: weight}
-        stored, value = store(weight.to(base.device))
+        stored, value = store(name, weight.to(base.device))
         if name in updates:
-            before = store(base.tensor(name).to(torch.bfloat16))[1]
+            before = store(name, base.tensor(name).to(torch.bfloat16))[1]
             retained.add(value, before, updates[name].delta(base.device))
+        if input_peaks is not None:
+            stored["input_global_scale"] = torch.tensor([E4M3_MAX * E2M1_MAX / input_peaks[name]])
         return {f"{name.removesuffix('.weight')}.{key}": part for key, part in stored.items()}
 
     with publish(final, overwrite) as partial:

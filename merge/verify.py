@@ -61,6 +61,10 @@ def load_for_scoring(directory: str | Path, device: torch.device | str | None = 
         # transformers says that the checkpoint's own configuration wins over ours, all but `dequantize`: as meant.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}, **options)
+    if method == "compressed-tensors":
+        for module in model.modules():  # compressed-tensors dequantizes FP4 to BF16 whatever the model computes in
+            if isinstance(module, torch.nn.Linear):
+                module.weight.data = module.weight.data.to(dtype)
     if method == "bitsandbytes":
         disable_cpu_repacking(model)
         compute_in(model, dtype)

@@ -9,27 +9,39 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from merge import quantize as quantize_module
-from merge.base import BaseCheckpoint, dequantize, hash_nf4_model, load_nf4
+from merge.base import BaseCheckpoint, dequantize
 from merge.merge import read_adapter, write_bf16
-from merge.quantize import FORMATS, Refused, check_shapes, quantize_checkpoint, retained_share
+from merge.quantize import FORMATS, Refused, check_shapes, fused_peaks, quantize_checkpoint, retained_share
 from merge.shards import PartsFile
 from merge.verify import base_checkpoint, load_for_scoring
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import read_json, read_manifest
+from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.unit.test_merge_base import NF4
-from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model, shared_run
+from tests.unit.test_merge_fixture import make_model, make_run, shared_folder
+
+# Every format can store these layers; fp8_block needs two blocks of 128 across.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PACKED_FP4 = ("nvfp4a16", "nvfp4")
 
 
 def no_verify(_):
     return None
 
 
+def wide_run(tied: bool = True) -> RunDir:
+    folder = shared_folder() / f"wide-run-{tied}"
+    if not folder.exists():
+        make_run(folder, make_model(shared_folder() / f"wide-{tied}", tied, **WIDE))
+    return RunDir.open(folder)
+
+
 def merged_run(tied: bool = True):
     """(base, updates, folder of the BF16 checkpoint), made once a session."""
-    run, folder = shared_run(tied), shared_folder() / f"merged-{tied}"
+    run, folder = wide_run(tied), shared_folder() / f"wide-merged-{tied}"
     base = base_checkpoint(run)
     updates = read_adapter(run.newest_adapter(), base)
     if not folder.exists():
@@ -39,10 +51,11 @@ def merged_run(tied: bool = True):
 
 def quantized(name: str, tied: bool = True):
     """(tensors of the stored checkpoint, its manifest, its folder), made once a session."""
-    folder = shared_folder() / f"{name}-{tied}"
+    folder = shared_folder() / f"wide-{name}-{tied}"
     base, updates, merged = merged_run(tied)
     if not folder.exists():
-        quantize_checkpoint(merged, folder, name, base, updates, no_verify, force=True)
+        peaks = dict.fromkeys(base.quantized, 5.0) if name == "nvfp4" else None
+        quantize_checkpoint(merged, folder, name, base, updates, no_verify, force=True, input_peaks=peaks)
     return tensors_in(folder), read_manifest(folder, "checkpoint", deep=True), folder
 
 
@@ -62,6 +75,15 @@ def decode(name: str, tensors: dict, module: str) -> np.ndarray:
     if name == "fp8":
         assert tensors[f"{module}.weight"].dtype == torch.float8_e4m3fn
         return e4m3(tensors[f"{module}.weight"]) * tensors[f"{module}.weight_scale"].double().numpy()
+    if name == "fp8_block":
+        scales = tensors[f"{module}.weight_scale"].double().numpy()
+        return e4m3(tensors[f"{module}.weight"]) * np.repeat(np.repeat(scales, 128, axis=0), 128, axis=1)
+    if name in PACKED_FP4:
+        packed = tensors[f"{module}.weight_packed"].numpy()
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+        scales = np.repeat(e4m3(tensors[f"{module}.weight_scale"]), 16, axis=1)
+        assert tensors[f"{module}.weight_global_scale"].dtype == torch.float32
+        return np.where(codes & 8, -1, 1) * E2M1[codes & 7] * scales / tensors[f"{module}.weight_global_scale"].item()
     if name == "w4a16":
         packed = tensors[f"{module}.weight_packed"].numpy().view(np.uint32)
         codes = np.stack([(packed >> (4 * i)) & 15 for i in range(8)], axis=-1).reshape(packed.shape[0], -1)
@@ -75,6 +97,11 @@ def decode(name: str, tensors: dict, module: str) -> np.ndarray:
     absmax = tensors[f"{module}.weight.nested_quant_map"].numpy()[tensors[f"{module}.weight.absmax"].numpy()]
     absmax = absmax * nested[: absmax.size] + facts["nested_offset"]
     return (NF4[codes] * np.repeat(absmax, facts["blocksize"])).reshape(facts["shape"])
+
+
+# ‖stored − merged‖ / ‖merged‖ of a layer of Gaussian weights, and how the logits have to go with those of BF16.
+BOUND = {"fp8": 0.03, "fp8_block": 0.03, "w4a16": 0.15, "nvfp4a16": 0.1, "nvfp4": 0.1, "nf4": 0.03}
+CORRELATION = {"fp8": 0.99, "fp8_block": 0.98, "w4a16": 0.9, "nvfp4a16": 0.9, "nvfp4": 0.85, "nf4": 0.95}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -98,47 +125,136 @@ def test_transformers_computes_with_the_stored_weights_and_they_are_near_the_mer
             np.testing.assert_array_equal(layer.weight.detach().double().numpy(), stored)
         exact = originals[weight_name].double().numpy()
         error = np.linalg.norm(stored - exact) / np.linalg.norm(exact)
-        assert error < {"fp8": 0.03, "w4a16": 0.15, "nf4": 0.03}[name], (weight_name, error)
+        assert error < BOUND[name], (weight_name, error)
     for untouched in set(originals) - base.quantized:
         assert torch.equal(tensors[untouched], originals[untouched]), untouched
     reference = load_for_scoring(merged, "cpu")(ids).logits.detach()
     correlation = torch.corrcoef(torch.stack([logits.flatten(), reference.flatten()]))[0, 1].item()
-    assert correlation > {"fp8": 0.99, "w4a16": 0.9, "nf4": 0.95}[name]
+    assert correlation > CORRELATION[name]
 
 
-@pytest.mark.parametrize("name", ["fp8", "w4a16"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "w4a16", "nvfp4a16"])
 def test_rounding_is_to_the_nearest_code(name):
     torch.manual_seed(0)
-    weight = (torch.randn(8, 256) * 0.05).bfloat16()
+    weight = (torch.randn(128, 256) * 0.05).bfloat16()
     stored, value = FORMATS[name](weight)
     assert value.dtype == torch.float32
     exact = weight.double().numpy()
     assert np.array_equal(value.double().numpy(), decode(name, {f"m.{k}": v for k, v in stored.items()}, "m"))
+    if name.startswith("fp8"):
+        codes = e4m3(torch.arange(256, dtype=torch.uint8))
+        grid, block = np.unique(codes[np.abs(codes) <= 448]), (128 if name == "fp8_block" else 1, 128)
+    elif name == "w4a16":
+        grid, block = np.arange(-8, 8), (1, 128)
+    else:
+        grid, block = np.concatenate([-E2M1, E2M1]), (1, 16)
     scale = stored["weight_scale"].double().numpy()
     if name == "fp8":
-        codes = e4m3(torch.arange(256, dtype=torch.uint8))
-        grid = np.unique(codes[np.abs(codes) <= 448]) * 1.0
-        nearest = np.abs((exact / scale)[..., None] - grid).min(-1) * scale
-    else:
-        scale = np.repeat(scale, 128, axis=1)
-        nearest = np.abs((exact / scale)[..., None] - np.arange(-8, 8)).min(-1) * scale
+        block = (1, 256)
+    if name == "nvfp4a16":
+        scale = scale / stored["weight_global_scale"].item()
+    scale = np.repeat(np.repeat(scale, block[0], axis=0), block[1], axis=1)
+    nearest = np.abs((exact / scale)[..., None] - grid).min(-1) * scale
     error = np.abs(value.double().numpy() - exact)
     # A quotient in float32 may fall on the other side of a tie; both sides are then equally near.
     np.testing.assert_allclose(error, nearest, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["fp8", "w4a16"])
-def test_a_row_of_zeros_stays_zero(name):
-    weight = torch.zeros(4, 256, dtype=torch.bfloat16)
-    weight[1] = 0.5
+def nearest(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """The entry of the ascending `grid` that is nearest to each value; a tie goes to the even place."""
+    distance = np.abs(values[..., None] - grid)
+    first = distance.argmin(-1)
+    after = np.minimum(first + 1, grid.size - 1)
+    tie = np.take_along_axis(distance, after[..., None], -1) == np.take_along_axis(distance, first[..., None], -1)
+    return grid[np.where(tie[..., 0] & (first % 2 == 1), after, first)]
+
+
+def test_nvfp4_is_what_its_definition_gives():
+    torch.manual_seed(0)
+    weight = (torch.randn(64, 512) * torch.logspace(-3, 0, 64)[:, None]).bfloat16()
+    stored, value = FORMATS["nvfp4a16"](weight)
+    exact = weight.double().numpy()
+    global_scale = 2.0 ** np.floor(np.log2(448 * 6 / np.abs(exact).max()))
+    assert stored["weight_global_scale"].tolist() == [global_scale]
+    groups = exact.reshape(64, -1, 16)
+    wanted = np.abs(groups).max(-1) / 6 * global_scale
+    scale = nearest(wanted, e4m3(torch.arange(127, dtype=torch.uint8))) / global_scale
+    expected = np.sign(groups) * nearest(np.abs(groups) / scale[..., None], E2M1) * scale[..., None]
+    np.testing.assert_array_equal(value.double().numpy(), expected.reshape(exact.shape))
+    error = np.linalg.norm(expected.reshape(exact.shape) - exact) / np.linalg.norm(exact)
+    assert 0.08 < error < 0.1  # 9.5 % is what FP4 in groups of 16 loses on Gaussian weights
+
+
+def test_a_shared_global_scale_does_not_change_what_nvfp4_stands_for():
+    torch.manual_seed(0)
+    weight = (torch.randn(64, 256) * 0.05).bfloat16()
+    (alone, value), (shared, same) = FORMATS["nvfp4a16"](weight), quantize_module.to_nvfp4(weight, 1.7)
+    assert alone["weight_global_scale"] > 4 * shared["weight_global_scale"]
+    assert torch.equal(value, same)
+    assert torch.equal(value.bfloat16().float(), value)  # exact in BF16, which transformers dequantizes it to
+
+
+def test_layers_that_vllm_fuses_have_one_global_scale():
+    tensors, _, _ = quantized("nvfp4a16")
+    originals = tensors_in(merged_run()[2])
+    for layer in range(2):
+        for fused in (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"]):
+            names = [f"model.layers.{layer}.{module}" for module in fused]
+            peak = max(originals[f"{name}.weight"].abs().max().item() for name in names)
+            expected = 2.0 ** np.floor(np.log2(448 * 6 / peak))
+            assert [tensors[f"{name}.weight_global_scale"].item() for name in names] == [expected] * len(names)
+
+
+def test_one_layer_of_a_fused_group_sets_the_scale_of_all(tmp_path):
+    values = {"q": 0.01, "k": 0.02, "v": 4.0}
+    save_file(
+        {f"a.{n}_proj.weight": torch.full((2, 16), x) for n, x in values.items()} | {"a.o_proj.weight": torch.ones(2)},
+        tmp_path / "model.safetensors",
+    )
+    names = {f"a.{name}_proj.weight" for name in "qkvo"}
+    assert fused_peaks(tmp_path, names) == {f"a.{name}_proj.weight": 4.0 for name in "qkv"}
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_weights_in_chunks_are_stored_as_in_one_piece(name, monkeypatch):
+    torch.manual_seed(0)
+    weight = (torch.randn(384, 256) * 0.05).bfloat16()
+    (whole, value) = FORMATS[name](weight)
+    monkeypatch.setattr(quantize_module, "CHUNK", 200 * 256)
+    (chunked, same) = FORMATS[name](weight)
+    assert torch.equal(value, same)
+    assert whole.keys() == chunked.keys()
+    for key, part in whole.items():
+        assert part.dtype == chunked[key].dtype
+        assert torch.equal(part.view(torch.uint8), chunked[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "w4a16", "nvfp4a16"])
+def test_a_row_or_block_of_zeros_stays_zero(name):
+    weight = torch.zeros(256, 256, dtype=torch.bfloat16)
+    weight[129] = 0.5
     _, value = FORMATS[name](weight)
     assert torch.isfinite(value).all()
-    assert (value[0] == 0).all()
-    assert value[1] == pytest.approx(torch.full((256,), 0.5), rel=0.07)
+    assert (value[:128] == 0).all()
+    assert value[129] == pytest.approx(torch.full((256,), 0.5), rel=0.07)
+
+
+def test_nvfp4_stores_the_scale_of_the_inputs_that_calibration_found():
+    tensors, _, _ = quantized("nvfp4")
+    alone = quantized("nvfp4a16")[0]
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("input_global_scale")}
+    assert scales.keys() == {
+        f"{name.removesuffix('.weight')}.input_global_scale" for name in merged_run()[0].quantized
+    }
+    assert all(scale.tolist() == [pytest.approx(448 * 6 / 5.0)] for scale in scales.values())
+    assert {name for name in tensors if name not in scales} == alone.keys()
+    assert all(torch.equal(tensors[n].view(torch.uint8), t.view(torch.uint8)) for n, t in alone.items())
 
 
 def test_config_names_the_format_and_leaves_the_output_embedding_out():
-    expected = {"fp8": "float-quantized", "w4a16": "pack-quantized"}
+    expected = {"fp8": "float-quantized", "fp8_block": "float-quantized", "w4a16": "pack-quantized"}
+    expected |= dict.fromkeys(PACKED_FP4, "nvfp4-pack-quantized")
+    rounded = {"fp8": (True, "token", None), "fp8_block": (True, "group", 128), "nvfp4": ("local", "tensor_group", 16)}
     for name in FORMATS:
         _, manifest, folder = quantized(name, tied=False)
         config = json.loads((folder / "config.json").read_text())
@@ -151,14 +267,15 @@ def test_config_names_the_format_and_leaves_the_output_embedding_out():
         assert (settings["quant_method"], settings["format"]) == ("compressed-tensors", expected[name])
         assert settings["ignore"] == ["lm_head"]
         activations = settings["config_groups"]["group_0"].get("input_activations")
-        assert (activations is not None and activations["dynamic"] and activations["strategy"] == "token") is (
-            name == "fp8"
-        )
+        found = activations and tuple(activations.get(key) for key in ("dynamic", "strategy", "group_size"))
+        assert found == rounded.get(name)
 
 
-def test_update_survives_bf16_fp8_and_w4a16_and_not_nf4():
+def test_update_survives_every_format_but_nf4():
     shares = {name: quantized(name)[1]["retained_update"] for name in FORMATS}
     assert shares["fp8"] == pytest.approx(1, abs=0.05)
+    assert shares["fp8_block"] == pytest.approx(1, abs=0.05)
+    assert shares["nvfp4a16"] == shares["nvfp4"] > 0.6
     assert shares["w4a16"] == pytest.approx(1, abs=0.3)
     assert shares["nf4"] < 0.15
 
@@ -203,8 +320,8 @@ def test_half_of_the_update_is_the_least_that_nf4_has_to_keep():
 
 
 def test_nf4_of_the_original_base_keeps_the_update_and_is_written(tmp_path):
-    run = shared_run()
-    base = BaseCheckpoint(shared_model(), read_json(run.base_file), into="original")
+    run = wide_run()
+    base = BaseCheckpoint(shared_folder() / "wide-True", read_json(run.base_file), into="original")
     updates = read_adapter(run.newest_adapter(), base)
     write_bf16(base, updates, tmp_path / "bf16", lambda _: {})
     made = quantize_checkpoint(tmp_path / "bf16", tmp_path / "nf4", "nf4", base, updates, no_verify)
@@ -253,9 +370,42 @@ def test_the_parts_of_two_tensors_are_in_memory_and_not_those_of_a_shard(tmp_pat
     assert 0 < most <= 2
 
 
-def test_w4a16_of_a_width_that_128_does_not_divide_is_bad_input(tmp_path):
-    folder = make_model(tmp_path / "odd", intermediate_size=320)
-    base = BaseCheckpoint(folder, hash_nf4_model(load_nf4(folder, device="cpu")))
-    with pytest.raises(BadInput, match=r"2 of 14 layers .*down_proj\.weight: 320"):
-        check_shapes(base, "w4a16")
-    check_shapes(base, "fp8")
+class Shapes:
+    """What `check_shapes` asks of a base."""
+
+    def __init__(self, **shapes):
+        self.shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
+        self.quantized = set(self.shapes)
+        self.shape = self.shapes.__getitem__
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("w4a16", (384, 320), r"w4a16 packs groups of 128 .* 1 of 2 layers .*\(odd\.weight: 320\).*Leave w4a16 out"),
+        ("awq", (384, 320), r"awq packs groups of 128 .*\(odd\.weight: 320\)"),
+        ("nvfp4a16", (384, 40), r"nvfp4a16 packs groups of 16 .*\(odd\.weight: 40\)"),
+        ("nvfp4", (384, 40), r"nvfp4 packs groups of 16 .*\(odd\.weight: 40\)"),
+        ("fp8_block", (320, 384), r"blocks of 128 x 128.* 1 of 2 layers .*\(odd\.weight: 320 outputs, 384 inputs\)"),
+        ("fp8_block", (384, 320), r"odd\.weight: 384 outputs, 320 inputs"),
+        ("fp8_block", (256, 128), r"more than one across.*odd\.weight: 256 outputs, 128 inputs"),
+    ],
+)
+def test_a_shape_that_a_format_cannot_store_is_bad_input(name, shape, message):
+    with pytest.raises(BadInput, match=message):
+        check_shapes(Shapes(fine=(256, 256), odd=shape), name)
+    check_shapes(Shapes(fine=(256, 256), odd=shape), "fp8")
+    check_shapes(Shapes(fine=(256, 256)), name)
+
+
+@pytest.mark.parametrize("shape", [(320, 384), (384, 320), (256, 128)])
+def test_compressed_tensors_cannot_read_the_blocks_that_are_refused(shape):
+    # When this fails, upstream reads them, and check_shapes can let them through.
+    from compressed_tensors.compressors.base import BaseCompressor
+
+    scale = torch.full((-(-shape[0] // 128), -(-shape[1] // 128)), 0.5)
+    stored = {"weight": torch.ones(shape).to(torch.float8_e4m3fn), "weight_scale": scale}
+    with pytest.raises(RuntimeError, match="must match the size"):
+        BaseCompressor.get_value_from_registry("float-quantized").decompress(
+            stored, quantize_module._scheme("FP8_BLOCK")
+        )
