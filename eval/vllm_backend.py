@@ -22,6 +22,7 @@ from recipes.parts.config import ServerConfig
 from recipes.parts.errors import BadInput, CheckFailed
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKER = [sys.executable, "-m", "eval.vllm_worker"]
 _ERROR_LINE = re.compile(r"\b((?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Killed)\b:? .*)")
 # What vLLM says in the parent when a process of its own failed; the reason is further up in the log.
 _POINTERS = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause above")
@@ -92,7 +93,7 @@ def _run_worker(request: dict, folder: Path, variables: dict[str, str], log: Pat
     """The worker's answer; `CheckFailed` when it has none."""
     request_file, answer_file = folder / "request.json", folder / "answer.json"
     request_file.write_text(json.dumps(request))
-    command = [sys.executable, "-m", "eval.vllm_worker", str(request_file), str(answer_file)]
+    command = [*WORKER, str(request_file), str(answer_file)]
     with open(log, "wb") as output:
         # A session of its own: what vLLM starts ends with it, whatever ends this process.
         worker = subprocess.Popen(
