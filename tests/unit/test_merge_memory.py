@@ -1,0 +1,99 @@
+"""Merging and quantizing hold a tensor or two, never a shard: measured on one shard of small tensors."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from merge.stream import plan_base
+from recipes.parts.rundir import read_json
+from tests.unit.test_merge_fixture import shared_model
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 80 << 20
+PEAKS = """
+import json, sys
+from pathlib import Path
+import torch
+from merge.base import BaseCheckpoint
+from merge.merge import Factors, write_bf16
+from merge.quantize import quantize_checkpoint
+from merge.stream import Original, write_base
+
+def resident(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def peak(call):
+    open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again
+    before = resident("VmRSS:")
+    call()
+    return resident("VmHWM:") - before
+
+def prepare(model):
+    out = Path(f"{model}-dequantized")
+    out.mkdir()
+    base = BaseCheckpoint(model, write_base(Original(model, "bfloat16", True), out, "x", None))
+    updates = {}
+    for name in sorted(base.quantized)[::4]:
+        rows, columns = base.shape(name)
+        updates[name] = Factors(torch.randn(4, columns) * 0.01, torch.randn(rows, 4) * 0.01, 2.0)
+    return base, updates
+
+def merge(base, updates, into):
+    write_bf16(base, updates, Path(f"{base.directory}-{into}"), lambda _: {})
+
+def quantize(base, updates, name):
+    merged = Path(f"{base.directory}-dequantized-bf16")
+    quantize_checkpoint(merged, Path(f"{base.directory}-{name}"), name, base, updates, lambda _: None)
+
+found = {}
+for model in map(Path, sys.argv[1:]):  # a small one first: what libraries take once is no part of the second's peak
+    base, updates = prepare(model)
+    found["bf16"] = peak(lambda: merge(base, updates, "dequantized-bf16"))
+    found["fp8"] = peak(lambda: quantize(base, updates, "fp8"))
+    base.into = "original"
+    found["bf16 of the original"] = peak(lambda: merge(base, {}, "original-bf16"))
+print(json.dumps(found))
+"""
+
+
+def make_large(folder: Path) -> Path:
+    """A model of many layers with tensors of at most 1 MiB, 202 MB in one file."""
+    shutil.copytree(shared_model(), folder, ignore=shutil.ignore_patterns("model*"))
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 60, "layer_types": None}
+    config = {**read_json(folder / "config.json"), **shape, "max_window_layers": 60}
+    (folder / "config.json").write_text(json.dumps(config))
+    values = torch.randn(1 << 19).mul(0.05).bfloat16()
+    shapes = plan_base(AutoConfig.from_pretrained(folder)).shapes
+    tensors = {name: values[: math.prod(shape)].view(shape).clone() for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory):
+    """{what: bytes above what the process held before} of every way to write a checkpoint."""
+    folder = tmp_path_factory.mktemp("memory")
+    small = shutil.copytree(shared_model(), folder / "small")
+    large = make_large(folder / "large")
+    assert (large / "model.safetensors").stat().st_size > 200 * 10**6
+    done = subprocess.run(
+        [sys.executable, "-c", PEAKS, str(small), str(large)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    shutil.rmtree(large)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("what", ["bf16", "bf16 of the original", "fp8"])
+def test_a_checkpoint_is_written_without_holding_a_shard(peaks, what):
+    # The largest tensor has 1 MiB in BF16; files are hashed by blocks of 4 MiB in as many threads as there are cores.
+    assert peaks[what] < LIMIT, f"{peaks[what] / 2**20:.0f} MiB"
