@@ -1,5 +1,6 @@
 """Problems from files and hub ids: formats, bad rows, duplicates, prompts."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -283,3 +284,43 @@ def test_importing_the_module_needs_no_torch_and_no_datasets():
     code = "import sys, recipes.parts.data; assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gzipped_jsonl_is_read_alone_and_as_a_split_and_a_torn_one_is_refused(tmp_path):
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(50)]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "test.jsonl.gz").write_bytes(gzip.compress(text))
+    plain = jsonl(tmp_path / "plain.jsonl", rows)
+    read = load_problems(config(tmp_path), "eval")
+    assert [p.question for p in read] == [p.question for p in load_problems(config(plain), "train")]
+    assert read[3].source == f"{tmp_path / 'test.jsonl.gz'}:4"
+    assert load_problems(config(tmp_path / "test.jsonl.gz"), "train") == read
+    for content in (gzip.compress(text)[:-20], text, b""):
+        (tmp_path / "test.jsonl.gz").write_bytes(content)
+        with pytest.raises(BadInput, match=r"not a whole gzip file|has no rows"):
+            load_problems(config(tmp_path), "eval")
+
+
+def test_a_question_may_join_columns_and_each_of_them_must_be_there(tmp_path):
+    rows = [
+        {"Body": "Tom has 3 pens", "Question": "How many?", "answer": "3"},
+        {"Body": "Ann has 4. ", "Question": " How many?\n", "answer": "4"},
+    ]
+    data = config(jsonl(tmp_path / "a.jsonl", rows), question_column="Body+Question")
+    assert [p.question for p in load_problems(data, "train")] == ["Tom has 3 pens. How many?", "Ann has 4. How many?"]
+    named = config(jsonl(tmp_path / "b.jsonl", [{"a+b": "Sum?", "answer": "1"}]), question_column="a+b")
+    assert load_problems(named, "train")[0].question == "Sum?"
+    data = config(jsonl(tmp_path / "c.jsonl", [{"Body": "b", "answer": "1"}]), question_column="Body+Question")
+    with pytest.raises(BadInput, match=r"c\.jsonl:1 has no column 'Question'"):
+        load_problems(data, "train")
+    data = config(jsonl(tmp_path / "d.jsonl", [*rows, {"Body": "b", "Question": " ", "answer": "1"}]))
+    data.question_column = "Body+Question"
+    with pytest.raises(BadInput, match=r"d\.jsonl:3: the question is"):
+        load_problems(data, "train")
+
+
+@pytest.mark.parametrize("answer", ["", "NaN", " x ", None, 3, [1, {"a": 2}], {"must": "é"}])
+def test_any_reference_is_kept_as_it_is(tmp_path, answer):
+    data = config(jsonl(tmp_path / "a.jsonl", [{"question": "1?", "answer": answer}]), answer_format="any")
+    (problem,) = load_problems(data, "train")
+    assert (problem.gold if isinstance(answer, str) else json.loads(problem.gold)) == answer

@@ -1,10 +1,12 @@
 """Scoring and hygiene on hostile completions, and what comparisons are allowed to say."""
 
+import random
+
 import pytest
 
 from eval import report
 from eval.generate import Generation
-from eval.problems import check_disjoint, normalized, problems_hash
+from eval.problems import check_disjoint, find_leaks, normalized, problems_hash
 from eval.score import Record, score, summarize
 from recipes.parts.data import Problem
 from recipes.parts.errors import CheckFailed
@@ -120,6 +122,15 @@ def records(*correct: bool | None) -> list[Record]:
         ("Ｔｏｍ has ½", "tom has 1⁄2", True),
         ("a\u00a0b\n", "A b.", True),
         ("-3", "3", False),
+        ("Janet\u2019s \u201cducks\u201d", 'janet\'s "ducks"', True),
+        ("3 \u2212 4", "3 - 4", True),
+        ("earns $1,000.00 a day", "earns $1000 a day", True),
+        ("1,000", "1.000", False),
+        ("(1,000)", "(1,0)", False),
+        ("3.0 kg", "3 kg", True),
+        ("version 3.0.1", "version 3.1", False),
+        ("3.05", "3.5", False),
+        ("1,2", "12", False),
     ],
 )
 def test_questions_are_compared_by_what_they_ask(one, other, same):
@@ -132,6 +143,53 @@ def test_every_leaked_problem_is_counted_and_some_are_shown():
     with pytest.raises(CheckFailed, match=r"5 of 10 held-out problems are training problems") as caught:
         check_disjoint(held_out, [problem(question=f"round  {i}") for i in range(5)])
     assert str(caught.value).count("test.jsonl:1 is test.jsonl:1") == 3
+
+
+LONG = "A farmer has 12 cows and each gives 8 litres of milk a day. How many litres is that?"
+
+
+@pytest.mark.parametrize(
+    ("held_out", "training", "leaks"),
+    [
+        (LONG, f"Solve the following problem.\n\n{LONG}\n\nPut the answer in a box.", True),
+        (LONG, f"{LONG} And in a week?", True),
+        (LONG, LONG.replace("12 cows", "13 cows"), False),
+        (LONG, LONG.replace("8 litres", "8.5 litres"), False),
+        (LONG, LONG.replace("a day", "a week"), False),
+        (LONG, f"{LONG[:60]} {LONG[60:].upper()} {LONG.replace('12', '13')}", True),
+        (f"{LONG} And in a week?", LONG, False),  # what is added asks for something else
+        ("What is 3 + 4?", "What is 3 + 4? What is 5 + 6? What is 7 + 8? What is 9 + 10?", False),
+        (
+            "There are 5 books here and 4 there. How many in all?",
+            "There are 15 books here and 4 there. How many in all?",
+            False,
+        ),
+        (
+            "There are 5 books here and 4 there. How many in all?",
+            "There are 5 books here and 40 there. How many in all?",
+            False,
+        ),
+        ("Is 1 2 3 4 5 6 7 8 9 10 11 12 sorted?", "Is 1 2 3 4 5 6 7 8 9 10 11 12 13 sorted?", False),
+    ],
+)
+def test_a_question_inside_a_training_question_is_a_leak_and_one_with_other_numbers_is_not(held_out, training, leaks):
+    found = find_leaks([problem(question=held_out)], [problem(question="Another?"), problem(question=training)])
+    assert [whole for *_, whole in found] == ([False] if leaks else [])
+
+
+def test_no_held_out_story_of_the_small_model_counts_as_trained():
+    rng = random.Random(0)
+    stories = [
+        "{who} has {a} {what} and buys {b} more. How many {what} now?",
+        "There are {a} {what} here and {b} there. How many in all?",
+    ]
+
+    def ask(a: int, b: int) -> Problem:
+        who, what = rng.choice(["Tom", "Ann"]), rng.choice(["apples", "coins"])
+        return problem(question=rng.choice(stories).format(who=who, what=what, a=a, b=b))
+
+    training = [ask(a, b) for a in range(0, 60, 2) for b in range(60)]
+    assert find_leaks([ask(a, b) for a in range(1, 60, 2) for b in range(60)], training) == []
 
 
 def test_the_problems_hash_moves_with_every_field_and_the_order():
