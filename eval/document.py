@@ -31,7 +31,7 @@ th, td.short { white-space: nowrap; overflow-wrap: normal; } td.number, th.numbe
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; display: block; }
 pre { background: #f5f5f5; padding: .6rem .8rem; overflow-x: auto; font-size: .85rem; margin: .5rem 0; }
 .missing { border-left: 4px solid #b8860b; background: #fdf8e8; padding: .3rem .9rem; margin: .7rem 0; }
-.findings { border-left: 4px solid #0072b2; background: #f0f6fb; padding: .3rem .9rem; margin: .7rem 0; }
+.findings { border-left: 4px solid #0072b2; background: #f0f6fb; padding: .3rem .9rem .3rem 2rem; margin: .7rem 0; }
 @media print { nav { display: none; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
 """
 NUMBER = re.compile(r"[+\-−]?[\d.,]+(e[+\-]?\d+)?( ?[%×])?|–")

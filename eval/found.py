@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
-from eval.compare import points
+from eval.compare import p_value, points
 from launch.metrics import MetricsLog
 from recipes.parts.rundir import MANIFEST, RunDir, read_json
 
@@ -71,3 +71,9 @@ def policy_name(name: str) -> str:
 def rank(key: tuple[str, str, str]) -> tuple:
     into, policy, name = key
     return (into, policy, plots.order([*plots.FORMATS, name]).index(name))
+
+
+def p_values(difference: dict) -> list[str]:
+    """[p, p adjusted for all formats] of a difference, a dash for what was not computed."""
+    own = difference.get("mcnemar_p") if difference.get("p") is None else difference["p"]
+    return [NONE if value is None else p_value(value) for value in (own, difference.get("holm_p"))]

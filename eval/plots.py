@@ -157,9 +157,9 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 def layer_maps(layers: Sequence[dict], formats: Sequence[str], key: str, label: str) -> "Figure":
     """A map per format of one figure of every layer: blocks of the model across, kinds of layers down.
 
-    Shares run from 0 to 1; `snr` is drawn as log10, since it spans decades.
+    Shares run from 0 to 1; `snr` is drawn as log10, since it spans decades, blue above the noise and red below it.
     """
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import CenteredNorm, Normalize
 
     kinds, blocks, places = _grid(layers)
     columns = min(2 if len(blocks) > 12 else 3, len(formats))
@@ -169,12 +169,13 @@ def layer_maps(layers: Sequence[dict], formats: Sequence[str], key: str, label: 
     scale = math.log10 if key == "snr" else float
     tables = {name: _table(layers, places, len(kinds), len(blocks), name, key, scale) for name in formats}
     known = [value for table in tables.values() for row in table for value in row if math.isfinite(value)]
-    low, high = (min([0.0, *known]), max([1.0, *known])) if key == "retained" else (min(known), max(known))
-    if low == high:
-        low, high = low - 0.5, high + 0.5
+    if key == "snr":
+        colors, norm = "RdBu", CenteredNorm(0.0, max([0.3, *map(abs, known)]))
+    else:
+        colors, norm = "cividis", Normalize(min([0.0, *known]), max([1.0, *known]))
     shown = None
     for axes, name in zip(grid.flat, formats, strict=False):
-        shown = axes.imshow(tables[name], aspect="auto", cmap="cividis", norm=Normalize(low, high))
+        shown = axes.imshow(tables[name], aspect="auto", cmap=colors, norm=norm)
         axes.set_title(name)
         axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
         every = max(1, math.ceil(len(blocks) / 12))
@@ -247,6 +248,8 @@ def _percent(value: float | None) -> float:
 
 def distances(rows: dict[str, tuple[float | None, float | None]]) -> "Figure":
     """Next-token KL to the policy (log axis) and disagreement on the likeliest token, {format: (KL, top-1)}."""
+    from matplotlib.ticker import FuncFormatter
+
     names = order(list(rows))
     figure = _figure(9, 1.2 + 0.38 * len(names))
     left, right = figure.subplots(1, 2, sharey=True)
@@ -258,6 +261,8 @@ def distances(rows: dict[str, tuple[float | None, float | None]]) -> "Figure":
         if top1 is not None:
             right.plot(100 * top1, place, color=color, marker=marker, markersize=7, linestyle="")
     left.set_xscale("log")
+    left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    left.minorticks_off()
     left.set(xlabel="KL(policy ‖ checkpoint), nats a token", title="Distance to the policy")
     right.set(xlabel="same likeliest token, %", title="Top-1 agreement")
     left.set_yticks(range(len(names)), names)
@@ -317,7 +322,7 @@ def memory(formats: dict[str, dict]) -> "Figure":
         axes.barh(place - 0.17, cache, 0.34, left=weights, color="#d9d9d9", edgecolor="#999999", linewidth=0.5)
         disk = found["bytes"] / 2**30
         axes.barh(place + 0.17, disk, 0.2, color="white", edgecolor=look(name, names)[0], hatch="////", linewidth=1)
-        axes.annotate(f" {disk:.2f}", (disk, place + 0.17), va="center", fontsize=8)
+        axes.annotate(f" {disk:.3g}", (disk, place + 0.17), va="center", fontsize=8)
         label = " + ".join(
             "–" if found.get(key) is None else f"{found[key]:.2f}" for key in ("weights_gib", "kv_cache_gib")
         )

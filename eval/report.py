@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from eval import plots
-from eval.compare import p_value, points
+from eval.compare import points
+from eval.found import p_values
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, publish, read_json
 
@@ -79,8 +80,9 @@ def print_summary(result: dict) -> None:
     """Gains, survival and the conclusion, for the terminal."""
     for name, gain in result["gain"].items():
         gained, lost = gain["discordant"]
-        test = f"McNemar p {p_value(gain['mcnemar_p'])}, {gained} gained, {lost} lost"
-        print(f"gain {name:<5}  {_with_interval(gain)}  {test}")
+        value, adjusted = p_values(gain)
+        test = f"{gain.get('test', 'McNemar')} p {value}, adjusted {adjusted}, {gained} gained, {lost} lost"
+        print(f"gain {name:<9}  {_with_interval(gain)}  {test}")
     for name, survival in result["gain_survival"].items():
         print(f"gain_survival_{name}  {_with_interval(survival)}")
     print(result["conclusion"], flush=True)
@@ -116,13 +118,14 @@ def markdown(result: dict) -> str:
     )
     lines += ["", "## Gain: GRPO minus base, same problems", "", "Points, 95 % paired bootstrap intervals.", ""]
     lines += _table(
-        "format|gain|interval|McNemar p|gained|lost|detectable at 80 % power|problems",
+        "format|gain|interval|p|adjusted p|gained|lost|detectable at 80 % power|problems",
         [
-            [name, *_columns(gain), p_value(gain["mcnemar_p"]), *gain["discordant"], detectable, gain["n"]]
+            [name, *_columns(gain), *p_values(gain), *gain["discordant"], detectable, gain["n"]]
             for name, gain in result["gain"].items()
             for detectable in [points(gain["minimum_detectable_effect"])]
         ],
     )
+    lines += _several(result["gain"])
     if result["gain_survival"]:
         lines += ["", "## Survival: what the format does to the gain", ""]
         lines += ["Points, 95 % paired bootstrap intervals.", ""]
@@ -144,6 +147,24 @@ def markdown(result: dict) -> str:
         ]
     lines += [f"Command: `{' '.join(result['command'])}`", ""]
     return "\n".join(lines)
+
+
+def _several(gains: dict) -> list[str]:
+    """pass@k and maj@k when there are several completions a problem, else nothing."""
+    rows = []
+    for name, gain in gains.items():
+        measured = {f"pass@{k}": found for k, found in (gain.get("pass_at_k") or {}).items()}
+        if votes := gain.get("maj_at_k"):
+            measured[f"maj@{votes['k']}"] = votes
+        rows += [
+            [name, label, points(found["base"]), points(found["grpo"]), *_columns(found)]
+            for label, found in measured.items()
+            if found
+        ]
+    if not rows:
+        return []
+    title = ["", "## Several completions a problem", "", "Percent of problems, points, 95 % paired bootstrap.", ""]
+    return [*title, *_table("format||base|GRPO|difference|interval", rows)]
 
 
 def _bullets(text: str) -> list[str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
-from eval.compare import p_value, points
+from eval.compare import points
 from eval.document import Block, Bullets, Commands, Missing, Picture, Section, Table, Text
-from eval.found import NONE, Found, number, pair, policy_name, share
+from eval.found import NONE, Found, number, p_values, pair, policy_name, share
 from eval.sections_model import layers, serving, tokens, training
 from recipes.parts.errors import KitError
 from recipes.parts.rundir import read_json
@@ -110,15 +110,21 @@ def _cell_tables(result: dict) -> list[Block]:
 def _gain_tables(result: dict) -> list[Block]:
     gains, kept = [], []
     for name, gain in result["gain"].items():
-        gains.append([name, *_difference(gain), p_value(gain["mcnemar_p"]), *gain["discordant"]])
-        gains[-1] += [points(gain["minimum_detectable_effect"]), gain["n"]]
+        gains.append([name, *_difference(gain), *p_values(gain), *gain["discordant"]])
+        gains[-1] += [points(gain["minimum_detectable_effect"]), gain["n"], gain.get("verdict", NONE)]
     for name, survival in result["gain_survival"].items():
         kept.append([name, *_difference(survival), *_difference(result["quantization_loss"][name])])
-    header = ["format", "gain", "interval", "McNemar p", "gained", "lost", "detectable at 80 % power", "problems"]
-    tables: list[Block] = [Table(header, gains, "Gain: GRPO minus base on the same problems")]
+        kept[-1].append(survival.get("verdict", NONE))
+    header = ["format", "gain", "interval", "p", "adjusted p", "gained", "lost", "detectable", "problems", "verdict"]
+    caption = "Gain: GRPO minus base on the same problems; detectable four times in five"
+    tables: list[Block] = [Table(header, gains, caption)]
     if kept:
         header = ["format", "gain minus gain in bf16", "interval", "GRPO accuracy lost against bf16", "interval"]
-        tables.append(Table(header, kept, "Survival: what the format does to the gain"))
+        tables.append(Table([*header, "verdict"], kept, "Survival: what the format does to the gain"))
+    refused = (result.get("hygiene") or {}).get("refused") or {}
+    texts = dict.fromkeys(text for found in refused.values() for listed in found.values() for text in listed)
+    if texts:
+        tables.append(Bullets([f"No conclusion is drawn where {text}." for text in texts]))
     return tables
 
 
@@ -127,49 +133,32 @@ def _difference(found: dict) -> list[str]:
 
 
 def _samples(result: dict) -> int:
-    value = result.get("samples") or (result.get("eval") or {}).get("samples") or 1
-    return value if isinstance(value, int) else 1
+    return result.get("samples_per_problem") or result.get("samples") or 1
 
 
 def samples(found: Found) -> Section | None:
     """pass@k and maj@k where several completions of a problem were drawn."""
-    result = found.result
-    if result is None or _samples(result) < 2:
-        return None
-    cells = [(policy, name, cell) for policy, row in result["matrix"].items() for name, cell in row.items()]
-    kept, curves = [], {}
-    for policy, name, cell in cells:
-        passed, voted = _by_k(cell, "pass_at"), _by_k(cell, "maj_at")
-        kept.append((policy, name, passed, voted))
+    gains = (found.result or {}).get("gain") or {}
+    rows, curves = [], {}
+    for name, gain in gains.items():
+        passed = {f"pass@{k}": one for k, one in (gain.get("pass_at_k") or {}).items() if one}
+        voted = gain.get("maj_at_k")
+        for label, one in (passed | ({f"maj@{voted['k']}": voted} if voted else {})).items():
+            rows.append([name, label, points(one["base"]), points(one["grpo"]), *_difference(one), one["n"]])
         if len(passed) > 1:
-            curves.setdefault(name, {})[policy] = passed
-    passes = sorted({k for _, _, passed, _ in kept for k in passed})
-    votes = sorted({k for *_, voted in kept for k in voted})
-    if not passes and not votes:
+            by_k = {int(label.removeprefix("pass@")): one for label, one in passed.items()}
+            curves[name] = {policy: {k: one[policy] for k, one in by_k.items()} for policy in ("base", "grpo")}
+    if not rows:
         return None
-    rows = [
-        [policy_name(policy), name, *(share(passed.get(k)) for k in passes), *(share(voted.get(k)) for k in votes)]
-        for policy, name, passed, voted in kept
-    ]
-    header = ["policy", "format", *(f"pass@{k}" for k in passes), *(f"maj@{k}" for k in votes)]
-    blocks: list[Block] = [Table(header, rows, "Percent of problems")]
+    blocks: list[Block] = []
     if curves:
         alt = "pass@k against k for base and GRPO in every format"
-        blocks.insert(0, Picture("samples", plots.svg(plots.several_samples(curves)), alt))
-    return Section("Several samples a problem", blocks)
-
-
-def _by_k(cell: dict, start: str) -> dict[int, float]:
-    """{k: share} from keys such as pass_at_4 or from one dictionary pass_at_k; shares may carry an interval."""
-    values = dict(cell.get(f"{start}_k") or {}) if isinstance(cell.get(f"{start}_k"), dict) else {}
-    values |= {key.rpartition("_")[2]: value for key, value in cell.items() if key.startswith(f"{start}_")}
-    found = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            value = next((value[name] for name in ("share", "accuracy", "value", "mean") if name in value), None)
-        if str(key).isdigit() and isinstance(value, int | float):
-            found[int(key)] = float(value)
-    return found
+        blocks.append(Picture("samples", plots.svg(plots.several_samples(curves)), alt))
+    header = ["format", "", "base, %", "GRPO, %", "difference, points", "interval", "problems"]
+    text = (
+        "pass@k: the chance that k completions hold a right one; maj@k: that the most frequent answer of k is right."
+    )
+    return Section("Several completions a problem", [Text(text), *blocks, Table(header, rows)])
 
 
 def problems(found: Found) -> Section | None:

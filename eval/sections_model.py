@@ -60,8 +60,7 @@ def layers(found: Found) -> Section:
         error = summary[name].get("error") or {}
         pooled.append([name, share(summary[name].get("retained")), number(summary[name].get("snr"), ".3g")])
         pooled[-1] += [number(_percent(error.get(policy)), ".3g") for policy in ("base", "grpo")]
-    blocks: list[Block] = [Bullets(data["verdict"], findings=True)] if data.get("verdict") else []
-    blocks += [
+    blocks: list[Block] = [
         Text(
             "retained: share of the update ΔW that is left after rounding to the format, ⟨Q(W+ΔW) − Q(W), ΔW⟩ / "
             "⟨ΔW, ΔW⟩. snr: ‖ΔW‖ against the rounding error ‖Q(W+ΔW) − (W+ΔW)‖; below 1 the error is larger than "
@@ -79,6 +78,8 @@ def layers(found: Found) -> Section:
     blocks.append(Picture("layers-profile", plots.svg(plots.layer_profile(rows)), alt))
     if names:
         blocks.append(_weakest(rows, names))
+    if data.get("verdict"):
+        blocks.append(Bullets(data["verdict"], findings=True))
     return Section("Weights, layer by layer", blocks)
 
 
@@ -103,8 +104,8 @@ def _weakest(rows: Sequence[dict], names: Sequence[str]) -> Table:
         listed.append([row["name"], " × ".join(map(str, row.get("shape", [])))])
         listed[-1] += [number(_percent(value), ".3g") for value in (row.get("relative_update"), outliers)]
         listed[-1] += [share(((row.get("formats") or {}).get(name) or {}).get("retained")) for name in names]
-    header = ["layer", "shape", "update, %", "outliers, %", *(f"kept in {name}, %" for name in names)]
-    caption = f"The {len(chosen)} of {len(rows)} layers that keep least of their update in one of the formats"
+    header = ["layer", "shape", "update, %", "outliers, %", *names]
+    caption = f"The {len(chosen)} of {len(rows)} layers that keep least of their update; by format: percent of it kept"
     return Table(header, listed, caption)
 
 
@@ -170,7 +171,7 @@ def _serving_blocks(formats: dict[str, dict]) -> list[Block]:
         for row in one["batches"]:
             figures.append([name, row["batch"], row.get("requests", NONE), f"{row['tokens_per_s']:,.0f}"])
             figures[-1] += [_milliseconds(row[key]) for key in ("ttft_p50_s", "ttft_p95_s")]
-            figures[-1] += [number(row[key], ".2f") for key in ("latency_p50_s", "latency_p95_s")]
+            figures[-1] += [number(row[key], ".3g") for key in ("latency_p50_s", "latency_p95_s")]
             figures[-1].append(_milliseconds(row["itl_p50_s"]))
     curves = "Output tokens a second, latency and time to the first token against requests at a time, by format"
     bars = "Weights, KV cache and files on disk in GiB by format"

