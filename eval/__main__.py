@@ -1,4 +1,7 @@
-"""`python -m eval --run …` measures, `… eval gate --run …` decides, `… eval report --run …` redraws."""
+"""`python -m eval --run …` measures, `… eval gate --run …` decides, `… eval report --run …` redraws.
+
+`… eval endpoint --url … --run …` measures one deployed endpoint.
+"""
 
 import os
 import sys
@@ -18,6 +21,10 @@ def main() -> int | None:
         from eval.report import main as redraw
 
         return redraw(sys.argv[2:])
+    if command == "endpoint":
+        from eval.endpoint import main as endpoint
+
+        return endpoint(sys.argv[2:])
     from eval.run import main as measure
 
     return measure()

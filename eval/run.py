@@ -18,7 +18,8 @@ from eval.cells import Cell, read_cell, write_cell
 from eval.hygiene import limits_of
 from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
-from eval.score import score, summarize
+from eval.score import MATH, Scoring, score, summarize
+from eval.tasks import TASKS, scoring_of, task_config
 from eval.vllm_backend import ask_vllm, vllm_version
 from recipes.parts.config import Config, load_config, resolve
 from recipes.parts.errors import DONE, BadInput
@@ -41,6 +42,8 @@ class Plan:
     base: Path | None
     endpoints: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     reuse: bool = False
+    scoring: Scoring = MATH
+    task: str | None = None
 
     @property
     def max_new_tokens(self) -> int:
@@ -82,18 +85,28 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     )
     parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument("--formats", nargs="+", help="columns of the matrix; default eval.formats")
-    parser.add_argument("--max_problems", type=int, help="held-out problems per cell; default eval.max_problems")
-    parser.add_argument("--batch_size", type=int, help="prompts generated together; default eval.batch_size")
     parser.add_argument("--backend", choices=("transformers", "vllm", "server"), help="default eval.backend")
-    parser.add_argument("--samples", type=int, help="completions per problem; default eval.samples")
     parser.add_argument("--url", nargs="+", default=[], metavar="CELL=URL", help="servers, e.g. grpo/fp8=http://…")
     parser.add_argument("--model", nargs="+", default=[], metavar="CELL=NAME", help="for a server of several models")
     parser.add_argument("--reuse", action="store_true", help="keep cells measured before on the same of everything")
+    add_problem_options(parser)
     parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
     parser.add_argument("--out", type=Path, help="where eval.json, eval.md, eval.png go; default: the run directory")
     parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
     parser.add_argument("--dry_run", action="store_true", help="check everything, load no weights")
     return parser.parse_known_args(argv)
+
+
+def add_problem_options(parser: argparse.ArgumentParser) -> None:
+    """Which problems are asked and how often, alike for the matrix and for one endpoint."""
+    parser.add_argument("--max_problems", type=int, help="held-out problems per cell; default eval.max_problems")
+    parser.add_argument("--samples", type=int, help="completions per problem; default eval.samples")
+    parser.add_argument("--batch_size", type=int, help="prompts generated together; default eval.batch_size")
+    parser.add_argument("--task", help=f"other problems than the run's: {', '.join(TASKS)}; written to eval-<task>/")
+    parser.add_argument("--data", type=Path, help="file or folder with the problems of --task; default its hub id")
+    parser.add_argument(
+        "--allow_code_execution", action="store_true", help="let mbpp and humaneval run in the sandbox"
+    )
 
 
 def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Config:
@@ -103,32 +116,49 @@ def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Co
     return resolve(run.config(), overrides, str(run.config_file))
 
 
-def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
-    """The checked plan; `BadInput` and `CheckFailed` before any weight is loaded."""
-    run = RunDir.open(arguments.run)
+def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, Any, Path]:
+    """What a command line asks to be evaluated: the configuration, the data trained on when that is another (None
+    otherwise), and the folder of the results.
+    """
     names = ("max_problems", "batch_size", "backend", "samples")
-    flags = {f"eval.{name}": getattr(arguments, name) for name in names}
+    flags = {f"eval.{name}": getattr(arguments, name, None) for name in names}
     overrides = overrides + [f"--{key}={value}" for key, value in flags.items() if value is not None]
+    if arguments.allow_code_execution:
+        overrides.append("--reward.allow_code_execution=true")
     config = run_config(run, overrides, arguments.config)
-    check_backend(config.eval.backend, config.eval.temperature, config.eval.samples)
     if config.eval.batch_size < 1 or config.eval.bootstrap_samples < 100:
         raise BadInput(
             f"eval.batch_size ({config.eval.batch_size}) must be at least 1 and eval.bootstrap_samples "
             f"({config.eval.bootstrap_samples}) at least 100."
         )
+    if arguments.task is not None:
+        other = task_config(run_config(run, [], arguments.config), arguments.task, arguments.data, overrides)
+        return other, config.data, run.path / f"eval-{arguments.task}"
+    if arguments.data is not None:
+        raise BadInput(f"--data names the problems of a task: give --task, one of {', '.join(TASKS)}.")
+    return config, None, run.path
+
+
+def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
+    """The checked plan; `BadInput` and `CheckFailed` before any weight is loaded."""
+    run = RunDir.open(arguments.run)
+    config, training, place = evaluation_config(run, arguments, overrides)
+    check_backend(config.eval.backend, config.eval.temperature, config.eval.samples)
     formats = artifacts.check_formats(arguments.formats or config.eval.formats)
     endpoints = find_endpoints(arguments, config, formats)
     if config.eval.backend == "vllm":
         vllm_version()
     sources = artifacts.find_sources(run, formats)
-    problems = held_out(config.data, config.eval.max_problems)
+    problems = held_out(config.data, config.eval.max_problems, training)
     base = None  # the original checkpoint is only needed for the nf4 cells
     if "nf4" in formats:
         from merge.verify import base_directory
 
         base = base_directory(run, arguments.base, weights=not arguments.dry_run)
-    out = Path(arguments.out or run.path)
-    plan = Plan(run, out, config, formats, sources, problems, base, endpoints, arguments.reuse)
+    out, scoring = Path(arguments.out or place), scoring_of(config)
+    plan = Plan(
+        run, out, config, formats, sources, problems, base, endpoints, arguments.reuse, scoring, arguments.task
+    )
     check_endpoints(plan)
     return plan
 
@@ -215,6 +245,8 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
     comparison = compare.compare(records, plan.formats, plan.reference, settings.bootstrap_samples, limits=limits)
     result = {
         "n": len(plan.problems),
+        "task": plan.task,
+        "scoring": plan.scoring.name,
         "problems_hash": problems_hash(plan.problems),
         "matrix": matrix,
         **comparison,
@@ -243,16 +275,20 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
 
 def questions(plan: Plan) -> Asking:
     """What every cell is asked."""
+    return ask_settings(plan.config, plan.problems)
+
+
+def ask_settings(config: Config, problems: list[Any]) -> Asking:
+    """The problems as chat prompts, with what a configuration says about generating."""
     from recipes.parts.data import chat_messages
 
-    settings = plan.config.eval
     return Asking(
-        [chat_messages(plan.config.data, problem) for problem in plan.problems],
-        plan.max_new_tokens,
-        settings.temperature,
-        settings.samples,
-        settings.seed,
-        settings.batch_size,
+        [chat_messages(config.data, problem) for problem in problems],
+        measurement(config)["max_new_tokens"],
+        config.eval.temperature,
+        config.eval.samples,
+        config.eval.seed,
+        config.eval.batch_size,
     )
 
 
@@ -289,6 +325,7 @@ def cell_identity(plan: Plan, policy: str, name: str) -> dict:
         "data": dataclasses.asdict(plan.config.data),
         "eval": settings,
         "reward": reward,
+        "scoring": [plan.scoring.name, plan.scoring.version],
         "weights": weights,
         "engine": engine,
         "endpoint": dataclasses.asdict(endpoint) if endpoint else None,
@@ -329,7 +366,7 @@ def measure(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
         answers = ask_vllm(place, asking, plan.config.server, log)
     else:
         answers = ask_transformers(lambda: load_cell(plan, policy, name), place, asking)
-    records = score(plan.problems, answers.generations, asking.conversations, pool)
+    records = score(plan.problems, answers.generations, asking.conversations, pool, plan.scoring)
     seconds = round(time.perf_counter() - started, 2)
     return Cell(records, answers.engine, answers.dtype, answers.versions, seconds)
 

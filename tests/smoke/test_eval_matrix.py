@@ -128,12 +128,10 @@ def write_problems(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A run with adapter and merged bf16, fp8 and w4a16, evaluated; beside it what the evaluation printed."""
+def build_run(folder: Path, *formats: str) -> RunDir:
+    """A run with adapter and merged checkpoints whose accuracies are known."""
     from merge.__main__ import main as merge  # in this process, which has torch loaded already
 
-    folder = tmp_path_factory.mktemp("eval")
     make_model(folder / "model")
     write_problems(folder)
     run = RunDir(folder / "run")
@@ -152,7 +150,14 @@ def made(tmp_path_factory):
     }
     write_json(run.config_file, {"config": config})
     save_adapter(run, folder / "model")
-    assert merge(["--run", str(run.path), "--format", "bf16", "fp8", "w4a16"]) == 0
+    assert merge(["--run", str(run.path), "--format", *formats]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run with merged bf16, fp8 and w4a16, evaluated; beside it what the evaluation printed."""
+    run = build_run(tmp_path_factory.mktemp("eval"), "bf16", "fp8", "w4a16")
     evaluated = command("eval", "--run", run.path)
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     return run, evaluated

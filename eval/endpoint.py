@@ -1,0 +1,188 @@
+"""Measure one deployed endpoint on a run's held-out problems: is what is served what was judged?
+
+    python -m eval endpoint --url http://127.0.0.1:8000 --run runs/tiny
+    python -m eval endpoint --url https://models.example/v1 --model tiny-fp8 --run runs/tiny --cell grpo/fp8
+
+Any OpenAI-compatible server, checked as README.md says ("Backends"). Where the run's own evaluation holds the cell
+that is deployed, measured on the same problems in the same way, the two are compared problem by problem.
+Exits 1 when the endpoint is shown to be worse than that cell, or its completions are out of the gate's limits.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from eval import report, stats
+from eval.artifacts import check_formats
+from eval.backends import Answers, Asking, check_backend
+from eval.cells import Cell, meta_file, read_records, records_file, write_cell
+from eval.compare import decided_scores, points
+from eval.hygiene import findings, limits_of, rates
+from eval.problems import held_out, problems_hash
+from eval.run import add_problem_options, answer_pool, ask_settings, evaluation_config, measurement, versions
+from eval.score import Record, score, summarize
+from eval.server_backend import Endpoint, ask_server, parse_cells
+from eval.tasks import scoring_of
+from recipes.parts.config import Config
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+from recipes.parts.rundir import RunDir, read_json, write_json
+
+NAME = "endpoint"
+
+
+def main(argv: list[str]) -> int:
+    """Measure, compare, write endpoint.json; 0 unless the endpoint is shown to be worse or out of limits."""
+    arguments, overrides = parse_arguments(argv)
+    run = RunDir.open(arguments.run)
+    overrides = [*overrides, "--eval.backend=server"]
+    config, training, place = evaluation_config(run, arguments, overrides)
+    check_backend("server", config.eval.temperature, config.eval.samples)
+    policy, name = deployed_cell(arguments.cell or f"grpo/{config.eval.gate.format}")
+    tokenizer = tokenizer_place(run, policy, name, arguments.tokenizer)
+    scoring = scoring_of(config)
+    problems = held_out(config.data, config.eval.max_problems, training)
+    asking = ask_settings(config, problems)
+    endpoint = Endpoint(arguments.url, arguments.model, config.rollout.request_timeout_s)
+    print(
+        f"endpoint {arguments.url}: {len(problems)} problems, tokenizer and chat template of {tokenizer}", flush=True
+    )
+    folder = (arguments.out or place) / "eval"
+    cell = measure(config, problems, asking, scoring, lambda: ask_server(endpoint, tokenizer, asking))
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = {"problems": problems_hash(problems), "eval": ways(config), "endpoint": cell.versions}
+    write_cell(folder, NAME, f"{policy}-{name}", cell, identity, None)
+    summary = {**summarize(cell.records), **cell.facts()}
+    before, why = judged_records(folder, policy, name, identity)
+    compared = compare(cell.records, before, config.eval.bootstrap_samples) if before else None
+    outside = [found["text"] for found in findings(rates(cell.records), limits_of(config))]
+    result = {
+        "n": len(problems),
+        "problems_hash": identity["problems"],
+        "task": arguments.task,
+        "scoring": scoring.name,
+        "deployed": f"{policy}/{name}",
+        "cell": summary,
+        "compared": compared,
+        "not_compared": None if before else why,
+        "out_of_limits": outside,
+        "eval": measurement(config),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": ["python", "-m", "eval", "endpoint", *argv],
+    }
+    write_json(folder.parent / "endpoint.json", result)
+    print(report.cell_line(NAME, name, summary))
+    for line in conclusion(result):
+        print(line)
+    print(
+        f"written: {folder.parent / 'endpoint.json'}, completions in {records_file(folder, NAME, f'{policy}-{name}')}"
+    )
+    sys.stdout.flush()
+    worse = compared is not None and compared["interval"][1] < 0
+    return CHECK_FAILED if worse or outside else DONE
+
+
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval endpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Keys of the run's configuration can be given as --group.key value. The server's key is taken from "
+        "VLLM_API_KEY or OPENAI_API_KEY.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--url", required=True, help="of the server, with or without /v1")
+    parser.add_argument("--model", help="its name for the model; default the only one that it lists")
+    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
+    parser.add_argument("--cell", help="what is deployed, as policy/format; default grpo/<eval.gate.format>")
+    parser.add_argument("--tokenizer", type=Path, help="directory with the tokenizer; default that of --cell")
+    add_problem_options(parser)
+    parser.add_argument("--out", type=Path, help="where endpoint.json goes; default: the run directory")
+    parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+    return parser.parse_known_args(argv)
+
+
+def deployed_cell(text: str) -> tuple[str, str]:
+    """("grpo", "fp8") of "grpo/fp8"; `BadInput` for what is no cell of a matrix."""
+    policy, name = next(iter(parse_cells([f"{text}=it"], "cell")))
+    check_formats([name])
+    return policy, name
+
+
+def tokenizer_place(run: RunDir, policy: str, name: str, given: Path | None) -> Path:
+    """Where the tokenizer lies that the endpoint must have: `given`, the merged checkpoint, or the original one."""
+    if given is not None:
+        if not given.is_dir():
+            raise BadInput(f"--tokenizer {given} is no directory.")
+        return given
+    if (run.merged / policy / name / "config.json").is_file():
+        return run.merged / policy / name
+    from merge.verify import base_directory
+
+    return base_directory(run, weights=False)
+
+
+def measure(config: Config, problems: list[Any], asking: Asking, scoring: Any, ask: Any) -> Cell:
+    """The scored completions of `ask()`, which gives `Answers`."""
+    started, pool = time.perf_counter(), answer_pool(config)
+    try:
+        answers: Answers = ask()
+        records = score(problems, answers.generations, asking.conversations, pool, scoring)
+    finally:
+        pool.close()
+    seconds = round(time.perf_counter() - started, 2)
+    return Cell(records, answers.engine, answers.dtype, answers.versions, seconds)
+
+
+def ways(config: Config) -> dict:
+    """What makes two measurements of the same problems comparable, whoever generated."""
+    names = ("max_new_tokens", "temperature", "samples", "reward", "reward_threshold")
+    return {name: measurement(config)[name] for name in names}
+
+
+def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tuple[list[Record], str]:
+    """The records of the run's own evaluation of the deployed cell, or [] and why they cannot be compared."""
+    header, file = meta_file(folder, policy, name), records_file(folder, policy, name)
+    if not header.is_file() or not file.is_file():
+        return [], f"{policy}/{name} has not been evaluated (python -m eval)"
+    known = read_json(header).get("identity", {})
+    own = {key: known.get("eval", {}).get(key) for key in identity["eval"]}
+    if known.get("problems") != identity["problems"]:
+        return [], f"{policy}/{name} was evaluated on other problems"
+    if own != json.loads(json.dumps(identity["eval"])):
+        return [], f"{policy}/{name} was evaluated in another way: {own}"
+    return read_records(file), ""
+
+
+def compare(now: list[Record], before: list[Record], samples: int) -> dict:
+    """Accuracy of the endpoint minus that of the cell, same problems: {"difference", "interval", "n", "same"}.
+
+    `same` is the share of completions that are alike to the last character, where both are greedy or the same sample.
+    """
+    scores = decided_scores(
+        {("grpo", "after"): now, ("grpo", "before"): before}, [("grpo", "after"), ("grpo", "before")]
+    )
+    found = stats.paired_difference(*scores, samples, 0)
+    same = sum(a.completion == b.completion for a, b in zip(now, before, strict=True)) / len(now)
+    return {**found, "n": len(scores[0]), "same": same}
+
+
+def conclusion(result: dict) -> list[str]:
+    """What the comparison and the limits allow to say."""
+    lines, found, deployed = [], result["compared"], result["deployed"]
+    if found is None:
+        lines.append(f"Not compared with the run's evaluation: {result['not_compared']}.")
+    else:
+        low, high = found["interval"]
+        shown = f"{points(found['difference'], sign=True)} points, 95 % interval {points(low)} to {points(high)}"
+        verdict = "worse than" if high < 0 else "better than" if low > 0 else "not shown to differ from"
+        lines.append(
+            f"The endpoint is {verdict} {deployed} as evaluated: {shown}, on {found['n']} problems; "
+            f"{points(found['same'])} % of the completions are the same."
+        )
+    if result["out_of_limits"]:
+        lines.append(f"Out of the gate's limits: {'; '.join(result['out_of_limits'])}.")
+    return lines
