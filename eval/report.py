@@ -139,14 +139,24 @@ def markdown(result: dict) -> str:
     used = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines += ["", "![accuracy and gain survival](eval.png)", "", f"Measured {result['date']} with {used}.", ""]
     lines += [f"Adapter v{result['adapter_version']}, at most {result['max_new_tokens']} new tokens.", ""]
-    if "engine" in result:
-        lines += [
-            f"Engine: {result['engine']}, computing in {result['compute_dtype']}; fp8 and w4a16 weights are "
-            "dequantized at load time.",
-            "",
-        ]
+    lines += [f"Engine: {engines(result['matrix'])}.", ""]
     lines += [f"Command: `{' '.join(result['command'])}`", ""]
     return "\n".join(lines)
+
+
+def engines(matrix: dict) -> str:
+    """Which engine computed which format in which dtype; the formats are named where there are several."""
+    found: dict[str, list[str]] = {}
+    for row in matrix.values():
+        for name, cell in row.items():
+            text = f"{cell.get('engine', 'unknown')}, computing in {cell.get('compute_dtype', 'unknown')}"
+            if cell.get("engine") == "transformers":
+                text += ", quantized weights dequantized as they load"
+            if name not in found.setdefault(text, []):
+                found[text].append(name)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{text} ({', '.join(names)})" for text, names in found.items())
 
 
 def _several(gains: dict) -> list[str]:
