@@ -186,14 +186,14 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
     for row in _first_rows(file):
         question = str(row.get(data.get("question_column", "question"), "")) + (data.get("prompt_suffix") or "")
         system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
-        prompts.append(_as_text([*system, {"role": "user", "content": question}], tokenizer))
+        prompts.append(as_text([*system, {"role": "user", "content": question}], tokenizer))
     return prompts
 
 
 def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
     files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
     rows = [row for file in files[:1] for row in _first_rows(file)]
-    return [_as_text(row["prompt"], tokenizer) + _as_text(row["completion"], None) for row in rows]
+    return [as_text(row["prompt"], tokenizer) + as_text(row["completion"], None) for row in rows]
 
 
 def _first_rows(file: Path) -> list[dict]:
@@ -208,7 +208,8 @@ def _first_rows(file: Path) -> list[dict]:
     return rows
 
 
-def _as_text(message: str | list[dict], tokenizer: Any) -> str:
+def as_text(message: str | list[dict], tokenizer: Any) -> str:
+    """A prompt (chat messages, template applied) or, without a tokenizer, a completion as text; text as it is."""
     if isinstance(message, str):
         return message
     if tokenizer is None:

@@ -20,7 +20,7 @@ WIRE_LIBRARIES = {"numpy", "requests"}
 # Every room may import itself and the foundation.
 MAY_IMPORT = {
     "reward": (),
-    "merge": (),
+    "merge": ("recipes.parts.data",),
     "recipes.parts": ("reward", "merge"),
     "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.

@@ -1,0 +1,41 @@
+"""AWQ by llm-compressor, run by the Python of its own environment: imports nothing of the kit.
+
+    .venv-llmcompressor/bin/python -I merge/awq.py request.json
+
+The request names the BF16 checkpoint, where the weights go, the linear layers that stay as they are, and the
+calibration sequences as token ids. `calibrated.py` writes it, and what makes the weights a checkpoint beside them.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
+from transformers import AutoModelForCausalLM
+
+
+def main(request: dict) -> None:
+    if not torch.accelerator.is_available():
+        # llm-compressor 0.14.0.1 pins memory for copies to an accelerator also where there is none, which raises.
+        IntermediatesCache.pin_memory = lambda *_, **__: None
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.bfloat16)
+    sequences = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in request["sequences"]]
+    oneshot(
+        model=model,
+        dataset=Dataset.from_list(sequences),
+        # Symmetric INT4 in groups of 128: the layout of w4a16, so that the two differ by the scaling alone.
+        recipe=[AWQModifier(), QuantizationModifier(targets=["Linear"], scheme="W4A16", ignore=request["ignore"])],
+        max_seq_length=max(map(len, request["sequences"])),
+        num_calibration_samples=len(sequences),
+        shuffle_calibration_samples=False,
+    )
+    model.save_pretrained(request["out"], save_compressed=True, max_shard_size=request["max_shard_size"])
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

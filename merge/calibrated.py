@@ -1,0 +1,196 @@
+"""The formats that need data: what a run calibrates on, the inputs' ranges for nvfp4, and AWQ by llm-compressor.
+
+Calibration reads the run's own training prompts, with the policy's logged completions where there are any, and never
+the held-out problems. Both policies are calibrated on the same sequences, so that they differ by their weights alone.
+Not covered: GPTQ; several GPUs.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from merge.base import BaseCheckpoint
+from merge.checkpoint import checkpoint_shards
+from merge.merge import write_config
+from merge.quantize import quantization_config
+from merge.verify import as_text, load_for_scoring, release_memory
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import RunDir, publish, write_manifest
+
+WORKER = Path(__file__).with_name("awq.py")
+SHARD = "5GB"
+NO_SHARE = "AWQ moves scales between layers, so a stored weight has no counterpart in the base's"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Token ids of the sequences, each at most `max_length` of them, and what a manifest says about them."""
+
+    sequences: list[list[int]]
+    facts: dict
+
+
+def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) -> Calibration:
+    """Up to `samples` of the run's training prompts, each once; always the same for a run.
+
+    Prompts of logged completions come first, newest step first, with the completion; then prompts of the training
+    split, evenly spread over it. Every one is cut at `max_length` tokens. `BadInput` when there is none at all.
+    """
+    texts: dict[str, str] = {}  # prompt: the prompt with its completion
+    for row in _logged_rows(run):
+        if len(texts) < samples:
+            prompt = as_text(row["prompt"], tokenizer)
+            texts.setdefault(prompt, prompt + as_text(row["completion"], None))
+    completions, reason = len(texts), ""
+    if completions < samples:
+        try:
+            prompts = [prompt for prompt in _training_prompts(run, tokenizer) if prompt not in texts]
+        except BadInput as error:
+            prompts, reason = [], str(error)
+        missing = samples - completions
+        texts |= {prompt: prompt for prompt in prompts[:: max(1, len(prompts) // missing)][:missing]}
+    if not texts:
+        raise BadInput(f"nothing to calibrate on: {run.completions} holds no completion, and {reason or 'no problem'}")
+    if reason:
+        print(f"note: calibrating on {completions} logged completions alone, since {reason}", flush=True)
+    sequences = [tokenizer(text, add_special_tokens=False)["input_ids"][:max_length] for text in texts.values()]
+    content = hashlib.blake2b(json.dumps(sequences).encode(), digest_size=16).hexdigest()
+    facts = {"samples": len(sequences), "with_completion": completions, "tokens": sum(map(len, sequences))}
+    return Calibration(sequences, {**facts, "max_length": max_length, "hash": content})
+
+
+def _logged_rows(run: RunDir) -> Iterator[dict]:
+    for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True):
+        with open(file) as lines:
+            for line in lines:
+                with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
+                    yield json.loads(line)
+
+
+def _training_prompts(run: RunDir, tokenizer: Any) -> list[str]:
+    from recipes.parts.config import DataConfig
+    from recipes.parts.data import chat_messages, load_problems
+
+    try:
+        data = DataConfig(**run.config()["data"])
+    except (TypeError, KeyError) as error:
+        raise BadInput(f"{run.config_file} has no data section that this version reads: {error}.") from None
+    return [as_text(chat_messages(data, problem), tokenizer) for problem in load_problems(data, "train")]
+
+
+@torch.no_grad()
+def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict[str, float]:
+    """{weight name: largest |input| of that layer over the sequences}, of the BF16 checkpoint `merged`.
+
+    The model is loaded whole, as for verification: float32 on a CPU, bfloat16 on a GPU. `CheckFailed` when a layer
+    gets no input or one that is not finite.
+    """
+    model = load_for_scoring(merged)
+    device = model.get_input_embeddings().weight.device
+    peaks = {name: torch.zeros((), device=device) for name in names}
+
+    def watch(name: str) -> Callable:
+        def hook(_: torch.nn.Module, inputs: tuple) -> None:
+            peaks[name] = torch.maximum(peaks[name], inputs[0].abs().amax().float())
+
+        return hook
+
+    modules = dict(model.named_modules())
+    for name in names:
+        if (module := modules.get(name.removesuffix(".weight"))) is None:
+            raise CheckFailed(
+                f"transformers' model has no layer {name}, so its inputs cannot be seen. Leave nvfp4 out."
+            )
+        module.register_forward_pre_hook(watch(name))
+    for ids in calibration.sequences:
+        model(torch.tensor([ids], device=device))
+    found = {name: peak.item() for name, peak in peaks.items()}
+    del model, modules, module
+    release_memory()
+    if bad := [name for name, peak in sorted(found.items()) if not 0 < peak < float("inf")]:
+        raise CheckFailed(
+            f"{len(bad)} of {len(found)} layers have no usable input over {calibration.facts['tokens']} tokens of "
+            f"calibration ({bad[0]}: largest |input| {found[bad[0]]}). Leave nvfp4 out; nvfp4a16 needs no calibration."
+        )
+    return found
+
+
+def check_awq(python: Path) -> str:
+    """The version of llm-compressor that `python` has; `BadInput` with the fix when it has none."""
+    fix = "AWQ is made by llm-compressor in an environment of its own: make it with `make llmcompressor`, or name its "
+    fix += "Python with --awq_python."
+    if not python.is_file():
+        raise BadInput(f"{python} does not exist. {fix}")
+    command = [python, "-I", "-c", "from importlib.metadata import version; print(version('llmcompressor'))"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BadInput(f"{python} has no llm-compressor. {fix}")
+    return done.stdout.strip()
+
+
+def write_awq(
+    merged: Path,
+    final: Path,
+    base: BaseCheckpoint,
+    calibration: Calibration,
+    python: Path,
+    verify: Callable[[Path], dict | None],
+    overwrite: bool = False,
+    **manifest: Any,
+) -> dict:
+    """Publish the BF16 checkpoint `merged` as AWQ W4A16 at `final`, in the layout of w4a16; return the manifest.
+
+    llm-compressor loads the model whole, in host memory, and takes it to the GPU layer by layer where there is one.
+    `CheckFailed`, with the end of what it says, when it fails, and when it stored other tensors than asked for.
+    """
+    ignore, compressor = base.unquantized_linears(), check_awq(python)
+    with publish(final, overwrite) as partial:
+        request = {"model": str(merged.absolute()), "out": str(partial.absolute()), "ignore": ignore}
+        _run_worker(python, {**request, "max_shard_size": SHARD, "sequences": calibration.sequences})
+        for file in partial.iterdir():
+            if not file.name.startswith("model") or file.suffix not in (".safetensors", ".json"):
+                file.unlink()  # its configuration, tokenizer and recipe: ours come from the merged checkpoint
+            else:
+                shutil.copymode(merged / "config.json", file)  # it leaves them readable by their owner alone
+        _check_stored(merged, partial, base.quantized)
+        write_config(merged, partial, quantization_config("awq", ignore))
+        facts = {"calibration": {**calibration.facts, "llmcompressor": compressor}}
+        facts |= {"retained_update": None, "no_retained_update": NO_SHARE, "verify": verify(partial)}
+        return write_manifest(partial, "checkpoint", format="awq", **manifest, **facts)
+
+
+def _run_worker(python: Path, request: dict) -> None:
+    with tempfile.TemporaryDirectory(prefix="merge-awq-") as folder:
+        file = Path(folder) / "request.json"
+        file.write_text(json.dumps(request))
+        done = subprocess.run(
+            [python, "-I", WORKER, file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    if done.returncode:
+        said = "\n".join(done.stdout.splitlines()[-15:])
+        raise CheckFailed(f"llm-compressor failed (exit {done.returncode}), so nothing was kept. It said:\n{said}")
+
+
+def _check_stored(merged: Path, partial: Path, quantized: set[str]) -> None:
+    expected: set[str] = set()
+    for names in checkpoint_shards(merged).values():
+        for name in names:
+            module = name.removesuffix(".weight")
+            parts = ("weight_packed", "weight_scale", "weight_shape")
+            expected |= {f"{module}.{part}" for part in parts} if name in quantized else {name}
+    stored = {name for names in checkpoint_shards(partial).values() for name in names}
+    if stored != expected:
+        raise CheckFailed(
+            f"llm-compressor stored {len(stored - expected)} tensors that were not asked for "
+            f"({', '.join(sorted(stored - expected)[:3])}) and left out {len(expected - stored)} "
+            f"({', '.join(sorted(expected - stored)[:3])}), so nothing was kept."
+        )
