@@ -236,14 +236,18 @@ def direction(found: dict) -> int:
 
 
 def _survival(survival: dict, bf16: dict, gain: dict) -> str:
-    """The verdict on a gain's survival; both ends have to be above the loss of `margin`, and a gain must be left."""
+    """The verdict on a gain's survival, a non-inferiority test with `margin` as the loss that does not count.
+
+    Surviving needs the lower end above -margin, a margin smaller than the gain (else all of it could be gone), and a
+    gain shown in the format itself.
+    """
     if bf16["verdict"] != GAIN:
         return NO_GAIN
-    if direction(survival) < 0:
-        return PARTLY_LOST
-    if survival["interval"][0] > -survival["margin"] and gain["verdict"] == GAIN:
-        return LARGER if direction(survival) > 0 else SURVIVES
-    return NOT_SHOWN
+    if way := direction(survival):
+        return LARGER if way > 0 else PARTLY_LOST
+    margin = survival["margin"]
+    kept = survival["interval"][0] > -margin and margin < bf16["difference"] and gain["verdict"] == GAIN
+    return SURVIVES if kept else NOT_SHOWN
 
 
 def _cell(cell: Cell) -> str:
@@ -267,7 +271,8 @@ def conclude(comparison: dict, formats: Sequence[str]) -> str:
     elif comparison["gain"]["bf16"]["verdict"] != GAIN:
         lines.append("No gain is shown in bf16, so there is no gain whose survival could be judged.")
     else:
-        lines += [_survival_sentence(name, found, comparison["gain"][name]) for name, found in survival.items()]
+        gains = comparison["gain"]
+        lines += [_survival_sentence(name, found, gains[name], gains["bf16"]) for name, found in survival.items()]
     lines += [
         f"{undecided} of {of} answers of {_cell((policy, name))} could not be compared and are left out."
         for policy, row in hygiene["undecided"].items()
@@ -289,11 +294,11 @@ def conclude(comparison: dict, formats: Sequence[str]) -> str:
 def _gain_sentence(name: str, gain: dict, refused: list[str] | None) -> str:
     if gain["verdict"] == REFUSED:
         return f"No conclusion on the gain in {name}: {'; '.join(refused)}."
-    change, problems = points(gain["difference"], sign=True), f"n = {gain['n']} problems"
+    change, problems = points(gain["difference"], sign=True), f"n = {gain['n']:,} problems"
     if gain["verdict"] in (GAIN, LOSS):
         more, ends = ("more", gain["interval"]) if gain["verdict"] == GAIN else ("fewer", _negative(gain["interval"]))
         return (
-            f"In {name}, GRPO answers {points(abs(gain['difference']))} points {more} of the {gain['n']} held-out "
+            f"In {name}, GRPO answers {points(abs(gain['difference']))} points {more} of the {gain['n']:,} held-out "
             f"problems than the base ({_interval(*ends)}, {_test(gain)})."
         )
     neither = "a gain" if gain["difference"] >= 0 else "a gain or a loss"
@@ -328,7 +333,7 @@ def _base_sentences(name: str, gain: dict, found: list[dict] | None) -> list[str
     return [lines[0] + "."]
 
 
-def _survival_sentence(name: str, survival: dict, gain: dict) -> str:
+def _survival_sentence(name: str, survival: dict, gain: dict, bf16: dict) -> str:
     (low, high), change = survival["interval"], points(survival["difference"], sign=True)
     margin, evidence = f"{100 * survival['margin']:g} points", f"{_interval(low, high)}, {_test(survival)}"
     match survival["verdict"]:
@@ -349,13 +354,16 @@ def _survival_sentence(name: str, survival: dict, gain: dict) -> str:
             return (
                 f"The gain survives {name} to within {margin}: it differs from bf16's by {change} points ({evidence})."
             )
-    why = (
-        f"the loss can be more than {margin}" if low <= -survival["margin"] else "no gain over the base is shown there"
-    )
+    if low <= -survival["margin"]:
+        why = f"the loss can be more than {margin}"
+    elif survival["margin"] >= bf16["difference"]:
+        why = f"a loss of {margin}, the margin, would be all of the gain of {points(bf16['difference'])} in bf16"
+    else:
+        why = "no gain over the base is shown there"
     needed = survival["needed_problems"]
     return (
         f"Whether the gain survives {name} is not shown either way: it differs from bf16's by {change} points "
-        f"({evidence}), so {why}." + (f" About {_count(needed)} problems would decide." if needed else "")
+        f"({evidence}); {why}." + (f" About {_count(needed)} problems would decide." if needed else "")
     )
 
 
