@@ -148,9 +148,13 @@ def _anchor(number: int, title: str) -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-') or 'section'}-{number}"
 
 
+def printable(text: object) -> str:
+    """Text without the characters that neither HTML nor SVG can hold."""
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", str(text))
+
+
 def _escape(text: object) -> str:
-    # Characters that HTML does not allow at all would make the page invalid.
-    return html.escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", str(text)))
+    return html.escape(printable(text))
 
 
 def _block_html(block: Block) -> str:
@@ -196,7 +200,7 @@ def _table_html(table: Table) -> str:
 
 def _inline(text: object) -> str:
     """Text on one line in which Markdown finds nothing to do."""
-    flat = " ".join(str(text).split())
+    flat = " ".join(printable(text).split())
     return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", flat), quote=False)
 
 
@@ -207,7 +211,7 @@ def _plain(text: object) -> str:
 
 
 def _fenced(lines: Sequence[str]) -> list[str]:
-    text = "\n".join(lines)
+    text = printable("\n".join(lines))
     fence = "`" * max([3, *(len(found) + 1 for found in re.findall(r"`+", text))])
     return [fence, *text.split("\n"), fence]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.compare import points
+from eval.document import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +32,7 @@ FORMATS = {
     "nvfp4": ("#332288", "*"),
 }
 OTHERS = (("#882255", "<"), ("#117733", ">"), ("#999933", "h"), ("#aa4499", "p"))
+LONGEST_LABEL = 28
 SMOOTH = 10  # steps of the running mean
 STYLE = {
     "font.size": 9.5,
@@ -57,6 +59,12 @@ def order(names: Sequence[str]) -> list[str]:
     """Formats in the order of every table and legend, unknown ones last."""
     rank = {name: place for place, name in enumerate(FORMATS)}
     return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
+
+
+def _label(name: object) -> str:
+    """A name as a picture shows it: one line, not longer than the picture can hold."""
+    text = " ".join(printable(name).split())
+    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 1]}…"
 
 
 def _figure(width: float, height: float) -> "Figure":
@@ -105,7 +113,7 @@ def matrix(result: dict) -> "Figure":
     right.set_xlabel("gain minus gain in bf16, points (95 % paired bootstrap)")
     right.set_title("Does the gain survive the format?")
     for axes in (left, right):
-        axes.set_yticks(range(len(formats)), formats)
+        axes.set_yticks(range(len(formats)), list(map(_label, formats)))
         axes.set_ylim(len(formats) - 0.5, -0.5)
         axes.grid(axis="x")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
@@ -176,8 +184,8 @@ def layer_maps(layers: Sequence[dict], formats: Sequence[str], key: str, label: 
     shown = None
     for axes, name in zip(grid.flat, formats, strict=False):
         shown = axes.imshow(tables[name], aspect="auto", cmap=colors, norm=norm)
-        axes.set_title(name)
-        axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
+        axes.set_title(_label(name))
+        axes.set_yticks(range(len(kinds)), list(map(_label, kinds)), fontsize=8)
         every = max(1, math.ceil(len(blocks) / 12))
         axes.set_xticks(range(0, len(blocks), every), [str(block) for block in blocks[::every]])
         axes.set_xlabel("block")
@@ -222,7 +230,9 @@ def layer_profile(layers: Sequence[dict]) -> "Figure":
         own = [layer for layer in layers if kinds[places[layer["name"]][0]] == kind]
         along = [places[layer["name"]][1] for layer in own]
         style = {"color": cycle[number % len(cycle)], "marker": "osD^vPX*"[number % 8], "markersize": 4}
-        left.plot(along, [_percent(layer.get("relative_update")) for layer in own], label=kind, linewidth=1, **style)
+        left.plot(
+            along, [_percent(layer.get("relative_update")) for layer in own], label=_label(kind), linewidth=1, **style
+        )
     left.set(title="Update relative to the weights", xlabel="block", ylabel="‖ΔW‖ / ‖W‖, %")
     for axes, key, factor in ((middle, "kurtosis", 1), (right, "outlier_fraction", 100)):
         pairs = [(layer.get(key) or {}) for layer in layers]
@@ -265,7 +275,7 @@ def distances(rows: dict[str, tuple[float | None, float | None]]) -> "Figure":
     left.minorticks_off()
     left.set(xlabel="KL(policy ‖ checkpoint), nats a token", title="Distance to the policy")
     right.set(xlabel="same likeliest token, %", title="Top-1 agreement")
-    left.set_yticks(range(len(names)), names)
+    left.set_yticks(range(len(names)), list(map(_label, names)))
     left.set_ylim(len(names) - 0.5, -0.5)
     for axes in (left, right):
         axes.grid(axis="x")
@@ -282,7 +292,7 @@ def serving(formats: dict[str, dict]) -> "Figure":
         rows = formats[name]["batches"]
         batches = [row["batch"] for row in rows]
         style = {"color": color, "marker": marker, "markersize": 5, "linewidth": 1.5}
-        panels[0].plot(batches, [row["tokens_per_s"] for row in rows], label=name, **style)
+        panels[0].plot(batches, [row["tokens_per_s"] for row in rows], label=_label(name), **style)
         for axes, key in ((panels[1], "latency"), (panels[2], "ttft")):
             axes.plot(batches, [row[f"{key}_p50_s"] for row in rows], **style)
             axes.plot(batches, [row[f"{key}_p95_s"] for row in rows], color=color, linewidth=1, linestyle="--")
@@ -327,7 +337,7 @@ def memory(formats: dict[str, dict]) -> "Figure":
             "–" if found.get(key) is None else f"{found[key]:.2f}" for key in ("weights_gib", "kv_cache_gib")
         )
         axes.annotate(f" {label}", (weights + cache, place - 0.17), va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), list(map(_label, names)))
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.margins(x=0.12)
     axes.set_xlabel("GiB (full: weights, pale: KV cache, hatched: files on disk; – is not logged by vLLM)")
@@ -348,7 +358,7 @@ def several_samples(curves: dict[str, dict[str, dict[int, float]]]) -> "Figure":
             style = {"color": POLICY_COLORS[policy], "marker": "s" if policy == "base" else "o", "markersize": 4}
             axes.plot(ks, [100 * found[k] for k in ks], label=POLICY_NAMES[policy], **style)
             axes.set_xticks(ks)
-        axes.set(title=name, xlabel="k")
+        axes.set(title=_label(name), xlabel="k")
         axes.grid()
     for axes in grid[:, 0]:
         axes.set_ylabel("pass@k, %")
