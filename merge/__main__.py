@@ -5,23 +5,15 @@
 
 import argparse
 import os
-import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from merge.command import POLICIES, Merge
 from recipes.parts.config import FORMATS
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
-from recipes.parts.rundir import RunDir, read_json, read_manifest
-
-POLICIES = ("base", "grpo")
-# Of a quantized layer, scales included.
-BYTES_PER_WEIGHT = {
-    **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "w4a16": 0.52, "awq": 0.52},
-    **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},
-}
+from recipes.parts.errors import CHECK_FAILED, DONE, run_command
+from recipes.parts.rundir import INTO
 
 
 @dataclass
@@ -41,172 +33,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument("--format", nargs="+", choices=FORMATS, required=True, help="formats to write")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: both")
+    parser.add_argument(
+        "--into",
+        choices=INTO,
+        default=INTO[0],
+        help="the base to merge into: the dequantized NF4 one that was trained on (default), or the original weights",
+    )
     parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
     parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
-    parser.add_argument("--out", type=Path, help="where <policy>/<format> goes; default: merged/ in the run")
+    parser.add_argument(
+        "--out", type=Path, help="where <policy>/<format> goes; default: merged/, or merged-original/, in the run"
+    )
     parser.add_argument("--force", action="store_true", help="write nf4 although it loses the update")
     parser.add_argument("--overwrite", action="store_true", help="replace checkpoints that are there already")
     parser.add_argument("--skip_verify", action="store_true", help="do not compare with the policy (verify: null)")
     parser.add_argument("--dry_run", action="store_true", help="check the input, print what would be written, stop")
     return parser.parse_args(argv)
-
-
-class Merge:
-    """A checked command: everything that can be refused is refused in the constructor, before a weight is loaded."""
-
-    def __init__(self, arguments: argparse.Namespace):
-        self.arguments = arguments
-        self.run = RunDir.open(arguments.run)
-        self.info = read_json(self.run.base_file)
-        # argparse keeps the order of the command line; bf16 is what the others are made from.
-        self.formats = [name for name in FORMATS if name in arguments.format]
-        self.policies = [name for name in POLICIES if name in arguments.policy]
-        self.out = arguments.out or self.run.merged
-        self.adapter, self.adapter_facts = self._find_adapter()
-        self._check_outputs()
-
-        from merge.verify import base_directory
-
-        self.directory = base_directory(self.run, arguments.base, weights=not arguments.dry_run)
-        self.base, self.updates = self._open_base()
-        self.batch = None if arguments.skip_verify else self._batch()
-        self._verifier: Any = None
-
-    def _open_base(self) -> tuple[Any, dict]:
-        """The original checkpoint and the adapter's updates, checked; (None, {}) when a dry run has no weights."""
-        from merge.base import BaseCheckpoint
-        from merge.merge import read_adapter
-        from merge.quantize import check_shapes
-
-        if self.arguments.dry_run and not any(self.directory.glob("*.safetensors")):
-            print(f"note: the weights of {self.info['model']} are not on this machine and a dry run does not download")
-            print("them, so tensor names, shapes and disk space are not checked", flush=True)
-            return None, {}
-        self.base = BaseCheckpoint(self.directory, self.info)
-        updates = read_adapter(self.adapter, self.base) if self.adapter else {}
-        for name in self.formats:
-            check_shapes(self.base, name)
-        self._check_space()
-        return self.base, updates
-
-    def _find_adapter(self) -> tuple[Path | None, dict]:
-        if "grpo" not in self.policies:
-            return None, {}
-        from merge.verify import check_adapter_base
-
-        adapter = self.arguments.adapter or self.run.newest_adapter()
-        manifest = check_adapter_base(adapter, self.info)
-        content = manifest.get("tensor_hash") or manifest["files"]["adapter_model.safetensors"]["blake2b"]
-        return adapter, {"adapter_version": manifest.get("version"), "adapter_hash": content}
-
-    def facts(self, policy: str) -> dict:
-        """What every manifest of a policy says about where the checkpoint comes from."""
-        adapter = self.adapter_facts if policy == "grpo" else {"adapter_version": None, "adapter_hash": None}
-        return {"policy": policy, "base_hash": self.info["hash"], **adapter, "promoted": False}
-
-    def place(self, policy: str, name: str) -> Path:
-        return self.out / policy / name
-
-    def _check_outputs(self) -> None:
-        if self.arguments.overwrite:
-            return
-        for policy in self.policies:
-            for name in self.formats:
-                if (place := self.place(policy, name)).exists():
-                    raise BadInput(
-                        f"{place} exists already. Pass --overwrite to replace it, or --out for another place."
-                    )
-            place = self.place(policy, "bf16")
-            if "bf16" not in self.formats and place.exists() and not self._same_source(policy):
-                raise BadInput(
-                    f"{place}, from which the other formats are made, is not whole or of another base or adapter. "
-                    "Pass --overwrite to merge again, or --out for another place."
-                )
-
-    def _same_source(self, policy: str) -> bool:
-        try:
-            manifest = read_manifest(self.place(policy, "bf16"), "checkpoint")
-        except BadInput:  # not whole: never quantized, and replaced only with --overwrite
-            return False
-        return all(manifest.get(key) == self.facts(policy)[key] for key in ("base_hash", "adapter_hash"))
-
-    def reuses_bf16(self, policy: str) -> bool:
-        """Whether a BF16 checkpoint from before is there to be quantized."""
-        place = self.place(policy, "bf16")
-        return "bf16" not in self.formats and place.exists() and self._same_source(policy)
-
-    def targets(self) -> list[tuple[str, str]]:
-        """(policy, format) in the order of work; BF16 is among them also when only needed by the others."""
-        return [
-            (policy, name)
-            for policy in self.policies
-            for name in FORMATS
-            if name in self.formats or (name == "bf16" and not self.reuses_bf16(policy))
-        ]
-
-    def bytes_of(self, name: str) -> int:
-        """The size of a checkpoint in `name`, estimated from shapes."""
-        total = 0.0
-        for tensor in self.base.files:
-            weights = 1
-            for size in self.base.shape(tensor):
-                weights *= size
-            total += weights * (BYTES_PER_WEIGHT[name] if tensor in self.base.quantized else 2.0)
-        return int(total)
-
-    def _check_space(self) -> None:
-        existing = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
-        free, need = shutil.disk_usage(existing).free, sum(self.bytes_of(name) for _, name in self.targets())
-        if need > free:
-            raise BadInput(
-                f"{existing} has {free / 2**20:.0f} MiB free and the checkpoints need about {need / 2**20:.0f} MiB. "
-                "Make room, ask for fewer formats, or choose another place with --out."
-            )
-
-    def _batch(self) -> list:
-        from transformers import AutoTokenizer
-
-        from merge.base import unquantized_config
-        from merge.verify import fixed_batch
-
-        vocabulary = unquantized_config(self.directory).vocab_size
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.directory)
-        except (OSError, ValueError) as error:
-            raise BadInput(f"no tokenizer in {self.directory}: {str(error).splitlines()[0]}") from None
-        return fixed_batch(self.run, tokenizer, vocabulary)
-
-    def verifier(self) -> Any:
-        """The policies' scores, computed at the first use."""
-        from merge.verify import Verifier
-
-        if self._verifier is None:
-            print(f"scoring the policy on {sum(ids.shape[1] for ids in self.batch)} tokens", flush=True)
-            self._verifier = Verifier(self.run, self.adapter, self.base, self.batch)
-        return self._verifier
-
-    def write(self, policy: str, name: str) -> dict:
-        """Write and verify one checkpoint; return its manifest."""
-        from merge.merge import write_bf16
-        from merge.quantize import quantize_checkpoint
-
-        updates = self.updates if policy == "grpo" else {}
-        place, facts = self.place(policy, name), self.facts(policy)
-        if name == "bf16":
-
-            def check(directory: Path) -> dict:
-                found = None if self.batch is None else asdict(self.verifier().check_bf16(policy, directory))
-                return {"verify": found}
-
-            return write_bf16(self.base, updates, place, check, self.arguments.overwrite, **facts)
-
-        def verify(directory: Path) -> dict | None:
-            return None if self.batch is None else asdict(self.verifier().compare(policy, directory))
-
-        source = self.place(policy, "bf16")
-        return quantize_checkpoint(
-            source, place, name, self.base, updates, verify, self.arguments.overwrite, self.arguments.force, **facts
-        )
 
 
 def print_table(rows: list[Row]) -> None:

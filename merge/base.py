@@ -22,7 +22,6 @@ from merge.shards import tensor_bytes
 from recipes.parts.errors import BadInput, CheckFailed
 
 HASH_BYTES = 1 << 26  # largest slice turned into float32 at once while hashing
-INTO = ("dequantized", "original")  # what an adapter may be merged into
 
 
 def load_nf4(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from recipes.parts.config import Config
 
 MANIFEST = "manifest.json"
+INTO = ("dequantized", "original")  # the base that an adapter is merged into
 
 
 def file_hash(path: Path) -> str:
@@ -238,6 +239,10 @@ class RunDir:
     def config(self) -> dict:
         """The resolved configuration, as nested dictionaries (`read_json(config.json)["config"]`)."""
         return read_json(self.config_file)["config"]
+
+    def merged_into(self, into: str) -> Path:
+        """Where the checkpoints lie that were merged into the dequantized or into the original base (`INTO`)."""
+        return self.merged if into == INTO[0] else self.path / f"merged-{into}"
 
     def adapter_dir(self, version: int) -> Path:
         return self.adapters / f"v{version:06d}"

@@ -98,6 +98,25 @@ def test_bf16_of_another_adapter_is_not_quantized_in_silence(merged, tmp_path):
     assert read_manifest(run.merged / "grpo" / "bf16")["adapter_hash"] == "another"
 
 
+def test_the_original_base_has_its_own_place_keeps_the_update_in_nf4_and_is_not_mixed_up(tmp_path, capsys):
+    run = copy_of_run(tmp_path / "run")
+    arguments = ["--run", str(run.path), "--policy", "grpo", "--into", "original", "--format", "bf16", "nf4"]
+    assert main(arguments) == 0
+    place = run.path / "merged-original" / "grpo"
+    found = {name: read_manifest(place / name, "checkpoint", deep=True) for name in ("bf16", "nf4")}
+    assert [made["into"] for made in found.values()] == ["original", "original"]
+    assert found["nf4"]["retained_update"] > 0.5
+    # Another base than the policy's: further away than a right merge may be, and written all the same.
+    assert found["bf16"]["verify"]["mean_kl"] > 2e-3
+    assert not run.merged.exists()
+    assert f"{found['nf4']['retained_update']:.4f}" in capsys.readouterr().out
+    # A checkpoint of the other base is never what the formats are made from.
+    shutil.copytree(place, run.merged / "grpo")
+    shutil.rmtree(run.merged / "grpo" / "nf4")
+    with pytest.raises(BadInput, match="of another base or adapter"):
+        main(["--run", str(run.path), "--policy", "grpo", "--format", "fp8"])
+
+
 def test_force_writes_nf4_and_exits_0(tmp_path):
     run = copy_of_run(tmp_path / "run")
     assert main(["--run", str(run.path), "--policy", "grpo", "--format", "nf4", "--force"]) == 0
