@@ -23,7 +23,7 @@ def minimum_detectable_effect(
 
     Solves n·d² = (z_{1-alpha/2}·sqrt(q) + z_{power}·sqrt(q - d²))² for d with q = `disagreement` (Miettinen 1968,
     Biometrics 24:339; Connor 1987, Biometrics 43:207; for means of `samples` completions Miller 2024,
-    arXiv:2411.00640, section 5, with its variance). A difference of d needs q >= d/samples, since a problem's score
+    arXiv:2411.00640, section 5, with its variance); q is what is seen where the effect is. A difference of d needs q >= d/samples, since a problem's score
     moves by at least 1/samples, so where `disagreement` is smaller, the least that makes such a difference is used.
     """
     if n < 1 or samples < 1 or not 0 <= disagreement <= 1:
