@@ -66,12 +66,16 @@ else
 endif
 	@rm -f $(STARTED); touch $(STAMP)
 
-# Its own environment: llm-compressor and vllm pin different versions of compressed-tensors.
+# Its own environment: llm-compressor and vllm pin different versions of compressed-tensors. torch and transformers are
+# .venv's, which a .pth file shows behind its own packages, so it takes 50 MB and the build of torch fits this device.
+# pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
 llmcompressor: .venv-llmcompressor/.installed
-.venv-llmcompressor/.installed: requirements-llmcompressor.txt
+.venv-llmcompressor/.installed: requirements-llmcompressor.txt $(STAMP)
 	rm -rf .venv-llmcompressor
-	"$(PYTHON)" -m venv .venv-llmcompressor
-	.venv-llmcompressor/bin/pip install --quiet -r requirements-llmcompressor.txt
+	$(BIN)/python -m venv .venv-llmcompressor
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(.venv-llmcompressor/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kit.pth"
+	.venv-llmcompressor/bin/pip install --quiet --no-warn-conflicts -r requirements-llmcompressor.txt
 	@touch $@
 
 # Its own environment, with .venv's packages beside it: torch and transformers are the ones that a run uses.
