@@ -21,10 +21,10 @@ def minimum_detectable_effect(
 ) -> float:
     """Smallest difference of accuracies that n paired problems show with `power` at two-sided `alpha`; at most 1.
 
-    Solves n·d² = (z_{1-alpha/2}·sqrt(q) + z_{power}·sqrt(q - d²))² for d with q = `disagreement` (Miettinen 1968,
-    Biometrics 24:339; Connor 1987, Biometrics 43:207; for means of `samples` completions Miller 2024,
-    arXiv:2411.00640, section 5, with its variance); q is what is seen where the effect is. A difference of d needs q >= d/samples, since a problem's score
-    moves by at least 1/samples, so where `disagreement` is smaller, the least that makes such a difference is used.
+    Solves n·d² = (z_{1-alpha/2}·sqrt(q) + z_{power}·sqrt(q - d²))² for d with q = `disagreement`, to be seen where the
+    effect is (Miettinen 1968, Biometrics 24:339; Connor 1987, Biometrics 43:207; with the variance of means of
+    `samples` completions Miller 2024, arXiv:2411.00640, section 5). A difference of d needs q >= d/samples, since a
+    problem's score moves by at least 1/samples: where `disagreement` is smaller, the least that makes it is used.
     """
     if n < 1 or samples < 1 or not 0 <= disagreement <= 1:
         raise BadInput(

@@ -110,10 +110,14 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Config:
-    """The run's own configuration (or that of a YAML) with command-line overrides."""
+    """The run's own configuration (or that of a YAML) with command-line overrides; its gate's limits are possible."""
     if file is not None:
-        return load_config(file, overrides)
-    return resolve(run.config(), overrides, str(run.config_file))
+        config = load_config(file, overrides)
+    else:
+        config = resolve(run.config(), overrides, str(run.config_file))
+    if wrong := config.eval.gate.problems():
+        raise BadInput("\n".join(wrong))
+    return config
 
 
 def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, Any, Path]:
