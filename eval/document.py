@@ -27,11 +27,12 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .28rem .7rem; text-align: left; vertical-align: top; border-bottom: 1px solid #e6e6e6; }
 th { border-bottom: 2px solid #bbb; font-weight: 600; vertical-align: bottom; }
 td { min-width: 3rem; } td.long { min-width: 16rem; max-width: 34rem; white-space: pre-wrap; }
-th, td.short { white-space: nowrap; overflow-wrap: normal; } td.number, th.number { text-align: right; }
+th, td.short, td.number { white-space: nowrap; overflow-wrap: normal; } td.number, th.number { text-align: right; }
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; display: block; }
 pre { background: #f5f5f5; padding: .6rem .8rem; overflow-x: auto; font-size: .85rem; margin: .5rem 0; }
 .missing { border-left: 4px solid #b8860b; background: #fdf8e8; padding: .3rem .9rem; margin: .7rem 0; }
 .findings { border-left: 4px solid #0072b2; background: #f0f6fb; padding: .3rem .9rem .3rem 2rem; margin: .7rem 0; }
+@media (max-width: 44rem) { figure { overflow-x: auto; } img { max-width: none; width: 44rem; } }
 @media print { nav { display: none; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
 """
 NUMBER = re.compile(r"[+\-−]?[\d.,]+(e[+\-]?\d+)?( ?[%×])?|–")

