@@ -1,7 +1,7 @@
-"""One evaluation cell in vLLM: `python -m eval.vllm_worker request.json answer.json`, started by vllm_backend.py.
+"""One evaluation cell in vLLM: reads a request file, writes an answer file; vllm_backend.py starts it as a module.
 
-A process of its own, because vLLM gives GPU memory back only when its process ends. Imports nothing of the kit but
-the standard library's needs. The answer is written whole: {"rows", "dtype", "version"} or {"error"}.
+A process of its own, because vLLM gives GPU memory back only when its process ends. The answer, {"rows", "dtype",
+"version"} or {"error"}, is written whole.
 """
 
 import json

@@ -80,6 +80,7 @@ def _positive(config: Config) -> list[str]:
         "server.max_num_seqs": config.server.max_num_seqs,
         "reward.workers": config.reward.workers,
         "eval.max_problems": config.eval.max_problems,
+        "eval.samples": config.eval.samples,
         "eval.batch_size": config.eval.batch_size,
         "eval.bootstrap_samples": config.eval.bootstrap_samples,
         "watch.completions_per_step": config.watch.completions_per_step,
