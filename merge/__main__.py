@@ -1,6 +1,7 @@
 """Merge a run's adapter into its dequantized NF4 base and write the formats asked for; see README.md.
 
-`python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server.
+`python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server; `python -m merge
+diagnose` says what RL did to the weights; `python -m merge card` writes the model cards again after an evaluation.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge.command import POLICIES, Merge
+from merge.command import AWQ_PYTHON, POLICIES, Merge
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import CHECK_FAILED, DONE, run_command
 from recipes.parts.rundir import INTO
@@ -28,10 +29,20 @@ class Row:
     note: str = ""
 
 
+def at_least_one(text: str) -> int:
+    """A number of things; argparse names the option and the text when it is none, or below 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m merge", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
-    parser.add_argument("--format", nargs="+", choices=FORMATS, required=True, help="formats to write")
+    parser.add_argument("--format", nargs="+", choices=FORMATS, help="formats to write")
+    parser.add_argument(
+        "--compare_bases", action="store_true", help="merge bf16 of the policy into both bases, say which is closer"
+    )
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: both")
     parser.add_argument(
         "--into",
@@ -44,11 +55,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="where <policy>/<format> goes; default: merged/, or merged-original/, in the run"
     )
+    parser.add_argument("--calib_samples", type=at_least_one, default=128, help="prompts that awq, nvfp4 calibrate on")
+    parser.add_argument("--calib_seq_len", type=at_least_one, default=512, help="tokens of each of them, at most")
+    parser.add_argument(
+        "--awq_python", type=Path, default=AWQ_PYTHON, help=f"Python that has llm-compressor; default {AWQ_PYTHON}"
+    )
     parser.add_argument("--force", action="store_true", help="write nf4 although it loses the update")
     parser.add_argument("--overwrite", action="store_true", help="replace checkpoints that are there already")
     parser.add_argument("--skip_verify", action="store_true", help="do not compare with the policy (verify: null)")
     parser.add_argument("--dry_run", action="store_true", help="check the input, print what would be written, stop")
-    return parser.parse_args(argv)
+    add_hub_options(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.format is None and not arguments.compare_bases:
+        parser.error("the following arguments are required: --format (or --compare_bases)")
+    return arguments
 
 
 def print_table(rows: list[Row]) -> None:
@@ -61,6 +81,7 @@ def print_table(rows: list[Row]) -> None:
         manifest = row.manifest or {}
         weights = sum(f["bytes"] for n, f in manifest.get("files", {}).items() if n.endswith(".safetensors"))
         kept, found = manifest.get("retained_update"), manifest.get("verify")
+        unknown = "no_retained_update" in manifest  # the reason why it was not computed
         numbers = ["-", "-", "-"]
         if found:
             numbers = [f"{found['mean_kl']:.2e}", f"{found['max_abs_dlogp']:.3f}", f"{found['top1_agreement']:.3f}"]
@@ -68,7 +89,7 @@ def print_table(rows: list[Row]) -> None:
             row.policy,
             row.format,
             f"{weights / 2**20:.2f}" if weights else "-",
-            f"{kept:.4f}" if kept is not None else "no update" if row.policy == "grpo" else "-",
+            f"{kept:.4f}" if kept is not None else "no update" if row.policy == "grpo" and not unknown else "-",
             *numbers,
             row.note or str(row.path),
             f"{row.seconds:.1f}",
@@ -89,7 +110,16 @@ def main(argv: list[str] | None = None) -> int:
         from merge.diagnose import main as diagnose
 
         return diagnose(argv[1:])
-    merge = Merge(parse_arguments(argv))
+    if argv[:1] == ["card"]:
+        from merge.card import main as card
+
+        return card(argv[1:])
+    arguments = parse_arguments(argv)
+    if arguments.compare_bases:
+        return compare_bases(arguments, argv)
+    if arguments.push_to_hub:
+        check_access(arguments.push_to_hub)
+    merge = Merge(arguments)
     for policy, name in merge.targets():
         size = "" if merge.base is None else f", about {merge.bytes_of(name) / 2**20:.1f} MiB"
         print(f"{policy} {name}: {merge.place(policy, name)}{size}", flush=True)
@@ -104,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         manifest, note = None, ""
         try:
             manifest = merge.write(policy, name)
+            write_card(merge.run, merge.place(policy, name))
         except Refused as error:
             refused.append(f"{policy} {name}: {error}")
             manifest, note = {"retained_update": error.share}, "refused"
@@ -111,6 +142,9 @@ def main(argv: list[str] | None = None) -> int:
     print_table(rows)
     for reason in refused:
         print(f"refused: {reason}", flush=True)
+    if arguments.push_to_hub:
+        written = [row for row in rows if not row.note and row.format in merge.formats]
+        push_all(arguments, {(row.policy, row.format): row.path for row in written})
     return CHECK_FAILED if refused else DONE
 
 

@@ -21,9 +21,9 @@ import torch
 from merge.base import BaseCheckpoint
 from merge.checkpoint import checkpoint_shards
 from merge.merge import write_config
-from merge.quantize import quantization_config
+from merge.quantize import Refused, quantization_config
 from merge.verify import as_text, load_for_scoring, release_memory
-from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, publish, write_manifest
 
 WORKER = Path(__file__).with_name("awq.py")
@@ -91,7 +91,7 @@ def _training_prompts(run: RunDir, tokenizer: Any) -> list[str]:
 def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict[str, float]:
     """{weight name: largest |input| of that layer over the sequences}, of the BF16 checkpoint `merged`.
 
-    The model is loaded whole, as for verification: float32 on a CPU, bfloat16 on a GPU. `CheckFailed` when a layer
+    The model is loaded whole, as for verification: float32 on a CPU, bfloat16 on a GPU. `Refused` when a layer
     gets no input or one that is not finite.
     """
     model = load_for_scoring(merged)
@@ -107,9 +107,7 @@ def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict
     modules = dict(model.named_modules())
     for name in names:
         if (module := modules.get(name.removesuffix(".weight"))) is None:
-            raise CheckFailed(
-                f"transformers' model has no layer {name}, so its inputs cannot be seen. Leave nvfp4 out."
-            )
+            raise Refused(f"transformers' model has no layer {name}, so its inputs cannot be seen. Leave nvfp4 out.")
         module.register_forward_pre_hook(watch(name))
     for ids in calibration.sequences:
         model(torch.tensor([ids], device=device))
@@ -117,9 +115,9 @@ def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict
     del model, modules, module
     release_memory()
     if bad := [name for name, peak in sorted(found.items()) if not 0 < peak < float("inf")]:
-        raise CheckFailed(
+        raise Refused(
             f"{len(bad)} of {len(found)} layers have no usable input over {calibration.facts['tokens']} tokens of "
-            f"calibration ({bad[0]}: largest |input| {found[bad[0]]}). Leave nvfp4 out; nvfp4a16 needs no calibration."
+            f"calibration ({bad[0]}: largest |input| {found[bad[0]]}). Leave nvfp4 out; nvfp4a16 needs none."
         )
     return found
 
@@ -150,7 +148,7 @@ def write_awq(
     """Publish the BF16 checkpoint `merged` as AWQ W4A16 at `final`, in the layout of w4a16; return the manifest.
 
     llm-compressor loads the model whole, in host memory, and takes it to the GPU layer by layer where there is one.
-    `CheckFailed`, with the end of what it says, when it fails, and when it stored other tensors than asked for.
+    `Refused`, with the end of what it says, when it fails, and when it stored other tensors than asked for.
     """
     ignore, compressor = base.unquantized_linears(), check_awq(python)
     with publish(final, overwrite) as partial:
@@ -177,7 +175,7 @@ def _run_worker(python: Path, request: dict) -> None:
         )
     if done.returncode:
         said = "\n".join(done.stdout.splitlines()[-15:])
-        raise CheckFailed(f"llm-compressor failed (exit {done.returncode}), so nothing was kept. It said:\n{said}")
+        raise Refused(f"llm-compressor failed (exit {done.returncode}), so nothing was kept. It said:\n{said}")
 
 
 def _check_stored(merged: Path, partial: Path, quantized: set[str]) -> None:
@@ -189,7 +187,7 @@ def _check_stored(merged: Path, partial: Path, quantized: set[str]) -> None:
             expected |= {f"{module}.{part}" for part in parts} if name in quantized else {name}
     stored = {name for names in checkpoint_shards(partial).values() for name in names}
     if stored != expected:
-        raise CheckFailed(
+        raise Refused(
             f"llm-compressor stored {len(stored - expected)} tensors that were not asked for "
             f"({', '.join(sorted(stored - expected)[:3])}) and left out {len(expected - stored)} "
             f"({', '.join(sorted(expected - stored)[:3])}), so nothing was kept."

@@ -16,6 +16,8 @@ BYTES_PER_WEIGHT = {
     **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "w4a16": 0.52, "awq": 0.52},
     **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},
 }
+CALIBRATED = ("awq", "nvfp4")
+AWQ_PYTHON = Path(".venv-llmcompressor/bin/python")
 
 
 class Merge:
@@ -34,12 +36,16 @@ class Merge:
         self.out = arguments.out or self.run.merged_into(self.into)
         self.adapter, self.adapter_facts = self._find_adapter()
         self._check_outputs()
+        if "awq" in self.formats:
+            from merge.calibrated import check_awq
 
+            check_awq(arguments.awq_python)
         from merge.verify import base_directory
 
         self.directory = base_directory(self.run, arguments.base, weights=not arguments.dry_run)
         self.base, self.updates = self._open_base()
         self.batch = None if arguments.skip_verify else self._batch()
+        self.calibration = self._calibration()
         self._verifier: Any = None
 
     def _open_base(self) -> tuple[Any, dict]:
@@ -135,17 +141,27 @@ class Merge:
             )
 
     def _batch(self) -> list:
-        from transformers import AutoTokenizer
-
         from merge.base import unquantized_config
         from merge.verify import fixed_batch
 
-        vocabulary = unquantized_config(self.directory).vocab_size
+        return fixed_batch(self.run, self._tokenizer(), unquantized_config(self.directory).vocab_size)
+
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.directory)
+            return AutoTokenizer.from_pretrained(self.directory)
         except (OSError, ValueError) as error:
             raise BadInput(f"no tokenizer in {self.directory}: {str(error).splitlines()[0]}") from None
-        return fixed_batch(self.run, tokenizer, vocabulary)
+
+    def _calibration(self) -> Any:
+        """What the formats that need data are calibrated on; None when none of them was asked for."""
+        if not any(name in CALIBRATED for name in self.formats):
+            return None
+        from merge.calibrated import calibration_set
+
+        options = self.arguments
+        return calibration_set(self.run, self._tokenizer(), options.calib_samples, options.calib_seq_len)
 
     def verifier(self) -> Any:
         """The policies' scores, computed at the first use."""
@@ -155,6 +171,10 @@ class Merge:
             print(f"scoring the policy on {sum(ids.shape[1] for ids in self.batch)} tokens", flush=True)
             self._verifier = Verifier(self.run, self.adapter, self.base, self.batch)
         return self._verifier
+
+    def share_verifier(self, verifier: Any) -> None:
+        """Compare with the scores of another merge's verifier, of the same run and adapter."""
+        self._verifier = verifier
 
     def write(self, policy: str, name: str) -> dict:
         """Write and verify one checkpoint; return its manifest."""
@@ -177,7 +197,19 @@ class Merge:
         def verify(directory: Path) -> dict | None:
             return None if self.batch is None else asdict(self.verifier().compare(policy, directory))
 
-        source = self.place(policy, "bf16")
+        source, options = self.place(policy, "bf16"), self.arguments
+        if name in CALIBRATED:
+            print(f"calibrating {policy} {name} on {self.calibration.facts['tokens']} tokens", flush=True)
+        if name == "awq":
+            from merge.calibrated import write_awq
+
+            made_by = (self.calibration, options.awq_python)
+            return write_awq(source, place, self.base, *made_by, verify, options.overwrite, **facts)
+        if name == "nvfp4":
+            from merge.calibrated import input_peaks
+
+            facts["calibration"] = self.calibration.facts
+            facts["input_peaks"] = input_peaks(source, self.base.quantized, self.calibration)
         return quantize_checkpoint(
-            source, place, name, self.base, updates, verify, self.arguments.overwrite, self.arguments.force, **facts
+            source, place, name, self.base, updates, verify, options.overwrite, options.force, **facts
         )

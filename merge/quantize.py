@@ -46,7 +46,6 @@ LAYOUTS = {
     "nvfp4a16": ("NVFP4A16", "nvfp4-pack-quantized"),
     "nvfp4": ("NVFP4", "nvfp4-pack-quantized"),
 }
-CALIBRATED = ("awq", "nvfp4")
 
 
 def _scheme(name: str) -> Any:
@@ -213,12 +212,12 @@ def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
 
 
 class Refused(CheckFailed):
-    """A format that would lose what it is asked to carry; the other formats of the same command go on.
+    """A format that cannot be made, or would lose what it is to carry; the other formats of the same command go on.
 
-    `share` is the part of the update that it would keep.
+    `share` is the part of the update that it would keep, where that is known.
     """
 
-    def __init__(self, message: str, share: float | None):
+    def __init__(self, message: str, share: float | None = None):
         super().__init__(message)
         self.share = share
 
