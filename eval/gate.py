@@ -5,29 +5,42 @@ A rule passes when the data show it, not when they merely do not contradict it:
 - `max_quantization_loss`: the upper end of the interval of what the format loses against bf16 is at most this much,
   for GRPO's accuracy and for the gain alike. This is a non-inferiority test with the limit as margin: with few
   problems the interval is wide and the verdict is "not shown", which more problems can change.
-- hygiene rates of GRPO in that format, answers that could not be compared, and the KL to the policy that `merge`
-  measured: point values against their limits. A value that was not measured fails.
+- `min_problems`: so many problems are behind these intervals.
+- hygiene rates of GRPO in that format and in bf16, answers that could not be compared in any cell used, and the KL to
+  the policy that `merge` measured: point values against their limits. A value that was not measured fails.
+The held-out problems are read again and must share none with the training problems of the run, as its configuration
+names them and as its ledger lists them; one that does takes a promotion back.
 Only the gate writes `promoted` into a manifest: true on a pass, false again when a later gate does not pass.
 """
 
 import argparse
 import dataclasses
+import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.artifacts import POLICIES, Artifact, artifact, merge_command, set_promotion
-from eval.problems import held_out, problems_hash
+from eval.compare import points
+from eval.hygiene import RATES, UNDECIDED, findings, holds, limits_of
+from eval.problems import check_disjoint, held_out, problems_hash
 from eval.report import read_result
 from eval.run import measurement, run_config
 from recipes.parts.config import Config
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, file_hash
 
 PASS, FAIL, NOT_SHOWN = "pass", "FAIL", "NOT SHOWN"
 # Columns are looked for one by one, and how many prompts share a batch is a matter of speed.
 NOT_COMPARED = ("formats", "batch_size")
+NAMES = {
+    "parse_rate": "parse rate",
+    "prompt_leak_rate": "prompt leak",
+    "end_of_turn_rate": "ended by the stop token",
+    "max_token_hit_rate": "cut at the token limit",
+    "undecided_rate": "answers undecided",
+}
 
 
 @dataclass(frozen=True)
@@ -59,10 +72,18 @@ def main(argv: list[str]) -> int:
     file = (arguments.out or run.path) / "eval.json"
     result = read_result(file, run)
     checkpoint = gated_artifact(run, config.eval.gate.format)
+    try:
+        check_problems(run, config, result)
+    except CheckFailed:
+        if checkpoint.manifest.get("promoted") and not arguments.dry_run:
+            set_promotion(checkpoint, None)
+        raise
     check_fresh(run, config, result, checkpoint)
     rules = judge(config, result, checkpoint.manifest)
     passed = all(rule.verdict == PASS for rule in rules)
     print_rules(rules, checkpoint)
+    if note := base_note(config, result):
+        print(note)
     if arguments.dry_run:
         return DONE if passed else CHECK_FAILED
     promotion = None
@@ -80,78 +101,151 @@ def gated_artifact(run: RunDir, name: str) -> Artifact:
     if name == "nf4":
         raise BadInput(
             "eval.gate.format is nf4, which is measured as NF4 base + adapter: there is no merged checkpoint to "
-            "promote. Choose bf16, fp8 or w4a16."
+            "promote. Choose another of the formats that merge makes."
         )
     if not (run.merged / "grpo" / name).is_dir():
         raise BadInput(f"{run.merged / 'grpo' / name} does not exist. Make it with: {merge_command(run, [name])}")
     return artifact(run, "grpo", name)
 
 
-def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:
-    """`BadInput` unless the evaluation measured these very checkpoints as the configuration says, on its problems.
+def check_problems(run: RunDir, config: Config, result: dict) -> None:
+    """The held-out problems are those that were measured and none of them was trained on, both by content.
 
-    The checkpoints are those of base and GRPO in the gate's format and in bf16.
+    Trained on: among the training problems of the configuration that the gate was given, of the run's own, or in its
+    ledger. `CheckFailed` when one is, `BadInput` when they are not the problems of eval.json.
     """
-    again = f"Evaluate again: python -m eval --run {run.path}"
-    name, manifest = config.eval.gate.format, checkpoint.manifest
-    measured, expected = result.get("data") or {}, dataclasses.asdict(config.data)
-    if other := [key for key, value in expected.items() if measured.get(key) != value]:
+    from recipes.parts.data import load_problems
+
+    problems, own = held_out(config.data, config.eval.max_problems), run_config(run, []).data
+    if own != config.data:
+        check_disjoint(load_problems(config.data, "eval"), load_problems(own, "train"))
+    consumed: set[str] = set()
+    if run.ledger_file.is_file():
+        for line in run.ledger_file.read_text().splitlines():
+            consumed.update(json.loads(line)["problem_ids"])
+    if trained := [problem for problem in problems if problem.id in consumed]:
+        raise CheckFailed(
+            f"{len(trained)} of {len(problems)} held-out problems were trained on: {run.ledger_file} lists "
+            f"{trained[0].source}, {trained[0].question[:100]!r}. Point data.eval_path at other problems."
+        )
+    data, expected = result.get("data") or {}, dataclasses.asdict(config.data)
+    if other := [key for key, value in expected.items() if data.get(key) != value]:
         raise BadInput(
             f"eval.json was measured on other problems or prompts than the configuration names: data.{other[0]} was "
-            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {again}"
+            f"{data.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run)}"
         )
+    check_measurement(run, config, result)
+    if (found := problems_hash(problems)) != result.get("problems_hash"):
+        raise BadInput(
+            f"eval.json is stale: its problems_hash is {result.get('problems_hash')}, that of the held-out problems "
+            f"is now {found}. {_again(run)}"
+        )
+
+
+def check_measurement(run: RunDir, config: Config, result: dict) -> None:
+    """`BadInput` unless the evaluation asked as the configuration says."""
     measured = result.get("eval") or {}
     expected = {key: value for key, value in measurement(config).items() if key not in NOT_COMPARED}
     if other := [key for key, value in expected.items() if measured.get(key) != value]:
         raise BadInput(
             f"eval.json was measured in another way than the configuration names: eval.{other[0]} was "
-            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {again}"
+            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run)}"
         )
-    if (found := problems_hash(held_out(config.data, config.eval.max_problems))) != result.get("problems_hash"):
-        raise BadInput(
-            f"eval.json is stale: its problems_hash is {result.get('problems_hash')}, that of the held-out problems "
-            f"is now {found}. {again}"
-        )
+
+
+def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:
+    """`BadInput` unless the evaluation measured these very checkpoints, those of base and GRPO in format and bf16."""
+    name, manifest = config.eval.gate.format, checkpoint.manifest
     formats = list(dict.fromkeys((name, "bf16")))
-    for policy in POLICIES:
-        cells = result["matrix"].get(policy, {})
-        if absent := [needed for needed in formats if needed not in cells]:
-            raise BadInput(f"eval.json has no {', '.join(absent)} cell of {policy}, which the gate compares. {again}")
+    absent = [f"{policy} in {used}" for used in formats for policy in POLICIES if used not in result["matrix"][policy]]
+    if absent:
+        raise BadInput(
+            f"eval.json has no {', '.join(absent)}: the gate compares base with GRPO in {name}, and {name} with bf16. "
+            f"{_again(run, list(dict.fromkeys([*result['matrix']['grpo'], *formats])))}"
+        )
     for key in ("base_hash", "adapter_hash"):
         if result.get(key) != manifest.get(key):
             raise BadInput(
                 f"eval.json is stale: its {key} is {result.get(key)}, that of {checkpoint.path} is "
-                f"{manifest.get(key)}. {again}"
+                f"{manifest.get(key)}. {_again(run)}"
             )
     for policy in POLICIES:
         for used in formats:
+            if not (place := run.merged / policy / used).is_dir():
+                raise BadInput(f"{place} does not exist any more. Make it with: {merge_command(run, [used])}")
             now = checkpoint if (policy, used) == ("grpo", name) else artifact(run, policy, used)
             if (old := result["matrix"][policy][used].get("artifact_hash")) != now.hash:
                 raise BadInput(
                     f"eval.json is stale: its artifact_hash of {policy} in {used} is {old}, that of {now.path} is now "
-                    f"{now.hash}. {again}"
+                    f"{now.hash}. {_again(run)}"
                 )
+
+
+def _again(run: RunDir, formats: list[str] | None = None) -> str:
+    chosen = f" --formats {' '.join(formats)}" if formats else ""
+    return f"Evaluate again: python -m eval --run {run.path}{chosen}"
 
 
 def judge(config: Config, result: dict, manifest: dict) -> list[Rule]:
     """Every rule of the gate with its limit, what was measured, and the verdict."""
     gate = config.eval.gate
-    cell, gain = result["matrix"]["grpo"][gate.format], result["gain"][gate.format]
+    gain = result["gain"][gate.format]
     rules = [_above(f"gain in {gate.format}", gate.min_gain, gain)]
     if gate.format != "bf16":
         lost_gain = _negated(result["gain_survival"][gate.format])
         loss = result["quantization_loss"][gate.format]
         rules.append(_at_most("accuracy lost against bf16", gate.max_quantization_loss, loss))
         rules.append(_at_most("gain lost against bf16", gate.max_quantization_loss, lost_gain))
+    if gate.min_problems is not None:
+        enough = PASS if gain["n"] >= gate.min_problems else FAIL
+        rules.append(Rule("problems compared", f">= {gate.min_problems}", str(gain["n"]), enough))
     kl = (manifest.get("verify") or {}).get("mean_kl")
+    why = "not measured (merged with --skip_verify)"
     return [
         *rules,
-        _rate("parse rate", cell["parse_rate"], at_least=gate.min_parse_rate),
-        _rate("prompt leak", cell["prompt_leak_rate"], at_most=gate.max_prompt_leak),
-        _rate("ended by the stop token", cell["end_of_turn_rate"], at_least=gate.min_end_of_turn_rate),
-        _rate("answers undecided", cell["undecided"] / cell["n"], at_most=config.reward.max_unknown_fraction),
-        _rate("KL(policy || artifact), nats", kl, at_most=gate.max_policy_kl),
+        *(_hygiene(config, result, *rate[:3]) for rate in RATES),
+        _rate("KL(policy || artifact), nats", kl, gate.max_policy_kl, False, why),
     ]
+
+
+def _hygiene(config: Config, result: dict, key: str, limit: str, floor: bool) -> Rule:
+    """One rate in the worst of the cells that the verdict rests on: GRPO's two, of undecided answers all four."""
+    name, bound = config.eval.gate.format, getattr(limits_of(config), limit)
+    cells = [
+        (policy, used)
+        for policy in (POLICIES if key == UNDECIDED else ("grpo",))
+        for used in dict.fromkeys((name, "bf16"))
+    ]
+    values = {cell: result["matrix"][cell[0]][cell[1]].get(key) for cell in cells}
+    if absent := [cell for cell, value in values.items() if value is None]:
+        return _rate(
+            NAMES[key], None, bound, floor, f"not measured ({absent[0][0]} in {absent[0][1]}): evaluate again"
+        )
+    own = values["grpo", name]
+    # The deployed cell is shown unless only another one misses the limit.
+    worst = ("grpo", name)
+    if holds(own, bound, floor):
+        worst = (min if floor else max)(cells, key=lambda cell: values[cell])
+        worst = ("grpo", name) if values[worst] == own else worst
+    rule = _rate(NAMES[key], values[worst], bound, floor)
+    where = "" if worst == ("grpo", name) else f" ({worst[0]} in {worst[1]})"
+    return dataclasses.replace(rule, measured=rule.measured + where)
+
+
+def base_note(config: Config, result: dict) -> str | None:
+    """Where a gain lies over a base that was cut off or answered in no form; None when the base is in range."""
+    name = config.eval.gate.format
+    cell, form = result["matrix"]["base"][name], result["gain"][name].get("base_form")
+    found = [one for one in findings(cell, limits_of(config)) if one["key"] != UNDECIDED] if form else []
+    if not found:
+        return None
+    there, elsewhere = points(form["gain_there"], sign=True), form["elsewhere"]
+    low, high = (points(end, sign=True) for end in elsewhere["interval"])
+    return (
+        f"note: base in {name} has {'; '.join(one['text'] for one in found)}. Of the gain, {there} points lie where "
+        f"it gave no readable answer or did not end by itself, {points(elsewhere['difference'], sign=True)} "
+        f"[{low}, {high}] elsewhere."
+    )
 
 
 def _above(name: str, limit: float, found: dict) -> Rule:
@@ -170,12 +264,11 @@ def _at_most(name: str, limit: float, found: dict) -> Rule:
     return Rule(name, f"<= {limit:g}, upper end", shown, verdict)
 
 
-def _rate(name: str, value: float | None, at_least: float | None = None, at_most: float | None = None) -> Rule:
-    limit = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}"
+def _rate(name: str, value: float | None, limit: float, floor: bool, absent: str = "not measured") -> Rule:
+    shown = f"{'>=' if floor else '<='} {limit:g}"
     if value is None:
-        return Rule(name, limit, "not measured (merged with --skip_verify)", FAIL)
-    holds = value >= at_least if at_least is not None else value <= at_most
-    return Rule(name, limit, f"{value:.4g}", PASS if holds else FAIL)
+        return Rule(name, shown, absent, FAIL)
+    return Rule(name, shown, f"{value:.4g}", PASS if holds(value, limit, floor) else FAIL)
 
 
 def _more_problems(found: dict, room: float, half_width: float, verdict: str) -> str:

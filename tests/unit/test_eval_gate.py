@@ -1,7 +1,9 @@
 """The gate on artifacts of a few bytes and results written by hand: exit codes, verdicts, the promoted flag."""
 
 import dataclasses
+import itertools
 import json
+import shutil
 
 import pytest
 
@@ -10,7 +12,7 @@ from eval.artifacts import artifact_hash
 from eval.problems import held_out, problems_hash
 from eval.run import measurement
 from recipes.parts.config import config_from_dict
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import (
     MANIFEST,
     RunDir,
@@ -23,22 +25,24 @@ from recipes.parts.rundir import (
 )
 
 CELL = {"n": 300, "undecided": 0, "parse_rate": 1.0, "prompt_leak_rate": 0.0, "end_of_turn_rate": 1.0}
+CELL |= {"max_token_hit_rate": 0.0, "undecided_rate": 0.0}
+FORM = {"share": 0.3, "gain_there": 0.05, "elsewhere": {"difference": 0.14, "interval": [0.09, 0.19]}}
 
 
 def estimate(difference: float, low: float, high: float) -> dict:
     return {"difference": difference, "interval": [low, high], "n": 300}
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run whose fp8 checkpoint passes every rule of the default gate."""
+def make_run(tmp_path, name: str = "fp8") -> RunDir:
+    """A run whose checkpoint in a format passes every rule of the default gate."""
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    for name, verb in (("train", "trained"), ("test", "asked")):
+    for split, verb in (("train", "trained"), ("test", "asked")):
         rows = [json.dumps({"question": f"What is {verb} in round {i}?", "answer": str(i)}) for i in range(4)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     config = {
         "run": {"name": "tiny"},
+        "eval": {"gate": {"format": name}},
         "model": {"id": "tiny"},
         "train": {"max_steps": 1},
         "data": {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "test.jsonl")},
@@ -46,29 +50,29 @@ def run(tmp_path):
     write_json(run.config_file, {"config": config})
     write_json(run.base_file, {"hash": "b" * 64})
     matrix = {"base": {}, "grpo": {}}
-    for policy, name in (("base", "bf16"), ("base", "fp8"), ("grpo", "bf16"), ("grpo", "fp8")):
-        with publish(run.merged / policy / name) as partial:
-            (partial / "model.safetensors").write_bytes(f"weights of {policy} {name}".encode())
+    for policy, used in itertools.product(("base", "grpo"), dict.fromkeys(("bf16", name))):
+        with publish(run.merged / policy / used) as partial:
+            (partial / "model.safetensors").write_bytes(f"weights of {policy} {used}".encode())
             manifest = write_manifest(
                 partial,
                 "checkpoint",
                 policy=policy,
-                format=name,
+                format=used,
                 base_hash="b" * 64,
                 adapter_version=10 if policy == "grpo" else None,
                 adapter_hash="a" * 64 if policy == "grpo" else None,
                 verify={"mean_kl": 0.001},
                 promoted=False,
             )
-        matrix[policy][name] = {**CELL, "artifact_hash": artifact_hash(manifest)}
+        matrix[policy][used] = {**CELL, "artifact_hash": artifact_hash(manifest)}
     settings = config_from_dict(config)
     result = {
         "n": 300,
         "problems_hash": problems_hash(held_out(settings.data, settings.eval.max_problems)),
         "matrix": matrix,
-        "gain": {"bf16": estimate(0.2, 0.15, 0.25), "fp8": estimate(0.19, 0.14, 0.24)},
-        "gain_survival": {"fp8": estimate(-0.01, -0.03, 0.01)},
-        "quantization_loss": {"fp8": estimate(0.01, -0.01, 0.03)},
+        "gain": {"bf16": estimate(0.2, 0.15, 0.25), name: {**estimate(0.19, 0.14, 0.24), "base_form": FORM}},
+        "gain_survival": {name: estimate(-0.01, -0.03, 0.01)},
+        "quantization_loss": {name: estimate(0.01, -0.01, 0.03)},
         "conclusion": "",
         "base_hash": "b" * 64,
         "adapter_hash": "a" * 64,
@@ -77,6 +81,11 @@ def run(tmp_path):
     }
     write_json(run.eval_file, result)
     return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path)
 
 
 def edit(run: RunDir, *path: str, value: object) -> None:
@@ -93,8 +102,8 @@ def decide(run: RunDir, *overrides: str) -> int:
     return gate.main(["--run", str(run.path), *overrides])
 
 
-def promoted(run: RunDir) -> bool:
-    return read_manifest(run.merged / "grpo" / "fp8", "checkpoint", deep=True)["promoted"]
+def promoted(run: RunDir, name: str = "fp8") -> bool:
+    return read_manifest(run.merged / "grpo" / name, "checkpoint", deep=True)["promoted"]
 
 
 def test_a_run_that_passes_every_rule_is_promoted_with_the_evidence(run, capsys):
@@ -103,8 +112,8 @@ def test_a_run_that_passes_every_rule_is_promoted_with_the_evidence(run, capsys)
     assert promoted(run)
     promotion = read_json(run.merged / "grpo" / "fp8" / MANIFEST)["promotion"]
     assert promotion["eval_hash"] == file_hash(run.eval_file)
-    assert len(promotion["rules"]) == 8 and {rule["verdict"] for rule in promotion["rules"]} == {"pass"}
-    assert capsys.readouterr().out.count("  pass\n") == 8
+    assert len(promotion["rules"]) == 9 and {rule["verdict"] for rule in promotion["rules"]} == {"pass"}
+    assert capsys.readouterr().out.count("  pass\n") == 9
 
 
 @pytest.mark.parametrize(
@@ -120,7 +129,14 @@ def test_a_run_that_passes_every_rule_is_promoted_with_the_evidence(run, capsys)
         (("matrix", "grpo", "fp8", "parse_rate"), 0.89, "parse rate", "FAIL"),
         (("matrix", "grpo", "fp8", "prompt_leak_rate"), 0.02, "prompt leak", "FAIL"),
         (("matrix", "grpo", "fp8", "end_of_turn_rate"), 0.5, "ended by", "FAIL"),
-        (("matrix", "grpo", "fp8", "undecided"), 7, "answers undecided", "FAIL"),
+        (("matrix", "grpo", "fp8", "max_token_hit_rate"), 0.11, "cut at the token limit", "FAIL"),
+        (("matrix", "grpo", "fp8", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
+        (("matrix", "grpo", "fp8", "max_token_hit_rate"), None, "cut at the token limit", "FAIL"),
+        # What fp8 is measured against has to be sound, too.
+        (("matrix", "grpo", "bf16", "max_token_hit_rate"), 0.5, "cut at the token limit", "FAIL"),
+        (("matrix", "grpo", "bf16", "parse_rate"), 0.5, "parse rate", "FAIL"),
+        (("matrix", "base", "fp8", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
+        (("matrix", "base", "bf16", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
     ],
 )
 def test_each_rule_alone_keeps_a_checkpoint_from_promotion(run, capsys, path, value, rule, verdict):
@@ -129,6 +145,51 @@ def test_each_rule_alone_keeps_a_checkpoint_from_promotion(run, capsys, path, va
     missed = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("FAIL", "NOT SHOWN"))]
     assert len(missed) == 1 and missed[0].startswith(rule) and missed[0].endswith(verdict)
     assert not promoted(run)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block", "w4a16", "awq", "nvfp4a16", "nvfp4"])
+def test_every_format_with_a_checkpoint_of_its_own_can_be_promoted(tmp_path, name):
+    run = make_run(tmp_path, name)
+    assert decide(run) == 0 and promoted(run, name)
+    assert name == "bf16" or not promoted(run, "bf16")
+
+
+def test_a_base_out_of_range_is_noted_and_keeps_nothing_from_promotion(run, capsys):
+    edit(run, "matrix", "base", "fp8", value={**read_json(run.eval_file)["matrix"]["base"]["fp8"], "parse_rate": 0.7})
+    assert decide(run) == 0
+    note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: base in fp8"))
+    assert "70.0 % completions with a readable answer (at least 90 %)" in note
+    assert "+5.0 points lie where it gave no readable answer" in note and "+14.0 [+9.0, +19.0] elsewhere" in note
+
+
+def test_the_cell_that_misses_a_limit_is_named(run, capsys):
+    edit(run, "matrix", "grpo", "bf16", "end_of_turn_rate", value=0.25)
+    assert decide(run) == 1
+    assert "0.25 (grpo in bf16)" in capsys.readouterr().out
+
+
+def test_too_few_problems_are_refused_when_a_number_is_asked_for(run, capsys):
+    assert decide(run, "--eval.gate.min_problems", "300") == 0
+    assert decide(run, "--eval.gate.min_problems", "301") == 1
+    assert ">= 301" in capsys.readouterr().out and not promoted(run)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_quantization_loss", "5"),
+        ("min_parse_rate", "90"),
+        ("max_token_hit_rate", "-0.1"),
+        ("max_prompt_leak", ".nan"),
+        ("min_gain", "2"),
+        ("max_policy_kl", "-1"),
+        ("max_policy_kl", ".nan"),
+        ("min_problems", "0"),
+    ],
+)
+def test_a_limit_that_is_no_fraction_is_bad_input(run, key, value):
+    with pytest.raises(BadInput, match=rf"eval\.gate\.{key} \("):
+        decide(run, f"--eval.gate.{key}={value}")
 
 
 @pytest.mark.parametrize(("verify", "said"), [(None, "not measured"), ({"mean_kl": 0.06}, "0.06")])
@@ -216,7 +277,57 @@ def test_another_batch_size_or_choice_of_columns_measures_the_same(run):
 
 def test_an_evaluation_without_bf16_cannot_be_gated(run):
     result = read_json(run.eval_file)
-    del result["matrix"]["grpo"]["bf16"]
+    for policy in ("base", "grpo"):
+        del result["matrix"][policy]["bf16"]
     write_json(run.eval_file, result)
-    with pytest.raises(BadInput, match="no bf16 cell"):
+    with pytest.raises(BadInput, match=r"no base in bf16, grpo in bf16: .* fp8 with bf16\. .*--formats fp8 bf16"):
         decide(run)
+
+
+def test_a_measured_checkpoint_that_is_gone_is_named(run):
+    shutil.rmtree(run.merged / "base" / "bf16")
+    with pytest.raises(BadInput, match=r"base/bf16 does not exist any more.*--format bf16"):
+        decide(run)
+
+
+def leak(run: RunDir, question: str, split: str = "test") -> None:
+    with open(run.path.parent / f"{split}.jsonl", "a") as file:
+        file.write(json.dumps({"question": question, "answer": "1"}) + "\n")
+
+
+def test_a_training_problem_put_among_the_held_out_ones_afterwards_stops_the_gate(run):
+    assert decide(run) == 0 and promoted(run)
+    leak(run, "what is TRAINED in  round 1")
+    with pytest.raises(CheckFailed, match="1 of 5 held-out problems are training problems"):
+        decide(run, "--dry_run")
+    assert promoted(run)
+    with pytest.raises(CheckFailed, match="1 of 5 held-out problems are training problems"):
+        decide(run)
+    assert not promoted(run)
+
+
+def test_a_held_out_problem_added_to_the_training_file_stops_the_gate_whatever_data_it_is_given(run, tmp_path):
+    leak(run, "What is asked in round 3?", "train")
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"question": "Another?", "answer": "1"}) + "\n")
+    for overrides in ([], ["--data.path", str(other)]):
+        with pytest.raises(CheckFailed, match="1 of 4 held-out problems are training problems"):
+            decide(run, *overrides)
+
+
+def test_a_problem_in_the_runs_ledger_was_trained_on_wherever_it_lies_now(run):
+    problem = held_out(config_from_dict(read_json(run.config_file)["config"]).data, 300)[2]
+    run.ledger_file.write_text(json.dumps({"step": 1, "problem_ids": ["0" * 16]}) + "\n")
+    assert decide(run) == 0
+    with open(run.ledger_file, "a") as file:
+        file.write(json.dumps({"step": 2, "problem_ids": ["1" * 16, problem.id]}) + "\n")
+    with pytest.raises(CheckFailed, match=r"1 of 4 held-out problems were trained on: .*ledger.jsonl lists .*round 2"):
+        decide(run)
+    assert not promoted(run)
+
+
+def test_a_promotion_written_by_hand_is_taken_back(run):
+    edit(run, "gain", "fp8", value=estimate(0.0, -0.1, 0.1))
+    manifest = run.merged / "grpo" / "fp8" / MANIFEST
+    write_json(manifest, {**read_json(manifest), "promoted": True})
+    assert decide(run) == 1 and not promoted(run)
