@@ -160,8 +160,8 @@ def check_prompt(client: Client, expected: Expected, problem: int, answer: dict,
         place = next(
             (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours))
         )
-        shown = expected.tokenizer.decode(theirs[max(place - 5, 0) : place + 10])
-        wanted = expected.tokenizer.decode(ours[max(place - 5, 0) : place + 10])
+        shown = expected.tokenizer.decode(theirs[max(place - 10, 0) : place + 10])
+        wanted = expected.tokenizer.decode(ours[max(place - 10, 0) : place + 10])
         raise BadInput(
             f"{client.facts['url']} makes {len(theirs)} tokens of a prompt of which the checkpoint's tokenizer and "
             f"chat template make {len(ours)}; at token {place} stands {shown!r} where {wanted!r} belongs. "

@@ -124,9 +124,12 @@ def failure(error: str | None, log: str, code: int) -> str:
     """Why the worker failed: the exception it caught, else the last error line of its log, else how it ended."""
     own = error if error and not any(pointer in error for pointer in _POINTERS) else None
     if own:
-        # pydantic's first line counts the errors, the second is the first of them
         lines = [line.strip() for line in own.splitlines() if line.strip()]
-        return " ".join(lines[:2]) if "validation error" in lines[0] else lines[0]
+        if "validation error" not in lines[0]:
+            return lines[0]
+        # pydantic's first line counts the errors; each then has its field, what is wrong, and a link
+        told = [line.partition(" [type=")[0] for line in lines if not line.startswith("For further information")]
+        return " ".join(told)[:400]
     found = [match[1] for line in log.splitlines() if (match := _ERROR_LINE.search(line))]
     found = [line for line in found if not any(pointer in line for pointer in _POINTERS)]
     if found:

@@ -330,7 +330,7 @@ def test_a_disk_that_fills_is_told_by_its_error_number_and_leaves_the_last_eval_
     from eval import run as eval_run
 
     before = run.eval_file.read_bytes()
-    for place in ("write_records", "write_json"):
+    for place in ("write_cell", "write_json"):
         with monkeypatch.context() as patch:
             patch.setattr(eval_run, place, _full_disk)
             with pytest.raises(OSError, match="No space left") as caught:
@@ -368,3 +368,55 @@ def _flip(file: Path) -> None:
 
 def _edit(folder: Path, **fields: object) -> None:
     write_json(folder / MANIFEST, {**read_json(folder / MANIFEST), **fields})
+
+
+def test_another_task_is_measured_beside_the_runs_own_and_in_its_words(run, tmp_path):
+    from eval import run as eval_run
+    from recipes.parts.errors import BadInput
+
+    rows = [
+        {"Body": f"In round {i} we draw", "Question": "Which digit?", "Answer": [7.0, 8.0][i % 2]} for i in range(6)
+    ]
+    (tmp_path / "svamp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = run.eval_file.read_bytes()
+    arguments = ["--run", str(run.path), "--formats", "bf16"]
+    assert eval_run.main([*arguments, "--task", "svamp", "--data", str(tmp_path / "svamp.jsonl")]) == 0
+    assert run.eval_file.read_bytes() == own
+    result = read_json(run.path / "eval-svamp" / "eval.json")
+    assert (result["task"], result["scoring"], result["n"]) == ("svamp", "math", 6)
+    assert [result["matrix"][policy]["bf16"]["correct"] for policy in ("base", "grpo")] == [3, 3]
+    assert result["data"]["prompt_suffix"] == "\nPut the final answer in \\boxed{}."
+    assert len((run.path / "eval-svamp" / "eval" / "grpo-bf16.jsonl").read_text().splitlines()) == 6
+    assert (run.path / "eval-svamp" / "eval.md").is_file() and (run.path / "eval-svamp" / "eval.png").is_file()
+    with pytest.raises(BadInput, match="give --task"):
+        eval_run.main([*arguments, "--data", str(tmp_path / "svamp.jsonl")])
+
+
+def test_another_task_scored_by_a_reward_function(run, tmp_path, monkeypatch):
+    from eval import run as eval_run
+
+    (tmp_path / "digit_reward.py").write_text(
+        "def near(completions, gold, **kwargs):\n"
+        "    said = [int(completion[-1]['content'][7]) for completion in completions]\n"
+        "    return [1 - abs(one - int(other)) / 10 for one, other in zip(said, gold)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "A digit above 8?", "gold": "9"}\n{"prompt": "Five?", "gold": "5"}\n'
+    )
+    arguments = ["--run", str(run.path), "--formats", "bf16", "--task", "jsonl", "--data", str(tmp_path / "a.jsonl")]
+    assert eval_run.main([*arguments, "--eval.reward=digit_reward:near", "--eval.reward_threshold=0.9"]) == 0
+    cells = {policy: row["bf16"] for policy, row in read_json(run.path / "eval-jsonl" / "eval.json")["matrix"].items()}
+    assert (cells["base"]["correct"], cells["grpo"]["correct"]) == (0, 1)
+    assert cells["base"]["mean_reward"] == pytest.approx(0.8) and cells["grpo"]["mean_reward"] == pytest.approx(0.8)
+
+
+def test_another_tasks_problems_are_compared_with_what_the_run_was_trained_on(run, tmp_path, monkeypatch):
+    rows = [{"question": "Which digit is trained in round 3?", "answer": "#### 8"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    arguments = ["--run", str(run.path), "--formats", "bf16", "--task", "gsm8k", "--data", str(tmp_path / "a.jsonl")]
+    assert_refused(monkeypatch, arguments, 1, "1 of 1 held-out problems are training problems")
+    code = ["--run", str(run.path), "--formats", "bf16", "--task", "mbpp", "--data", str(tmp_path / "b.jsonl")]
+    row = {"prompt": "Add.", "test_list": ["assert add(1, 2) == 3"]}
+    (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
+    assert_refused(monkeypatch, code, 2, "--allow_code_execution")

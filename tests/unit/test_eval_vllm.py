@@ -110,8 +110,15 @@ def test_the_reason_is_the_last_error_and_not_the_line_that_points_to_it():
     assert failure("RuntimeError: Engine core initialization failed. See root cause above.", log, 1).startswith(
         "torch."
     )
-    pydantic = "ValidationError: 1 validation error for ModelConfig\n  Value error, max_model_len is too long\n  For"
-    assert failure(pydantic, log, 1).endswith("for ModelConfig Value error, max_model_len is too long")
+    pydantic = (
+        "ValidationError: 2 validation errors for SchedulerConfig\nmax_num_batched_tokens\n  Input should be >= 1 "
+        "[type=greater_than_equal, input_value=0]\n    For further information visit https://errors.pydantic.dev\n"
+        "max_num_seqs\n  Input should be >= 1 [type=greater_than_equal]"
+    )
+    assert failure(pydantic, log, 1) == (
+        "ValidationError: 2 validation errors for SchedulerConfig max_num_batched_tokens Input should be >= 1 "
+        "max_num_seqs Input should be >= 1"
+    )
 
 
 def test_an_evaluation_that_is_killed_takes_its_worker_with_it(tmp_path):

@@ -1,0 +1,270 @@
+"""Other engines than transformers on the run of test_eval_matrix.py, whose answers are known: vLLM offline, a real
+vLLM server, stub servers; and cells that are kept.
+
+The model is a chain of characters with wide margins, so every engine and every format must give the same completions
+to the last character: agreement is asked for on all of them.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir, read_json
+from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, TEMPLATE, build_run, command
+from tests.unit.test_eval_server import Stub, choice, completion
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def evaluate(*arguments: object) -> int:
+    from eval.run import main
+
+    return main([str(argument) for argument in arguments])
+
+
+def completions(folder: Path, cell: str) -> list[str]:
+    rows = (folder / "eval" / f"{cell}.jsonl").read_text().splitlines()
+    return [json.loads(row)["completion"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The run with merged bf16 and w4a16, evaluated by transformers."""
+    run = build_run(tmp_path_factory.mktemp("backends"), "bf16", "w4a16")
+    assert evaluate("--run", run.path, "--formats", "bf16", "w4a16") == 0
+    return run
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return RunDir(shutil.copytree(made.path, tmp_path / "run"))
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    """Servers that answer as the base and the policy do."""
+    for name in ("OPENAI_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    found = {"base": Stub(), "grpo": Stub()}
+    for stub, digit in zip(found.values(), "78", strict=True):
+        stub.answer = lambda request, digit=digit: (200, completion(request, choice(f"\\boxed{{{digit}}}")))
+    yield found
+    for stub in found.values():
+        stub.server.shutdown()
+        stub.server.server_close()
+
+
+def test_cells_measured_before_are_kept_while_nothing_they_depend_on_changed(run, monkeypatch, capsys):
+    from eval import run as eval_run
+
+    measured, measure = [], eval_run.measure
+
+    def counting(plan, policy, name, pool):
+        measured.append(f"{policy}-{name}")
+        return measure(plan, policy, name, pool)
+
+    monkeypatch.setattr(eval_run, "measure", counting)
+    again = ("--run", run.path, "--formats", "bf16", "w4a16", "--reuse")
+    before = read_json(run.eval_file)
+    assert evaluate(*again, "--batch_size", 7, "--eval.bootstrap_samples", 300) == 0
+    result = read_json(run.eval_file)
+    assert measured == []
+    for policy in ("base", "grpo"):
+        for name in ("bf16", "w4a16"):
+            assert result["matrix"][policy][name] == {**before["matrix"][policy][name], "reused": True}
+    records = run.path / "eval" / "grpo-w4a16.jsonl"
+    records.write_text(records.read_text().replace("boxed{8}", "boxed{7}"))
+    (run.path / "eval" / "base-bf16.meta.json").write_text("{")
+    capsys.readouterr()
+    assert evaluate(*again) == 0
+    assert measured == ["base-bf16", "grpo-w4a16"]
+    assert "grpo/w4a16: grpo-w4a16.jsonl is not the one that" in (shown := capsys.readouterr().out)
+    assert "base/bf16: base-bf16.meta.json is not whole" in shown
+    assert read_json(run.eval_file)["matrix"]["grpo"]["w4a16"]["correct"] == EIGHTS
+    measured.clear()
+    assert evaluate(*again, "--eval.max_new_tokens", 12) == 0
+    assert len(measured) == 4
+    assert "measured with another eval.max_new_tokens" in capsys.readouterr().out
+    measured.clear()
+    assert evaluate(*again[:-1], "--eval.max_new_tokens", 12) == 0
+    assert len(measured) == 4  # without --reuse everything is measured
+
+
+def test_several_samples_are_recorded_problem_by_problem(run):
+    settings = ("--samples", 3, "--eval.temperature", 0.8, "--max_problems", 5)
+    assert evaluate("--run", run.path, "--formats", "bf16", *settings) == 0
+    rows = [json.loads(row) for row in (run.path / "eval" / "grpo-bf16.jsonl").read_text().splitlines()]
+    assert [row["sample"] for row in rows] == [0, 1, 2] * 5
+    assert len({row["problem_id"] for row in rows}) == 5
+    assert all(len({row["problem_id"] for row in rows[i : i + 3]}) == 1 for i in range(0, 15, 3))
+    result = read_json(run.eval_file)
+    assert (result["samples"], result["eval"]["samples"], result["eval"]["backend"]) == (3, 3, "transformers")
+    with pytest.raises(BadInput, match=r"Raise eval\.temperature"):
+        evaluate("--run", run.path, "--formats", "bf16", "--samples", 3)
+
+
+def test_a_matrix_is_measured_on_one_server_a_cell(run, stubs):
+    urls = [f"{policy}/bf16={stub.url}" for policy, stub in stubs.items()]
+    assert evaluate("--run", run.path, "--formats", "bf16", "--backend", "server", "--url", *urls) == 0
+    result = read_json(run.eval_file)
+    cells = {policy: result["matrix"][policy]["bf16"] for policy in stubs}
+    assert (cells["base"]["correct"], cells["grpo"]["correct"]) == (SEVENS, EIGHTS)
+    assert {cell["engine"] for cell in cells.values()} == {"server"}
+    assert cells["grpo"]["engine_facts"]["url"] == stubs["grpo"].url
+    assert "artifact_hash" not in cells["grpo"]  # nothing tells which weights a stub holds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "server"], "missing: --url base/bf16=http://… grpo/bf16=http://…"),
+        (["--url", "grpo/bf16=http://a:1"], "need --backend server"),
+        (
+            ["--backend", "server", "--url", "grpo/bf16=http://a", "base/bf16=http://b", "grpo/fp8=http://c"],
+            "grpo/fp8",
+        ),
+        (["--backend", "vllm", "--eval.temperature", "0.001"], "below 0.01"),
+        (["--backend", "sglang"], "invalid choice"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_before_anything_starts(made, arguments, message, capsys):
+    arguments = ("--run", made.path, "--formats", "bf16", "--dry_run", *arguments)
+    if message == "invalid choice":
+        with pytest.raises(SystemExit, match="2"):
+            evaluate(*arguments)
+        assert message in capsys.readouterr().err
+    else:
+        with pytest.raises(BadInput) as caught:
+            evaluate(*arguments)
+        assert message in str(caught.value)
+
+
+def test_a_server_is_checked_before_any_cell_is_measured(made, stubs, monkeypatch):
+    from eval import run as eval_run
+
+    monkeypatch.setattr(eval_run, "measure", lambda *_: pytest.fail("a cell was measured"))
+    stubs["grpo"].answer = lambda request: (200, {"choices": [choice("4")], "usage": {"prompt_tokens": 3}})
+    urls = [f"{policy}/bf16={stub.url}" for policy, stub in stubs.items()]
+    with pytest.raises(BadInput, match="another template or none"):
+        evaluate("--run", made.path, "--formats", "bf16", "--backend", "server", "--url", *urls, "--dry_run")
+
+
+def test_an_endpoint_that_serves_another_policy_is_shown_to_be_worse(run, stubs, capsys):
+    from eval.endpoint import main
+
+    arguments = ["--run", str(run.path), "--cell", "grpo/bf16", "--url"]
+    assert main([*arguments, stubs["grpo"].url]) == 0
+    assert "not shown to differ from grpo/bf16 as evaluated" in (shown := capsys.readouterr().out)
+    assert "100.0 % of the completions are the same" in shown
+    assert main([*arguments, stubs["base"].url]) == 1
+    assert "The endpoint is worse than grpo/bf16 as evaluated: -30.0 points" in capsys.readouterr().out
+    result = read_json(run.path / "endpoint.json")
+    assert result["compared"]["interval"][1] < 0
+    assert (result["cell"]["correct"], result["cell"]["engine"]) == (SEVENS, "server")
+    assert read_json(run.eval_file)["engine"] == "transformers"  # the run's own evaluation stays
+    assert main([*arguments, stubs["base"].url, "--eval.max_new_tokens", "12"]) == 0
+    assert "was evaluated in another way" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_gives_the_completions_of_transformers_and_nf4_stays_with_transformers(run, made):
+    formats = ("--formats", "nf4", "w4a16")
+    done = command("eval", "--run", run.path, *formats, "--backend", "vllm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = read_json(run.eval_file)
+    for policy, right in (("base", SEVENS), ("grpo", EIGHTS)):
+        nf4, w4a16 = (result["matrix"][policy][name] for name in ("nf4", "w4a16"))
+        assert (nf4["engine"], w4a16["engine"], w4a16["compute_dtype"]) == ("transformers", "vllm", "bfloat16")
+        assert (nf4["correct"], w4a16["correct"], w4a16["end_of_turn_rate"], w4a16["mean_tokens"]) == (
+            right,
+            right,
+            1,
+            9,
+        )
+        assert completions(run.path, f"{policy}-w4a16") == completions(made.path, f"{policy}-w4a16")
+    assert result["engine"] == "transformers, vllm"
+    assert not list((run.path / "eval").glob("*.log"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cell_that_vllm_cannot_measure_ends_with_its_words_and_leaves_the_last_result(run):
+    before = {file.name: file.read_bytes() for file in (run.path / "eval").iterdir()} | {
+        "eval.json": run.eval_file.read_bytes()
+    }
+    done = command("eval", "--run", run.path, "--formats", "bf16", "--backend", "vllm", "--server.max_num_seqs", "0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "vLLM did not answer for" in done.stderr and "max_num_seqs" in done.stderr
+    assert "Traceback" not in done.stderr
+    after = {file.name: file.read_bytes() for file in (run.path / "eval").iterdir()}
+    assert "max_num_seqs" in after.pop("base-bf16.vllm.log").decode()
+    assert {**after, "eval.json": run.eval_file.read_bytes()} == before
+
+
+@pytest.fixture(scope="module")
+def server(made):
+    """A real vLLM server of grpo/bf16 and its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["--model", made.merged / "grpo" / "bf16", "--port", port, "--max-model-len", 256, "--enforce-eager"]
+    log = made.path / "server.log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, arguments)],
+            cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + 300
+            while not _answers(url := f"http://127.0.0.1:{port}"):
+                assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+                time.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=2).ok
+    except requests.exceptions.RequestException:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_server_is_told_from_one_with_another_template_and_gives_the_same_completions(run, server, capsys):
+    from eval.endpoint import main
+
+    arguments = ["--run", str(run.path), "--cell", "grpo/bf16", "--url", f"{server}/v1"]
+    assert main(arguments) == 0
+    result = read_json(run.path / "endpoint.json")
+    assert (result["cell"]["correct"], result["compared"]["same"], result["cell"]["end_of_turn_rate"]) == (
+        EIGHTS,
+        1,
+        1,
+    )
+    assert "refused" not in result["cell"]["engine_facts"]
+    other = shutil.copytree(run.merged / "grpo" / "bf16", run.path / "other")
+    template = TEMPLATE.replace("assistant\n", "assistant:")
+    assert template != TEMPLATE and (other / "chat_template.jinja").is_file()
+    (other / "chat_template.jinja").write_text(template)
+    with pytest.raises(BadInput, match=r"assistant\\n' where '.*assistant:' belongs"):
+        main([*arguments, "--tokenizer", str(other)])
+    settings = ["--eval.temperature", "1.5", "--samples", "2", "--max_problems", "4", "--out", str(run.path / "again")]
+    drawn = []
+    for batch_size in ("1", "8"):
+        assert main([*arguments, *settings, "--batch_size", batch_size]) in (0, 1)
+        drawn.append(completions(run.path / "again", "endpoint-grpo-bf16"))
+    assert len(drawn[0]) == 8 and drawn[0] == drawn[1]  # the draw hangs on problem and sample, not on the batch
