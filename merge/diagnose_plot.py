@@ -24,15 +24,15 @@ def draw(result: dict, file: Path) -> None:
     formats = list(result["summary"])
     cells = _cells(result["layers"], formats)
     kinds, depths = cells["kinds"], cells["depths"]
-    height = max(1.9, 0.24 * len(kinds) + 0.9)
-    width = 5.0 + min(7.0, 0.16 * len(depths))
+    height = max(1.8, 0.2 * len(kinds) + 0.75)
+    width = 4.6 + min(2.4, 0.07 * len(depths))
     figure, axes = pyplot.subplots(
         len(formats),
         3,
         figsize=(2 * width + 0.5, height * len(formats) + 1.1),
         squeeze=False,
         layout="constrained",
-        width_ratios=[width - 2.0, width - 2.0, 3.4],
+        width_ratios=[width - 1.3, width - 1.3, 3.2],
     )
     for row, fmt in zip(axes, formats, strict=True):
         _heatmap(row[0], cells["snr"][fmt], cells, "RdBu", LogNorm(1 / SNR_REACH, SNR_REACH), extend="both")
