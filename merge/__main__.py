@@ -11,7 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from merge.bases import compare_bases
+from merge.card import add_hub_options, push_all, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
+from merge.hub import check_access
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import CHECK_FAILED, DONE, run_command
 from recipes.parts.rundir import INTO

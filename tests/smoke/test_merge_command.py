@@ -261,3 +261,43 @@ def test_wrong_base_weights_of_the_right_shape_exit_1_by_name(tmp_path):
     with pytest.raises(CheckFailed, match=r"is not the base the adapter was trained on .* hashes to"):
         main(["--run", str(run.path), "--format", "bf16", "--base", str(other)])
     assert not list(run.merged.rglob("*.safetensors"))
+
+
+def test_compare_bases_merges_into_both_says_which_is_closer_and_reuses_them(tmp_path, capsys):
+    run = copy_of_run(tmp_path / "run")
+    arguments = ["--run", str(run.path), "--compare_bases"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    result = json.loads((run.path / "compare_bases.json").read_text())
+    bases = result["bases"]
+    assert result["closer"] == "dequantized"
+    assert bases["dequantized"]["mean_kl"] < 1e-3 < bases["original"]["mean_kl"]
+    assert result["adapter_version"] == 10 and result["base_kl"] > 0
+    assert "closer to the trained policy: dequantized (mean KL" in out
+    assert len([line for line in out.splitlines() if line.startswith("│")]) == 2
+    places = [run.merged / "grpo" / "bf16", run.path / "merged-original" / "grpo" / "bf16"]
+    assert [str(place) for place in places] == [found["path"] for found in bases.values()]
+    for place, into in zip(places, bases, strict=True):
+        manifest = read_manifest(place, "checkpoint", deep=True)
+        assert (manifest["into"], manifest["verify"]["mean_kl"]) == (into, bases[into]["mean_kl"])
+        assert (place / "README.md").is_file()
+    times = [(place / "manifest.json").stat().st_mtime_ns for place in places]
+    assert main(arguments) == 0
+    assert [(place / "manifest.json").stat().st_mtime_ns for place in places] == times
+    again = json.loads((run.path / "compare_bases.json").read_text())["bases"]
+    assert {into: found["mean_kl"] for into, found in again.items()} == pytest.approx(
+        {into: found["mean_kl"] for into, found in bases.items()}
+    )
+
+
+@pytest.mark.parametrize("extra", [["--format", "bf16"], ["--out", "x"], ["--skip_verify"], ["--into", "original"]])
+def test_compare_bases_takes_no_option_that_it_would_pass_over(tmp_path, extra):
+    with pytest.raises(BadInput, match=f"{extra[0]}.* cannot be given with it"):
+        main(["--run", str(tmp_path), "--compare_bases", *extra])
+
+
+def test_a_dry_run_of_compare_bases_writes_nothing(tmp_path, capsys):
+    run = copy_of_run(tmp_path / "run")
+    assert main(["--run", str(run.path), "--compare_bases", "--dry_run"]) == 0
+    assert capsys.readouterr().out.count("to be written") == 2
+    assert not run.merged.exists() and not (run.path / "compare_bases.json").exists()

@@ -1,0 +1,306 @@
+"""The README.md of a merged checkpoint: a model card of what it is made of, how it was trained and what it measured.
+
+`python -m merge card --run X` writes the cards of a run again, once an evaluation is there, and can upload them. A
+card is made from the run directory alone. It is not in the manifest: it changes when the checkpoint does not.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from merge import hub
+from merge.command import POLICIES
+from recipes.parts.config import FORMATS
+from recipes.parts.errors import DONE, BadInput
+from recipes.parts.rundir import INTO, MANIFEST, RunDir, read_json, read_manifest
+
+CARD = "README.md"
+WINDOW = 10  # steps that a mean of the training metrics is over
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors", "compressed-tensors")
+READERS = {
+    "bf16": "transformers and vLLM; the weights are plain BF16",
+    "fp8": "transformers and vLLM; E4M3 weights with a scale per output channel, activations quantized per token",
+    "fp8_block": "transformers and vLLM; E4M3 weights with a scale per block of 128 x 128",
+    "w4a16": "transformers and vLLM; INT4 weights in groups of 128, rounded to nearest",
+    "awq": "transformers and vLLM; INT4 weights in groups of 128, by AWQ",
+    "nvfp4a16": "vLLM; FP4 weights in groups of 16, activations in 16 bits",
+    "nvfp4": "vLLM on GPUs with FP4 arithmetic; FP4 weights and activations in groups of 16",
+    "nf4": "transformers with bitsandbytes; NF4 weights in blocks of 64, double quantization",
+}
+RECIPE = (
+    "train.loss_type",
+    "train.max_steps",
+    "train.learning_rate",
+    "train.lr_scheduler",
+    "train.beta",
+    "train.epsilon",
+    "train.epsilon_high",
+    "train.num_iterations",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+    "rollout.backend",
+    "rollout.group_size",
+    "rollout.temperature",
+    "rollout.max_prompt_length",
+    "rollout.max_completion_length",
+    "rollout.correction",
+    "reward.functions",
+    "reward.weights",
+    "policy.quantization",
+    "policy.double_quantization",
+    "policy.lora_rank",
+    "policy.lora_alpha",
+    "policy.use_rslora",
+    "policy.target_modules",
+    "run.seed",
+)
+DATA = ("id", "config", "path", "train_split", "eval_split", "eval_path", "answer_format", "system_prompt")
+DATA = (*DATA, "prompt_suffix", "max_train_problems")
+METRICS = ("reward", "reward_std", "kl", "entropy", "zero_spread_fraction", "truncated_fraction", "completion_length")
+
+
+def main(argv: list[str]) -> int:
+    """Write the cards of a run's checkpoints again; with --push_to_hub upload those checkpoints."""
+    parser = argparse.ArgumentParser(prog="python -m merge card", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
+    parser.add_argument(
+        "--into", choices=INTO, default=INTO[0], help="checkpoints of which base; default: dequantized"
+    )
+    parser.add_argument("--out", type=Path, help="where they are, when `python -m merge` was given --out")
+    parser.add_argument("--format", nargs="+", choices=FORMATS, help="default: all that are there")
+    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: both")
+    add_hub_options(parser)
+    arguments = parser.parse_args(argv)
+    run = RunDir.open(arguments.run)
+    top = arguments.out or run.merged_into(arguments.into)
+    places = {
+        (policy, name): top / policy / name
+        for policy in POLICIES
+        for name in FORMATS
+        if policy in arguments.policy and (arguments.format is None or name in arguments.format)
+    }
+    found = {key: place for key, place in places.items() if (place / MANIFEST).is_file()}
+    if not found:
+        raise BadInput(
+            f"no merged checkpoint of that choice in {top}. Make one with: python -m merge --run {run.path}"
+        )
+    for place in found.values():
+        read_manifest(place, "checkpoint")
+    if arguments.push_to_hub:
+        hub.check_access(arguments.push_to_hub)
+    for place in found.values():
+        print(f"wrote {write_card(run, place)}", flush=True)
+    if arguments.push_to_hub:
+        push_all(arguments, found)
+    return DONE
+
+
+def add_hub_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--push_to_hub",
+        metavar="REPO_ID",
+        help="upload the policy's checkpoints to this repository, several formats to REPO_ID-<format>; HF_TOKEN",
+    )
+    parser.add_argument("--hub_private", action="store_true", help="a repository that is made is private")
+
+
+def push_all(arguments: argparse.Namespace, places: dict[tuple[str, str], Path]) -> None:
+    """Upload checkpoints and print where they are."""
+    for place, repo_id in hub.destinations(arguments.push_to_hub, places).items():
+        print(f"uploading {place} to {repo_id}", flush=True)
+        print(f"uploaded: {hub.push(place, repo_id, arguments.hub_private)}", flush=True)
+
+
+def write_card(run: RunDir, directory: Path) -> Path:
+    """Write the card of a published checkpoint, whole or not at all; returns its path."""
+    text = render(run, read_json(directory / MANIFEST))
+    temporary = directory / f".{CARD}.{os.getpid()}.tmp"
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, directory / CARD)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return directory / CARD
+
+
+def render(run: RunDir, manifest: dict) -> str:
+    """The card as Markdown with the front matter that the hub reads."""
+    facts = read_json(run.config_file)
+    config, base = facts["config"], read_json(run.base_file)
+    parts = [
+        front_matter(config, manifest),
+        introduction(config, manifest),
+        origin(config, base, manifest),
+        table("## Recipe", ("key", "value"), settings(config, RECIPE)) if manifest["policy"] == "grpo" else "",
+        table("## Data", ("key", "value"), settings(config, [f"data.{key}" for key in DATA])),
+        training(run, manifest) if manifest["policy"] == "grpo" else "",
+        checks(manifest),
+        evaluation(run, manifest),
+        software(facts, manifest),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def look_up(config: dict, key: str) -> Any:
+    """The value of a dotted key; None when it is not set."""
+    group, leaf = key.split(".")
+    return (config.get(group) or {}).get(leaf)
+
+
+def settings(config: dict, keys: Iterable[str]) -> list[tuple[str, str]]:
+    """The rows of those keys that are set."""
+    return [(key, code(value)) for key in keys if (value := look_up(config, key)) not in (None, "")]
+
+
+def code(value: Any) -> str:
+    """A value as inline code that fits into a table's cell."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "`" + json.dumps(text)[1:-1].replace('\\"', '"').replace("|", "\\|").replace("`", "'") + "`"
+
+
+def table(title: str, head: tuple[str, ...], rows: list[tuple]) -> str:
+    """A titled Markdown table; empty without rows."""
+    if not rows:
+        return ""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def front_matter(config: dict, manifest: dict) -> str:
+    """The YAML that the hub reads; strings as JSON, which is YAML."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if HUB_ID.fullmatch(model := str(look_up(config, "model.id"))):
+        relation = "finetune" if manifest["format"] == "bf16" else "quantized"
+        lines += [f"base_model: {json.dumps(model)}", f"base_model_relation: {relation}"]
+    data = str(look_up(config, "data.id"))
+    if look_up(config, "data.path") is None and HUB_ID.fullmatch(data) and manifest["policy"] == "grpo":
+        lines += ["datasets:", f"- {json.dumps(data)}"]
+    tags = ["grpo", "qlora"] if manifest["policy"] == "grpo" else []
+    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in [*tags, manifest["format"]]), "---"])
+
+
+def introduction(config: dict, manifest: dict) -> str:
+    model, name, form = look_up(config, "model.id"), look_up(config, "run.name"), manifest["format"]
+    dequantized = manifest.get("into", INTO[0]) == INTO[0]
+    weights = "its weights rounded to NF4 and back" if dequantized else "its original weights"
+    what = f"{model}, with {weights}: the base of run {name} without its adapter"
+    if manifest["policy"] == "grpo":
+        what = f"{model} trained with GRPO on an NF4 base (QLoRA) in run {name}; the adapter is merged into {weights}"
+    return f"# {name}, {manifest['policy']}, {form}\n\n{what}.\n\nRead by {READERS.get(form, form)}."
+
+
+def origin(config: dict, base: dict, manifest: dict) -> str:
+    """What the weights are made from, by name and by hash."""
+    rows = [
+        ("model", code(look_up(config, "model.id"))),
+        ("revision", code(base.get("revision")) if base.get("revision") else "–"),
+        ("merged into", f"{manifest.get('into', INTO[0])} base"),
+        ("NF4 base, BLAKE2b", code(manifest["base_hash"])),
+    ]
+    if manifest["policy"] == "grpo":
+        rows += [("adapter version", code(manifest["adapter_version"]))]
+        rows += [("adapter hash", code(manifest["adapter_hash"]))]
+    rows += [("license", "that of the base model")]
+    return table("## Made from", ("what", "value"), rows)
+
+
+def training(run: RunDir, manifest: dict) -> str:
+    """Means of the metrics at the start and at the end of what the adapter was trained for."""
+    last, rows = manifest.get("adapter_version"), []
+    for line in run.metrics_file.read_text().splitlines() if run.metrics_file.is_file() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
+        if last is None or row.get("step", 0) <= last:
+            rows.append(row)
+    if not rows:
+        return ""
+
+    def mean(some: list[dict], key: str) -> str:
+        values = [row[key] for row in some if isinstance(row.get(key), int | float)]
+        return f"{sum(values) / len(values):.4g}" if values else "–"
+
+    first, end = rows[:WINDOW], rows[-WINDOW:]
+    head = ("metric, mean", f"steps {first[0]['step']} to {first[-1]['step']}")
+    head += (f"steps {end[0]['step']} to {end[-1]['step']}",)
+    shown = [key for key in METRICS if any(key in row for row in rows)]
+    return table("## Training", head, [(key, mean(first, key), mean(end, key)) for key in shown])
+
+
+def checks(manifest: dict) -> str:
+    """How near the checkpoint is to the policy, and what its format keeps of the update."""
+    found, kept = manifest.get("verify"), manifest.get("retained_update")
+    lines = ["## Against the trained policy", ""]
+    if found is None:
+        lines.append("Not compared.")
+    else:
+        lines.append(
+            f"On {found['tokens']} tokens of the run's own sequences: mean KL(policy‖this) {found['mean_kl']:.2e} "
+            f"nats a token, max |Δlogp| {found['max_abs_dlogp']:.3f}, top-1 agreement {found['top1_agreement']:.3f}."
+        )
+    if kept is not None:
+        lines.append(f"The stored weights keep {kept:.2%} of the adapter's update.")
+    if calibration := manifest.get("calibration"):
+        lines.append(f"Calibrated on the run's training prompts: {code(calibration)}.")
+    return "\n".join(lines)
+
+
+def evaluation(run: RunDir, manifest: dict) -> str:
+    """The run's eval.json as a table when it is of this base and adapter; otherwise how to get it."""
+    title = "## Evaluation\n\n"
+    if not run.eval_file.is_file():
+        return f"{title}Not evaluated yet. `python -m eval` measures it, `python -m merge card` then fills this in."
+    result = read_json(run.eval_file)
+    if not isinstance(result, dict) or not isinstance(result.get("matrix"), dict):
+        return f"{title}The run's eval.json holds no result."
+    same_adapter = manifest["policy"] == "base" or result.get("adapter_hash") == manifest["adapter_hash"]
+    if result.get("base_hash") != manifest["base_hash"] or not same_adapter:
+        return f"{title}The run's evaluation is of another adapter (version {result.get('adapter_version')})."
+    if manifest.get("into", INTO[0]) != result.get("into", INTO[0]):
+        return f"{title}The run's evaluation is of checkpoints merged into the {result.get('into', INTO[0])} base."
+    policies = [policy for policy in POLICIES if policy in result["matrix"]]
+    formats = [name for name in FORMATS if any(name in result["matrix"][policy] for policy in policies)]
+    rows = [
+        (name, *(_accuracy(result["matrix"][policy].get(name)) for policy in policies), _gain(result, name))
+        for name in formats
+    ]
+    text = table(title.strip(), ("format", *(f"{policy}, accuracy" for policy in policies), "gain"), rows)
+    said = f"{result.get('n')} held-out problems, 95 % intervals, {result.get('date')}."
+    return "\n\n".join([text, said, *str(result.get("conclusion") or "").splitlines()])
+
+
+def _accuracy(cell: dict | None) -> str:
+    if not cell:
+        return "–"
+    low, high = cell["interval"]
+    return f"{cell['accuracy']:.1%} ({low:.1%} to {high:.1%})"
+
+
+def _gain(result: dict, name: str) -> str:
+    if not (found := (result.get("gain") or {}).get(name)):
+        return "–"
+    low, high = found["interval"]
+    return f"{100 * found['difference']:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
+def software(facts: dict, manifest: dict) -> str:
+    """Versions at training and at merging."""
+    trained, merged = facts.get("versions") or {}, {}
+    for package in PACKAGES:
+        try:
+            merged[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    names = [*merged, *(name for name in trained if name not in merged)]
+    rows = [(name, trained.get(name, "–"), merged.get(name, "–")) for name in names]
+    made = f"Merged {manifest['created']}."
+    if revision := facts.get("git_revision"):
+        made += f" Code of the training: {code(revision)}."
+    return table("## Versions", ("package", "training", "this card"), rows) + f"\n\n{made}"
