@@ -14,6 +14,7 @@ def test_reward_climbs_within_twenty_five_steps(tmp_path, recipe, recipe_argumen
         "train.max_steps": 25,
         "train.save_steps": 25,
         "train.learning_rate": "2e-3",
+        "watch.completions_every": 1,
         "policy.lora_rank": 16,
         "policy.lora_alpha": 32,
     }
@@ -23,3 +24,12 @@ def test_reward_climbs_within_twenty_five_steps(tmp_path, recipe, recipe_argumen
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     # Seeds 0, 1, 2: .79 to 1.00, .80 to .97, .78 to .98 (AMD EPYC, torch 2.13.0+cpu, trl 1.16.0, 2026-11-21).
     assert last > first + 0.1, f"mean reward {first:.3f} in the first 5 steps, {last:.3f} in the last 5"
+    # The text itself: a reward with the wrong sign climbs too, while the boxes disappear.
+    shares = []
+    for step in (*range(1, 6), *range(21, 26)):
+        rows = [json.loads(line) for line in (run.completions / f"step-{step:06d}.jsonl").read_text().splitlines()]
+        shares.append(sum("\\boxed{" in row["completion"] for row in rows) / len(rows))
+    first, last = sum(shares[:5]) / 5, sum(shares[5:]) / 5
+    assert last > first + 0.1, (
+        f"{first:.3f} of the completions had a box in the first 5 steps, {last:.3f} in the last 5"
+    )

@@ -1,10 +1,10 @@
-"""How a worker reads an adapter's file, on a CPU: in several pieces at once, whole or not at all."""
+"""What a worker does with an adapter, on a CPU: reads its file in pieces, whole or not at all, and adds its update."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.remerge import read_tensors
+from launch.remerge import add_update, read_tensors
 
 CPU = torch.device("cpu")
 
@@ -31,3 +31,12 @@ def test_a_file_that_is_cut_is_refused(big_file, left):
     big_file.write_bytes(big_file.read_bytes()[:left])
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
         read_tensors(big_file, CPU)
+
+
+def test_the_update_is_added_once_with_its_scale_and_sign():
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((48, 64), (4, 64), (48, 4)))
+    expected = weight.double() + 2.0 * (b.double() @ a.double())
+    add_update(weight, a, b, 2.0)
+    # Rounded once to bfloat16, whose numbers lie at most 2^-8 of themselves from what they stand for.
+    assert ((weight.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()

@@ -310,15 +310,17 @@ def test_the_adapter_that_travels_is_the_one_that_the_forward_computes_with(
 
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
     adapter = AdapterFile(trainer.model, getattr(torch, dtype), "ab" * 32)
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter)
-    directory = adapter.write(tmp_path / "sync" / "v000001", 1)
-    written = load_file(directory / "adapter_model.safetensors")
-    expected = get_peft_model_state_dict(trainer.model)
-    assert written.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(written[name], tensor.to(getattr(torch, dtype))), name
+    # Twice: the buffer of the first is used again.
+    for version in (0, 1):
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter)
+        directory = adapter.write(tmp_path / "sync" / f"v{version:06d}", version)
+        written = load_file(directory / "adapter_model.safetensors")
+        expected = get_peft_model_state_dict(trainer.model)
+        assert written.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(written[name], tensor.to(getattr(torch, dtype))), (version, name)
     trainer.model.save_pretrained(tmp_path / "peft")
     config = (directory / "adapter_config.json").read_text()
     assert json.loads(config) == json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
