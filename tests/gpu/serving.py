@@ -1,6 +1,7 @@
 """Serving benchmark of every weight format on a GPU host: throughput, latency, memory; exits 1 when a bound is missed.
 
-    python tests/gpu/serving.py [--run RUN | --work DIR] [--formats bf16 fp8 w4a16 nvfp4a16] [--batches 1 16 64 256]
+    python tests/gpu/serving.py [--work DIR] [--formats bf16 fp8 w4a16 nvfp4a16] [--batches 1 16 64 256]
+    python tests/gpu/serving.py --run runs/tiny --formats bf16 fp8
 
 Without --run, a random Qwen3 of the 1.7B shape (28 layers, hidden 2048, vocabulary 151,936) with an adapter is merged
 into each format first. Bounds: vLLM serves every format, and weights of a quantized format take less memory than BF16.
