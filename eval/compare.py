@@ -260,10 +260,14 @@ def conclude(comparison: dict, formats: Sequence[str]) -> str:
     A difference whose interval holds 0 is never called "no change", and a gain "survives" only above the margin.
     """
     hygiene, survival = comparison["hygiene"], comparison["gain_survival"]
-    lines = []
-    for name in formats:
-        lines.append(_gain_sentence(name, comparison["gain"][name], hygiene["refused"]["gain"].get(name)))
-        lines += _base_sentences(name, comparison["gain"][name], hygiene["cells"]["base"].get(name))
+    lines = [_gain_sentence(name, comparison["gain"][name], hygiene["refused"]["gain"].get(name)) for name in formats]
+    cautions = [_base_sentence(name, comparison["gain"][name], hygiene["cells"]["base"].get(name)) for name in formats]
+    if any(cautions):
+        lines += [caution for caution in cautions if caution]
+        lines.append(
+            "Where the base gave no readable answer or did not end by itself, a gain in stopping and in form cannot "
+            "be told from one in solving."
+        )
     if not survival:
         lines.append("Whether the gain survives a format was not measured: that needs bf16 beside another format.")
     elif comparison["gain"]["bf16"]["verdict"] == REFUSED:
@@ -314,23 +318,19 @@ def _gain_sentence(name: str, gain: dict, refused: list[str] | None) -> str:
     return sentence + f"So many problems detect a difference of {points(effect)} points four times in five."
 
 
-def _base_sentences(name: str, gain: dict, found: list[dict] | None) -> list[str]:
-    """What a gain over a base that was cut off, or answered in no form, is a gain in."""
-    shaped = [finding for finding in found or () if finding["key"] != UNDECIDED]
+def _base_sentence(name: str, gain: dict, found: list[dict] | None) -> str | None:
+    """Where a gain lies over a base that was cut off or answered in no form; None when that is not the case."""
+    shaped = [finding["text"] for finding in found or () if finding["key"] != UNDECIDED]
     if not shaped or gain["verdict"] == REFUSED:
-        return []
+        return None
     form, elsewhere = gain["base_form"], gain["base_form"]["elsewhere"]
     low, high = elsewhere["interval"]
-    lines = [
-        f"Caution: base in {name} has {'; '.join(finding['text'] for finding in shaped)}. Of the difference, "
-        f"{points(form['gain_there'], sign=True)} points lie on the {points(form['share'])} % of its completions "
-        "without a readable answer or that did not end by themselves: there, a gain in stopping and in form cannot be "
-        f"told from one in solving. On the others it is {points(elsewhere['difference'], sign=True)} points "
-        f"({_interval(low, high)})"
-    ]
-    if gain["verdict"] == GAIN and low <= 0:
-        lines[0] += ": no gain beyond stopping and form is shown"
-    return [lines[0] + "."]
+    unshown = "; no gain beyond stopping and form is shown" if gain["verdict"] == GAIN and low <= 0 else ""
+    return (
+        f"Caution: base in {name} has {'; '.join(shaped)}. Of the difference, {points(form['gain_there'], sign=True)} "
+        f"points lie where it gave no readable answer or did not end by itself, "
+        f"{points(elsewhere['difference'], sign=True)} elsewhere ({_interval(low, high)}){unshown}."
+    )
 
 
 def _survival_sentence(name: str, survival: dict, gain: dict, bf16: dict) -> str:

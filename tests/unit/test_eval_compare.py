@@ -159,9 +159,9 @@ def test_a_gain_over_a_base_that_was_cut_off_is_said_to_be_one_in_stopping():
     assert form["gain_there"] == pytest.approx(100 / 300) == pytest.approx(found["gain"]["bf16"]["difference"])
     assert "Caution: base in bf16 has 50.0 % completions with a readable answer (at least 90 %)" in text
     assert "50.0 % completions cut at the token limit (at most 10 %)" in text
-    assert "+33.3 points lie on the 50.0 % of its completions" in text
+    assert "Of the difference, +33.3 points lie where it gave no readable answer or did not end by itself" in text
     assert "a gain in stopping and in form cannot be told from one in solving" in text
-    assert "On the others it is +0.0 points" in text and "no gain beyond stopping and form is shown" in text
+    assert "by itself, +0.0 elsewhere" in text and "no gain beyond stopping and form is shown" in text
 
 
 def test_the_parts_of_a_gain_add_up_and_a_gain_elsewhere_is_not_denied():
