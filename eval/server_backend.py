@@ -9,9 +9,10 @@ Not covered: which weights the server holds, which no such server tells.
 """
 
 import os
+import queue
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,46 @@ def ask_server(endpoint: Endpoint, place: str | Path, asking: Asking) -> Answers
     """
     expected = expected_of(place, asking.conversations)
     client = connect(endpoint, expected, asking)
-    pool = ThreadPoolExecutor(asking.batch_size)
     try:
-        jobs = [pool.submit(_ask, client, expected, asking, problem) for problem in range(len(asking.conversations))]
-        made = [generation for job in jobs for generation in job.result()]
+        found = in_parallel(
+            len(asking.conversations), asking.batch_size, lambda problem: _ask(client, expected, asking, problem)
+        )
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after a failure no further request starts
         client.http.close()
+    made = [generation for samples in found for generation in samples]
     return Answers(made, "server", "unknown", client.facts)
+
+
+def in_parallel(count: int, workers: int, work: Callable[[int], Any]) -> list:
+    """[work(0), …, work(count - 1)], at most `workers` at once; the first error is raised at once.
+
+    Its threads do not outlive the process: what waits for a server that hangs must not keep a failed command, or one
+    that was interrupted, from ending.
+    """
+    results: list[Any] = [None] * count
+    places, errors, ended = queue.SimpleQueue(), [], threading.Semaphore(0)
+    for place in range(count):
+        places.put(place)
+
+    def run() -> None:
+        while not errors:
+            try:
+                place = places.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                results[place] = work(place)
+            except BaseException as error:
+                errors.append(error)
+            ended.release()
+
+    for _ in range(min(workers, count)):
+        threading.Thread(target=run, daemon=True).start()
+    for _ in range(count):
+        ended.acquire()
+        if errors:
+            raise errors[0]
+    return results
 
 
 def connect(endpoint: Endpoint, expected: Expected, asking: Asking) -> Client:

@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from transformers import GenerationConfig
@@ -206,6 +209,29 @@ def test_a_server_that_hangs_is_given_up_with_the_time_limit_named(stub, place):
         measure(stub, place, timeout_s=0.3)
     assert time.monotonic() - started < 5
     stopped.set()
+
+
+def test_a_command_does_not_wait_for_requests_under_way_when_one_fails(stub, place):
+    """Four requests hang for longer than the test; the fifth is refused."""
+    script = """
+import sys
+from eval.backends import Asking
+from eval.server_backend import Endpoint, ask_server
+from tests.unit.test_eval_generate import ask
+ask_server(Endpoint(sys.argv[1]), sys.argv[2], Asking(ask(), 12))
+"""
+    stopped = threading.Event()
+
+    def answer(request: dict) -> tuple[int, dict]:
+        if request["max_tokens"] > 1 and request["messages"][-1]["content"] != "2 + 2?":
+            stopped.wait(120)
+        return (400, {"error": "no"}) if request["max_tokens"] > 1 else echo(request)
+
+    stub.answer = answer
+    command = [sys.executable, "-c", script, stub.url, str(place)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
+    stopped.set()
+    assert done.returncode == 1 and "answered 400: no" in done.stderr
 
 
 @pytest.mark.parametrize("off", [-9, 1, 2])
