@@ -23,8 +23,10 @@ class Found:
     result: dict | None
     diagnostics: dict | None
     serving: dict | None
+    endpoint: dict | None
     lm_eval: dict | None
     manifests: dict[tuple[str, str, str], dict] = field(default_factory=dict)  # by (into, policy, format)
+    tasks: dict[str, dict] = field(default_factory=dict)  # eval.json of other tasks, by task
     folder: Path = Path()
 
     @property
@@ -45,11 +47,15 @@ def find(run: RunDir, folder: Path, result: dict | None) -> Found:
         for file in sorted(top.glob(f"*/*/{MANIFEST}")):
             manifests[into, file.parent.parent.name, file.parent.name] = read_json(file)
     optional = {}
-    for name in ("diagnostics", "serving", "lm_eval"):
+    for name in ("diagnostics", "serving", "endpoint", "lm_eval"):
         files = [place / f"{name}.json" for place in (folder, run.path)]
         file = next((file for file in files if file.is_file()), None)
         optional[name] = read_json(file) if file else None
-    return Found(run, read_json(run.config_file), log.rows, result, **optional, manifests=manifests, folder=folder)
+    tasks = {file.parent.name.removeprefix("eval-"): read_json(file) for file in run.path.glob("eval-*/eval.json")}
+    tasks = dict(sorted(tasks.items()))
+    return Found(
+        run, read_json(run.config_file), log.rows, result, **optional, manifests=manifests, tasks=tasks, folder=folder
+    )
 
 
 def number(value: Any, digits: str = ".4g") -> str:

@@ -29,10 +29,12 @@ def sections(found: Found) -> list[Section]:
         accuracy(found),
         samples(found),
         problems(found),
+        tasks(found),
         training(found),
         layers(found),
         tokens(found),
         serving(found),
+        endpoint(found),
         lm_eval(found),
         settings(found),
         commands(found),
@@ -79,12 +81,15 @@ def accuracy(found: Found) -> Section | None:
     result = found.result
     if result is None:
         return None
+    from eval.report import engines
+
     temperature = result.get("temperature", 0)
     decoding = f"sampled at temperature {temperature:g}, seed {result.get('seed')}" if temperature else "greedy"
     each = f"{k} completions of each" if (k := _samples(result)) > 1 else "one completion of each"
     text = (
-        f"{result['n']} held-out problems, {each}, {decoding}, at most {result['max_new_tokens']} new tokens. Percent "
-        "and points; every interval covers 95 % by itself, none is corrected for looking at several formats."
+        f"{result['n']} held-out problems, {each}, {decoding}, at most {result['max_new_tokens']} new tokens. Engine: "
+        f"{engines(result['matrix'])}. Percent and points; every interval covers 95 % by itself, none is corrected "
+        "for looking at several formats."
     )
     alt = "Accuracy of base and GRPO by format with 95 % intervals, and the gain in each format minus that in bf16"
     picture = Picture("accuracy", plots.svg(plots.matrix(result)), alt)
@@ -134,6 +139,36 @@ def _difference(found: dict) -> list[str]:
 
 def _samples(result: dict) -> int:
     return result.get("samples_per_problem") or result.get("samples") or 1
+
+
+def tasks(found: Found) -> Section | None:
+    """The evaluations on other tasks, in short."""
+    rows, said = [], []
+    for task, result in found.tasks.items():
+        for name, gain in result["gain"].items():
+            base, grpo = (result["matrix"][policy][name]["accuracy"] for policy in ("base", "grpo"))
+            rows.append([task, name, points(base), points(grpo), *_difference(gain), *p_values(gain), gain["n"]])
+        said += [f"{task}: {sentence}" for sentence in result["conclusion"].splitlines()]
+    if not rows:
+        return None
+    header = ["task", "format", "base, %", "GRPO, %", "gain, points", "interval", "p", "adjusted p", "problems"]
+    return Section("Other tasks", [Table(header, rows), Bullets(said)])
+
+
+def endpoint(found: Found) -> Section | None:
+    """The deployed endpoint against the cell that was judged."""
+    data = found.endpoint
+    if not data:
+        return None
+    cell, compared = data.get("cell") or {}, data.get("compared")
+    row = [data.get("deployed", NONE), share(cell.get("accuracy")), pair(cell.get("interval")), data.get("n", NONE)]
+    row += [*_difference(compared), share(compared.get("same"))] if compared else [NONE] * 3
+    header = ["deployed", "accuracy", "interval", "problems", "minus the judged cell", "interval", "same text, %"]
+    blocks: list[Block] = [Table(header, [row])]
+    notes = [data["not_compared"]] if data.get("not_compared") else []
+    if notes := [*notes, *(f"Out of the gate's limits: {text}" for text in data.get("out_of_limits") or [])]:
+        blocks.append(Bullets(notes))
+    return Section("Deployed endpoint", blocks)
 
 
 def samples(found: Found) -> Section | None:
@@ -282,6 +317,7 @@ def commands(found: Found) -> Section | None:
         ("evaluation", found.result),
         ("diagnostics", found.diagnostics),
         ("serving", found.serving),
+        ("endpoint", found.endpoint),
         ("lm-eval", found.lm_eval),
     ):
         command = (data or {}).get("command")

@@ -1,7 +1,7 @@
 """Serve a run's merged checkpoints with vLLM, one after the other, and measure what serving each of them costs:
 
     python -m eval.serving --run runs/tiny --formats bf16 fp8 awq nvfp4a16
-    python -m eval.serving --model models/a models/b --out /tmp/look
+    python -m eval.serving --run runs/tiny --formats fp8 --model original=runs/tiny/merged-original/grpo/fp8
 
 For every format a real vLLM OpenAI server is started, the same requests are streamed at each concurrency (prompts of
 random token ids, all different, prefix cache off, exact lengths, greedy), and the server is ended. Writes serving.json
@@ -80,7 +80,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", help="run directory, e.g. runs/tiny; its merged checkpoints are served")
     parser.add_argument("--formats", nargs="+", help="formats to serve; default: all that are merged")
     parser.add_argument("--policy", choices=POLICIES, default="grpo", help="whose checkpoints; default grpo")
-    parser.add_argument("--model", nargs="+", type=Path, default=[], help="other checkpoints, named by their folder")
+    parser.add_argument(
+        "--model", nargs="+", default=[], help="other checkpoints: PATH, named by its folder, or NAME=PATH"
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[2**n for n in range(9)], help="requests at a time")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of every prompt")
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens of every completion")
@@ -169,10 +171,12 @@ def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
             found[name] = folder / name
     elif arguments.formats:
         raise BadInput("--formats names checkpoints of a run: pass --run too.")
-    for path in arguments.model:
-        name = path.resolve().name
+    for word in arguments.model:
+        given, equals, rest = word.partition("=")
+        path = Path(rest) if equals and not Path(word).exists() else Path(word)
+        name = given if path == Path(rest) and equals else path.resolve().name
         if name in found:
-            raise BadInput(f"two checkpoints are called {name}: {found[name]} and {path}. Rename a folder.")
+            raise BadInput(f"two checkpoints are called {name}: {found[name]} and {path}. Write NAME={path}.")
         found[name] = path
     for path in found.values():
         if not (path / "config.json").is_file():

@@ -20,15 +20,9 @@ HOSTILE = (
     "</td><script>alert('x')</script><img src=x onerror=alert(1)> a|b ![p](http://evil.example/x) `c` \x00\x1b[31m $x$"
 )
 EMPTY_TAGS = {"meta", "img", "br", "hr", "link", "input"}
-PARTS = [
-    "Conclusion",
-    "Gate",
-    "Accuracy",
-    "Several completions a problem",
-    "Problems that changed, in fp8",
-    "Training",
-]
-PARTS += ["Weights, layer by layer", "Checkpoints against the policy", "Serving", "Run", "Commands"]
+PARTS = ["Conclusion", "Gate", "Accuracy", "Several completions a problem", "Problems that changed, in fp8"]
+PARTS += ["Other tasks", "Training", "Weights, layer by layer", "Checkpoints against the policy", "Serving"]
+PARTS += ["Deployed endpoint", "Run", "Commands"]
 
 
 class Page(HTMLParser):
@@ -154,6 +148,11 @@ def full(run) -> RunDir:
     write_json(run.eval_file, make_result(f"No loss is shown in fp8: -1.0 points.\nCaution: {HOSTILE}"))
     write_json(run.path / "diagnostics.json", make_diagnostics())
     write_json(run.path / "serving.json", make_serving())
+    (run.path / "eval-svamp").mkdir()
+    write_json(run.path / "eval-svamp" / "eval.json", make_result(f"On svamp nothing. {HOSTILE}", ("bf16",)))
+    compared = {"difference": -0.02, "interval": [-0.08, 0.04], "same": 0.875}
+    endpoint = {"deployed": "grpo/fp8", "n": 40, "cell": {"accuracy": 0.555}, "compared": compared}
+    write_json(run.path / "endpoint.json", {**endpoint, "out_of_limits": [HOSTILE]})
     rule = {"name": "gain in fp8", "limit": "> 0.1, lower end", "measured": HOSTILE, "verdict": "pass"}
     write_checkpoint(run, "base", "fp8")
     write_checkpoint(run, "grpo", "fp8", promoted=True, promotion={"date": "2026-11-21", "rules": [rule]})
@@ -212,6 +211,8 @@ def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
         "9.12",
         "71.0",
         "98.7",
+        "svamp: On svamp nothing.",
+        "87.5",
     ):
         assert value in found.text, value
     assert "0.7, seed 3" in found.text and "4 completions of each" in found.text

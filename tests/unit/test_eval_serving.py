@@ -144,11 +144,14 @@ def test_a_server_that_dies_between_requests_is_told_from_a_broken_connection(ru
         closed_loop("http://127.0.0.1:9", [[1, 2]], 4, 1, lambda: None)
 
 
-def test_checkpoints_without_a_run_are_named_by_their_folders(tmp_path):
-    one = make_checkpoint(tmp_path / "x" / "mine")
-    assert serving.main(["--model", str(one), "--out", str(tmp_path / "out"), *SMALL]) == 0
+def test_checkpoints_without_a_run_are_named_by_their_folders_or_as_given(tmp_path):
+    one, other = make_checkpoint(tmp_path / "x" / "mine"), make_checkpoint(tmp_path / "y" / "mine")
+    models = ["--model", str(one), f"theirs={other}"]
+    assert serving.main([*models, "--out", str(tmp_path / "out"), *SMALL]) == 0
     result = read_json(tmp_path / "out" / "serving.json")
-    assert list(result["formats"]) == ["mine"] and result["policy"] is None
+    assert list(result["formats"]) == ["mine", "theirs"] and result["policy"] is None
+    with pytest.raises(BadInput, match="two checkpoints are called mine"):
+        serving.main(["--model", str(one), str(other), "--out", str(tmp_path / "out"), *SMALL])
 
 
 @pytest.mark.parametrize(
