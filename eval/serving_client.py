@@ -26,10 +26,11 @@ SILENT_S = 600.0  # a stream without a token for so long has failed
 
 @dataclass(frozen=True)
 class Timing:
-    """What one request took from its sending on, in seconds: to its first token and to its last."""
+    """What one request took from its sending on, in seconds: to its first token and to its last; chunks it came in."""
 
     first_s: float
     last_s: float
+    chunks: int
 
 
 def vocabulary(checkpoints: Sequence[Path]) -> list[int]:
@@ -125,6 +126,7 @@ async def _ask(session: "aiohttp.ClientSession", url: str, prompt: list[int], ne
         "stream_options": {"include_usage": True},
     }
     first = last = usage = None
+    chunks = 0
     sent = time.perf_counter()
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         if answer.status != 200:
@@ -140,12 +142,13 @@ async def _ask(session: "aiohttp.ClientSession", url: str, prompt: list[int], ne
             elif b"[DONE]" not in line[:16]:
                 last = time.perf_counter()
                 first = first or last
+                chunks += 1
     made, read = (usage or {}).get("completion_tokens"), (usage or {}).get("prompt_tokens")
     if first is None or last is None or (made, read) != (new_tokens, len(prompt)):
         raise CheckFailed(
             f"a request of {len(prompt)} prompt and {new_tokens} new tokens came back with {read} and {made}."
         )
-    return Timing(first - sent, last - sent)
+    return Timing(first - sent, last - sent, chunks)
 
 
 def summarize(timings: Sequence[Timing], seconds: float, concurrency: int, new_tokens: int) -> dict:
@@ -153,6 +156,7 @@ def summarize(timings: Sequence[Timing], seconds: float, concurrency: int, new_t
 
     `itl_p50_s` is the median over requests of (last token - first token) / (new tokens - 1): a chunk of a stream can
     hold several tokens, so gaps between chunks would not be times between tokens. None for a single token.
+    `tokens_per_chunk` is 1 where the server passed every token on before it had the next.
     """
     firsts = np.array([timing.first_s for timing in timings])
     lasts = np.array([timing.last_s for timing in timings])
@@ -166,6 +170,7 @@ def summarize(timings: Sequence[Timing], seconds: float, concurrency: int, new_t
         "latency_p50_s": _percentile(lasts, 50),
         "latency_p95_s": _percentile(lasts, 95),
         "itl_p50_s": None if between is None else round(float(between), 6),
+        "tokens_per_chunk": round(len(timings) * new_tokens / sum(timing.chunks for timing in timings), 2),
     }
 
 

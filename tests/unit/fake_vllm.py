@@ -1,7 +1,7 @@
 """Stands in for `python -m vllm.entrypoints.openai.api_server`: its flags, log lines and streams for eval.serving.
 
 A checkpoint folder whose config.json has "fail" ends it with that error before it serves; "short" makes it answer with
-one token less than it was asked for.
+one token less than it was asked for, "lump" with all tokens in one chunk.
 """
 
 import argparse
@@ -17,7 +17,7 @@ TOKEN_S = 0.002
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    short = False
+    short = lump = False
     folder = Path()
 
     def log_message(self, *_: object) -> None:
@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for _ in range(made):
+        for _ in range(1 if self.lump else made):
             time.sleep(TOKEN_S)
             self._event({"choices": [{"index": 0, "text": ""}]})
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": made}
@@ -65,7 +65,8 @@ def main() -> None:
     print(
         "INFO kv_cache_utils.py:2465] GPU KV cache size: 4,315 tokens, Maximum concurrency for 12 tokens", flush=True
     )
-    Handler.short, Handler.folder = config.get("short", False), arguments.model
+    Handler.short, Handler.lump = config.get("short", False), config.get("lump", False)
+    Handler.folder = arguments.model
     (arguments.model / "pid").write_text(str(os.getpid()))
     server = ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler)
     server.request_queue_size = 64

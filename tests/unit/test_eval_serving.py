@@ -75,6 +75,7 @@ def test_every_format_is_measured_at_every_concurrency_and_recorded(run, capsys)
     for row in found["batches"]:
         assert 0.002 <= row["ttft_p50_s"] <= row["ttft_p95_s"] <= row["latency_p95_s"]
         assert 0.001 <= row["itl_p50_s"] < row["latency_p50_s"]
+        assert row["tokens_per_chunk"] == 1.0
         assert 0 < row["tokens_per_s"] <= row["batch"] * 4 / 0.008
     shown = capsys.readouterr().out
     assert "fp8: batch   4" in shown and "weights 2.89 GiB, KV cache 118.51 GiB" in shown
@@ -99,6 +100,15 @@ def test_a_format_that_cannot_be_served_is_recorded_and_the_others_go_on(run, ca
     assert list(result["formats"]) == ["fp8"]
     assert result["failed"]["bf16"]["error"] == "ValueError: no kernel for this device"
     assert "bf16    failed: ValueError: no kernel" in capsys.readouterr().out
+
+
+def test_a_server_that_streams_in_lumps_is_pointed_out(run):
+    write_json(run / "merged/grpo/fp8/config.json", {"vocab_size": 50, "lump": True})
+    write_manifest(run / "merged/grpo/fp8", "checkpoint", policy="grpo", format="fp8")
+    assert serving.main(["--run", str(run), "--formats", "fp8", *SMALL]) == 0
+    found = read_json(run / "serving.json")["formats"]["fp8"]
+    assert {row["tokens_per_chunk"] for row in found["batches"]} == {4.0}
+    assert "with 1, 4 requests at a time the server passed several tokens on at once" in found["notes"][0]
 
 
 def test_completions_of_another_length_fail_the_format(run):
@@ -195,6 +205,7 @@ def test_the_last_error_that_says_why_is_taken_from_a_log(tmp_path):
         "==== 2026-11-21 12:00:00 python …\nImportError: an optional module\n"
         "(EngineCore pid=5) ERROR [core.py:9] RuntimeError: CUDA out of memory.\n"
         "(APIServer pid=4) RuntimeError: Engine core initialization failed. See root cause above.\n"
+        "(APIServer pid=4) Exception: WorkerProc initialization failed due to an exception in a background process.\n"
     )
     assert serving.last_error(log) == "RuntimeError: CUDA out of memory."
     log.write_text(
@@ -231,11 +242,12 @@ def test_memory_is_read_from_the_log_of_gpus_and_of_cpus():
 
 
 def test_figures_are_those_of_the_timings():
-    timings = [Timing(0.1, 1.1), Timing(0.2, 2.2), Timing(0.3, 3.3)]
+    timings = [Timing(0.1, 1.1, 11), Timing(0.2, 2.2, 11), Timing(0.3, 3.3, 8)]
     row = summarize(timings, 4.0, 2, 11)
     assert (row["requests"], row["tokens_per_s"]) == (3, 8.25)
     assert (row["ttft_p50_s"], row["latency_p50_s"], row["itl_p50_s"]) == (0.2, 2.2, 0.2)
     assert row["latency_p95_s"] == pytest.approx(3.19) and row["ttft_p95_s"] == pytest.approx(0.29)
+    assert row["tokens_per_chunk"] == 1.1
     assert summarize(timings, 4.0, 2, 1)["itl_p50_s"] is None
 
 
