@@ -49,6 +49,8 @@ def test_completions_that_agree_within_their_problem_count_once():
     low, high = stats.cluster_interval(shares, 50 * 8)
     assert (low, high) == pytest.approx(stats.wilson(30, 50), abs=0.01)
     assert high - low > 2.5 * np.subtract(*stats.wilson(240, 400)[::-1])  # what counting 400 completions would say
+    assert stats.cluster_interval(np.ones(20), 20 * 8)[0] == pytest.approx(stats.wilson(20, 20)[0], abs=0.03)
+    assert stats.cluster_interval(np.zeros(20), 20 * 8)[1] > 0.15
 
 
 def test_completions_that_vary_within_their_problem_narrow_the_interval_at_most_to_independent_ones():
