@@ -16,6 +16,7 @@ from recipes.parts.errors import BadInput
 
 # vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).
 LOWEST_TEMPERATURE = 0.01
+HIGHEST_TEMPERATURE = 2.0  # of OpenAI's interface; vLLM's server holds to it
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def check_backend(backend: str, temperature: float, samples: int) -> None:
             f"eval.temperature ({temperature}) is below {LOWEST_TEMPERATURE}, which vLLM would take for "
             f"{LOWEST_TEMPERATURE}. Use 0 for greedy completions, or eval.backend transformers."
         )
+    if backend == "server" and temperature > HIGHEST_TEMPERATURE:
+        raise BadInput(f"eval.temperature ({temperature}) is above {HIGHEST_TEMPERATURE:g}, the most a server takes.")
 
 
 def load_tokenizer(place: str | Path) -> Any:

@@ -167,7 +167,7 @@ def test_the_run_says_how_large_the_engine_may_be():
     assert "kv_cache_memory_bytes" not in engine_size(ServerConfig())
 
 
-def test_a_temperature_that_vllm_would_change_is_refused():
+def test_a_temperature_that_an_engine_would_change_or_refuse_is_refused():
     check_backend("transformers", 0.001, 1)
     check_backend("vllm", 0.01, 4)
     for backend in ("vllm", "server"):
@@ -175,3 +175,6 @@ def test_a_temperature_that_vllm_would_change_is_refused():
             check_backend(backend, 0.001, 1)
     with pytest.raises(BadInput, match="greedy"):
         check_backend("vllm", 0.0, 2)
+    check_backend("vllm", 2.5, 1)
+    with pytest.raises(BadInput, match=r"\(2\.5\) is above 2"):
+        check_backend("server", 2.5, 1)
