@@ -19,6 +19,7 @@ from eval.hygiene import limits_of
 from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
 from eval.score import MATH, Scoring, score, summarize
+from eval.stats import ALPHA
 from eval.tasks import TASKS, scoring_of, task_config
 from eval.vllm_backend import ask_vllm, vllm_version
 from recipes.parts.config import Config, load_config, resolve
@@ -219,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"note: {newest} is newer than the adapter that was merged; merge again to measure it", flush=True)
     if arguments.dry_run:
         for rate in (0.05, 0.2):
-            effect = compare.points(minimum_detectable_effect(len(plan.problems), rate))
+            alpha = ALPHA / len(plan.formats)  # as the conclusion adjusts for the formats compared
+            effect = compare.points(minimum_detectable_effect(len(plan.problems), rate, alpha=alpha))
             print(f"with disagreement on {rate:.0%} of the problems, {effect} points are detectable at 80 % power")
         return DONE
     result = evaluate(plan, sys.argv[1:] if argv is None else argv)

@@ -289,6 +289,14 @@ def test_four_points_at_a_fifth_of_disagreement_need_about_a_thousand_problems()
             power.problems_needed(effect, 0.2)
 
 
+def test_the_disagreement_seen_counts_the_pseudo_problems_of_the_interval():
+    assert power.seen_disagreement(np.zeros(298)) == pytest.approx(2 / 300)
+    assert power.seen_disagreement(np.repeat([1.0, -1.0, 0.0], [40, 20, 238])) == pytest.approx(62 / 300)
+    assert power.seen_disagreement(np.repeat([0.25, 0.0], [100, 98])) == pytest.approx(
+        (6.25 + 2 * (7.25 / 26) ** 2) / 200
+    )
+
+
 def test_the_disagreement_of_more_completions_is_foreseen_from_few():
     rng, n = np.random.default_rng(0), 4000
     before, after = rng.beta(1, 1, n), rng.beta(1, 1, n)
