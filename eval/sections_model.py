@@ -66,8 +66,10 @@ def layers(found: Found) -> Section:
             "⟨ΔW, ΔW⟩. snr: ‖ΔW‖ against the rounding error ‖Q(W+ΔW) − (W+ΔW)‖; below 1 the error is larger than "
             "what was learned. error: ‖Q(W) − W‖ / ‖W‖ before and after the training."
         ),
-        Table(["format", "retained, %", "snr", "error of base, %", "error of GRPO, %"], pooled, "All layers together"),
     ]
+    if pooled:
+        header = ["format", "retained, %", "snr", "error of base, %", "error of GRPO, %"]
+        blocks.append(Table(header, pooled, "All layers together"))
     for key, label in (("retained", "share of the update kept"), ("snr", "log10 of ‖ΔW‖ / rounding error")):
         drawn = [name for name in names if any(_known(row, name, key) for row in rows)]
         if drawn:

@@ -131,10 +131,9 @@ def write_checkpoint(run: RunDir, policy: str, name: str, **fields: object) -> N
     write_manifest(folder, "checkpoint", policy=policy, format=name, retained_update=0.994, verify=verify, **fields)
 
 
-@pytest.fixture
-def run(tmp_path) -> RunDir:
+def begin(folder: Path) -> RunDir:
     """A run with config.json alone."""
-    found = RunDir(tmp_path / "run")
+    found = RunDir(folder / "run")
     found.path.mkdir()
     config = {"run": {"name": f"tiny {HOSTILE}"}, "model": {"id": "m"}, "eval": {"gate": {"format": "fp8"}}}
     write_json(found.config_file, {"config": config, "versions": {"trl": "1.16.0"}, "command": ["grpo.py", HOSTILE]})
@@ -142,8 +141,14 @@ def run(tmp_path) -> RunDir:
 
 
 @pytest.fixture
-def full(run) -> RunDir:
-    """A run with every file that a report reads; text that came from data is hostile."""
+def run(tmp_path) -> RunDir:
+    return begin(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory) -> RunDir:
+    """A run with every file that a report reads, reported; text that came from data is hostile. Not to be changed."""
+    run = begin(tmp_path_factory.mktemp("full"))
     write_metrics(run)
     write_json(run.eval_file, make_result(f"No loss is shown in fp8: -1.0 points.\nCaution: {HOSTILE}"))
     write_json(run.path / "diagnostics.json", make_diagnostics())
@@ -170,11 +175,13 @@ def full(run) -> RunDir:
             for k in range(2)
         ]
         (run.path / "eval" / f"{policy}-fp8.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report.main(["--run", str(run.path)]) == 0
     return run
 
 
 def page(run: RunDir) -> Page:
-    assert report.main(["--run", str(run.path)]) == 0
+    if not (run.path / "report.html").exists():
+        assert report.main(["--run", str(run.path)]) == 0
     return Page((run.path / "report.html").read_text())
 
 
@@ -259,7 +266,7 @@ def test_pictures_are_whole_svg_with_a_description_and_the_same_for_the_same_dat
         root = ElementTree.fromstring(base64.b64decode(image["src"].partition(",")[2]))
         assert root.tag.endswith("svg") and len(image["alt"]) > 20
     before = {file.name: file.read_bytes() for file in (full.path / "report").iterdir()}
-    page(full)
+    assert report.main(["--run", str(full.path)]) == 0
     assert {file.name: file.read_bytes() for file in (full.path / "report").iterdir()} == before
 
 
@@ -276,7 +283,7 @@ def test_evaluations_of_another_folder_are_drawn_there(full, tmp_path):
     write_json(other / "eval.json", make_result("Nothing is shown.", ("bf16", "fp8")))
     assert report.main(["--run", str(full.path), "--out", str(other)]) == 0
     assert "Nothing is shown." in (other / "report.html").read_text()
-    assert (other / "eval.md").is_file() and not (full.path / "report.html").exists()
+    assert (other / "eval.md").is_file() and "Nothing is shown." not in (full.path / "report.html").read_text()
     with pytest.raises(BadInput, match="does not exist"):
         report.main(["--run", str(full.path), "--out", str(tmp_path / "nowhere")])
 
