@@ -3,6 +3,7 @@
     python tests/gpu/rollout_8b.py --part speed      # one GPU: sync seconds and tok/s, remerge, adapter, BF16, offline
     python tests/gpu/rollout_8b.py --part sync       # one GPU: sync seconds of remerge, both transports
     python tests/gpu/rollout_8b.py --part one_card   # one GPU: trainer and server together within --limit_gib
+    python tests/gpu/rollout_8b.py --part split      # two GPUs: the trainer on one, the server on the other
 
 Random weights of Qwen3-8B's shape, the residual branches scaled down so that FP8 noise does not drown the canary. The
 trainer is the recipe's, with its NF4 base on the same card; a version is its adapter after a made-up optimizer step.
@@ -225,16 +226,17 @@ def offline(work: Path) -> None:
 class MemoryWatch(threading.Thread):
     """The most memory in use on the card, both processes and their CUDA contexts, sampled every 50 ms."""
 
-    def __init__(self) -> None:
+    def __init__(self, card: int | None = None) -> None:
         super().__init__(daemon=True)
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        self.card = int(first) if card is None else card
         self.peak_gib, self.running = 0.0, True
 
     def run(self) -> None:
         import pynvml
 
         pynvml.nvmlInit()
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
+        handle = pynvml.nvmlDeviceGetHandleByIndex(self.card)
         while self.running:
             self.peak_gib = max(self.peak_gib, pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30)
             time.sleep(0.05)
@@ -274,6 +276,32 @@ def one_card(work: Path, limit_gib: float, sleep: bool, further: list[str], out:
     print(f"trainer and server took at most {peak:.2f} GiB of the card, {limit_gib} were allowed")
 
 
+def split(work: Path, out: Path | None) -> None:
+    """Three steps of 64 completions of at most 512 tokens: the trainer on GPU 0, the server on GPU 1."""
+    from path_8b import command
+
+    directory = work / f"split-{time.time_ns()}"
+    changes = MODES["fp8 remerge"] | {"server.gpus": "[1]", "server.max_num_seqs": SIZES[0], "server.kv_cache_gib": 10}
+    changes |= {"train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 8}
+    changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 3, "train.save_steps": 3}
+    changes |= {"run.name": "split", "run.output_dir": directory}
+    cards = [MemoryWatch(0), MemoryWatch(1)]
+    for card in cards:
+        card.start()
+    with Server(work, changes) as start_s:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        command("split", ["recipes/grpo_qlora.py", *flags(work, changes)], work)
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+    found = {"start_s": start_s, "trainer_card_gib": cards[0].peak_gib, "server_card_gib": cards[1].peak_gib}
+    keys = ("seconds", "sync_seconds", "rollout_tokens_per_s", "update_tokens_per_s", "completion_tokens")
+    found |= {key: last[key] for key in (*keys, "sampler_k3", "peak_gib")}
+    print("trainer on GPU 0, server on GPU 1, last of 3 steps:")
+    print("\n".join(f"{key:<20} {value}" for key, value in found.items()), flush=True)
+    if out:
+        out.write_text(json.dumps(found, indent=1))
+
+
 def table(results: dict[str, Any]) -> None:
     print(f"{'tok/s at':<14}" + "".join(f"{size:>10}" for size in SIZES))
     for mode, found in results.items():
@@ -298,7 +326,7 @@ def table(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--part", choices=("speed", "sync", "offline", "one_card"), required=True)
+    parser.add_argument("--part", choices=("speed", "sync", "offline", "one_card", "split"), required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/rollout8b"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--limit_gib", type=float, default=23.5, help="one_card: what a 24 GB card has to give")
@@ -316,6 +344,8 @@ def main() -> None:
         prepare(options.work, options.layers)
     if options.part == "one_card":
         return one_card(options.work, options.limit_gib, options.sleep, options.set, options.out)
+    if options.part == "split":
+        return split(options.work, options.out)
     found = speed(options.work) if options.part == "speed" else syncs(options.work)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
