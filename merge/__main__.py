@@ -42,8 +42,9 @@ def at_least_one(text: str) -> int:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m merge", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
-    parser.add_argument("--format", nargs="+", choices=FORMATS, help="formats to write")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--format", nargs="+", choices=FORMATS, help="formats to write")
+    what.add_argument(
         "--compare_bases", action="store_true", help="merge bf16 of the policy into both bases, say which is closer"
     )
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: both")
@@ -68,10 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skip_verify", action="store_true", help="do not compare with the policy (verify: null)")
     parser.add_argument("--dry_run", action="store_true", help="check the input, print what would be written, stop")
     add_hub_options(parser)
-    arguments = parser.parse_args(argv)
-    if arguments.format is None and not arguments.compare_bases:
-        parser.error("the following arguments are required: --format (or --compare_bases)")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def print_table(rows: list[Row]) -> None:

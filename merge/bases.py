@@ -18,7 +18,7 @@ def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
     `BadInput` for options that have no meaning here. A base that is closer on the run's own sequences is closer to
     what was trained; which one solves more problems is the evaluation's to say.
     """
-    given = {"--format": arguments.format, "--out": arguments.out, "--skip_verify": arguments.skip_verify}
+    given = {"--out": arguments.out, "--skip_verify": arguments.skip_verify}
     given |= {"--force": arguments.force, "--into original": arguments.into != INTO[0]}
     given |= {"--policy": arguments.policy != list(POLICIES), "--push_to_hub": arguments.push_to_hub}
     if wrong := [name for name, value in given.items() if value]:

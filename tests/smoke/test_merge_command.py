@@ -224,7 +224,8 @@ def test_bad_input_is_refused_before_any_weight_is_loaded(tmp_path, monkeypatch,
 
 
 def test_unknown_formats_and_abbreviations_exit_2():
-    for arguments in (["--run", "x", "--format", "int3"], ["--run", "x", "--form", "bf16"]):
+    both = ["--run", "x", "--format", "bf16", "--compare_bases"]
+    for arguments in (["--run", "x", "--format", "int3"], ["--run", "x", "--form", "bf16"], ["--run", "x"], both):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2
@@ -290,7 +291,7 @@ def test_compare_bases_merges_into_both_says_which_is_closer_and_reuses_them(tmp
     )
 
 
-@pytest.mark.parametrize("extra", [["--format", "bf16"], ["--out", "x"], ["--skip_verify"], ["--into", "original"]])
+@pytest.mark.parametrize("extra", [["--policy", "grpo"], ["--out", "x"], ["--skip_verify"], ["--into", "original"]])
 def test_compare_bases_takes_no_option_that_it_would_pass_over(tmp_path, extra):
     with pytest.raises(BadInput, match=f"{extra[0]}.* cannot be given with it"):
         main(["--run", str(tmp_path), "--compare_bases", *extra])
