@@ -249,8 +249,25 @@ def _cut(text: str) -> str:
 
 
 def lm_eval(found: Found) -> Section | None:
-    """The harness's figure beside ours, when it was run."""
-    return None
+    """lm-evaluation-harness's numbers beside ours on the same checkpoints, and where the protocols differ."""
+    rows, said = [], []
+    for cell in ((found.lm_eval or {}).get("cells") or {}).values():
+        start = [policy_name(cell["policy"]), cell["format"]]
+        ours = cell["ours"]
+        rows.append([*start, "ours", NONE, points(ours["accuracy"]), pair(ours["interval"]), cell["n"], NONE, NONE])
+        for score in cell["harness"]:
+            name, shots = f"{score['task']}, {score['filter']}", score.get("num_fewshot", NONE)
+            minus = _difference(score["difference"]) if score.get("difference") else [NONE, NONE]
+            rows.append([*start, name, shots, points(score["accuracy"]), pair(score["interval"]), score["n"], *minus])
+        where = f"{start[0]} in {cell['format']}"
+        said += [f"{where}, {task}: {text}" for task, texts in cell["differences"].items() for text in texts]
+    if not rows:
+        return None
+    header = ["policy", "format", "measured by", "examples", "accuracy, %", "interval", "problems", "minus ours"]
+    blocks: list[Block] = [Table([*header, "interval"], rows)]
+    if said:
+        blocks += [Text("Where the protocols differ:"), Bullets(said)]
+    return Section("lm-eval beside ours", blocks)
 
 
 def settings(found: Found) -> Section:
@@ -318,7 +335,7 @@ def commands(found: Found) -> Section | None:
         ("diagnostics", found.diagnostics),
         ("serving", found.serving),
         ("endpoint", found.endpoint),
-        ("lm-eval", found.lm_eval),
+        *(("lm-eval", cell) for cell in ((found.lm_eval or {}).get("cells") or {}).values()),
     ):
         command = (data or {}).get("command")
         if command:

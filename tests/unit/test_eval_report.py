@@ -22,7 +22,7 @@ HOSTILE = (
 EMPTY_TAGS = {"meta", "img", "br", "hr", "link", "input"}
 PARTS = ["Conclusion", "Gate", "Accuracy", "Several completions a problem", "Problems that changed, in fp8"]
 PARTS += ["Other tasks", "Training", "Weights, layer by layer", "Checkpoints against the policy", "Serving"]
-PARTS += ["Deployed endpoint", "Run", "Commands"]
+PARTS += ["Deployed endpoint", "lm-eval beside ours", "Run", "Commands"]
 
 
 class Page(HTMLParser):
@@ -158,6 +158,11 @@ def full(tmp_path_factory) -> RunDir:
     compared = {"difference": -0.02, "interval": [-0.08, 0.04], "same": 0.875}
     endpoint = {"deployed": "grpo/fp8", "n": 40, "cell": {"accuracy": 0.555}, "compared": compared}
     write_json(run.path / "endpoint.json", {**endpoint, "out_of_limits": [HOSTILE]})
+    score = {"task": "kit_gsm8k", "filter": "strict-match", "accuracy": 0.432, "interval": [0.3, 0.5], "n": 40}
+    score |= {"num_fewshot": 5, "difference": {"difference": -0.07, "interval": [-0.1, 0.0]}}
+    cell = {"policy": "grpo", "format": "fp8", "n": 40, "ours": {"accuracy": 0.5, "interval": [0.4, 0.6]}}
+    cell |= {"harness": [score], "differences": {"kit_gsm8k": [HOSTILE]}, "command": ["python", "lm_eval"]}
+    write_json(run.path / "lm_eval.json", {"cells": {"grpo/fp8": cell}})
     rule = {"name": "gain in fp8", "limit": "> 0.1, lower end", "measured": HOSTILE, "verdict": "pass"}
     write_checkpoint(run, "base", "fp8")
     write_checkpoint(run, "grpo", "fp8", promoted=True, promotion={"date": "2026-11-21", "rules": [rule]})
@@ -220,6 +225,8 @@ def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
         "98.7",
         "svamp: On svamp nothing.",
         "87.5",
+        "43.2",
+        "-7.0",
     ):
         assert value in found.text, value
     assert "0.7, seed 3" in found.text and "4 completions of each" in found.text
