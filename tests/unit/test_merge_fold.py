@@ -30,6 +30,7 @@ from tests.unit.test_merge_fixture import (
     shared_model,
     shared_run,
 )
+from tests.unit.test_merge_stream import single_model
 
 
 def merge_to(run, folder, adapter=None):
@@ -124,20 +125,24 @@ def test_a_base_with_biases_keeps_them_and_the_adapters_type_does_not_matter(tmp
     assert all(torch.equal(merged[name], originals[name]) and originals[name].any() for name in biases)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_merged_into_the_original_base_is_its_weights_plus_the_update_rounded_once(tmp_path, tied):
-    run = shared_run(tied, "bfloat16")
-    base = BaseCheckpoint(shared_model(tied), read_json(run.base_file), into="original")
+@pytest.mark.parametrize("source", ["tied", "untied", "float32"])
+def test_merged_into_the_original_base_is_its_weights_plus_the_update_rounded_once(tmp_path, source):
+    model = single_model() if source == "float32" else shared_model(source == "tied")
+    if source == "float32":  # whose values BF16, in which the run loaded it, does not have
+        run = make_run(tmp_path / "run", model, "bfloat16")
+    else:
+        run = shared_run(source == "tied", "bfloat16")
+    base = BaseCheckpoint(model, read_json(run.base_file), into="original")
     updates = read_adapter(run.newest_adapter(), base)
     made = write_bf16(base, updates, tmp_path / "out", lambda _: {"verify": None})
     assert (made["into"], made["retained_update"]) == ("original", pytest.approx(1, abs=0.02))
     merged = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
-    originals = {k: v for f in shared_model(tied).glob("*.safetensors") for k, v in load_file(f).items()}
+    originals = {k: v for f in model.glob("*.safetensors") for k, v in load_file(f).items()}
     factors = load_file(run.newest_adapter() / "adapter_model.safetensors")
     for name, original in originals.items():
         key = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{key}.lora_A.weight" not in factors:
-            assert torch.equal(merged[name], original)
+            assert torch.equal(merged[name], original.to(torch.bfloat16))
             continue
         a, b = (factors[f"{key}.lora_{x}.weight"].double().numpy() for x in "AB")
         assert_rounded_once(merged[name], original.double().numpy() + 16 / 8 * (b @ a), name)
