@@ -254,6 +254,7 @@ def one_card(work: Path, limit_gib: float, sleep: bool, further: list[str], out:
     changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 2, "train.save_steps": 2}
     directory = work / f"onecard-{time.time_ns()}"
     changes |= {"train.max_gpu_gib": 9, "run.name": "onecard", "run.output_dir": directory}
+    changes |= {"server.enforce_eager": "true"}  # as in the recipe for such a card
     changes |= dict(item.split("=", 1) for item in further)
     watch = MemoryWatch()
     watch.start()
