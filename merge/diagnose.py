@@ -129,7 +129,7 @@ class Diagnosis:
         if absent:
             self.notes.append(
                 f"{', '.join(absent)} left out: what is not computed from the weights alone is read from its merged "
-                f"checkpoint, and {self.place('grpo', absent[0]).parent} has none. {self._make('grpo', *absent)}"
+                f"checkpoint, and {self.place('grpo', absent[0]).parent} has none. {self._make(None, *absent)}"
             )
         return readers
 
@@ -173,9 +173,10 @@ class Diagnosis:
             raise BadInput(f"{place} is of another base or adapter. {self._make(policy, name)} --overwrite")
         return place
 
-    def _make(self, policy: str, *names: str) -> str:
+    def _make(self, policy: str | None, *names: str) -> str:
         into = "" if self.arguments.into == INTO[0] else f" --into {self.arguments.into}"
-        return f"Make it: python -m merge --run {self.run.path} --policy {policy} --format {' '.join(names)}{into}"
+        only = f" --policy {policy}" if policy else ""
+        return f"Make it: python -m merge --run {self.run.path}{only} --format {' '.join(names)}{into}"
 
     def _is_ours(self, manifest: dict, policy: str) -> bool:
         adapter = self.adapter_hash if policy == "grpo" else None

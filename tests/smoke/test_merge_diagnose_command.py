@@ -100,7 +100,7 @@ def test_by_default_every_format_is_measured_and_those_that_need_a_checkpoint_ar
     result = read(tmp_path / "diagnostics.json")
     assert set(result["summary"]) <= {"bf16", *FORMATS} and {"bf16", "fp8", "w4a16", "nf4"} <= set(result["summary"])
     (note,) = [note for note in result["notes"] if "awq" in note]
-    assert "--policy grpo --format awq" in note and f"note: {note}\n" in capsys.readouterr().out
+    assert f"--run {run.path} --format awq" in note and f"note: {note}\n" in capsys.readouterr().out
 
 
 def test_an_adapter_of_zero_is_told_and_leaves_null(diagnosed, tmp_path, capsys):
