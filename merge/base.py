@@ -370,10 +370,13 @@ class BaseTensor:
         step += -step % BLOCK_SIZE
         yield from ((start, min(start + step, self.count)) for start in range(0, self.count, step))
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows (stop - start, width) on the base's device; of a weight in NF4, `start` is a multiple of 64."""
+    def rows(self, start: int, stop: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Rows (stop - start, width) on the base's device; of a weight in NF4, `start` is a multiple of 64.
+
+        `device` is another one for a tensor that is not in NF4: what needs no arithmetic can stay on the CPU.
+        """
         if self.nf4 is None:
-            value = self.value[start:stop].to(self.base.device)
+            value = self.value[start:stop].to(device or self.base.device)
             return value if self.base.into == "original" else value.to(self.base.dtype)
         packed, absmax = self.nf4
         first, last = start * self.width, stop * self.width

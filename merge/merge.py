@@ -133,7 +133,7 @@ def fold(base: BaseTensor, update: Factors | None, retained: Retained) -> Iterat
     device = base.base.device
     a, b = (None, None) if update is None else (part.to(device, torch.float32) for part in (update.a, update.b))
     for start, stop in base.pieces():
-        value = base.rows(start, stop)
+        value = base.rows(start, stop, "cpu" if update is None else None)
         merged = value.to(torch.bfloat16)
         if update is not None:
             before, delta = merged, update.scale * (b[start:stop] @ a)
