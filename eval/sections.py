@@ -15,7 +15,7 @@ from eval.document import Block, Bullets, Commands, Missing, Picture, Section, T
 from eval.found import NONE, Found, number, p_values, pair, policy_name, share
 from eval.sections_model import layers, serving, tokens, training
 from recipes.parts.errors import KitError
-from recipes.parts.rundir import read_json
+from recipes.parts.rundir import file_hash, read_json
 
 SHOWN_PROBLEMS = 3
 LONGEST_TEXT = 1200  # characters shown of a completion
@@ -59,21 +59,42 @@ def conclusion(found: Found) -> Section:
 
 
 def gate(found: Found) -> Section:
-    """The verdict on every rule, from the manifest that the gate wrote into."""
+    """The verdict on every rule, from the manifest that the gate wrote into; without one, the rules as they stand."""
     blocks: list[Block] = []
+    header = ["rule", "limit", "measured", "verdict"]
+    shown = found.folder / "eval.json"
+    digest = file_hash(shown) if shown.is_file() else None
     for (into, policy, name), manifest in found.manifests.items():
         promotion = manifest.get("promotion")
         if not promotion:
             continue
         verdict = "promoted" if manifest.get("promoted") else "not promoted"
         where = "" if into == "dequantized" else f", merged into the {into} base"
-        columns = ("name", "limit", "measured", "verdict")
-        rows = [[rule.get(column, NONE) for column in columns] for rule in promotion.get("rules", [])]
-        caption = f"{policy_name(policy)} in {name}{where}: {verdict}, {promotion.get('date', NONE)}"
-        blocks.append(Table(["rule", "limit", "measured", "verdict"], rows, caption))
+        other = "" if promotion.get("eval_hash") == digest else ", on another evaluation than the one shown here"
+        rows = [[rule.get(column, NONE) for column in ("name", *header[1:])] for rule in promotion.get("rules", [])]
+        date = promotion.get("date", NONE)
+        blocks.append(Table(header, rows, f"{policy_name(policy)} in {name}{where}: {verdict}, {date}{other}"))
     if not blocks:
         blocks.append(Missing("No checkpoint is promoted.", f"python -m eval gate --run {found.run.path}"))
+        if rules := _rules(found):
+            rows = [[rule.name, rule.limit, rule.measured, rule.verdict] for rule in rules]
+            blocks.append(
+                Table(header, rows, "The rules as this evaluation meets them; the gate checks more than these")
+            )
     return Section("Gate", blocks)
+
+
+def _rules(found: Found) -> list[Any]:
+    """The gate's rules on what was measured, empty where something that they need is not there."""
+    from eval.gate import judge
+    from recipes.parts.config import resolve
+
+    try:
+        config = resolve(found.run.config(), [], str(found.run.config_file))
+        manifest = found.manifests["dequantized", "grpo", config.eval.gate.format]
+        return judge(config, found.result, manifest)
+    except (KitError, KeyError, TypeError):
+        return []
 
 
 def accuracy(found: Found) -> Section | None:

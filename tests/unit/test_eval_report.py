@@ -235,6 +235,16 @@ def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
     assert "- No loss is shown in fp8: -1.0 points." in markdown
 
 
+def test_rules_are_shown_before_a_gate_and_a_promotion_on_another_evaluation_is_told(run, full):
+    assert "promoted, 2026-11-21, on another evaluation than the one shown here" in page(full).text
+    groups = {"run": {"name": "tiny"}, "model": {"id": "m"}, "data": {"path": "nowhere"}, "train": {"max_steps": 1}}
+    write_json(run.config_file, {"config": {**groups, "eval": {"gate": {"format": "fp8"}}}})
+    write_json(run.eval_file, make_result("Nothing.", ("bf16", "fp8")))
+    write_checkpoint(run, "grpo", "fp8")
+    found = page(run)
+    assert "The rules as this evaluation meets them" in found.text and "KL(policy || artifact)" in found.text
+
+
 def test_text_from_data_runs_nothing_and_loads_nothing(full):
     found = page(full)
     tags = {tag for tag, _ in found.tags}
