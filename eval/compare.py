@@ -311,11 +311,10 @@ def _gain_sentence(name: str, gain: dict, refused: list[str] | None) -> str:
         f"No evidence of {neither} in {name} at {problems}: {change} points ({_interval(*gain['interval'])}, "
         f"{_test(gain)}). "
     )
-    if needed["problems"] > gain["n"]:
-        return (
-            sentence + f"About {_count(needed['problems'])} problems would detect {points(needed['effect'])} points."
-        )
-    return sentence + f"So many problems detect a difference of {points(effect)} points four times in five."
+    return sentence + (
+        f"About {_count(needed['problems'])} problems would detect {points(needed['effect'])} points; {gain['n']:,} "
+        f"detect {points(effect)}."
+    )
 
 
 def _base_sentence(name: str, gain: dict, found: list[dict] | None) -> str | None:

@@ -103,6 +103,7 @@ def test_the_problems_said_to_be_needed_would_detect_the_effect_four_times_in_fi
     said = int(re.search(r"About ([\d,]+) problems", text)[1].replace(",", ""))
     assert said == pytest.approx(needed["problems"], rel=0.01) and needed["effect"] == pytest.approx(0.04)
     q = found["gain"]["bf16"]["disagreement"]
+    assert f"; 100 detect {100 * found['gain']['bf16']['minimum_detectable_effect']:.1f}." in text
     rng = np.random.default_rng(0)
     draws = rng.multinomial(needed["problems"], [(q + 0.04) / 2, (q - 0.04) / 2, 1 - q], size=4000)
     z = (draws[:, 0] - draws[:, 1]) / np.sqrt(draws[:, 0] + draws[:, 1])
@@ -215,6 +216,7 @@ def test_a_gain_survives_only_above_the_margin(bf16, lost, won, verdict, says, n
     assert found["gain_survival"]["fp8"]["verdict"] == verdict, text
     assert all(part in text for part in says), text
     assert not any(part in text for part in never), text
+    assert found["quantization_loss"]["fp8"]["difference"] == pytest.approx((lost - won) / len(bf16[0]))
     low = found["gain_survival"]["fp8"]["interval"][0]
     assert ("The gain survives" in text) <= (low > -0.05)
 
@@ -239,14 +241,23 @@ def test_a_gain_that_is_not_shown_in_the_format_is_not_called_surviving():
 
 
 def test_the_margin_is_the_gates_and_more_problems_are_named():
-    cells = {"bf16": SHOWN, "fp8": (SHOWN[0], changed(SHOWN[1], 30, 28))}
+    cells = {"bf16": SHOWN, "fp8": (SHOWN[0], changed(SHOWN[1], 60, 58))}
     found, text = judged(cells)
     needed = found["gain_survival"]["fp8"]["needed_problems"]
-    assert 300 < needed < 3000 and "problems would decide" in text
+    assert "problems would decide" in text and needed == pytest.approx(_till_it_survives(cells), rel=0.25)
     more = {name: tuple(_repeated(side, -(-needed // 300)) for side in pair) for name, pair in cells.items()}
     assert judged(more)[0]["gain_survival"]["fp8"]["verdict"] == SURVIVES
-    found, text = judged(cells, limits=Limits(margin=0.1))
-    assert found["gain_survival"]["fp8"]["verdict"] == SURVIVES and "survives fp8 to within 10 points" in text
+    found, text = judged(cells, limits=Limits(margin=0.15))
+    assert found["gain_survival"]["fp8"]["verdict"] == SURVIVES and "survives fp8 to within 15 points" in text
+
+
+def _till_it_survives(cells: dict) -> int:
+    """The least multiple of the problems at which the gain survives."""
+    for times in range(1, 40):
+        more = {name: tuple(_repeated(side, times) for side in pair) for name, pair in cells.items()}
+        if judged(more)[0]["gain_survival"]["fp8"]["verdict"] == SURVIVES:
+            return times * len(cells["bf16"][0])
+    return 0
 
 
 def _repeated(records: list[Record], times: int) -> list[Record]:
@@ -257,13 +268,30 @@ def test_what_one_comparison_shows_four_may_not():
     barely = paired(40, 14, 4, 42)  # p = 0.031
     found, text = judged({"bf16": barely})
     assert found["gain"]["bf16"]["verdict"] == GAIN and "adjusted" not in text
+    alone = found["gain"]["bf16"]
     null = paired(40, 9, 9, 42)
     found, text = judged({"bf16": barely, "fp8": null, "awq": null, "nvfp4": null})
     gain = found["gain"]["bf16"]
     assert gain["verdict"] == NOT_SHOWN and gain["interval"][0] > 0
     assert gain["holm_p"] == pytest.approx(4 * gain["p"])
+    assert gain["minimum_detectable_effect"] > 1.1 * alone["minimum_detectable_effect"]
+    assert gain["needed_problems"]["problems"] > 1.3 * alone["needed_problems"]["problems"]
     assert "No evidence of a gain in bf16" in text and "0.124 adjusted for 4" in text
     assert "4 formats are compared" in text and "(Holm)" in text and "more of" not in text
+
+
+@pytest.mark.parametrize(
+    ("interval", "holm_p", "way"),
+    [
+        ((0.01, 0.1), 0.05, 1),
+        ((-0.1, -0.01), 0.05, -1),
+        ((0.01, 0.1), 0.051, 0),
+        ((0.0, 0.1), 0.01, 0),
+        ((-0.1, 0.0), 0.01, 0),
+    ],
+)
+def test_a_difference_is_shown_by_interval_and_test_together(interval, holm_p, way):
+    assert compare.direction({"interval": interval, "holm_p": holm_p}) == way
 
 
 def test_without_an_effect_no_difference_is_said_in_95_of_100_studies():
