@@ -247,6 +247,8 @@ def checks(manifest: dict) -> str:
         )
     if kept is not None:
         lines.append(f"The stored weights keep {kept:.2%} of the adapter's update.")
+    elif reason := manifest.get("no_retained_update"):
+        lines.append(f"What is kept of the adapter's update was not computed: {reason}.")
     if calibration := manifest.get("calibration"):
         lines.append(f"Calibrated on the run's training prompts: {code(calibration)}.")
     return "\n".join(lines)
@@ -271,9 +273,10 @@ def evaluation(run: RunDir, manifest: dict) -> str:
         (name, *(_accuracy(result["matrix"][policy].get(name)) for policy in policies), _gain(result, name))
         for name in formats
     ]
+    promoted = ["Promoted by the run's evaluation gate."] if manifest.get("promoted") else []
     text = table(title.strip(), ("format", *(f"{policy}, accuracy" for policy in policies), "gain"), rows)
     said = f"{result.get('n')} held-out problems, 95 % intervals, {result.get('date')}."
-    return "\n\n".join([text, said, *str(result.get("conclusion") or "").splitlines()])
+    return "\n\n".join([text, said, *promoted, *str(result.get("conclusion") or "").splitlines()])
 
 
 def _accuracy(cell: dict | None) -> str:

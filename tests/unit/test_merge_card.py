@@ -90,6 +90,9 @@ def test_the_evaluation_appears_when_it_is_of_this_base_and_adapter(run, capsys)
     text = (run.merged / "grpo" / "bf16" / "README.md").read_text()
     assert "| bf16 | 50.0% (40.0% to 60.0%) | 75.0% (40.0% to 60.0%) | +25.0 points (+10.0 to +40.0) |" in text
     assert "| fp8 | 50.0% (40.0% to 60.0%) | – | – |" in text
+    assert "Promoted" not in text
+    change_manifest(run, promoted=True)
+    assert "Promoted by the run's evaluation gate." in card(run)
     assert "50 held-out problems" in text and "GRPO gains." in text and "Nothing was lost." in text
     assert len(capsys.readouterr().out.splitlines()) == 2
     read_manifest(run.merged / "grpo" / "bf16", "checkpoint", deep=True)
