@@ -12,7 +12,7 @@ from eval.found import p_values
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, publish, read_json
 
-PICTURES = "report"  # the folder of report.md's pictures
+PICTURES = "report-pictures"  # report.md's, replaced whole
 
 
 def main(argv: list[str]) -> int:

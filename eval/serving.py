@@ -45,6 +45,7 @@ KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
 PREFIX = re.compile(r"^\([\w ]+pid=\d+\)")
 # The processes above the one that failed repeat that it did and not why.
 ECHOES = re.compile(r"(Engine core|WorkerProc) initialization failed")
+WHOLE_LOG = 1 << 24  # bytes
 BLURRED = 1.5  # tokens a chunk, above which first tokens come late and times between tokens say little
 
 
@@ -267,6 +268,7 @@ def measure(settings: Settings, name: str) -> dict:
         replicas.start()
         wait_ready(check_alive, url, settings.wait_s)
         start_s = time.perf_counter() - started
+        facts = memory(read_end(log, WHOLE_LOG), settings)
         print(f"{name}: ready after {start_s:.0f} s", flush=True)
         rows = []
         for batch in settings.batches:
@@ -279,7 +281,6 @@ def measure(settings: Settings, name: str) -> dict:
             rows.append(summarize(*found, batch, settings.new_tokens))
             print(f"{name}: {line(rows[-1])}", flush=True)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    facts = memory(read_end(log), settings)
     if blurred := [row["batch"] for row in rows if row["tokens_per_chunk"] > BLURRED]:
         facts["notes"].append(
             f"with {', '.join(map(str, blurred))} requests at a time the server passed several tokens on at once "

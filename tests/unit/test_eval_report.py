@@ -194,7 +194,7 @@ def test_a_run_with_nothing_but_metrics_renders_and_names_every_command_that_is_
     write_metrics(run)
     found = page(run)
     assert sorted(file.name for file in run.path.iterdir()) == [
-        "config.json", "metrics.jsonl", "report", "report.html", "report.md",
+        "config.json", "metrics.jsonl", "report-pictures", "report.html", "report.md",
     ]  # fmt: skip
     assert len(found.all("img")) == 1
     for command in ("eval --run", "eval gate --run", "merge diagnose --run", "merge --run", "eval.serving --run"):
@@ -267,7 +267,7 @@ def test_hostile_text_breaks_no_table_and_starts_no_picture_in_markdown(full):
     outside = re.sub(r"^(`{3,})\n.*?\n\1$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert "<script" not in outside and "<img" not in outside
     assert set(re.findall(r"(?<!\\)!\[[^\]]*\]\(([^)]*)\)", outside)) == {
-        f"report/{file.name}" for file in (full.path / "report").iterdir()
+        f"{report.PICTURES}/{file.name}" for file in (full.path / report.PICTURES).iterdir()
     }
     widths = None
     for line in outside.splitlines():
@@ -278,13 +278,13 @@ def test_hostile_text_breaks_no_table_and_starts_no_picture_in_markdown(full):
 
 def test_pictures_are_whole_svg_with_a_description_and_the_same_for_the_same_data(full):
     images = page(full).all("img")
-    assert len(images) == len(list((full.path / "report").iterdir())) == 9
+    assert len(images) == len(list((full.path / report.PICTURES).iterdir())) == 9
     for image in images:
         root = ElementTree.fromstring(base64.b64decode(image["src"].partition(",")[2]))
         assert root.tag.endswith("svg") and len(image["alt"]) > 20
-    before = {file.name: file.read_bytes() for file in (full.path / "report").iterdir()}
+    before = {file.name: file.read_bytes() for file in (full.path / report.PICTURES).iterdir()}
     assert report.main(["--run", str(full.path)]) == 0
-    assert {file.name: file.read_bytes() for file in (full.path / "report").iterdir()} == before
+    assert {file.name: file.read_bytes() for file in (full.path / report.PICTURES).iterdir()} == before
 
 
 def test_wide_tables_scroll_by_themselves(full):
