@@ -1,6 +1,6 @@
 """`python -m eval --run …` measures, `… eval gate --run …` decides, `… eval report --run …` redraws.
 
-`… eval endpoint --url … --run …` measures one deployed endpoint.
+`… eval endpoint --url … --run …` measures one deployed endpoint, `… eval lm_eval --run …` compares with the harness.
 """
 
 import os
@@ -21,6 +21,10 @@ def main() -> int | None:
         from eval.report import main as redraw
 
         return redraw(sys.argv[2:])
+    if command == "lm_eval":
+        from eval.harness import main as harness
+
+        return harness(sys.argv[2:])
     if command == "endpoint":
         from eval.endpoint import main as endpoint
 
