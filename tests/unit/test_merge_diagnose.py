@@ -122,6 +122,10 @@ def test_a_shuffled_update_has_the_same_entries_and_singular_values_at_other_pla
     values = [torch.linalg.svdvals(x.double())[:2] for x in (delta, other)]
     torch.testing.assert_close(*values)
     assert torch.equal(other, shuffled(NAME, delta))
+    for axis in (0, 1):  # both rows and columns lie in another order
+        norms = [torch.linalg.norm(x, dim=axis) for x in (delta, other)]
+        torch.testing.assert_close(*(n.sort()[0] for n in norms))
+        assert not torch.allclose(*norms)
     assert abs((other * delta).sum() / (delta * delta).sum()) < 0.3
 
 
@@ -237,6 +241,11 @@ def stack(change, spread=0.0, control=None, before=0.1, depths=12):
     return found
 
 
+def lone(change, size):
+    """One record of a far larger layer: most layers do not speak for most of the weights."""
+    return [layer("model.layers.99.mlp.up_proj", 0.1, 0.1 * (1 + change), size=size)]
+
+
 @pytest.mark.parametrize(
     ("records", "words"),
     [
@@ -247,6 +256,7 @@ def stack(change, spread=0.0, control=None, before=0.1, depths=12):
         (stack(0.004), "less cleanly, by under 1 % of the error: small"),
         (stack(0.01, 0.05), "No evidence of a change that the layers share"),
         (stack(0.05, depths=3), "No evidence of a change that the layers share"),
+        ([*stack(0.05), *lone(-0.05, 1000.0)], "larger in 12 of 13 layers, sign test p 0.0034. No evidence"),
         (stack(0.0, before=0.0), "nothing to compare"),
         ([layer("layers.0.q_proj", None, 0.1)], "not known"),
         ([layer("layers.0.q_proj", 0.001, 0.1)], "says nothing about RL"),
