@@ -5,7 +5,9 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -291,6 +293,38 @@ def test_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, mon
         write_bf16(base_checkpoint(run), {}, out, lambda _: {}, overwrite=True)
     assert [p.name for p in out.parent.iterdir()] == ["bf16"]
     assert read_manifest(out, deep=True) == before
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from merge.merge import write_bf16
+from merge.shards import TensorFile
+from merge.verify import base_checkpoint
+from recipes.parts.rundir import RunDir
+written, write = [], TensorFile.write
+
+def write_or_die(*arguments):
+    write(*arguments)
+    written.append(arguments)
+    if len(written) == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+TensorFile.write = write_or_die
+write_bf16(base_checkpoint(RunDir(sys.argv[1])), {}, Path(sys.argv[2]), lambda _: {})
+"""
+
+
+def test_a_merge_that_is_killed_leaves_nothing_under_the_name_and_can_be_repeated(tmp_path):
+    run, out = shared_run(), tmp_path / "merged" / "bf16"
+    command = [sys.executable, "-c", KILLED, str(run.path), str(out)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (left,) = out.parent.iterdir()
+    assert left.name.startswith(".partial-bf16.") and list(left.glob("*.safetensors"))
+    merge_to(run, out)
+    assert read_manifest(out, "checkpoint", deep=True)["format"] == "bf16"
+    assert list(out.parent.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
