@@ -86,7 +86,7 @@ class Measured:
     @property
     def work(self) -> Path:
         """Where the harness's files of this cell go."""
-        return self.folder / "lm_eval" / f"{self.policy}-{self.format}"
+        return self.folder.resolve() / "lm_eval" / f"{self.policy}-{self.format}"
 
 
 def main(argv: list[str]) -> int:
@@ -173,12 +173,15 @@ def harness_command(measured: Measured, arguments: argparse.Namespace) -> list[s
     """The harness's command line for the cell; `BadInput` when it cannot be started."""
     if not arguments.lm_eval.is_file():
         raise BadInput(f"{arguments.lm_eval} does not exist. Make it with: make lm_eval, or name one with --lm_eval.")
-    where: dict[str, Any] = {"pretrained": str(measured.checkpoint), "dtype": _dtype(measured.cell, measured.result)}
+    where: dict[str, Any] = {
+        "pretrained": str(measured.checkpoint.resolve()),
+        "dtype": _dtype(measured.cell, measured.result),
+    }
     kind = "hf"
     if arguments.url:
         kind = "local-chat-completions"
         where = {
-            "model": arguments.model or str(measured.checkpoint),
+            "model": arguments.model or str(measured.checkpoint),  # as vllm serve names it by default
             "base_url": arguments.url.rstrip("/") + "/v1/chat/completions",
             "num_concurrent": arguments.batch_size,
             "tokenized_requests": False,
@@ -219,7 +222,7 @@ def _shots(measured: Measured, arguments: argparse.Namespace) -> Path | None:
             f"--num_fewshot {arguments.num_fewshot} needs worked examples, and {file} is no jsonl of them (columns "
             f"question, answer; of {', '.join(SUFFIXES)} only jsonl). Name one with --fewshot, or use --num_fewshot 0."
         )
-    return file
+    return file.resolve()
 
 
 def write_problems(measured: Measured) -> None:
