@@ -79,15 +79,19 @@ def _compress(weight: torch.Tensor, name: str, block: tuple[int, int]) -> tuple[
 def _by_rows(weight: torch.Tensor, step: int, compress: Format) -> tuple[Parts, torch.Tensor]:
     """`compress` over chunks of rows (float32, a multiple of `step`), put together again."""
     rows = max(step, CHUNK // weight.shape[1] // step * step)
-    chunks = [compress(chunk.float()) for chunk in weight.split(rows)]
+    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    chunks: list[Parts] = []
+    for chunk, place in zip(weight.split(rows), value.split(rows), strict=True):
+        parts, computed = compress(chunk.float())
+        chunks.append(parts)
+        place.copy_(computed)
+    # Nothing but a global scale and the shape is of the whole weight.
     stored = {
-        # Nothing but a global scale and the shape is of the whole weight.
-        key: torch.cat([parts[key] for parts, _ in chunks]) if part.ndim == 2 else part
-        for key, part in chunks[0][0].items()
+        key: torch.cat([parts[key] for parts in chunks]) if part.ndim == 2 else part for key, part in chunks[0].items()
     }
     if "weight_shape" in stored:
         stored["weight_shape"] = torch.tensor(weight.shape, dtype=stored["weight_shape"].dtype)
-    return stored, torch.cat([value for _, value in chunks])
+    return stored, value
 
 
 def to_fp8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
