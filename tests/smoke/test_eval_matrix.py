@@ -420,3 +420,24 @@ def test_another_tasks_problems_are_compared_with_what_the_run_was_trained_on(ru
     row = {"prompt": "Add.", "test_list": ["assert add(1, 2) == 3"]}
     (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
     assert_refused(monkeypatch, code, 2, "--allow_code_execution")
+
+
+def test_the_harness_counts_what_we_count_in_the_policys_own_words(run, capsys):
+    from eval import harness
+
+    if not harness.INSTALLED.is_file():
+        pytest.skip("needs lm-evaluation-harness: make lm_eval")
+    assert harness.main(["--run", str(run.path), "--format", "bf16", "--num_fewshot", "2"]) == 0
+    cell = read_json(run.path / "lm_eval.json")["cells"]["grpo/bf16"]
+    n = SEVENS + EIGHTS + OTHERS
+    found = {(score["task"], score["filter"]): score for score in cell["harness"]}
+    boxed = found["kit_problems", "boxed"]
+    assert (cell["ours"]["accuracy"], boxed["accuracy"], boxed["n"]) == (EIGHTS / n, EIGHTS / n, n)
+    assert (boxed["difference"]["only_harness_right"], boxed["difference"]["only_ours_right"]) == (0, 0)
+    # The model says \boxed{8} to everything: gsm8k's strict form is never met, its last number is the 8.
+    assert found["kit_gsm8k", "strict-match"]["accuracy"] == 0
+    assert found["kit_gsm8k", "flexible-extract"]["accuracy"] == EIGHTS / n
+    assert found["kit_gsm8k", "flexible-extract"]["num_fewshot"] == 2
+    assert any(text.startswith("examples: 2 worked ones") for text in cell["differences"]["kit_gsm8k"])
+    assert not any("chat template" in text for text in cell["differences"]["kit_problems"])
+    assert "Where the protocols differ" in capsys.readouterr().out
