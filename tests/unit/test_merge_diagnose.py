@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 
 from merge.base import BaseCheckpoint
-from merge.diagnose import Diagnosis, parse_arguments
+from merge.diagnose import Diagnosis, computed, parse_arguments
 from merge.diagnose_layer import distribution, measure_layer, ratio, shuffled
 from merge.diagnose_plot import draw
 from merge.diagnose_report import markdown
@@ -170,6 +170,20 @@ def test_what_has_no_divisor_is_null():
     assert empty["relative_update"] is None
     assert empty["formats"]["exact"]["error"]["base"] is None
     assert ratio(1.0, 0.0) is ratio(None, 1.0) is ratio(math.inf, 1.0) is ratio(1.0, None) is None
+
+
+def test_formats_that_store_the_same_weights_are_computed_once():
+    calls = []
+
+    def store(weight):
+        calls.append(weight.dtype)
+        return {}, weight.float()
+
+    weight, delta = hand_made()
+    found = measure_layer(NAME, weight, delta, {"one": computed(store), "two": computed(store)})["formats"]
+    assert list(found) == ["one", "two"] and found["one"] == found["two"]
+    assert calls == [torch.bfloat16] * 3  # before, after, shuffled
+    assert computed(FORMATS["nvfp4"]) is computed(FORMATS["nvfp4a16"])
 
 
 def test_a_format_whose_base_is_unknown_still_has_its_error_after_rl():
