@@ -74,6 +74,10 @@ class Diagnosis:
         self.updates = read_adapter(self.adapter, self.base)
         self.modules = self._modules()
         self.notes: list[str] = []
+        if others := sorted(set(self.updates) - self.base.quantized):
+            self.notes.append(
+                f"the adapter changes {len(others)} layers that no format quantizes, which are left out: {others[0]}"
+            )
         self.readers = self._readers()
         self.batch = self._token_batch() if arguments.tokens else None
 

@@ -28,7 +28,7 @@ from merge.diagnose_verdict import (
 from merge.quantize import FORMATS
 from merge.stored import StoredWeights, unscaled
 from recipes.parts.errors import BadInput
-from tests.unit.test_merge_fixture import alter_adapter, shared_model, shared_run
+from tests.unit.test_merge_fixture import alter_adapter, make_model, make_run, shared_model, shared_run
 
 NAME = "model.layers.3.self_attn.q_proj"
 
@@ -397,9 +397,15 @@ def test_wrong_input_is_refused_before_any_weight_is_read(arguments, message, tm
         Diagnosis(parse_arguments([*own, *arguments]))
 
 
+def test_an_update_of_a_layer_that_stays_unquantized_is_noted(tmp_path):
+    run = make_run(tmp_path / "run", shared_model(False), target_modules=["lm_head", "q_proj"])
+    found = Diagnosis(parse_arguments(["--run", str(run.path), "--formats", "fp8"]))
+    assert found.notes == ["the adapter changes 1 layers that no format quantizes, which are left out: lm_head.weight"]
+    assert sum(layer["update_norm"] > 0 for layer in found.layers()) == 2
+
+
 def test_the_original_base_is_measured_only_when_it_is_the_run_s_own(tmp_path):
     from recipes.parts.errors import CheckFailed
-    from tests.unit.test_merge_fixture import make_model
 
     other = make_model(tmp_path / "other", seed=9)
     arguments = ["--run", str(shared_run().path), "--formats", "fp8", "--into", "original"]
