@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from recipes.parts.config import Config, DataConfig, resolve
 from recipes.parts.data import CODE_FORMATS, TEXT_FORMATS, first_row
 from recipes.parts.errors import BadInput, CheckFailed
 
+_STATEMENT = re.compile(r"^[ \t]*(?:async def|def|class|return|import|from)\b|\blambda\b", re.MULTILINE)
 BOX = "\nPut the final answer in \\boxed{}."
 MATH_FORMATS = (*TEXT_FORMATS, "countdown")
 
@@ -296,9 +298,10 @@ def judge_code(options: dict, answers: Sequence[Answered], pool: Any) -> list[Ju
     judged = {}
     for answer, reward, block, verdict in zip(distinct, rewards, seen.extracted, seen.verdicts, strict=True):
         fenced = bool(fenced_blocks(answer.text))
-        # Without a fence the whole text was tried: prose is no code, and a fence around prose is still a code block.
-        parsed = block is not None and (fenced or verdict.reason not in ("syntax", "too long"))
+        # Without a fence the whole text was tried: "Yes" and "42" are Python and no program.
+        tried = verdict.reason not in ("syntax", "too long") and _STATEMENT.search(answer.text) is not None
+        parsed = block is not None and (fenced or tried)
         right = None if reward is None else reward >= 1.0
-        strict = right if fenced or right is None else False
+        strict = right if fenced else False
         judged[answer.problem.id, answer.text] = Judgement(block if parsed else None, parsed, right, strict, reward)
     return [judged[answer.problem.id, answer.text] for answer in answers]
