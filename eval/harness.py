@@ -392,6 +392,8 @@ def differences(measured: Measured, results: Results, task: str) -> list[str]:
         said.append(f"length: at most {limit or 'its default of'} new tokens; ours {ours['max_new_tokens']}")
     if stops := [stop for stop in made.get("until") or [] if stop not in ("</s>", "<|im_end|>")]:
         said.append(f"stops: also at {', '.join(map(repr, stops))}; ours the model's stop tokens alone")
+    if own := _own_settings(measured.checkpoint):
+        said.append(f"settings: the checkpoint's {own} act there; ours take nothing from generation_config.json")
     template = raw.get("chat_template")
     if raw.get("model_source") == "hf":
         said += [] if template == _template(measured.checkpoint) else ["chat template: not the checkpoint's; ours is"]
@@ -411,6 +413,17 @@ def _rule(found: dict) -> str:
     first = (found.get("filter") or [{}])[0]
     which = {0: "the first match of", -1: "the last match of"}.get(first.get("group_select", 0), "a match of")
     return f"{which} {first.get('regex_pattern')}" if first.get("function") == "regex" else str(first.get("function"))
+
+
+# What of a generation_config.json changes greedy completions, and the value at which it does not.
+_ACTS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_length": 0, "num_beams": 1}
+
+
+def _own_settings(checkpoint: Path) -> str:
+    file = checkpoint / "generation_config.json"
+    found = read_json(file) if file.is_file() else {}
+    acting = {key: found[key] for key, neutral in _ACTS.items() if found.get(key) not in (None, neutral)}
+    return ", ".join(f"{key} {value}" for key, value in acting.items())
 
 
 def _decoding(temperature: float) -> str:
