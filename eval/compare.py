@@ -356,7 +356,10 @@ def _survival_sentence(name: str, survival: dict, gain: dict, bf16: dict) -> str
     if low <= -survival["margin"]:
         why = f"the loss can be more than {margin}"
     elif survival["margin"] >= bf16["difference"]:
-        why = f"a loss of {margin}, the margin, would be all of the gain of {points(bf16['difference'])} in bf16"
+        why = (
+            f"no more than {points(max(-low, 0.0))} are lost, but the margin of {margin} is no smaller than the gain "
+            f"in bf16, {points(bf16['difference'])}"
+        )
     else:
         why = "no gain over the base is shown there"
     needed = survival["needed_problems"]
