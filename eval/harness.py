@@ -12,6 +12,7 @@ intervals, the difference on the same problems, and where the protocols differ.
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -232,7 +233,9 @@ def write_problems(measured: Measured) -> None:
     with open(partial, "w", encoding="utf-8") as file:
         for problem in measured.problems:
             prompt = chat_messages(measured.data, problem)[-1]["content"]
-            row = {"problem_id": problem.id, "question": problem.question, "prompt": prompt, "answer": problem.gold}
+            # The harness compares text: SVAMP's 145.0 would make every 145 wrong.
+            answer = re.sub(r"(?<=\d)\.0+$", "", problem.gold)
+            row = {"problem_id": problem.id, "question": problem.question, "prompt": prompt, "answer": answer}
             file.write(json.dumps(row) + "\n")
     os.replace(partial, measured.work / "problems.jsonl")
 

@@ -160,6 +160,17 @@ def test_a_torn_samples_file_is_named_by_line_and_one_of_other_problems_is_not_u
     assert read_results(recorded).scores[0].right is None
 
 
+def test_the_problems_are_written_in_the_policys_words_with_answers_that_compare_as_text(tmp_path):
+    own = measured(tmp_path)
+    golds = ["145.0", "-3.00", "1,000", "0.50", "2\u2028"]
+    own.problems[:] = [Problem(name, f"{name}?", gold, "t:1") for name, gold in zip(IDS, golds, strict=True)]
+    own.data.prompt_suffix = " Box it."
+    harness.write_problems(own)
+    rows = [json.loads(line) for line in (own.work / "problems.jsonl").read_text().split("\n") if line]
+    assert [row["answer"] for row in rows] == ["145", "-3", "1,000", "0.50", "2\u2028"]
+    assert rows[0] == {"problem_id": IDS[0], "question": f"{IDS[0]}?", "prompt": f"{IDS[0]}? Box it.", "answer": "145"}
+
+
 def options(tmp_path: Path, **changes: object) -> Namespace:
     (tmp_path / "lm_eval").write_text("")
     given = {"lm_eval": tmp_path / "lm_eval", "tasks": list(harness.TASKS), "num_fewshot": 5, "batch_size": 8}
