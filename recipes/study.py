@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from recipes.parts.rundir import MANIFEST, RunDir, read_json, write_json
 from recipes.quickstart import mean_reward, step
 
 POLICIES = ("base", "grpo")
-NOT_SERVED = ("nf4",)  # vLLM has no loader of its own for it
 Command = tuple[str, list[str], tuple[int, ...]]
 
 
@@ -64,41 +64,29 @@ class Study:
     def name(self, seed: int) -> str:
         return f"{self.config.run.name}-seed{seed}"
 
-    def commands(self, seed: int) -> list[Command]:
-        """(name, arguments of python, accepted exit codes) of everything that this seed still lacks."""
+    def commands(self, seed: int) -> Iterator[Command]:
+        """(name, arguments of python, accepted exit codes) of what this seed lacks, seen anew before each command."""
         run, place = RunDir(self.runs[seed]), str(self.runs[seed])
-        found: list[Command] = []
         if not is_trained(run, self.config.train.max_steps):
             own = ["--run.name", self.name(seed), "--run.seed", str(seed), "--run.output_dir", place]
-            launch = [
-                "-m",
-                "accelerate.commands.launch",
-                "--config_file",
-                self.options.launcher,
-                "recipes/grpo_qlora.py",
-            ]
+            launch = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
             resume = ["--resume"] if run.path.exists() else []
-            train = [*launch, "--config", self.options.config, *own, *self.overrides, *resume]
-            found.append((f"seed {seed}: GRPO", train, (DONE,)))
+            train = [*launch, "recipes/grpo_qlora.py", "--config", self.options.config, *own, *self.overrides, *resume]
+            yield f"seed {seed}: GRPO", train, (DONE,)
         # The nf4 cells of the evaluation are the NF4 base with and without the adapter: nothing is merged for them.
-        merged = [name for name in self.formats if name != "nf4" and not is_merged(run, name)]
-        if merged:
-            found.append(
-                (f"seed {seed}: merge", ["-m", "merge", "--run", place, "--format", *merged], (DONE, CHECK_FAILED))
-            )
+        if merged := [name for name in self.formats if name != "nf4" and not is_merged(run, name)]:
+            yield f"seed {seed}: merge", ["-m", "merge", "--run", place, "--format", *merged], (DONE,)
         if not (run.path / "diagnostics.json").is_file():
-            found.append((f"seed {seed}: layers", ["-m", "merge", "diagnose", "--run", place], (DONE,)))
+            yield f"seed {seed}: layers", ["-m", "merge", "diagnose", "--run", place], (DONE,)
         if not is_evaluated(run, self.formats):
-            found.append(
-                (f"seed {seed}: eval", ["-m", "eval", "--run", place, "--formats", *self.formats], (DONE,)),
-            )
-        found.append((f"seed {seed}: gate", ["-m", "eval", "gate", "--run", place], (DONE, CHECK_FAILED)))
+            yield f"seed {seed}: eval", ["-m", "eval", "--run", place, "--formats", *self.formats], (DONE,)
+        yield f"seed {seed}: gate", ["-m", "eval", "gate", "--run", place], (DONE, CHECK_FAILED)
         if self.options.serving and seed == self.options.seeds[0] and not (run.path / "serving.json").is_file():
-            served = [name for name in self.formats if name not in NOT_SERVED]
+            served = [name for name in self.formats if name != "nf4"]  # vLLM has no loader of its own for nf4
             serve = ["-m", "eval.serving", "--run", place, "--formats", *served, "--batches", *self.options.batches]
-            found.append((f"seed {seed}: serving", serve, (DONE, CHECK_FAILED)))
-        found.append((f"seed {seed}: report", ["-m", "eval", "report", "--run", place], (DONE,)))
-        return found
+            # A format that this machine's vLLM does not serve is told and left out.
+            yield f"seed {seed}: serving", serve, (DONE, CHECK_FAILED)
+        yield f"seed {seed}: report", ["-m", "eval", "report", "--run", place], (DONE,)
 
 
 def is_trained(run: RunDir, steps: int) -> bool:

@@ -41,7 +41,7 @@ def make(tmp_path, *arguments: str) -> study.Study:
     return study.Study(*study.parse_arguments([*base, *arguments]))
 
 
-def names(commands: list) -> list[str]:
+def names(commands) -> list[str]:
     return [name.partition(": ")[2] for name, _, _ in commands]
 
 
