@@ -403,8 +403,9 @@ def differences(measured: Measured, results: Results, task: str) -> list[str]:
     if (raw.get("system_instruction") or None) != (measured.data.system_prompt or None):
         said.append("system message: not the same")
     used = str((raw.get("config") or {}).get("model_dtype") or "").removeprefix("torch.")
-    if used and used != (mine := _dtype(measured.cell, ours)) and mine != "auto":
-        said.append(f"computed in {used}; ours {mine}")
+    used = used or "what the server chose"
+    if used != (mine := _dtype(measured.cell, ours)) and mine != "auto":
+        said.append(f"computed in {used}; ours in {mine}")
     count = next(score.n for score in results.scores if score.task == task)
     if count != len(measured.problems):
         said.append(f"problems: {count}; ours {len(measured.problems)}")
