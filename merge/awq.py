@@ -28,8 +28,12 @@ def main(request: dict) -> None:
     oneshot(
         model=model,
         dataset=Dataset.from_list(sequences),
-        # Symmetric INT4 in groups of 128: the layout of w4a16, so that the two differ by the scaling alone.
-        recipe=[AWQModifier(), QuantizationModifier(targets=["Linear"], scheme="W4A16", ignore=request["ignore"])],
+        recipe=[
+            # The search by activations alone tries no scaling at all too, the one by activations and weights does not.
+            AWQModifier(duo_scaling="both"),
+            # Symmetric INT4 in groups of 128: the layout of w4a16, so that the two differ by the scaling alone.
+            QuantizationModifier(targets=["Linear"], scheme="W4A16", ignore=request["ignore"]),
+        ],
         max_seq_length=max(map(len, request["sequences"])),
         num_calibration_samples=len(sequences),
         shuffle_calibration_samples=False,
