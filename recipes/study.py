@@ -77,7 +77,7 @@ class Study:
         if merged := [name for name in self.formats if name != "nf4" and not is_merged(run, name)]:
             yield f"seed {seed}: merge", ["-m", "merge", "--run", place, "--format", *merged], (DONE,)
         if not (run.path / "diagnostics.json").is_file():
-            yield f"seed {seed}: layers", ["-m", "merge", "diagnose", "--run", place], (DONE,)
+            yield f"seed {seed}: layers", ["-m", "merge", "diagnose", "--run", place, "--tokens"], (DONE,)
         if not is_evaluated(run, self.formats):
             yield f"seed {seed}: eval", ["-m", "eval", "--run", place, "--formats", *self.formats], (DONE,)
         yield f"seed {seed}: gate", ["-m", "eval", "gate", "--run", place], (DONE, CHECK_FAILED)
