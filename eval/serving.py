@@ -250,7 +250,8 @@ def measure(settings: Settings, name: str) -> dict:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     place = {"model": str(path), "served_model_name": "model", "host": "127.0.0.1", "port": port}
-    environment = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1")}
+    # The memory of weights and KV cache is read from what vLLM logs at INFO.
+    environment = {"VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"), "VLLM_LOGGING_LEVEL": "INFO"}
     if settings.vllm.is_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; otherwise vLLM takes most of the machine's memory
     log = log_file(settings, name)

@@ -41,6 +41,10 @@ def echo(request: dict) -> tuple[int, dict]:
     return 200, completion(request, *(choice(f"{question} {i}", index=i) for i in range(request["n"])))
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256  # the default of 5 resets connections of a command that asks for a batch at once
+
+
 class Stub:
     """An OpenAI-compatible server of this process; `answer(request)` gives status and body of a completion."""
 
@@ -68,7 +72,7 @@ class Stub:
                 with contextlib.suppress(BrokenPipeError):  # the client gave up meanwhile
                     self.wfile.write(content)
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
