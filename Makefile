@@ -66,26 +66,16 @@ else
 endif
 	@rm -f $(STARTED); touch $(STAMP)
 
-# Its own environment: llm-compressor and vllm pin different versions of compressed-tensors. torch and transformers are
-# .venv's, which a .pth file shows behind its own packages, so it takes 50 MB and the build of torch fits this device.
-# pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
-llmcompressor: .venv-llmcompressor/.installed
-.venv-llmcompressor/.installed: requirements-llmcompressor.txt $(STAMP)
-	rm -rf .venv-llmcompressor
-	$(BIN)/python -m venv .venv-llmcompressor
+# Environments of their own: llm-compressor and vllm pin different versions of compressed-tensors, lm-eval brings much.
+# torch and transformers are .venv's, which a .pth file shows behind their own packages, so the build of torch fits this
+# device. pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
+llmcompressor lm_eval: %: .venv-%/.installed
+.venv-%/.installed: requirements-%.txt $(STAMP)
+	rm -rf .venv-$*
+	$(BIN)/python -m venv .venv-$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  "$$(.venv-llmcompressor/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kit.pth"
-	.venv-llmcompressor/bin/pip install --quiet --no-warn-conflicts -r requirements-llmcompressor.txt
-	@touch $@
-
-# Its own environment, with .venv's packages beside it: torch and transformers are the ones that a run uses.
-lm_eval: .venv-lm_eval/.installed
-.venv-lm_eval/.installed: requirements-lm_eval.txt $(STAMP)
-	rm -rf .venv-lm_eval
-	$(BIN)/python -m venv .venv-lm_eval
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  "$$(.venv-lm_eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kit.pth"
-	.venv-lm_eval/bin/pip install --quiet -r requirements-lm_eval.txt
+	  "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kit.pth"
+	.venv-$*/bin/pip install --quiet --no-warn-conflicts -r requirements-$*.txt
 	@touch $@
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.

@@ -109,22 +109,15 @@ def paired_difference(after: np.ndarray, before: np.ndarray, samples: int, seed:
 def survival_changes(
     base: np.ndarray, grpo: np.ndarray, base_bf16: np.ndarray, grpo_bf16: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(gain in a format, gain in bf16) per problem, (n,) each, from the scores in the four cells, (n,) each."""
+    """(gain in a format, gain in bf16) per problem, (n,) each, from the scores in the four cells, (n,) each.
+
+    Their paired difference is negative when gain was lost. Resampling problems, not cells, keeps what the four cells
+    have in common out of its interval's width.
+    """
     columns = [np.asarray(column, dtype=np.float64) for column in (grpo, base, grpo_bf16, base_bf16)]
     if len({column.shape for column in columns}) != 1:
         raise BadInput(f"gain survival needs the same problems in all four cells: {[len(c) for c in columns]}.")
     return columns[0] - columns[1], columns[2] - columns[3]
-
-
-def gain_survival(
-    base: np.ndarray, grpo: np.ndarray, base_bf16: np.ndarray, grpo_bf16: np.ndarray, samples: int, seed: int
-) -> dict:
-    """Gain in a format minus gain in bf16, per problem: {"difference", "interval"}; negative when gain was lost.
-
-    All four are scores (n,) on the same problems in the same order. Resampling problems, not cells, keeps what the
-    four cells have in common out of the width.
-    """
-    return paired_difference(*survival_changes(base, grpo, base_bf16, grpo_bf16), samples, seed)
 
 
 def discordant(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:

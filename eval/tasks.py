@@ -238,6 +238,12 @@ def custom(name: str, function: Callable) -> Reward:
 
 def _named(function: Callable, options: dict, answers: Sequence[Answered], pool: Any) -> tuple[list, list | None]:
     """The rewards of a function of `reward/`, and what it read out of each completion where it says so."""
+    rewards, seen = _explained(function, options, answers, pool)
+    return rewards, seen.extracted or None
+
+
+def _explained(function: Callable, options: dict, answers: Sequence[Answered], pool: Any) -> tuple[list, Any]:
+    """The rewards of a function of `reward/` and its `reward.score.Explanation` of them."""
     from reward.score import Explanation
 
     seen = Explanation()
@@ -249,7 +255,7 @@ def _named(function: Callable, options: dict, answers: Sequence[Answered], pool:
         budget=seen,
         **options,
     )
-    return rewards, seen.extracted or None
+    return rewards, seen
 
 
 def judge_by_reward(call: Reward, threshold: float, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
@@ -283,18 +289,9 @@ def _reward(value: Any) -> float | None:
 def judge_code(options: dict, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
     """All hidden tests pass; a completion that repeats another one of its problem is run once."""
     from reward.code import code, fenced_blocks
-    from reward.score import Explanation
 
     distinct = list({(answer.problem.id, answer.text): answer for answer in answers}.values())
-    seen = Explanation()
-    rewards = code(
-        [answer.conversation for answer in distinct],
-        [answer.text for answer in distinct],
-        gold=[answer.problem.gold for answer in distinct],
-        pool=pool,
-        budget=seen,
-        **options,
-    )
+    rewards, seen = _explained(code, options, distinct, pool)
     judged = {}
     for answer, reward, block, verdict in zip(distinct, rewards, seen.extracted, seen.verdicts, strict=True):
         fenced = bool(fenced_blocks(answer.text))

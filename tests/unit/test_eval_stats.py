@@ -240,7 +240,8 @@ def test_pairing_narrows_the_interval_when_the_two_agree_on_most_problems():
 def test_gain_survival_is_the_difference_of_the_two_gains():
     base, grpo = np.array([0, 0, 1, 0]), np.array([1, 0, 1, 0])
     base_bf16, grpo_bf16 = np.array([0, 0, 0, 0]), np.array([1, 1, 1, 0])
-    result = stats.gain_survival(base, grpo, base_bf16, grpo_bf16, 1_000, 0)
+    changes = stats.survival_changes(base, grpo, base_bf16, grpo_bf16)
+    result = stats.paired_difference(*changes, 1_000, 0)
     assert result["difference"] == pytest.approx(0.25 - 0.75)
     assert result["interval"][0] < -0.5 < result["interval"][1]
 
