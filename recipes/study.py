@@ -71,7 +71,7 @@ class Study:
             own = ["--run.name", self.name(seed), "--run.seed", str(seed), "--run.output_dir", place]
             launch = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
             resume = ["--resume"] if run.path.exists() else []
-            train = [*launch, "recipes/grpo_qlora.py", "--config", self.options.config, *own, *self.overrides, *resume]
+            train = [*launch, "recipes/grpo_qlora.py", "--config", self.options.config, *self.overrides, *own, *resume]
             yield f"seed {seed}: GRPO", train, (DONE,)
         # The nf4 cells of the evaluation are the NF4 base with and without the adapter: nothing is merged for them.
         if merged := [name for name in self.formats if name != "nf4" and not is_merged(run, name)]:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -52,6 +53,10 @@ class Case:
     backend: str = "auto"  # vLLM's --linear-backend
     on_cpu: bool = True
 
+    @property
+    def label(self) -> str:
+        return self.format if self.backend == "auto" else f"{self.format}, {self.backend}"
+
 
 def cases(capability: tuple[int, int] | None) -> list[Case]:
     """What to serve on a GPU of this compute capability, or (None) on a CPU."""
@@ -72,7 +77,9 @@ def serve(directory: str, prompts_file: str, result_file: str, backend: str = "a
     prompts = json.loads(Path(prompts_file).read_text())
     started = time.perf_counter()
     options = {} if backend == "auto" else {"linear_backend": backend}
-    options |= {"max_model_len": 512, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    # Several engines start at once: each takes a fixed KV cache, because measuring what is free needs the card alone.
+    options |= {"max_model_len": 512, "gpu_memory_utilization": 0.1, "enforce_eager": True}
+    options |= {"kv_cache_memory_bytes": 1 << 30}
     engine = LLM(model=directory, dtype="bfloat16", seed=0, **options)
     loaded = time.perf_counter() - started
     sampling = SamplingParams(max_tokens=16, temperature=0.0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
@@ -126,19 +133,27 @@ def transformers_log_probs(directory: Path, rows: list[dict]) -> list[list[float
     return [s.gather(1, ids[0, 1:, None])[:, 0].tolist() for s, ids in zip(scores, batch, strict=True)]
 
 
-def measure(case: Case, merged: Path, prompts: Path, folder: Path) -> tuple[str, bool]:
+def served(case: Case, merged: Path, prompts: Path, folder: Path) -> tuple[int, Path, Path]:
+    """(exit code of vLLM on the checkpoint, its answers, its log)."""
+    result, log_file = folder / f"{case.label}.json", folder / f"{case.label}.log"
+    directory = str(merged / case.format)
+    command = [sys.executable, __file__, "--serve", directory, str(prompts), str(result), case.backend]
+    with open(log_file, "w") as log:
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        return (
+            subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode,
+            result,
+            log_file,
+        )
+
+
+def measure(case: Case, merged: Path, status: int, result: Path, log_file: Path) -> tuple[str, bool]:
     """(a line of the table, whether vLLM loads the checkpoint and agrees with transformers)."""
     import torch
 
     from recipes.parts.rundir import read_manifest
 
-    label = case.format if case.backend == "auto" else f"{case.format}, {case.backend}"
-    directory = merged / case.format
-    result, log_file = folder / f"{label}.json", folder / f"{label}.log"
-    command = [sys.executable, __file__, "--serve", str(directory), str(prompts), str(result), case.backend]
-    with open(log_file, "w") as log:
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-        status = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
+    label, directory = case.label, merged / case.format
     if status:
         return "\n".join([f"{label:16} vLLM failed, exit {status}:", *log_file.read_text().splitlines()[-15:]]), False
     found = json.loads(result.read_text())
@@ -200,11 +215,15 @@ def main() -> int:
     prompts = folder / "prompts.json"
     prompts.write_text(json.dumps([b[0].tolist() for b in fixed_batch(run, tokenizer, tokenizer.vocab_size)][:8]))
     failures, lines = int(code != 1), []
-    for case in cases(torch.cuda.get_device_capability() if device == "cuda" else None):
-        if case.format in formats:
-            line, fine = measure(case, run.merged / "grpo", prompts, folder)
-            lines.append(line)
-            failures += not fine
+    wanted = cases(torch.cuda.get_device_capability() if device == "cuda" else None)
+    wanted = [case for case in wanted if case.format in formats]
+    merged = run.merged / "grpo"
+    with ThreadPoolExecutor(4 if device == "cuda" else 1) as pool:
+        answers = list(pool.map(lambda case: served(case, merged, prompts, folder), wanted))
+    for case, answer in zip(wanted, answers, strict=True):
+        line, fine = measure(case, merged, *answer)
+        lines.append(line)
+        failures += not fine
     names = ("torch", "transformers", "bitsandbytes", "peft", "compressed-tensors")
     print(torch.cuda.get_device_name() if device == "cuda" else "cpu", *(f"{name} {version(name)}" for name in names))
     print("format kept KL(policy‖it) max|Δlogp| | vLLM to transformers: mean |Δlogp|, max, tokens, load s")
