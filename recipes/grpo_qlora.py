@@ -128,6 +128,7 @@ def main() -> None:
 
     from accelerate import PartialState
 
+    from recipes.parts.heldout import HeldOut
     from recipes.parts.policy import (
         check_base,
         check_base_unchanged,
@@ -150,6 +151,7 @@ def main() -> None:
     dataset, problems = load_data(config, tokenizer, processes)
     arguments = trainer_arguments(config, run)
     check_card(config)
+    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     state = PartialState()
     say(describe_plan(config, problems, processes))
     if flags.dry_run:
@@ -174,6 +176,7 @@ def main() -> None:
         run=run,
         base_hash=facts["hash"],
         rollout=rollout,
+        heldout=heldout,
         model=base,
         reward_funcs=rewards,
         args=arguments,

@@ -84,6 +84,7 @@ def _positive(config: Config) -> list[str]:
         "eval.batch_size": config.eval.batch_size,
         "eval.bootstrap_samples": config.eval.bootstrap_samples,
         "watch.completions_per_step": config.watch.completions_per_step,
+        "watch.eval_problems": config.watch.eval_problems,
         "data.max_train_problems": config.data.max_train_problems,
         "data.max_eval_problems": config.data.max_eval_problems,
     }
@@ -105,6 +106,7 @@ def _positive(config: Config) -> list[str]:
         "rollout.retries": config.rollout.retries,
         "rollout.canary_prompts": config.rollout.canary_prompts,
         "watch.completions_every": config.watch.completions_every,
+        "watch.eval_every": config.watch.eval_every,
     }
     shares = {
         "rollout.top_p": config.rollout.top_p,

@@ -183,6 +183,8 @@ class TrainConfig:
 class WatchConfig:
     completions_every: int = _option(10, "steps between samples of completions; 0 = never")
     completions_per_step: int = _option(64, "completions written per sampled step")
+    eval_every: int = _option(0, "steps between measurements of the held-out accuracy while training; 0 = never")
+    eval_problems: int = _option(64, "held-out problems of such a measurement, one completion each")
     report_to: list[str] = _option([], "trackio, tensorboard, wandb")
 
 

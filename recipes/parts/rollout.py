@@ -191,11 +191,13 @@ class ServerRollout:
                 )
             time.sleep(1.0)
 
-    def generate(self, trainer: Any, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    def generate(
+        self, trainer: Any, prompt_ids: list[list[int]], group: int | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Completions and sampler log-probs for this process's prompts, in order.
 
-        The main process syncs the adapter and asks for all processes' groups; a prompt stands `group_size` times in a
-        row, so it is sent once with n = group_size. Every process gets its share.
+        The main process syncs the adapter and asks for all processes' groups; a prompt stands `group` (default
+        `group_size`) times in a row, so it is sent once with n = group. Every process gets its share.
         """
         from accelerate.utils import broadcast_object_list, gather_object
 
@@ -209,7 +211,7 @@ class ServerRollout:
         if trainer.accelerator.is_main_process:
             # The other processes wait for the outcome, so no error may pass them by.
             try:
-                outcome[:2] = self._step(trainer, everything)
+                outcome[:2] = self._step(trainer, everything, group)
             except KitError as error:
                 outcome[2] = error
             except Exception as error:
@@ -234,7 +236,7 @@ class ServerRollout:
         for url, reason in reasons.items():
             print(f"{url} may be left asleep: {reason}. The next start of a trainer wakes it.", flush=True)
 
-    def _step(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[tuple], int]:
+    def _step(self, trainer: Any, prompts: list[list[int]], group: int | None = None) -> tuple[list[tuple], int]:
         """Wake, sync, generate, sleep; the samples of all processes and the version that made them."""
         if self._may_be_asleep:
             with trainer.timed("wake"):
@@ -243,7 +245,7 @@ class ServerRollout:
         self.scorer.choose(prompts)
         with trainer.timed("sync"):
             self._sync(trainer)
-        samples = self._generate_groups(prompts, trainer.eos_token_ids)
+        samples = self._generate_groups(prompts, trainer.eos_token_ids, group)
         if self.config.server.sleep:
             with trainer.timed("sleep"):
                 self._may_be_asleep = True
@@ -274,8 +276,11 @@ class ServerRollout:
             self.report["canary_delta"] = max(result.mean for result in results)
             self.report["canary_k3"] = max(result.k3 for result in results)
 
-    def _generate_groups(self, prompt_ids: list[list[int]], stop: list[int]) -> list[tuple[list[int], list[float]]]:
-        rollout, group = self.config.rollout, self.config.rollout.group_size
+    def _generate_groups(
+        self, prompt_ids: list[list[int]], stop: list[int], group: int | None = None
+    ) -> list[tuple[list[int], list[float]]]:
+        rollout = self.config.rollout
+        group = group or rollout.group_size
         prompts = prompt_ids[::group]
         if any(prompt_ids[i] != prompts[i // group] for i in range(len(prompt_ids))):
             raise CheckFailed("the prompts of a group differ: the trainer's sampler no longer repeats each prompt.")

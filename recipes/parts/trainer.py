@@ -34,6 +34,7 @@ from recipes.parts.checkpoint import (
 from recipes.parts.checks import sharded, split_problem
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.heldout import HeldOut
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.mismatch import measure
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
@@ -182,12 +183,21 @@ class PolicyTrainer(GRPOTrainer):
     `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
     """
 
-    def __init__(self, *, config: Config, run: RunDir, base_hash: str, rollout: Any = None, **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        config: Config,
+        run: RunDir,
+        base_hash: str,
+        rollout: Any = None,
+        heldout: HeldOut | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(**kwargs)
         check_not_sharded(self.accelerator)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
-        self.config, self.run, self.base_hash, self.rollout = config, run, base_hash, rollout
+        self.config, self.run, self.base_hash, self.rollout, self.heldout = config, run, base_hash, rollout, heldout
         if rollout is not None:
             # TRL reads these where it corrects for the sampler's mismatch; its own server client is never made.
             self.use_vllm = True
@@ -315,7 +325,18 @@ class PolicyTrainer(GRPOTrainer):
         self._counts["tokens"] += completion_tokens + prompt_tokens
         self._peak["rollout"] = _peak_gib()
         _reset_peak()
+        if self.heldout and self.heldout.is_due(self.state.global_step + 1):
+            self._measure_heldout()
         return output
+
+    def _measure_heldout(self) -> None:
+        with self.timed("heldout"):
+            accuracy = self.heldout.measure(self)
+        self._sampler["heldout_accuracy"] = accuracy
+        if accuracy is not None:  # for the trackers
+            self._metrics["train"]["heldout_accuracy"].append(accuracy)
+        self._peak["heldout"] = _peak_gib()
+        _reset_peak()
 
     def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
         if self.rollout is None:
@@ -358,7 +379,8 @@ class PolicyTrainer(GRPOTrainer):
     def _record(self, logs: dict, step: int) -> dict:
         seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | dict(self._seconds)
         seconds["step"] = time.perf_counter() - (self._step_started or time.perf_counter())
-        seconds["update"] = max(0.0, seconds["step"] - seconds["rollout"] - seconds["reward"])
+        others = seconds["rollout"] + seconds["reward"] + seconds.get("heldout", 0.0)
+        seconds["update"] = max(0.0, seconds["step"] - others)
         self._peak["update"] = _peak_gib()
         counts = self._counts
         return {
@@ -371,7 +393,7 @@ class PolicyTrainer(GRPOTrainer):
             "unknown_rewards": {
                 f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")
             },
-            **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds")),
+            **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy")),
             **self._sampler,
             "completion_tokens": int(counts["completion_tokens"]),
             "rollout_tokens_per_s": counts["completion_tokens"] / seconds["rollout"] if seconds["rollout"] else None,

@@ -341,7 +341,7 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
     found = served(rollout(1, {"sleep_enabled": True}, "--server.sleep=true"))
     order = []
 
-    def step(trainer: SimpleNamespace, prompts: list) -> tuple[list, int]:
+    def step(trainer: SimpleNamespace, prompts: list, group: int | None) -> tuple[list, int]:
         order.append("step")
         if fails:
             raise CheckFailed("the replica did not wake up")

@@ -1,0 +1,104 @@
+"""Held-out accuracy while a run trains: the policy answers the same problems of the eval split every few steps.
+
+The judge is the one of `python -m eval`, not the run's reward: when the reward climbs while this falls, the reward is
+gamed or the problems are learned by heart. A step measures the policy that sampled its rollouts, with the run's own
+sampling settings and backend, one completion a problem. In the trainer's process every measurement draws the same
+random numbers and hands the generator's state back, so a run is the same with and without it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from recipes.parts.config import Config
+from recipes.parts.data import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems
+from recipes.parts.errors import BadInput
+from reward import BoundReward, checked_options
+
+
+class HeldOut:
+    """The held-out problems of a run and their judge; `BadInput` when there is none. Loads no weights.
+
+    At most `watch.eval_problems` problems, the first of the split whose prompt fits.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any):
+        self.config = config
+        problems = load_problems(config.data, "eval")
+        problems, _ = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
+        self.problems = problems[: config.watch.eval_problems]
+        if not self.problems:
+            raise BadInput("watch.eval_every: the eval split holds no problem. Set data.eval_split, or leave it out.")
+        self.judge = _judge(config)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step that generates is measured: the first, and the first at or after every multiple."""
+        every, apart = self.config.watch.eval_every, self.config.train.num_iterations
+        return step == 1 or step // every != (step - apart) // every
+
+    def measure(self, trainer: Any) -> float | None:
+        """Share of right answers among those that could be judged, the same in every process; None when none could.
+
+        Called by all processes together; each generates its part.
+        """
+        processes, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        share = -(-len(self.problems) // processes)
+        # Everyone generates equally often: the last share is filled up from the start, and the surplus dropped.
+        mine = list(itertools.islice(itertools.cycle(self.problems), index * share, (index + 1) * share))
+        prompts = [chat_messages(self.config.data, problem) for problem in mine]
+        completions = trainer.processing_class.batch_decode(
+            _generate(trainer, trainer._tokenize_prompts(prompts)[0]), skip_special_tokens=True
+        )
+        messages = [[{"role": "assistant", "content": text}] for text in completions]
+        scores = self.judge(prompts=prompts, completions=messages, gold=[problem.gold for problem in mine])
+        decided = [score for score in gather_object(scores)[: len(self.problems)] if score is not None]
+        return sum(score == 1.0 for score in decided) / len(decided) if decided else None
+
+
+def _judge(config: Config) -> BoundReward:
+    """What decides whether an answer is right, by the form of the references; the default of `python -m eval`."""
+    form, reward = config.data.answer_format, config.reward
+    if form in TEXT_FORMATS:
+        name, fixed = "math", {"hash_answers": True}
+    elif form in CODE_FORMATS:
+        name, fixed = "code", {"partial": False}
+    elif form == "countdown":
+        name, fixed = "countdown", {}
+    else:
+        raise BadInput(
+            f"watch.eval_every is {config.watch.eval_every} and data.answer_format {form} does not say when an answer "
+            "is right. Set watch.eval_every to 0."
+        )
+    if name == "code" and not reward.allow_code_execution:
+        raise BadInput("watch.eval_every runs code that the model wrote. Set reward.allow_code_execution, or 0.")
+    given = {} if name == "math" else {key: value for key, value in reward.options.items() if key == name}
+    options = checked_options(given, [name])[name] | fixed
+    return BoundReward(name, reward.workers, reward.timeout_s, 1.0, options)
+
+
+def _generate(trainer: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
+    rollout = trainer.rollout
+    if rollout is not None:
+        told = rollout.versions, rollout.report  # of the step's own rollouts
+        completions, _ = rollout.generate(trainer, prompt_ids, group=1)
+        rollout.versions, rollout.report = told
+        return completions
+    size = max(1, trainer.args.generation_batch_size // trainer.accelerator.num_processes)
+    made: list[list[int]] = []
+    with _own_random_numbers(trainer):
+        for start in range(0, len(prompt_ids), size):
+            made += trainer._generate_single_turn(prompt_ids[start : start + size], None, {}, 1)[0]
+    return made
+
+
+@contextlib.contextmanager
+def _own_random_numbers(trainer: Any) -> Iterator[None]:
+    """Seed torch for the block and give its generators their state back."""
+    device = trainer.accelerator.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(trainer.config.run.seed * 1000 + trainer.accelerator.process_index)
+        yield

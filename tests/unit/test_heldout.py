@@ -1,0 +1,153 @@
+"""Held-out accuracy during a run: measured when it is due, by the judge of eval, and without any effect on the run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput
+from recipes.parts.heldout import HeldOut
+from recipes.parts.rundir import RunDir
+from tests.conftest import CONFIG
+
+EVAL = {"watch.eval_every": 2, "watch.eval_problems": 10}
+# What differs between two equal runs: clocks and memory.
+UNSTABLE = ("time", "seconds", "peak_gib", "rollout_tokens_per_s", "update_tokens_per_s")
+
+
+def learned(rows: list[dict]) -> list[dict]:
+    return [{key: row[key] for key in row if key not in (*UNSTABLE, "heldout_accuracy")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def measured_run(build_trainer, recipe_arguments, learning_model_dir, tmp_path_factory) -> RunDir:
+    """The session's small run once more, measured every second step, resumed in the middle from step 4."""
+    output = tmp_path_factory.mktemp("measured") / "run"
+    build_trainer(recipe_arguments(learning_model_dir, output, EVAL)).train_run(resume=False)
+    run = RunDir(output)
+    (run.path / "first.jsonl").write_bytes(run.metrics_file.read_bytes())
+    (newest := run.newest_checkpoint()).rename(run.path / newest.name)
+    build_trainer(recipe_arguments(learning_model_dir, output, EVAL, ("--resume",))).train_run(resume=True)
+    return run
+
+
+def test_a_run_is_the_same_with_and_without_it_and_across_a_resume(tiny_run, measured_run, read_jsonl):
+    without, resumed = read_jsonl(tiny_run.metrics_file), read_jsonl(measured_run.metrics_file)
+    first = read_jsonl(measured_run.path / "first.jsonl")
+    assert learned(first) == learned(without) == learned(resumed)
+    assert any(row["grad_norm"] > 0 for row in without), "nothing was learned, so nothing is shown"
+    assert [row["heldout_accuracy"] for row in first] == [row["heldout_accuracy"] for row in resumed]
+    hashes = {
+        json.loads((run.adapter_dir(6) / "manifest.json").read_text())["tensor_hash"]
+        for run in (tiny_run, measured_run)
+    }
+    assert len(hashes) == 1
+
+
+def test_it_is_measured_at_the_first_step_and_at_every_multiple_and_timed(measured_run, read_jsonl):
+    rows = read_jsonl(measured_run.path / "first.jsonl")
+    assert [row["heldout_accuracy"] is not None for row in rows] == [True, True, False, True, False, True]
+    values = [row["heldout_accuracy"] for row in rows if row["heldout_accuracy"] is not None]
+    assert all(0 <= value <= 1 and round(value * 10, 6).is_integer() for value in values)
+    for row in rows:
+        seconds = row["seconds"]
+        assert ("heldout" in seconds) == (row["heldout_accuracy"] is not None)
+        spent = sum(seconds.get(name, 0) for name in ("rollout", "reward", "heldout", "update"))
+        assert spent == pytest.approx(seconds["step"], abs=0.001)
+
+
+def test_without_it_nothing_is_measured(tiny_run, read_jsonl):
+    assert [row["heldout_accuracy"] for row in read_jsonl(tiny_run.metrics_file)] == [None] * 6
+
+
+def config_of(model, **keys):
+    keys = {"model.path": model, "data.path": model, "watch.eval_every": 2, "watch.eval_problems": 5} | keys
+    return load_config(CONFIG, [f"--{key}={value}" for key, value in keys.items()])
+
+
+class Answers:
+    """A trainer of `processes` processes whose policy answers the n-th held-out problem right when n is even."""
+
+    def __init__(self, heldout: HeldOut, index: int, processes: int, rollout=None):
+        self.right = {problem.question: place % 2 == 0 for place, problem in enumerate(heldout.problems)}
+        self.golds = {problem.question: problem.gold for problem in heldout.problems}
+        self.accelerator = SimpleNamespace(
+            num_processes=processes, process_index=index, device=SimpleNamespace(type="cpu")
+        )
+        self.args = SimpleNamespace(generation_batch_size=2 * processes)
+        self.config, self.rollout, self.asked, self.batches = heldout.config, rollout, [], []
+        self.processing_class = self
+
+    def _tokenize_prompts(self, prompts):
+        self.asked = [prompt[-1]["content"] for prompt in prompts]
+        return [[place] for place in range(len(prompts))], None, {}
+
+    def _generate_single_turn(self, prompt_ids, images, fields, generations):
+        self.batches.append(len(prompt_ids))
+        return prompt_ids, None
+
+    def batch_decode(self, completions, skip_special_tokens):
+        questions = [self.asked[ids[0]] for ids in completions]
+        return [f"\\boxed{{{self.golds[q] if self.right[q] else 'wrong'}}}" for q in questions]
+
+
+@pytest.fixture
+def heldout(tiny_model_dir):
+    return lambda **keys: HeldOut(config_of(tiny_model_dir, **keys), AutoTokenizer.from_pretrained(tiny_model_dir))
+
+
+def test_processes_share_the_problems_and_every_problem_counts_once(heldout, monkeypatch):
+    made = heldout()
+    parts = []
+    for index in (0, 1):
+        trainer = Answers(made, index, 2)
+        monkeypatch.setattr("recipes.parts.heldout.gather_object", lambda scores: parts.append(scores) or scores)
+        made.measure(trainer)
+        assert (len(trainer.asked), trainer.batches) == (3, [2, 1])
+    everyone = [*parts[0], *parts[1]]
+    assert everyone == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]  # the sixth is the first problem again
+    monkeypatch.setattr("recipes.parts.heldout.gather_object", lambda scores: everyone)
+    assert made.measure(Answers(made, 0, 2)) == 3 / 5
+
+
+def test_a_server_is_asked_once_a_problem_and_the_steps_own_report_stays(heldout):
+    made = heldout()
+    rollout = SimpleNamespace(versions=[7] * 16, report={"canary_delta": 0.1}, groups=[])
+
+    def generate(trainer, prompt_ids, group):
+        rollout.versions, rollout.report = [7] * len(prompt_ids), {}
+        rollout.groups.append((len(prompt_ids), group))
+        return prompt_ids, None
+
+    rollout.generate = generate
+    assert made.measure(Answers(made, 0, 1, rollout)) == 3 / 5
+    assert rollout.groups == [(5, 1)]
+    assert (rollout.versions, rollout.report) == ([7] * 16, {"canary_delta": 0.1})
+
+
+def test_answers_that_could_not_be_judged_are_left_out(heldout, monkeypatch):
+    made = heldout()
+    monkeypatch.setattr(made, "judge", lambda **columns: [None, 1.0, None, 0.0, 1.0])
+    assert made.measure(Answers(made, 0, 1)) == 2 / 3
+    monkeypatch.setattr(made, "judge", lambda **columns: [None] * 5)
+    assert made.measure(Answers(made, 0, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"data.answer_format": "any"}, "does not say when an answer is right"),
+        ({"rollout.max_prompt_length": 2}, "prompts are longer than"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_weights_load(heldout, keys, reason):
+    with pytest.raises(BadInput, match=reason):
+        heldout(**keys)
+
+
+@pytest.mark.parametrize(("iterations", "due"), [(1, [1, 3, 6, 9]), (2, [1, 3, 7, 9])])
+def test_due_steps_follow_the_generations(heldout, iterations, due):
+    made = heldout(**{"watch.eval_every": 3, "train.num_iterations": iterations, "train.save_steps": 40})
+    assert [step for step in range(1, 10, iterations) if made.is_due(step)] == due
