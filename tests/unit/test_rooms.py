@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": ("recipes.parts.data", "reward", "merge", "launch.metrics", "launch.replicas", "launch.vllm_command"),
-    "launch": (),
+    # Jobs are checked before they wait in a queue; an export translates the data and the rewards too.
+    "launch": ("recipes.parts.checks", "recipes.parts.data", "reward"),
 }
 NOT_ROOMS = {"tests", "runs", "models"}
 

@@ -1,0 +1,59 @@
+"""Write the Slurm job of a run from the run's YAML:
+
+    python -m launch.slurm --config X.yaml --out job.sbatch
+    python -m launch.slurm --config X.yaml --nodes 2 --partition gpu --account lab --time 2-00:00:00 --out job.sbatch
+
+One node: servers on server.gpus, the trainer on the node's other GPUs. Two nodes: servers on all GPUs of the first,
+the trainer on all of the second. More: the servers keep the first, the trainer gets the rest. Keys of the YAML can be
+given as --group.key value; they go into the script. Nothing is submitted.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from launch.slurm.script import Job, write_script
+from recipes.parts.config import load_config
+from recipes.parts.errors import DONE, BadInput, run_command
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.slurm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
+    parser.add_argument("--nodes", type=int, default=1, help="1: servers and trainer share it; 2 or more: see above")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs to ask for on each node; 0: a CPU node")
+    parser.add_argument("--cpus_per_gpu", type=int, default=8, help="CPU cores to ask for, per GPU")
+    parser.add_argument("--partition", help="Slurm partition; default the cluster's")
+    parser.add_argument("--account", help="Slurm account; default the user's")
+    parser.add_argument("--time", default="24:00:00", help="time limit as Slurm writes it: 24:00:00, 2-12, 90")
+    parser.add_argument("--out", type=Path, help="file to write; default standard output")
+    flags, overrides = parser.parse_known_args()
+    job = Job(
+        config_path=flags.config,
+        overrides=tuple(overrides),
+        nodes=flags.nodes,
+        gpus=flags.gpus_per_node,
+        cpus_per_gpu=flags.cpus_per_gpu,
+        partition=flags.partition,
+        account=flags.account,
+        time=flags.time,
+    )
+    text = write_script(job, load_config(flags.config, overrides))
+    if flags.out is None:
+        sys.stdout.write(text)
+        return DONE
+    try:
+        flags.out.write_text(text)
+    except OSError as error:
+        raise BadInput(f"--out {flags.out} cannot be written: {error.strerror}.") from None
+    print(f"{flags.out}: submit it from this directory with sbatch {flags.out}")
+    return DONE
+
+
+if __name__ == "__main__":
+    run_command(main)

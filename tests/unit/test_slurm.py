@@ -1,0 +1,159 @@
+"""The sbatch scripts: options that Slurm knows, the split of the GPUs, refusals before anything waits in a queue."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.script import Job, split_gpus, write_script
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput
+
+ROOT = Path(__file__).parents[2]
+EIGHT = "recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
+ONE_CARD = "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
+ALONE = "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml"
+TINY = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+NAME, COUNT = r"[A-Za-z0-9][\w.,-]*", r"[1-9]\d*"
+# The long options of sbatch (Slurm 20.11 to 25.05) that a script may use, and their values.
+OPTIONS = {
+    "job-name": r"[A-Za-z0-9][\w.-]*",
+    "partition": NAME,
+    "account": NAME,
+    "nodes": COUNT,
+    "ntasks-per-node": COUNT,
+    "gpus-per-node": rf"([a-z]\w*:)?{COUNT}",
+    "cpus-per-task": COUNT,
+    "time": r"\d+|(\d+-)?\d+(:\d\d){1,2}|\d+-\d+",
+    "signal": r"(B:)?(USR1|USR2|TERM|INT)(@\d{1,5})?",
+    "output": r"[\w./%-]+",
+    "open-mode": "append|truncate",
+    "requeue": None,
+}
+
+
+def script(path: str = EIGHT, *overrides: str, **job) -> str:
+    return write_script(Job(path, overrides, **job), load_config(ROOT / path, list(overrides)))
+
+
+def options(text: str) -> dict[str, str | None]:
+    """The #SBATCH options of a script; AssertionError for one that sbatch would refuse or not see."""
+    found, is_body = {}, False
+    for line in text.splitlines():
+        if line.startswith("#SBATCH"):
+            assert not is_body, f"sbatch reads no option after the first command: {line}"
+            key, equals, value = line.removeprefix("#SBATCH --").partition("=")
+            assert key in OPTIONS, f"unknown option {line}"
+            assert key not in found, f"{key} is given twice"
+            pattern = OPTIONS[key]
+            assert bool(equals) == (pattern is not None), line
+            assert pattern is None or re.fullmatch(pattern, value), f"{line} is no value of {key}"
+            found[key] = value or None
+        elif line and not line.startswith("#"):
+            is_body = True
+    return found
+
+
+JOBS = {
+    "one node": (EIGHT, (), {}),
+    "two nodes": (EIGHT, (), {"nodes": 2, "partition": "gpu", "account": "lab-1", "time": "2-12:00:00"}),
+    "three nodes": (EIGHT, (), {"nodes": 3, "time": "90"}),
+    "one card": (ONE_CARD, (), {"gpus": 1}),
+    "a card for each side": (ONE_CARD, (), {"gpus": 1, "nodes": 2}),
+    "no server": (ALONE, (), {"gpus": 1}),
+    "no GPU": (TINY, ("--rollout.backend", "server", "--run.name=it"), {"gpus": 0, "nodes": 2}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_option_is_one_that_slurm_knows_and_bash_reads_the_body(name):
+    path, overrides, job = JOBS[name]
+    text = script(path, *overrides, **job)
+    found = options(text)
+    assert found["nodes"] == str(job.get("nodes", 1))
+    assert found["signal"] == "B:USR1@300"
+    assert ("gpus-per-node" in found) == (job.get("gpus", 8) > 0)
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert max(map(len, text.replace(found["job-name"], "").splitlines())) < 160
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "#SBATCH --gpu-per-node=8",
+        "#SBATCH --gpus-per-node=0",
+        "#SBATCH --time=24h",
+        "#SBATCH --requeue=yes",
+        "#SBATCH --nodes=1\n#SBATCH --nodes=2",
+        "echo\n#SBATCH --requeue",
+        "#SBATCH -N 2",
+    ],
+)
+def test_a_planted_fault_in_the_options_is_found(line):
+    with pytest.raises(AssertionError):
+        options(f"#!/usr/bin/env bash\n{line}\n")
+
+
+@pytest.mark.parametrize(("file", "nodes"), [("one_node.sbatch", 1), ("two_nodes.sbatch", 2)])
+def test_the_shipped_examples_are_what_the_generator_writes(file, nodes):
+    text = (ROOT / "launch/slurm" / file).read_text()
+    assert text == script(nodes=nodes)
+    (line,) = re.findall(r"^# Written by: python -m launch.slurm (.*)$", text, re.M)
+    assert shlex.split(line) == ["--config", EIGHT, "--nodes", str(nodes), "--gpus_per_node", "8"]
+
+
+def test_two_or_more_nodes_make_the_step_of_one():
+    config = load_config(ROOT / EIGHT)
+    per_device = config.train.per_device_train_batch_size
+    sizes = set()
+    for nodes in (1, 2, 3, 5):
+        split = split_gpus(Job(EIGHT, nodes=nodes), config)
+        sizes.add(per_device * split.processes * (split.accumulation or config.train.gradient_accumulation_steps))
+    assert sizes == {256}
+    text = script(nodes=3)
+    assert "--num_machines 2 --num_processes 16" in text
+    assert "words+=(--train.gradient_accumulation_steps 4)" in text
+    # Who sets it decides alone.
+    assert "words+=(--train." not in script(EIGHT, "--train.gradient_accumulation_steps", "16", nodes=3)
+
+
+def test_the_trainer_gets_the_gpus_that_the_servers_leave():
+    assert 'CUDA_VISIBLE_DEVICES="$(pick 0 1 2 3)"' in script()
+    assert '--server.gpus "[$(pick 4 5 6 7)]"' in script()
+    # Without server.gpus the servers take the first, one each.
+    text = script(EIGHT, "--server.gpus", "null", "--train.gradient_accumulation_steps", "16")
+    assert 'CUDA_VISIBLE_DEVICES="$(pick 4 5 6 7)"' in text
+    # A card that both share.
+    assert '--gpu_ids "$(pick 0)"' in script(ONE_CARD, gpus=1)
+
+
+def test_a_key_is_made_where_the_servers_can_be_reached_from_outside():
+    assert "VLLM_API_KEY" not in script()
+    text = script(nodes=2)
+    assert "export VLLM_API_KEY" in text
+    assert "--server.host 0.0.0.0" in text
+    assert "8000 8001 8002 8003 8004 8005 8006 8007" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "job", "complaint"),
+    [
+        (EIGHT, (), {"nodes": 0}, "--nodes (0) must be at least 1"),
+        (EIGHT, (), {"time": "24h"}, "--time '24h' is none of Slurm's formats"),
+        (EIGHT, (), {"partition": "gpu; rm -rf x"}, "--partition 'gpu; rm -rf x' is not a name"),
+        (EIGHT, (), {"gpus": 4}, "server.gpus names [4, 5, 6, 7]; a node has 4"),
+        (ALONE, (), {"nodes": 2, "gpus": 1}, "rollout.backend is in_process"),
+        (TINY, ("--rollout.backend", "server"), {"nodes": 3, "gpus": 0}, "the kit trains on one of them"),
+        (EIGHT, ("--rollout.server_urls", "[http://node7:8000]"), {}, "Write http://127.0.0.1:PORT"),
+        (EIGHT, ("--rollout.group_size", "7"), {"nodes": 2}, "must divide the generation batch (4 per device x 8"),
+        (EIGHT, (), {"nodes": 2, "gpus": 6}, "64 forwards are not a multiple of 6"),
+        (EIGHT, ("--server.max_num_seqs", "4"), {}, "server.max_num_seqs (4) is below rollout.group_size (8)"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_waits_in_a_queue(path, overrides, job, complaint):
+    with pytest.raises(BadInput) as refused:
+        script(path, *overrides, **job)
+    assert complaint in str(refused.value)
