@@ -133,7 +133,9 @@ def to_nvfp4(weight: torch.Tensor, amax: float = 0.0) -> tuple[Parts, torch.Tens
         )
         return stored, compressor.decompress(dict(stored), scheme)["weight"].float()
 
-    return _by_rows(weight, 1, compress)
+    # compressed-tensors compiles its rounding: for that inductor starts a process per core, of 0.4 GiB each.
+    with torch.compiler.set_stance("force_eager"):
+        return _by_rows(weight, 1, compress)
 
 
 def to_nf4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:

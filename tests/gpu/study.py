@@ -5,8 +5,8 @@
 A Qwen3 of 25 M parameters is supervised on noisy sums (`mismatch.py` makes it), then `python -m recipes.study` trains
 it with GRPO, merges {base, grpo} into every format, diagnoses the layers, evaluates, gates and reports, and `python -m
 merge --compare_bases` says which base is nearer to the policy. Prints the study's table last. awq needs what `make
-llmcompressor` installs and is left out where that is not. Exits 1 when a command fails or the time is over; what was made
-until then stays in runs/.
+llmcompressor` installs and is left out where that is not. Exits 1 when a command fails or the time is over; what was
+made until then stays in runs/.
 """
 
 import argparse
