@@ -8,9 +8,10 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from launch.vllm_command import Plan
 from recipes.parts.errors import CheckFailed
@@ -39,10 +40,13 @@ class Running:
 
 
 class Replicas:
-    """All replicas of one command. Use as a context: leaving it ends every process, unless `leave_running`."""
+    """All replicas of one command. Use as a context: leaving it ends every process, unless `leave_running`.
 
-    def __init__(self, plans: list[Plan], detach: bool = False):
-        self.plans, self.detach = plans, detach
+    `prefix` are words before each replica's command, of a program that runs the command in the replica's place.
+    """
+
+    def __init__(self, plans: list[Plan], detach: bool = False, prefix: Sequence[str] = ()):
+        self.plans, self.detach, self.prefix = plans, detach, prefix
         self.running: list[Running] = []
         self._signal: int | None = None
         self._left = False
@@ -82,11 +86,9 @@ class Replicas:
             # Its routes answer whoever reaches the port, key or not, and the kit's own do not need it.
             environment.pop("VLLM_SERVER_DEV_MODE", None)
             with open(plan.log, "a") as log:
-                command = shlex.join(plan.command).replace("\n", " ")
-                log.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n")
-                log.flush()
+                mark_start(log, plan.command)
                 process = subprocess.Popen(
-                    plan.command,
+                    [*self.prefix, *plan.command],
                     # `python -m` puts the working directory first on the import path: not the checkout.
                     cwd=plan.log.parent,
                     env=environment,
@@ -134,9 +136,8 @@ class Replicas:
             raise Stopped
         for one in self.running:
             if (code := one.process.poll()) is not None:
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 others = " The other replicas were stopped." if len(self.running) > 1 else ""
-                raise CheckFailed(f"the server at {one.plan.url} {how}.{others} {_log(one.plan)}")
+                raise CheckFailed(f"the server at {one.plan.url} {how_it_ended(code)}.{others} {_log(one.plan)}")
 
 
 def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
@@ -155,12 +156,34 @@ def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
         client.close()
 
 
+def how_it_ended(code: int) -> str:
+    """The end of a process in words, from its exit code; below 0 it is the signal that ended it."""
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (the kernel does that when the machine or container is out of memory: dmesg)"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def mark_start(log: IO[str], command: list[str]) -> None:
+    """The line that a command's output follows in its log, which may hold earlier starts."""
+    words = shlex.join(command).replace("\n", " ")
+    log.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
+    log.flush()
+
+
 def _log(plan: Plan) -> str:
-    text = read_end(plan.log)
-    cause = next((found[1] for line in text if (found := ERROR.search(line))), None)
-    first = f"The first error in it: {cause[:300]}\n" if cause else ""
-    tail = "\n".join(f"  {line[:300]}" for line in text[-LOG_LINES:])
-    return f"{first}Its log is {plan.log}; the last lines:\n{tail}"
+    return first_error(read_end(plan.log)) + log_end(plan.log)
+
+
+def first_error(lines: list[str]) -> str:
+    """A line with the first error among those of a log, nothing when none is named."""
+    cause = next((found[1] for line in lines if (found := ERROR.search(line))), None)
+    return f"The first error in it: {cause[:300]}\n" if cause else ""
+
+
+def log_end(log: Path) -> str:
+    """Where a log is and its last lines."""
+    tail = "\n".join(f"  {line[:300]}" for line in read_end(log)[-LOG_LINES:])
+    return f"Its log is {log}; the last lines:\n{tail}"
 
 
 def read_end(log: Path, most_bytes: int = 1 << 18) -> list[str]:

@@ -26,12 +26,13 @@ OWN_GENERATION_FIELDS += ("transformers_continuous_batching_config",)
 FLOOR_FIELD = "vllm_importance_sampling_clip_min"
 TRACKERS = ("trackio", "tensorboard", "wandb")
 LOCK = ".lock"
+STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
 # A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
 FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
     *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
-    *("rollout.max_canary_delta", "server", "train.max_gpu_gib"),
+    *("rollout.max_canary_delta", "server", "train.max_gpu_gib", "train.gpus"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
 )
 
@@ -415,9 +416,9 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
 
 
 def _is_left_before_a_run(entry: Path) -> bool:
-    """Whether a dry run or the run's rollout servers, which start first, may have written this."""
+    """Whether a dry run, the run's rollout servers or launch.up, which start first, may have written this."""
     if entry.name == "logs":
-        return all(file.name.startswith("server") for file in entry.iterdir())
+        return all(file.name.startswith(("server", *STARTED_BY_UP)) for file in entry.iterdir())
     return entry.name in ("config.json", LOCK)
 
 

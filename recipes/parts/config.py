@@ -172,6 +172,9 @@ class TrainConfig:
     max_grad_norm: float = _option(1.0, "gradient clipping norm")
     weight_decay: float = _option(0.0, "AdamW weight decay")
     optimizer: str = _option("adamw_torch", "optimizer, as transformers names it")
+    gpus: list[int] | None = _option(
+        None, "GPUs of the trainer under launch.up, one process each; default those that no replica uses"
+    )
     max_gpu_gib: float | None = _option(None, "GPU memory that a trainer process may take; default the whole card")
     gradient_checkpointing: bool = _option(True, "recompute activations in the backward pass: less memory, slower")
     save_steps: int = _option(50, "steps between checkpoints and published adapters")

@@ -110,9 +110,11 @@ class Recorder:
         run.logs.mkdir(parents=True, exist_ok=True)
 
     def say(self, line: str) -> None:
-        """Print one line and append it to logs/trainer.log."""
+        """Print one line and append it to logs/trainer.log, unless that is what prints go to (launch.up)."""
         print(line, flush=True)
-        _append_line(self.run.logs / "trainer.log", line)
+        log = self.run.logs / "trainer.log"
+        if not _prints_go_to(log):
+            _append_line(log, line)
 
     def ledger(self, step: int, problem_ids: list[str]) -> None:
         """Record which problems a step consumes, in order, before it generates."""
@@ -152,6 +154,13 @@ def step_line(record: dict) -> str:
         f"length {show('completion_length', 1)} grad_norm {show('grad_norm', 3)} "
         f"seconds {seconds['step']:.2f} (rollout {seconds['rollout']:.2f} update {seconds['update']:.2f})"
     )
+
+
+def _prints_go_to(path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), path.stat())
+    except (OSError, ValueError):  # no such file, or prints are captured without one
+        return False
 
 
 def _append(path: Path, value: dict) -> None:

@@ -284,7 +284,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     assert "is a file" in directory_refusal(configuration(run__output_dir=tmp_path / "notes.txt"))
 
 
-@pytest.mark.parametrize("what", ["absent", "empty", "dry run", "servers"])
+@pytest.mark.parametrize("what", ["absent", "empty", "dry run", "servers", "up"])
 def test_a_directory_without_a_run_may_be_written_but_not_resumed(tmp_path, what):
     folder = tmp_path / "run"
     if what != "absent":
@@ -295,6 +295,10 @@ def test_a_directory_without_a_run_may_be_written_but_not_resumed(tmp_path, what
         (folder / "logs").mkdir()
         (folder / "logs" / "server-8000.log").write_text("")
         (folder / "logs" / "server.json").write_text("{}")
+    if what == "up":  # python -m launch.up opens the logs of what it starts
+        (folder / "logs").mkdir()
+        for name in ("check", "base", "server-8000", "trainer"):
+            (folder / "logs" / f"{name}.log").write_text("")
     config = configuration(run__output_dir=folder)
     assert check_run_directory(config, resume=False, processes=1).path == folder
     assert "holds no started run. Leave --resume out" in directory_refusal(config, resume=True)

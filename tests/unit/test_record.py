@@ -62,6 +62,14 @@ def test_metrics_are_strict_json_whatever_the_numbers(tmp_path, read_jsonl, caps
     assert lines == capsys.readouterr().out.splitlines() and len(lines) == 2
 
 
+def test_a_line_is_not_written_twice_where_prints_go_to_the_log(tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    with open(tmp_path / "logs" / "trainer.log", "a") as log:
+        monkeypatch.setattr("sys.stdout", log)
+        recorder(tmp_path).say("once")
+    assert (tmp_path / "logs" / "trainer.log").read_text() == "once\n"
+
+
 def test_completions_are_capped_and_a_step_told_again_replaces_the_first(tmp_path, read_jsonl):
     written = recorder(tmp_path, "--watch.completions_per_step", "3")
     rows = [{"problem_id": str(index), "completion": 'a\n"b" é 日本', "advantage": math.nan} for index in range(10)]
