@@ -171,7 +171,8 @@ def mark_start(log: IO[str], command: list[str]) -> None:
 
 
 def _log(plan: Plan) -> str:
-    return first_error(read_end(plan.log)) + log_end(plan.log)
+    lines = read_end(plan.log)
+    return first_error(lines) + log_end(plan.log, lines)
 
 
 def first_error(lines: list[str]) -> str:
@@ -180,9 +181,9 @@ def first_error(lines: list[str]) -> str:
     return f"The first error in it: {cause[:300]}\n" if cause else ""
 
 
-def log_end(log: Path) -> str:
-    """Where a log is and its last lines."""
-    tail = "\n".join(f"  {line[:300]}" for line in read_end(log)[-LOG_LINES:])
+def log_end(log: Path, lines: list[str]) -> str:
+    """Where a log is, and the last of its lines."""
+    tail = "\n".join(f"  {line[:300]}" for line in lines[-LOG_LINES:])
     return f"Its log is {log}; the last lines:\n{tail}"
 
 

@@ -1,0 +1,150 @@
+"""The commands of a run that are no servers: started with a log each, watched, ended; and why one of them ended."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from launch.replicas import first_error, how_it_ended, log_end, mark_start, members, read_end
+from launch.trainer_command import Command
+from launch.vllm_command import ROOT
+from recipes.parts.errors import BAD_INPUT, CHECK_FAILED, KitError
+
+STOP_S = 30.0  # what a job gets to end by itself after SIGINT
+KILL_S = 5.0
+MOST_REASON_LINES = 10
+# How accelerate and torchrun, which end with 1 whatever happened, tell how the recipe ended.
+HOW_THE_RECIPE_ENDED = re.compile(
+    r"returned non-zero exit status (?P<code>\d+)|died with <Signals\.(?P<signal>SIG\w+)"
+    r"|^\s*exitcode\s*: (?P<torch>-?\d+)"
+)
+TRACEBACK = "Traceback (most recent call last)"
+LAUNCHER_ERROR = re.compile(r"(subprocess\.CalledProcessError|torch\.distributed\.elastic\.\S+Error)\b")
+# What follows the recipe's message: a traceback of the launcher, or its own log lines.
+AFTER_THE_MESSAGE = re.compile(r"Traceback \(|[EWI]\d{4} |\[rank\d|Exception ignored")
+
+
+def leash() -> list[str]:
+    """The words before a command that is to end with this process and to leave nothing behind."""
+    return [sys.executable, str(ROOT / "launch" / "leash.py"), str(os.getpid())]
+
+
+@dataclass
+class Job:
+    """One command with its log. Use as a context: leaving it ends the command with all that it started."""
+
+    name: str
+    command: Command
+    log: Path
+    gpus: tuple[str, ...] = ()
+    on_wait: Callable[[], None] = lambda: None  # called while its end is waited for
+    process: subprocess.Popen | None = None
+    started: float = 0.0  # time.monotonic()
+
+    def __enter__(self) -> "Job":
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "a") as log:
+            mark_start(log, self.command.words)
+            self.process = subprocess.Popen(
+                [*leash(), *self.command.words],
+                env={**os.environ, **self.command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started = time.monotonic()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGINT)
+            self._wait(STOP_S)
+        if self.process.poll() is None:
+            kill_trees([self.process.pid])
+            self._wait(KILL_S)
+        if members(self.process.pid):  # where the leash itself was killed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.on_wait()
+            time.sleep(0.1)
+
+    def ended(self) -> int | None:
+        """None while it runs; then the exit code of what accelerate launched, below 0 a signal."""
+        code = self.process.poll()
+        if code != 1:
+            return code
+        found = [match for line in read_end(self.log) if (match := HOW_THE_RECIPE_ENDED.search(line))]
+        if not found:
+            return code
+        last = found[-1]  # torchrun names the first failure last
+        if last["signal"]:
+            return -signal.Signals[last["signal"]]
+        return int(last["code"] or last["torch"])
+
+    def failure(self, code: int) -> "JobFailed":
+        """What there is to say about an end with `code`."""
+        lines = without_launcher(read_end(self.log))
+        reason = message(lines)
+        if code == BAD_INPUT and reason:
+            return JobFailed(f"{self.name}: {reason}\nIts log is {self.log}.", code)
+        told = f"{reason}\n" if reason else first_error(lines)
+        return JobFailed(f"{self.name} {how_it_ended(code)}. {told}{log_end(self.log, lines)}", code)
+
+
+class JobFailed(KitError):
+    """A command of the run failed; bad input stays bad input."""
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.exit_code = BAD_INPUT if code == BAD_INPUT else CHECK_FAILED
+
+
+def message(lines: list[str]) -> str | None:
+    """The first message of a command of the kit (`error: …`, which may go on over lines) in a log."""
+    for number, line in enumerate(lines):
+        if line.startswith("error: "):
+            said = [line.removeprefix("error: ")]
+            for further in lines[number + 1 : number + MOST_REASON_LINES]:
+                if AFTER_THE_MESSAGE.match(further):
+                    break
+                said.append(further)
+            return "\n".join(said).rstrip()
+    return None
+
+
+def without_launcher(lines: list[str]) -> list[str]:
+    """The lines of a log without the traceback of accelerate or torchrun, which says only that the recipe failed."""
+    ends = [number for number, line in enumerate(lines) if LAUNCHER_ERROR.match(line)]
+    starts = [number for number, line in enumerate(lines[: ends[-1]]) if TRACEBACK in line] if ends else []
+    return lines[: starts[-1]] if starts else lines
+
+
+def trees(pids: list[int]) -> list[psutil.Process]:
+    """The living processes with these ids and everything that they started."""
+    found: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def kill_trees(pids: list[int]) -> None:
+    """SIGKILL for these processes and everything that they started."""
+    for process in trees(pids):
+        with contextlib.suppress(psutil.Error):
+            process.kill()

@@ -1,0 +1,181 @@
+"""The trainer's command line and which GPUs it gets beside the replicas, from the run's configuration."""
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from launch.vllm_command import ROOT
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+
+RECIPE = "recipes/grpo_qlora.py"
+CPU, ONE_GPU, DDP = (f"accelerate_configs/{name}.yaml" for name in ("cpu", "one_gpu", "ddp"))
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """An accelerate configuration, as far as it decides where the processes run."""
+
+    path: str
+    is_cpu: bool
+    is_single: bool  # one process
+    processes: int  # what the file says
+    mixed_precision: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of the replicas in order and of the trainer, by the names that CUDA_VISIBLE_DEVICES takes."""
+
+    servers: tuple[str, ...] = ()
+    trainer: tuple[str, ...] = ()
+    is_machine_without: bool = False
+
+    def environment(self, gpus: tuple[str, ...]) -> dict[str, str]:
+        """What shows a process these GPUs and no others."""
+        return {} if self.is_machine_without else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command with what is added to this process's environment."""
+
+    words: list[str]
+    environment: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        """As it can be typed."""
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*assignments, shlex.join(self.words)])
+
+
+def read_launcher(path: str) -> Launcher:
+    """`BadInput` when the file is no accelerate configuration of one machine."""
+    try:
+        facts = yaml.safe_load(Path(path).read_text())
+        kind = str(facts["distributed_type"])
+        machines, processes = int(facts.get("num_machines", 1)), int(facts.get("num_processes", 1))
+    except OSError as error:
+        raise BadInput(f"--launcher {path}: {error.strerror}. Name a file of accelerate_configs.") from None
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInput(
+            f"--launcher {path} is no accelerate configuration ({error!r}). See accelerate_configs."
+        ) from None
+    if machines > 1:
+        raise BadInput(
+            f"--launcher {path} is for {machines} machines and this command starts one. Run accelerate launch on each "
+            "of them, as the file says."
+        )
+    is_cpu = bool(facts.get("use_cpu"))
+    return Launcher(path, is_cpu, kind == "NO", processes, str(facts.get("mixed_precision", "no")))
+
+
+def choose_launcher(gpus: int) -> Launcher:
+    """The one for the number of GPUs that the trainer gets."""
+    return read_launcher(in_checkout(CPU if gpus == 0 else ONE_GPU if gpus == 1 else DDP))
+
+
+def place(config: Config, visible: list[str], replicas_on_gpus: bool, trainer_on_gpus: bool = True) -> Placement:
+    """Who gets which of the GPUs that CUDA shows here; `BadInput` with the numbers when they do not suffice.
+
+    Replicas take what `server.gpus` lists, else the first ones; the trainer what `train.gpus` lists, else the others,
+    or all when it has to share: on a machine of one GPU, and when the replicas sleep during the update. The lists
+    count from the first GPU of CUDA_VISIBLE_DEVICES.
+    """
+    server, train = config.server, config.train
+    servers: tuple[str, ...] = ()
+    if replicas_on_gpus and server.gpus is not None:
+        servers = _named("server.gpus", server.gpus, visible)
+    elif replicas_on_gpus:
+        servers = tuple(visible[: server.tensor_parallel * len(config.rollout.server_urls)])
+    if not trainer_on_gpus:
+        return Placement(servers, (), not visible)
+    if train.gpus is not None:
+        trainer = _named("train.gpus", train.gpus, visible)
+    elif server.sleep or len(visible) == 1:
+        trainer = tuple(visible)
+    else:
+        trainer = tuple(gpu for gpu in visible if gpu not in servers)
+        if visible and not trainer:
+            raise BadInput(
+                f"the replicas take all {len(visible)} GPUs ({', '.join(visible)}: {len(config.rollout.server_urls)} "
+                f"rollout.server_urls of server.tensor_parallel {server.tensor_parallel}) and none is left for the "
+                "trainer. Use fewer replicas, or let them sleep during the update (server.sleep true)."
+            )
+    shared = [gpu for gpu in trainer if gpu in servers]
+    if shared and len(visible) > 1 and not server.sleep and train.max_gpu_gib is None:
+        raise BadInput(
+            f"train.gpus ({', '.join(trainer)}) and the replicas' GPUs ({', '.join(servers)}) have "
+            f"{', '.join(shared)} in common, and nothing says how they share it. Name other GPUs, set server.sleep, "
+            "or set train.max_gpu_gib beside server.gpu_memory_utilization."
+        )
+    return Placement(servers, trainer, not visible)
+
+
+def _named(key: str, listed: list[int], visible: list[str]) -> tuple[str, ...]:
+    if not listed or len(set(listed)) != len(listed):
+        raise BadInput(f"{key} ({listed}) must name at least one GPU, and every GPU once.")
+    if wrong := [gpu for gpu in listed if not 0 <= gpu < len(visible)]:
+        shown = ", ".join(visible) or "none"
+        raise BadInput(
+            f"{key} names {', '.join(map(str, wrong))}; CUDA shows {len(visible)} GPUs here ({shown}), counted from 0."
+        )
+    return tuple(visible[gpu] for gpu in listed)
+
+
+def process_count(launcher: Launcher, trainer_gpus: int) -> int:
+    """How many trainer processes there will be: one per GPU, without GPUs what the launcher says."""
+    if launcher.is_cpu:
+        return launcher.processes
+    if trainer_gpus == 0:
+        raise BadInput(f"--launcher {launcher.path} is for GPUs and CUDA shows none here. Use {CPU}.")
+    if launcher.is_single and trainer_gpus > 1:
+        raise BadInput(
+            f"--launcher {launcher.path} starts one process and the trainer has {trainer_gpus} GPUs. Use {DDP}, or "
+            "name one GPU in train.gpus."
+        )
+    return trainer_gpus
+
+
+def trainer_command(
+    config: Config, config_path: str, overrides: list[str], launcher: Launcher, placement: Placement
+) -> Command:
+    """`accelerate launch` of the recipe on the trainer's GPUs."""
+    environment = {
+        # On a few cores more threads only wait for each other; torchrun's default for several processes too.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),
+        **placement.environment(placement.trainer),
+    }
+    processes = process_count(launcher, len(placement.trainer))
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launcher.path]
+    words += ["--num_processes", str(processes)]
+    if not launcher.is_cpu:
+        words += ["--gpu_ids", "all"]  # all of CUDA_VISIBLE_DEVICES, which one_gpu.yaml would overrule
+        if config.model.dtype == "float32" and launcher.mixed_precision != "no":
+            words += ["--mixed_precision", "no"]
+    words += [in_checkout(RECIPE), "--config", config_path, *overrides]
+    if placement.servers and all(gpu.isdigit() for gpu in placement.servers):
+        # Its memory checks see only the trainer's own CUDA_VISIBLE_DEVICES.
+        chosen = [int(gpu) for gpu in placement.servers]
+        words += [] if chosen == config.server.gpus else [f"--server.gpus={chosen}"]
+    return Command(words, environment)
+
+
+def base_command(config_path: str, overrides: list[str], placement: Placement) -> Command:
+    """`python -m merge base` on the trainer's kind of device: a GPU and a CPU round a few weights differently."""
+    words = [sys.executable, "-m", "merge", "base", "--config", config_path, *overrides]
+    environment = placement.environment(placement.trainer[:1])
+    if Path.cwd() != ROOT:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return Command(words, environment)
+
+
+def in_checkout(name: str) -> str:
+    """A file of the kit as the working directory sees it."""
+    return name if Path.cwd() == ROOT else str(ROOT / name)

@@ -1,0 +1,426 @@
+"""Start everything of a run: its rollout servers and its trainer, in order, and end them together.
+
+    python -m launch.up --config RUN.yaml
+    python -m launch.up --config RUN.yaml --resume
+    python -m launch.up --config RUN.yaml --dry_run
+
+Checks the configuration as the recipe does, writes the dequantized base when it is missing, starts one replica per
+URL in rollout.server_urls and waits until they answer, then starts the trainer on the other GPUs. With
+rollout.backend in_process there is only the trainer. Ctrl-C, SIGTERM and SIGHUP end the trainer, then the servers; a
+second Ctrl-C kills at once. The first process that dies ends the run with its reason. Keys of the YAML can be given as
+--group.key value. Exit code: 0 done, 1 a process failed or a check said no, 2 bad input, 128 + signal when stopped.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from launch.jobs import Job, JobFailed, kill_trees, leash
+from launch.metrics import MetricsLog, mean, series
+from launch.replicas import Replicas, Stopped, read_end
+from launch.server import differences
+from launch.trainer_command import (
+    Command,
+    Launcher,
+    Placement,
+    base_command,
+    choose_launcher,
+    place,
+    process_count,
+    read_launcher,
+    trainer_command,
+)
+from launch.up_view import Status, View
+from launch.vllm_command import (
+    Installed,
+    Plan,
+    check_base,
+    check_ports,
+    gpu_gib,
+    installed_vllm,
+    plans,
+    visible_gpus,
+)
+from recipes.parts.checks import check_config, check_run_directory
+from recipes.parts.config import Config, load_config
+from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
+from recipes.parts.rundir import RunDir, base_directory
+
+POLL_S = 0.2
+FOLLOWED_S = 3.0  # a trainer that fails may follow a server whose end takes a moment
+ENDS = 10  # most steps at each end whose mean reward the summary gives
+
+
+@dataclass
+class Start:
+    """What a checked configuration starts, and with what."""
+
+    config: Config
+    arguments: list[str]  # --config X.yaml and the overrides
+    resume: bool
+    launcher: Launcher
+    placement: Placement
+    vllm: Installed | None  # None: the trainer generates
+    run: RunDir
+    base: Command | None  # None: it is there, or nothing needs it
+    trainer: Command
+    servers: list[Plan]  # without a base, less what follows from its files
+
+    @property
+    def check(self) -> Command | None:
+        """The recipe's own checks; a run that is resumed with the same configuration has passed them."""
+        return None if self.resume else Command([*self.trainer.words, "--dry_run"], self.trainer.environment)
+
+    def log(self, name: str) -> Path:
+        return self.run.logs / f"{name}.log"
+
+
+def server_plans(config: Config, vllm: Installed | None, placement: Placement) -> list[Plan]:
+    """One plan per replica on the GPUs that were chosen for them."""
+    if vllm is None:
+        return []
+    if vllm.is_cpu:
+        return plans(config, vllm, None)
+    # The names stand in the order of server.gpus already.
+    unlisted = replace(config, server=replace(config.server, gpus=None))
+    return plans(unlisted, vllm, list(placement.servers), gpu_gib())
+
+
+def prepare(config_path: str, overrides: list[str], launcher_path: str | None, resume: bool) -> Start:
+    """Every check that takes no time; `BadInput` says what cannot work."""
+    config = load_config(config_path, overrides)
+    is_served = config.rollout.backend == "server"
+    vllm = installed_vllm() if is_served else None
+    asked = read_launcher(launcher_path) if launcher_path else None
+    visible = visible_gpus() or []
+    placement = place(config, visible, bool(vllm and not vllm.is_cpu), not (asked and asked.is_cpu))
+    launcher = asked or choose_launcher(len(placement.trainer))
+    processes = process_count(launcher, len(placement.trainer))
+    check_config(config, processes)
+    run = check_run_directory(config, resume, processes)
+    trainer = trainer_command(config, config_path, overrides, launcher, placement)
+    if resume:
+        trainer.words.append("--resume")
+    needs_base = is_served and not base_directory(config).exists()
+    arguments = ["--config", config_path, *overrides]
+    base = base_command(config_path, overrides, placement) if needs_base else None
+    servers = server_plans(config, vllm, placement)
+    check_ports(servers)
+    if is_served and not base:
+        check_base(config, config_path)
+    return Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers)
+
+
+def describe(start: Start) -> str:
+    """What will be started where, in a few lines."""
+    placement, config = start.placement, start.config
+    on = f"GPU {', '.join(placement.trainer)}" if placement.trainer else "the CPU"
+    count = process_count(start.launcher, len(placement.trainer))
+    lines = [f"run      {config.run.name} -> {start.run.path}"]
+    if start.vllm:
+        what = "is written first, as it is missing" if start.base else "is there"
+        lines.append(f"base     {base_directory(config)} {what}")
+    for plan in start.servers:
+        gpus = f"GPU {', '.join(plan.gpus)}" if plan.gpus else "the CPU"
+        lines.append(f"server   {plan.url} on {gpus}, log {_short(plan.log)}")
+    lines.append(
+        f"trainer  {count} process{'es' * (count > 1)} on {on} by {start.launcher.path}, log "
+        f"{_short(start.log('trainer'))}"
+    )
+    if shared := [gpu for gpu in placement.trainer if gpu in placement.servers]:
+        asleep = "sleep while the trainer updates" if config.server.sleep else "stay in memory"
+        lines.append(f"         shares GPU {', '.join(shared)} with the replicas, which {asleep}")
+    return "\n".join(lines)
+
+
+def _short(path: Path) -> str:
+    """A path as seen from the working directory."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def print_commands(start: Start) -> None:
+    """The exact commands in their order, each to be typed in a terminal of its own or after the one before."""
+    steps: list[tuple[str, str]] = []
+    if start.check:
+        steps.append(("the checks of the recipe", start.check.text))
+    if start.base:
+        steps.append(("the dequantized base", start.base.text))
+    for plan in start.servers:
+        steps.append((f"the server at {plan.url}, until it answers", Command(plan.command, plan.environment).text))
+    steps.append(("the trainer", start.trainer.text))
+    for name, text in steps:
+        print(f"\n# {name}\n{text}")
+    if start.base and not start.vllm.is_cpu and start.config.server.kv_cache_gib is None:
+        print("\n# --gpu-memory-utilization is lowered by the NF4 copy's part once the base is there.")
+    print(flush=True)
+
+
+class Signals:
+    """Notes the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM kills what `pids` names, at once."""
+
+    def __init__(self, pids: Callable[[], list[int]]):
+        self.pids, self.received = pids, None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            _give_up_terminal()
+        if self.received is None:
+            self.received = number
+        elif number != signal.SIGHUP:  # a closed terminal sends it twice
+            kill_trees(self.pids())
+
+    def check(self) -> None:
+        """`Stopped` once a signal came."""
+        if self.received is not None:
+            raise Stopped
+
+
+def _give_up_terminal() -> None:
+    """Write to nowhere instead of to a terminal that is gone, where every write fails."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        if os.isatty(number):
+            os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+class Servers(Replicas):
+    """The replicas of a run: `look` is called at every look at them, and signals are the run's."""
+
+    def __init__(self, plans: list[Plan], look: Callable[[], None]):
+        super().__init__(plans, prefix=leash())
+        self.look, self.started = look, time.monotonic()
+        self.serving: set[str] = set()
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def check_alive(self) -> None:
+        self.look()
+        super().check_alive()
+
+
+@dataclass
+class Up:
+    """One start of everything."""
+
+    start: Start
+    jobs: list[Job] = field(default_factory=list)
+    servers: Servers | None = None
+
+    def __post_init__(self) -> None:
+        self.signals = Signals(self.pids)
+        self.view = View(self.start.run, self.statuses)
+
+    def run(self, checks_only: bool = False) -> int:
+        """Start, wait, end; the exit code of what came to its end or was stopped by a signal."""
+        start = self.start
+        try:
+            with self.signals, self.view:
+                if start.check:
+                    self.step("check", start.check, "the recipe's own checks")
+                if not checks_only:
+                    self.everything()
+        except Stopped:
+            number = self.signals.received
+            print(f"stopped by {signal.Signals(number).name}, all processes are ended. {what_is_left(start)}")
+            return 128 + number
+        if not checks_only:
+            print(summary(start), flush=True)
+        return DONE
+
+    def everything(self) -> None:
+        start = self.start
+        if start.base:
+            self.step("base", start.base, f"dequantized base {base_directory(start.config)}")
+        with self.serve() as self.servers, self.job("trainer", start.trainer, start.placement.trainer) as trainer:
+            self.view.say(f"trainer: started (pid {trainer.process.pid}), log {_short(trainer.log)}")
+            self.view.follow_steps(trainer.log)
+            code = self.wait(trainer)
+            if code != DONE:
+                raise self.cause(trainer.failure(code))
+            self.view.say("trainer: done")
+
+    def step(self, name: str, command: Command, what: str) -> None:
+        """One command before the servers, to its end."""
+        with self.job(name, command, self.start.placement.trainer) as job:
+            self.view.say(f"{name}: {what}, log {_short(job.log)}")
+            if (code := self.wait(job)) != DONE:
+                raise job.failure(code)
+        self.view.say(f"{name}: done after {time.monotonic() - job.started:.0f} s")
+
+    @contextlib.contextmanager
+    def job(self, name: str, command: Command, gpus: tuple[str, ...]):
+        with Job(name, command, self.start.log(name).resolve(), gpus, self.view.update) as job:
+            self.jobs.append(job)
+            try:
+                yield job
+            finally:
+                if job.process.poll() is None:
+                    self.view.say(f"{name}: asked to end")
+
+    def wait(self, job: Job) -> int:
+        """The exit code of a job; `Stopped` on a signal, `CheckFailed` when a server ends before it."""
+        while (code := job.ended()) is None:
+            self.look()
+            if self.servers:
+                self.check_servers()
+            time.sleep(POLL_S)
+        self.view.update()
+        if code != DONE:
+            self.signals.check()
+        return code
+
+    def check_servers(self) -> None:
+        try:
+            self.servers.check_alive()
+        except CheckFailed as failed:
+            self.view.say(str(failed).partition(". ")[0])
+            raise
+
+    def look(self) -> None:
+        self.signals.check()
+        self.view.update()
+
+    @contextlib.contextmanager
+    def serve(self):
+        """The replicas, answering."""
+        start, config = self.start, self.start.config
+        manifest = check_base(config, start.arguments[1]) if start.vllm else {}
+        found = server_plans(config, start.vllm, start.placement) if start.base else start.servers
+        with Servers(found, self.look) as servers:
+            self.servers = servers
+            started = time.monotonic()
+
+            def check(plan: Plan, info: dict) -> None:
+                if wrong := differences(config, manifest, info):
+                    raise CheckFailed(
+                        f"the server at {plan.url} is not what the run needs: {'; '.join(wrong)}. Log: {plan.log}"
+                    )
+                servers.serving.add(plan.url)
+                self.view.say(f"server {plan.url}: ready after {time.monotonic() - started:.0f} s")
+
+            if found:
+                servers.start()
+                for one in servers.running:
+                    self.view.say(
+                        f"server {one.plan.url}: started (pid {one.process.pid}), log {_short(one.plan.log)}"
+                    )
+                servers.wait_ready(config.rollout.server_wait_s, check)
+            yield servers
+            if found:
+                self.view.say("servers: asked to end")
+
+    def cause(self, failed: JobFailed) -> Exception:
+        """The trainer's failure, or that of a server that it followed."""
+        deadline = time.monotonic() + FOLLOWED_S
+        while self.servers.running and time.monotonic() < deadline:
+            try:
+                self.servers.check_alive()
+            except CheckFailed as first:
+                return CheckFailed(f"{first}\nThe trainer followed: {str(failed).partition(' Its log is')[0]}")
+            time.sleep(POLL_S)
+        return failed
+
+    def pids(self) -> list[int]:
+        """The processes that this command started."""
+        servers = self.servers.running if self.servers else []
+        processes = [one.process for one in [*self.jobs, *servers]]
+        return [process.pid for process in processes if process.returncode is None]
+
+    def statuses(self) -> list[Status]:
+        """A row for every process, servers first."""
+        now, rows = time.monotonic(), []
+        for one in self.servers.running if self.servers else []:
+            name = f"server {one.plan.port}"
+            state = "serving" if one.plan.url in self.servers.serving else "starting"
+            rows.append((name, state, one.process, one.plan.gpus or (), self.servers.started, one.plan.log))
+        jobs = [job for job in self.jobs if job.process.poll() is None or job.name == "trainer"]
+        rows += [(job.name, "running", job.process, job.gpus, job.started, job.log) for job in jobs]
+        ending = self.signals.received is not None
+        return [
+            Status(
+                name,
+                "ended" if process.poll() is not None else "ending" if ending else state,
+                process.pid,
+                gpus,
+                now - started,
+                log,
+            )
+            for name, state, process, gpus, started, log in rows
+        ]
+
+
+def what_is_left(start: Start) -> str:
+    """After a stop: where the run can go on."""
+    again = shlex.join(["python", "-m", "launch.up", *start.arguments, "--resume"])
+    try:
+        return f"newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again}"
+    except BadInput:
+        if start.run.base_file.exists():
+            return f"no checkpoint yet (train.save_steps {start.config.train.save_steps}): remove {start.run.path}"
+        return "nothing was trained yet"
+
+
+def summary(start: Start) -> str:
+    """What came out of a run, from its files, and what to do with it."""
+    run, log = start.run, MetricsLog(start.run.metrics_file)
+    log.poll()
+    rewards = series(log.rows, "reward")
+    few = max(1, min(ENDS, len(rewards) // 2))
+    first, last = mean(rewards[:few]), mean(rewards[-few:])
+    shown = ["n/a" if value is None else f"{value:.3f}" for value in (first, last)]
+    told = next((line for line in reversed(read_end(start.log("trainer"))) if line.startswith("done: ")), "")
+    try:
+        adapter = str(run.newest_adapter())
+    except BadInput:
+        adapter = "none"
+    return "\n".join(
+        [
+            f"{len(log.rows)} steps, reward {shown[0]} (first {few}) -> {shown[1]} (last {few}), adapter {adapter}",
+            *([told] if told else []),
+            f"next: python -m merge --run {run.path} --format {start.config.eval.gate.format}",
+            f"      python -m eval --run {run.path}",
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.up",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
+    parser.add_argument(
+        "--launcher", help="accelerate configuration of the trainer; default by device and number of GPUs"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, start nothing")
+    flags, overrides = parser.parse_known_args()
+    start = prepare(flags.config, overrides, flags.launcher, flags.resume)
+    print(describe(start), flush=True)
+    if flags.dry_run:
+        print_commands(start)
+    return Up(start).run(checks_only=flags.dry_run)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,133 @@
+"""What `launch.up` shows: in a terminal a page with every process and the run's curves, through a pipe one line per
+event and per step."""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from launch.metrics import MetricsLog
+from launch.watch import frame
+from recipes.parts.rundir import RunDir
+
+REDRAW_S = 0.5
+STEP = re.compile(r"step \d+/\d+ ")
+COLOURS = {"starting": "yellow", "running": "green", "serving": "green", "ending": "yellow", "ended": "dim"}
+
+
+@dataclass(frozen=True)
+class Status:
+    """One row of the page."""
+
+    name: str
+    state: str
+    pid: int
+    gpus: tuple[str, ...]
+    seconds: float
+    log: Path
+
+
+class View:
+    """Use as a context. Output that nobody can read any more, such as a closed terminal, never raises."""
+
+    def __init__(self, run: RunDir, statuses: Callable[[], list[Status]], console: Console | None = None):
+        self.run, self.statuses = run, statuses
+        self.console = console or Console(highlight=False)
+        self.metrics = MetricsLog(run.metrics_file)
+        self._steps: StepLines | None = None
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> "View":
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            with contextlib.suppress(OSError):
+                self._live.stop()
+
+    def say(self, text: str) -> None:
+        """An event: above the page, or as a line with the time."""
+        with contextlib.suppress(OSError):
+            # soft_wrap: a line of a log file is not folded
+            self.console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"), soft_wrap=True)
+            self.console.file.flush()
+
+    def follow_steps(self, log: Path) -> None:
+        """Show the steps that are written to the trainer's log from now on."""
+        self._steps = StepLines(log)
+
+    def update(self) -> None:
+        """Draw what is new; at most every `REDRAW_S`."""
+        if time.monotonic() - self._drawn < REDRAW_S:
+            return
+        self._drawn = time.monotonic()
+        if self._live:
+            with contextlib.suppress(OSError):
+                self._live.update(self.page(), refresh=True)
+        elif self._steps:
+            for line in self._steps.new():
+                self.say(line)
+
+    def page(self) -> Group:
+        """Every process, and the run as `launch.watch` shows it."""
+        self.metrics.poll()
+        return Group(process_table(self.statuses(), self.console.width), Text(), self.curves())
+
+    def curves(self) -> Group:
+        """The run's part of the page."""
+        return frame(self.run, self.metrics, self.console.width)
+
+
+def process_table(statuses: list[Status], width: int) -> Table:
+    """One row per process; the rest of the width is the last line of its log."""
+    table = Table(box=None, padding=(0, 1), header_style="dim", width=width)
+    for name, justify in (("", "left"), ("state", "left"), ("pid", "right"), ("GPU", "left"), ("for", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)
+    table.add_column("last line", no_wrap=True, overflow="ellipsis", ratio=1)
+    for one in statuses:
+        state = Text(one.state, style=COLOURS.get(one.state, ""))
+        line = Text(last_line(one.log), style="dim")
+        table.add_row(
+            one.name, state, str(one.pid), ",".join(one.gpus) or "–", str(timedelta(seconds=int(one.seconds))), line
+        )
+    return table
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+    return ""
+
+
+class StepLines:
+    """The step lines that are appended to a log, each once and whole."""
+
+    def __init__(self, log: Path):
+        self.log, self._rest = log, b""
+        self._offset = log.stat().st_size if log.exists() else 0
+
+    def new(self) -> list[str]:
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [text for line in lines if STEP.match(text := line.decode(errors="replace"))]
