@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "eval": ("recipes.parts.data", "reward", "merge", "launch.metrics", "launch.replicas", "launch.vllm_command"),
     # Jobs are checked before they wait in a queue; an export translates the data and the rewards too.
     "launch": ("recipes.parts.checks", "recipes.parts.data", "reward"),
+    # What the doctor tries in child processes: the policy as the trainer loads it.
+    "launch.doctor_steps": ("launch", "merge.base"),
 }
 NOT_ROOMS = {"tests", "runs", "models"}
 

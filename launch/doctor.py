@@ -1,0 +1,194 @@
+"""Check the machine before a run: what is wrong, with the numbers, and what to do about it.
+
+    python -m launch.doctor
+    python -m launch.doctor --config RUN.yaml --launcher accelerate_configs/ddp.yaml
+    python -m launch.doctor --only vllm nccl
+    python -m launch.doctor --json
+
+With --config also what that run needs: its keys, ports, GPUs, disk, model and data. Whatever may crash or hang
+(imports, kernels, vLLM, NCCL) runs in child processes with a time limit. Exit code 0 when no check failed (warnings do
+not count), 1 when one did, 2 for bad input.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+if sys.version_info < (3, 11):  # noqa: UP036  what is imported below does not load in older ones
+    sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
+
+from launch import doctor_gpu, doctor_host, doctor_packages, doctor_run
+from launch.doctor_children import stopped
+from launch.doctor_machine import Machine, Row, cores, fail
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
+
+Check = Callable[[Machine], Iterator[Row]]
+# In the order of the report. The second entry says whether the check may take seconds (child processes, the network).
+CHECKS: dict[str, tuple[Check, bool, str]] = {
+    "python": (doctor_host.python, False, "version of the interpreter"),
+    "platform": (doctor_host.platform, False, "system, cores, vector instructions"),
+    "memory": (doctor_host.memory, False, "free memory of the host or container"),
+    "limits": (doctor_host.limits, False, "ulimits: open files, locked memory, core dumps"),
+    "shm": (doctor_host.shm, False, "free space of /dev/shm, for the number of processes of the run"),
+    "disk": (
+        lambda machine: doctor_host.disk(machine, doctor_run.disk_needs(machine)),
+        False,
+        "space, inodes, writing and locking for run directory, base, hub cache, temporary files",
+    ),
+    "environment": (doctor_host.environment, False, "variables that slow a run down or lead it elsewhere"),
+    "compiler": (doctor_host.compiler, False, "g++, Python.h, ninja, a lock that a killed compile left"),
+    "packages": (doctor_packages.packages, False, "installed versions against requirements*.txt"),
+    "conflicts": (doctor_packages.conflicts, False, "what the packages ask of each other; packages that break others"),
+    "gpu": (doctor_gpu.gpu, False, "BF16, FP8, NVFP4 by capability; MIG; other processes"),
+    "config": (doctor_run.settings, False, "keys that contradict each other; what the run directory holds"),
+    "servers": (doctor_run.servers, False, "keys, GPUs, API key and base of the rollout servers"),
+    "gpus": (doctor_run.gpus_needed, False, "GPUs of trainer and servers against those that are there"),
+    "ports": (doctor_run.ports, False, "free, or served by this run's replicas already"),
+    "hub": (doctor_run.hub, True, "model and data: local, cached, or given out by the hub"),
+    "torch": (doctor_gpu.torch, True, "build against driver; a product on every device, in BF16 and FP8"),
+    "imports": (doctor_packages.imports, True, "every pinned package, in a child process"),
+    "bitsandbytes": (doctor_gpu.bitsandbytes, True, "NF4 round trip, layer, adapter gradient"),
+    "nccl": (doctor_gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
+    "vllm": (doctor_gpu.vllm, True, "one token from a small model in the server's weights, log-probs compared"),
+}
+# Started first: the longest.
+LONGEST = ("vllm", "imports", "bitsandbytes", "nccl", "torch", "hub")
+MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
+
+
+def main() -> int:
+    flags, machine = read_arguments(sys.argv[1:])
+    if flags.list:
+        for name, (_, _, about) in CHECKS.items():
+            print(f"{name:<13} {about}")
+        return DONE
+    started = time.monotonic()
+    rows = []
+    try:
+        for row in run_checks(machine, flags.only or [*CHECKS], flags.quick):
+            rows.append(row)
+            if not flags.json:
+                show(row)
+    except KeyboardInterrupt:
+        print("stopped; nothing is left running", file=sys.stderr)
+        return CHECK_FAILED
+    seconds = time.monotonic() - started
+    failed = [row for row in rows if row.status == "fail"]
+    if flags.json:
+        facts = [{"name": row.name, "status": row.status, "found": row.found, "fix": row.fix} for row in rows]
+        print(json.dumps({"ok": not failed, "seconds": round(seconds, 1), "checks": facts}, indent=2))
+    else:
+        count = {status: sum(row.status == status for row in rows) for status in MARKS}
+        print(
+            f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed, {count['skip']} skipped "
+            f"in {seconds:.1f} s"
+        )
+    return CHECK_FAILED if failed else DONE
+
+
+def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
+    """The flags, and the machine with the run's configuration; `BadInput` when that cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="YAML of a run; its keys can be given as --group.key value")
+    parser.add_argument("--launcher", help="accelerate config of that run (accelerate_configs)")
+    parser.add_argument("--only", nargs="+", choices=[*CHECKS], metavar="CHECK", help="these checks alone")
+    parser.add_argument("--quick", action="store_true", help="leave out the check that starts vLLM")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--logs", help="directory for what the child processes print")
+    parser.add_argument("--list", action="store_true", help="name the checks and do nothing")
+    flags, overrides = parser.parse_known_args(words)
+    if overrides and not flags.config:
+        raise BadInput(f"unknown argument {overrides[0]}. Keys of a run (--group.key value) need --config.")
+    config = None
+    if flags.config:
+        try:
+            from recipes.parts.config import load_config
+        except ImportError as error:
+            raise BadInput(f"--config cannot be read: {error}. Install the requirements: make install.") from None
+        config = load_config(flags.config, overrides)
+    if flags.logs:
+        Path(flags.logs).mkdir(parents=True, exist_ok=True)
+    return flags, Machine(
+        config=config,
+        config_words=shlex.join(["--config", flags.config, *overrides]) if flags.config else "",
+        accelerate=read_launcher(flags.launcher) if flags.launcher else None,
+        environment=dict(os.environ),
+        logs=Path(flags.logs).resolve() if flags.logs else None,
+    )
+
+
+def read_launcher(path: str) -> dict[str, Any]:
+    """The content of an accelerate config; `BadInput` when it is none."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise BadInput(f"--launcher cannot be read: {error}. Install the requirements: make install.") from None
+    try:
+        facts = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInput(
+            f"no accelerate config at {path}: {error}. Those of the kit are in accelerate_configs."
+        ) from None
+    if not isinstance(facts, dict) or "distributed_type" not in facts:
+        raise BadInput(f"{path} is no accelerate config: it has no distributed_type. See accelerate_configs.")
+    for key in ("num_processes", "num_machines"):
+        if not isinstance(facts.get(key, 1), int) or facts.get(key, 1) < 1:
+            raise BadInput(f"{path}: {key} is {facts[key]!r}. Write a number from 1.")
+    return facts
+
+
+def run_checks(machine: Machine, names: list[str], quick: bool = False) -> Iterator[Row]:
+    """Rows in the order of CHECKS; the fast checks one by one, then those with child processes side by side."""
+    wanted = [name for name in CHECKS if name in names and not (quick and name == "vllm")]
+    # Two of them keep two cores busy. More at once pay off on a GPU host, where each waits for its device.
+    pool = ThreadPoolExecutor(max(2, min(6, int(cores()) // 2)))
+    try:
+        slow = {name: None for name in LONGEST if name in wanted}
+        for name in slow:
+            slow[name] = pool.submit(run_check, machine, name)
+        for name in CHECKS:
+            if name in slow:
+                yield from slow[name].result()
+            elif name in wanted:
+                yield from run_check(machine, name)
+            elif quick and name == "vllm" and name in names:
+                yield Row(name, "skip", "--quick")
+    finally:
+        with stopped():
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def run_check(machine: Machine, name: str) -> list[Row]:
+    """A check's rows. Its own failure is a failed check, never a traceback."""
+    try:
+        return list(CHECKS[name][0](machine))
+    except Exception as error:
+        where = error.__traceback__
+        while where and where.tb_next:
+            where = where.tb_next
+        place = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where else "unknown place"
+        said = (str(error).splitlines() or [""])[0]
+        fix = f"python -m launch.doctor --only {name} --logs doctor-logs, and report what it says"
+        return [fail(name, f"the check itself broke at {place}: {type(error).__name__}: {said}", fix)]
+
+
+def show(row: Row) -> None:
+    print(f"{MARKS[row.status]} {row.name:<13} {row.found}", flush=True)
+    if row.fix:
+        print(f"{'':<19}fix: {row.fix}", flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,173 @@
+"""Runs steps of `launch.doctor_steps` in child processes: a crash or a hang there ends the child, not the doctor."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.doctor_machine import ROOT
+
+POLL_S = 0.2
+LOG_CHARACTERS = 20_000
+# A child says that it is there before its first step; Python itself starts in well under a second.
+START_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended. `problem` is empty when it went well, else what happened; `log` is what the child printed."""
+
+    seconds: float
+    facts: Any = None
+    problem: str = ""
+    log: str = ""
+
+
+_stopping = threading.Event()
+
+
+@dataclass
+class _Child:
+    process: subprocess.Popen
+    results: int
+    log: Path
+    buffer: bytes = b""
+    lines: list[dict] = field(default_factory=list)
+
+
+def run_steps(
+    steps: Sequence[Sequence[Any]],
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    keep_log: Path | None = None,
+) -> list[Outcome]:
+    """One outcome per step, in order; a step is the name of a function of `launch.doctor_steps` and its arguments.
+
+    The steps share a child for as long as it lives. One that raises is recorded and the next goes on; one that takes
+    longer than `limit_s` or brings the child down is recorded, and the rest go on in a new child. What the children
+    print is added to `keep_log`.
+    """
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(steps):
+        outcomes += _one_child(steps[len(outcomes) :], limit_s, environment or os.environ, keep_log)
+    return outcomes
+
+
+@contextlib.contextmanager
+def stopped() -> Iterator[None]:
+    """Within the block every child ends, and no step starts: what is left is recorded as not tried."""
+    _stopping.set()
+    try:
+        yield
+    finally:
+        _stopping.clear()
+
+
+def reason(outcome: Outcome) -> str:
+    """What happened, and for a child that ended or hung the last thing that it printed."""
+    lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
+    if not lines or not re.match("its process|hangs", outcome.problem):
+        return outcome.problem
+    errors = [line for line in lines if re.search(r"\w*(Error|Exception|Fault)\b", line)]
+    return f"{outcome.problem}; it said: {(errors or lines)[-1][:300]}"
+
+
+def _one_child(
+    steps: Sequence[Sequence[Any]], limit_s: float, environment: Mapping[str, str], keep_log: Path | None
+) -> list[Outcome]:
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        log = Path(folder) / "log"
+        reader, writer = os.pipe()
+        try:
+            with open(log, "wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "launch.doctor_steps", str(writer), json.dumps(list(steps))],
+                    env={**environment, "PYTHONPATH": _import_path(environment)},
+                    stdin=subprocess.PIPE,  # closes when this process ends, which ends the child
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(writer,),
+                    cwd=folder,
+                    start_new_session=True,
+                )
+        finally:
+            os.close(writer)
+        child = _Child(process, reader, log)
+        try:
+            return _collect(child, steps, limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdin.close()
+            os.close(reader)
+            if keep_log is not None:
+                with open(keep_log, "ab") as file:
+                    file.write(log.read_bytes())
+
+
+def _import_path(environment: Mapping[str, str]) -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+
+
+def _collect(child: _Child, steps: Sequence[Sequence[Any]], limit_s: float) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    since, limit = time.monotonic(), START_LIMIT_S + limit_s
+    while len(outcomes) < len(steps):
+        if _stopping.is_set():
+            return outcomes + [Outcome(0.0, problem="not tried")] * (len(steps) - len(outcomes))
+        ended = _read(child)
+        for line in child.lines:
+            if "started" in line:
+                since, limit = time.monotonic(), limit_s
+            else:
+                outcomes.append(Outcome(line["seconds"], line.get("facts"), line.get("problem", ""), _log(child)))
+        child.lines.clear()
+        if len(outcomes) == len(steps):
+            break
+        took = time.monotonic() - since
+        if ended is not None:
+            return [*outcomes, Outcome(took, problem=_death(ended), log=_log(child))]
+        if took > limit:
+            return [*outcomes, Outcome(took, problem=f"hangs: no end within {limit_s:g} s", log=_log(child))]
+    return outcomes
+
+
+def _read(child: _Child) -> int | None:
+    """Take in what the child has said for up to POLL_S; its exit code once it has ended and said everything."""
+    ended = child.process.poll()
+    ready, _, _ = select.select([child.results], [], [], 0 if ended is not None else POLL_S)
+    if ready:
+        piece = os.read(child.results, 1 << 16)
+        child.buffer += piece
+        *lines, child.buffer = child.buffer.split(b"\n")
+        child.lines += [json.loads(line) for line in lines]
+        if piece:
+            return None
+        if ended is None:  # closed its end and lives: it is on its way out
+            time.sleep(POLL_S / 10)
+    return ended
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    hint = " (the system does so when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"its process was killed by {signal.Signals(-code).name}{hint}"
+
+
+def _log(child: _Child) -> str:
+    with contextlib.suppress(OSError):
+        return child.log.read_text(errors="replace")[-LOG_CHARACTERS:]
+    return ""

@@ -1,0 +1,297 @@
+"""Checks of `launch.doctor` on GPUs and on what computes: driver, torch, bitsandbytes, vLLM, collectives."""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from launch.doctor_children import Outcome, reason, run_steps
+from launch.doctor_machine import Gpu, Machine, Row, fail, ok, skip, warn
+from launch.doctor_packages import install_command
+
+BF16, FP8, NVFP4 = (8, 0), (8, 9), (10, 0)
+# The oldest driver of each CUDA version; within one, newer builds run on older drivers.
+# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/ table "minimum required driver version".
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+IN_USE_GIB = 1.0
+TORCH_LIMIT_S, ROUND_TRIP_LIMIT_S, VLLM_LIMIT_S, COLLECTIVE_LIMIT_S = 60.0, 90.0, 240.0, 75.0
+WRONG_BF16, WRONG_FP8 = 0.02, 0.10
+# What is tried when the GPUs do not exchange data, and what it means when that helps.
+NCCL_CURES = {
+    "NCCL_P2P_DISABLE": ("1", "direct access between the GPUs is broken (IOMMU or ACS); slower without"),
+    "NCCL_NVLS_ENABLE": ("0", "NVLink multicast is not usable here"),
+    "NCCL_SHM_DISABLE": ("1", "/dev/shm is too small or not shared; slower without"),
+}
+
+
+def gpu(machine: Machine) -> Iterator[Row]:
+    """The GPUs, what their capability allows, MIG, and who else is on them."""
+    name = "gpu"
+    if not machine.all_gpus:
+        if machine.which("nvidia-smi"):
+            yield fail(
+                name,
+                "nvidia-smi is installed and shows no GPU",
+                "run nvidia-smi and read its message; in a container start it with --gpus all; after a driver update "
+                "reboot",
+            )
+        else:
+            yield skip(name, "no NVIDIA GPU (no nvidia-smi): everything runs on the CPU")
+        return
+    listed = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None and len(machine.gpus) < len([part for part in listed.split(",") if part.strip()]):
+        known = ", ".join(one.index for one in machine.all_gpus)
+        what = f"CUDA_VISIBLE_DEVICES={listed} shows {len(machine.gpus)} GPUs; this machine has {known}"
+        yield fail(name, what, "unset CUDA_VISIBLE_DEVICES")
+    elif listed is not None and not machine.gpus:
+        yield warn(name, f"CUDA_VISIBLE_DEVICES={listed!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+    for (label, capability, gib), count in Counter(
+        (one.name, one.capability, round(one.total_gib)) for one in machine.gpus
+    ).items():
+        yield from _capability(machine, f"{count} × {label}, {gib} GiB", capability)
+    if len({one.name for one in machine.gpus}) > 1:
+        found = f"different GPUs: {', '.join(one.name for one in machine.gpus)}; a job over all waits for the slowest"
+        same = [one.index for one in machine.gpus if one.name == machine.gpus[0].name]
+        yield warn(name, found, f"export CUDA_VISIBLE_DEVICES={','.join(same)}")
+    for one in machine.gpus:
+        if one.is_split:
+            what = f"GPU {one.index} is split (MIG): a process sees one slice of it, and slices cannot use NCCL"
+            yield warn(name, what, f"sudo nvidia-smi -i {one.index} -mig 0, or launch one process per slice")
+        elif one.used_gib > IN_USE_GIB:
+            yield warn(name, *_in_use(machine, one))
+
+
+def _capability(machine: Machine, what: str, capability: tuple[int, int]) -> Iterator[Row]:
+    name, config = "gpu", machine.config
+    if capability == (0, 0):
+        yield warn(name, f"{what}: the driver does not tell its compute capability", "update the NVIDIA driver")
+        return
+    known = f"{what}, compute capability {capability[0]}.{capability[1]}"
+    if capability < BF16:
+        bad = fail if config and config.model.dtype == "bfloat16" else warn
+        yield bad(name, f"{known}: no BF16 (8.0 and newer)", "train on a newer GPU, or with --model.dtype float32")
+        return
+    fp8 = "FP8" if capability >= FP8 else "no FP8 (8.9 and newer)"
+    nvfp4 = "NVFP4" if capability >= NVFP4 else "NVFP4 as weights only (10.0 multiplies it)"
+    found = f"{known}: BF16, {fp8}, {nvfp4}"
+    if capability < FP8:
+        needs = machine.needs_server and config.server.weights != "bf16"
+        yield (fail if needs else warn)(name, found, "--server.weights bf16")
+    elif capability < NVFP4 and config and "nvfp4" in config.eval.formats:
+        yield warn(name, found, "take nvfp4 out of eval.formats, or nvfp4a16, which is made for weights only")
+    else:
+        yield ok(name, found)
+
+
+def _in_use(machine: Machine, one: Gpu) -> tuple[str, str]:
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader"]
+    rows = [line.split(", ") for line in (machine.run_tool(query) or "").splitlines()]
+    holders = [row[1:] for row in rows if len(row) == 4 and row[0] == one.uuid]
+    found = f"GPU {one.index}: {one.used_gib:.1f} of {one.total_gib:.0f} GiB are in use"
+    if not holders:
+        free = [other.index for other in machine.gpus if other.used_gib <= IN_USE_GIB]
+        cure = f"export CUDA_VISIBLE_DEVICES={','.join(free)}" if free else "wait until they are free"
+        return f"{found} by processes that are not visible from here (another container or user)", cure
+    told = ", ".join(f"{row[1]} (pid {row[0]}, {row[2]})" for row in holders)
+    return f"{found}: {told}", f"kill {' '.join(row[0] for row in holders)}"
+
+
+def torch_build() -> tuple[str, str | None]:
+    """(version, CUDA version it was built for) of the installed torch, without importing it."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("torch")
+    text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
+    version, cuda = (re.search(rf"^{key}\b[^=]*= *'([^']+)'", text, re.M) for key in ("__version__", "cuda"))
+    return version[1] if version else "", cuda[1] if cuda else None
+
+
+def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iterator[Row]:
+    """The build of torch against the driver, and a product of two matrices on every device."""
+    name = "torch"
+    version, cuda = build or torch_build()
+    if not version:
+        yield fail(name, "torch is not installed", install_command(machine))
+        return
+    if problem := _build_problem(machine, version, cuda):
+        yield fail(name, *problem)
+        return
+    log = machine.logs / "torch.log" if machine.logs else None
+    outcome = run_steps([["torch_devices"]], TORCH_LIMIT_S, machine.environment, log)[0]
+    yield from torch_rows(machine, outcome)
+
+
+def _build_problem(machine: Machine, version: str, cuda: str | None) -> tuple[str, str] | None:
+    if not machine.all_gpus:
+        if cuda is None:
+            return None
+        return (
+            f"torch {version} is built for CUDA {cuda} and there is no GPU",
+            "make install DEVICE=cpu, or, in a container, start it with --gpus all",
+        )
+    if cuda is None:
+        return f"torch {version} is built without CUDA and there are {len(machine.all_gpus)} GPUs", (
+            "make install DEVICE=cuda"
+        )
+    driver, oldest = machine.all_gpus[0].driver, OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    if oldest and driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < oldest:
+        return (
+            f"torch {version} is built for CUDA {cuda}, which needs driver {oldest} or newer; this is {driver}",
+            f"sudo apt-get install nvidia-driver-{oldest} (then reboot)",
+        )
+    return None
+
+
+def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
+    """Rows of what `torch_devices` found."""
+    name, facts = "torch", outcome.facts
+    if outcome.problem:
+        yield fail(name, reason(outcome), install_command(machine))
+        return
+    build = f"{facts['version']}, built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU'}"
+    if not machine.gpus:
+        yield ok(name, build)
+        return
+    if not facts["available"]:
+        fix = "nvidia-smi -q | head; in a container start it with --gpus all; after a driver update reboot"
+        yield fail(name, f"{build}: no CUDA device is usable: {facts.get('reason', 'torch gives no reason')}", fix)
+        return
+    if len(facts["devices"]) != len(machine.gpus):
+        found = f"{build}: torch sees {len(facts['devices'])} GPUs, nvidia-smi {len(machine.gpus)}"
+        yield warn(name, found, "echo $CUDA_VISIBLE_DEVICES; nvidia-smi -L")
+    broken = 0
+    for index, device in enumerate(facts["devices"]):
+        for kind, error in device["errors"].items():
+            if isinstance(error, str) or error > (WRONG_FP8 if kind == "fp8" else WRONG_BF16):
+                broken += 1
+                told = error if isinstance(error, str) else f"is off by {error:.1%}"
+                yield fail(name, f"GPU {index} ({device['name']}): a {kind} product: {told}", install_command(machine))
+    if not broken:
+        driver = machine.gpus[0].driver
+        yield ok(name, f"{build}, driver {driver}; {len(facts['devices'])} GPUs multiply right")
+
+
+def bitsandbytes(machine: Machine) -> Iterator[Row]:
+    """NF4 on this device, by numbers."""
+    log = machine.logs / "bitsandbytes.log" if machine.logs else None
+    outcome = run_steps([["bitsandbytes_round_trip"]], ROUND_TRIP_LIMIT_S, machine.environment, log)[0]
+    yield bitsandbytes_row(machine, outcome)
+
+
+def bitsandbytes_row(machine: Machine, outcome: Outcome) -> Row:
+    name, facts = "bitsandbytes", outcome.facts
+    if outcome.problem:
+        return fail(name, reason(outcome), f"python -m bitsandbytes, then {install_command(machine)}")
+    return ok(
+        name,
+        f"NF4 on {facts['device']}: round trip {facts['error']:.1%} off, layer {facts['layer_error']:.2%} off, "
+        f"adapter gradient cosine {facts['cosine']:.3f}",
+    )
+
+
+def vllm(machine: Machine) -> Iterator[Row]:
+    """One token from vLLM with a small model, in the way the rollout server stores its weights."""
+    config = machine.config
+    weights: str | None = config.server.weights if machine.needs_server else "fp8_per_channel"
+    if weights == "bf16" or (machine.gpus and machine.gpus[0].capability < FP8):
+        weights = None
+    outcome = _vllm_outcome(machine, weights)
+    plain = _vllm_outcome(machine, None) if outcome.problem and weights else None
+    yield from vllm_rows(machine, weights, outcome, plain)
+
+
+def _vllm_outcome(machine: Machine, weights: str | None) -> Outcome:
+    environment = {"VLLM_NO_USAGE_STATS": "1", **machine.environment, "HF_HUB_OFFLINE": "1"}
+    log = machine.logs / "vllm.log" if machine.logs else None
+    return run_steps([["vllm_token", weights]], VLLM_LIMIT_S, environment, log)[0]
+
+
+def vllm_rows(machine: Machine, weights: str | None, outcome: Outcome, plain: Outcome | None) -> Iterator[Row]:
+    """Rows of `vllm_token`; `plain` is the same with unquantized weights, tried when the first did not work."""
+    name, facts = "vllm", outcome.facts
+    if outcome.problem:
+        if plain and not plain.problem:
+            yield fail(name, f"{weights}: {reason(outcome)}; bf16 works", "--server.weights bf16")
+        else:
+            yield fail(name, f"{weights or 'bf16'}: {reason(outcome)}", _vllm_fix(machine, outcome))
+        return
+    yield ok(
+        name,
+        f"{facts['version']} as {weights or 'bf16'}: ready in {facts['start_s']:.0f} s, one token, log-probs "
+        f"{facts['delta']:.3f} nats from transformers'",
+    )
+    for variable, near in facts["unknown"].items():
+        meant = f"; did you mean {near[0]}?" if near else ""
+        yield warn(name, f"vLLM {facts['version']} reads no variable {variable}{meant}", f"unset {variable}")
+
+
+def _vllm_fix(machine: Machine, outcome: Outcome) -> str:
+    text = f"{outcome.problem} {outcome.log}".lower()
+    if "compiler" in text or "python.h" in text:
+        return "sudo apt-get install g++ python3-dev"
+    if "out of memory" in text or "free memory" in text or "sigkill" in text:
+        return "free memory (nvidia-smi shows who holds it), then python -m launch.doctor --only vllm"
+    if "importerror" in text or "modulenotfounderror" in text or "undefined symbol" in text:
+        return install_command(machine)
+    return "python -m launch.doctor --only vllm --logs doctor-logs, and read doctor-logs/vllm.log"
+
+
+def nccl(machine: Machine) -> Iterator[Row]:
+    """A sum over all GPUs by NCCL, checked, with its bandwidth; over two processes by gloo where there is no GPU."""
+    name = "nccl"
+    if not machine.gpus:
+        outcomes = _all_reduce(machine, 2, "gloo", 4, {})
+        yield collective_row(machine, "gloo", outcomes, {})
+        return
+    if len(machine.gpus) == 1:
+        yield skip(name, "one GPU: nothing to exchange")
+        return
+    if any(one.is_split for one in machine.gpus):
+        yield skip(name, "the GPUs are split (MIG), and slices cannot use NCCL")
+        return
+    outcomes = _all_reduce(machine, len(machine.gpus), "nccl", 256, {})
+    cures: dict[str, bool] = {}
+    for variable, (value, _) in NCCL_CURES.items() if any(one.problem for one in outcomes) else ():
+        again = _all_reduce(machine, len(machine.gpus), "nccl", 16, {variable: value})
+        cures[variable] = not any(one.problem for one in again)
+        if cures[variable]:
+            break
+    yield collective_row(machine, "nccl", outcomes, cures)
+
+
+def _all_reduce(machine: Machine, world: int, backend: str, mib: int, more: dict[str, str]) -> list[Outcome]:
+    log = machine.logs / "nccl.log" if machine.logs else None
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(world) as pool:
+
+        def rank_of(rank: int) -> Outcome:
+            step: list[Any] = ["all_reduce", rank, world, f"{folder}/store", backend, mib]
+            return run_steps([step], COLLECTIVE_LIMIT_S, {**machine.environment, **more}, log)[0]
+
+        return list(pool.map(rank_of, range(world)))
+
+
+def collective_row(machine: Machine, backend: str, outcomes: list[Outcome], cures: dict[str, bool]) -> Row:
+    """The row of a sum over processes; `cures` says which of NCCL_CURES were tried, and whether each helped."""
+    name, world = "nccl", len(outcomes)
+    what = f"{world} {'GPUs' if backend == 'nccl' else 'processes on the CPU'} by {backend}"
+    broken = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.problem}
+    if not broken:
+        facts = outcomes[0].facts
+        return ok(name, f"{what}: sum of {facts['mib']} MiB right, bus bandwidth {facts['gb_per_s']:g} GB/s")
+    rank, first = next(iter(broken.items()))
+    found = f"{what}: rank {rank}: {reason(first)}"
+    if backend == "gloo":
+        return fail(name, found, "export GLOO_SOCKET_IFNAME=lo, and python -m launch.doctor --only nccl")
+    if helps := next((variable for variable, helped in cures.items() if helped), None):
+        value, why = NCCL_CURES[helps]
+        return fail(name, f"{found}; with {helps}={value} it works: {why}", f"export {helps}={value}")
+    tried = f" ({', '.join(cures)} did not help)" if cures else ""
+    return fail(
+        name,
+        f"{found}{tried}",
+        "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1 python -m launch.doctor --only nccl --logs doctor-logs, and read "
+        "doctor-logs/nccl.log",
+    )

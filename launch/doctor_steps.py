@@ -1,0 +1,327 @@
+"""What `launch.doctor` tries in child processes: imports, kernels, a quantization round trip, one token, one sum.
+
+    python -m launch.doctor_steps <file descriptor> '[["import_module", "torch"], …]'
+
+Runs the steps in order and writes one JSON line to the descriptor when a step starts and one when it has ended. A step
+returns facts or raises; what it raises is its problem.
+"""
+
+import difflib
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+# NF4 of Gaussian weights in blocks of 64: 9.2 % of the norm, measured on CPU and H200. Wide enough for any seed.
+NF4_ERROR = (0.085, 0.100)
+# Of the adapter's gradient with its true direction. A repacked base gives 0.2 to 0.3 (bitsandbytes 0.50, AVX512-BF16).
+LEAST_COSINE = 0.97
+# Mean |Δlogp| of FP8 against transformers in float32 on the small model: 0.05 on CPU. Broken weights give nats.
+MOST_DELTA = 0.15
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
+PROMPT = list(range(3, 35))
+
+
+def import_module(name: str) -> dict:
+    """Imports a module; facts hold the warnings about versions that do not go together."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        importlib.import_module(name)
+    texts = [str(one.message) for one in caught]
+    return {"warnings": [text for text in texts if "support" in text and "version" in text]}
+
+
+def torch_devices() -> dict:
+    """What torch sees, and whether a product of two matrices comes out right on every device, in BF16 and FP8."""
+    import torch
+
+    facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": []}
+    facts["available"] = torch.cuda.is_available()
+    if not facts["available"]:
+        if torch.version.cuda:
+            try:
+                torch.cuda.init()
+            except Exception as error:  # the reason is what is asked for
+                facts["reason"] = str(error).strip().splitlines()[0]
+        return facts
+    left = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    right = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
+    exact = left @ right.T
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        capability = torch.cuda.get_device_capability(index)
+        a, b = left.to(device), right.to(device)
+        errors = {"bf16": _error((a.bfloat16() @ b.bfloat16().T), exact)}
+        if capability >= (8, 9):
+            one = torch.ones((), device=device)
+            kind = torch.float8_e4m3fn
+            try:
+                product = torch._scaled_mm(
+                    a.to(kind), b.to(kind).T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+                )
+                errors["fp8"] = _error(product, exact)
+            except RuntimeError as error:
+                errors["fp8"] = str(error).splitlines()[0]
+        facts["devices"].append(
+            {"name": torch.cuda.get_device_name(index), "capability": capability, "errors": errors}
+        )
+    return facts
+
+
+def _error(found: Any, exact: Any) -> float:
+    return round(((found.float().cpu() - exact).norm() / exact.norm()).item(), 5)
+
+
+def write_small_model(folder: Path) -> Path:
+    """A Qwen3 of 0.4 M random weights, saved in BF16."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def bitsandbytes_round_trip() -> dict:
+    """NF4 on this device: the error of a round trip, a layer against its own dequantized weight, and the adapter's
+    gradient after a forward in eval mode, which is where bitsandbytes repacks the weights on some processors."""
+    import tempfile
+
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoModelForCausalLM
+
+    from merge.base import dequantize, load_nf4
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).to(device)
+    packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    error = _error(dequantize_4bit(packed, state), weight.cpu())
+    if not NF4_ERROR[0] <= error <= NF4_ERROR[1]:
+        raise ValueError(f"NF4 of Gaussian weights is off by {error:.1%}, expected {NF4_ERROR[0]:.1%} to "
+                         f"{NF4_ERROR[1]:.1%}")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_nf4(write_small_model(Path(folder)), dtype="bfloat16", device=device)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    with torch.no_grad():
+        for name, layer in layers.items():
+            plain.get_submodule(name).weight.copy_(dequantize(layer))
+    first = next(iter(layers))
+    x = torch.randn(4, SHAPE["hidden_size"], device=device, dtype=torch.bfloat16)
+    layer_error = _error(layers[first](x).detach(), plain.get_submodule(first)(x).detach().float().cpu())
+    if layer_error > 0.02:
+        raise ValueError(f"a Linear4bit is {layer_error:.1%} off the product with its own dequantized weight")
+    cosine = _cosine(_adapter_gradient(model, device), _adapter_gradient(plain, device))
+    if not cosine >= LEAST_COSINE:
+        raise ValueError(
+            f"the adapter's gradient has a cosine of {cosine:.3f} with the true one (least {LEAST_COSINE}): after a "
+            "forward in eval mode the NF4 weights are no longer what they were"
+        )
+    return {"device": device.type, "error": error, "layer_error": layer_error, "cosine": round(cosine, 4)}
+
+
+def _adapter_gradient(model: Any, device: Any) -> Any:
+    """The gradient of a fixed adapter on fixed tokens, flat in float32, after one forward in eval mode."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    random = torch.Generator().manual_seed(1)
+    trained = sorted((name, value) for name, value in wrapped.named_parameters() if value.requires_grad)
+    with torch.no_grad():
+        for _, value in trained:
+            value.data = (torch.randn(value.shape, generator=random) * 0.05).to(device)
+    tokens = torch.randint(0, SHAPE["vocab_size"], (4, 32), generator=random).to(device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        wrapped.eval()(input_ids=tokens)
+    with torch.autocast(device.type, torch.bfloat16):
+        wrapped.train()(input_ids=tokens, labels=tokens).loss.backward()
+    return torch.cat([value.grad.float().flatten().cpu() for _, value in trained])
+
+
+def _cosine(one: Any, other: Any) -> float:
+    return (one @ other / (one.norm() * other.norm())).item()
+
+
+def vllm_token(quantization: str | None) -> dict:
+    """One token from vLLM with the small model, and its log-probs of the prompt against transformers' in float32."""
+    import tempfile
+
+    asked = [name for name in os.environ if name.startswith("VLLM_")]
+    # One process, so that an error is raised here. What the user set stays.
+    for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
+        os.environ.setdefault(name, value)
+    import torch
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    known = [name for name in vllm.envs.environment_variables if name.startswith("VLLM_")]
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        write_small_model(Path(folder))
+        engine = LLM(
+            model=folder,
+            quantization=quantization,
+            dtype="bfloat16",
+            max_model_len=64,
+            max_num_seqs=2,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            # Room for a card that is in use; the KV cache needs a few MiB.
+            **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 26} if torch.cuda.is_available() else {}),
+        )
+        start_s = time.monotonic() - started
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, logprobs=0, detokenize=False)
+        answer = engine.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
+        sampled = answer.outputs[0]
+        ids = PROMPT + list(sampled.token_ids)
+        given = [*answer.prompt_logprobs[1:], *sampled.logprobs]
+        theirs = torch.tensor([place[token].logprob for place, token in zip(given, ids[1:], strict=True)])
+        ours = _log_probs(folder, ids)
+    delta = (theirs - ours).abs().mean().item()
+    if not delta <= MOST_DELTA:
+        raise ValueError(
+            f"vLLM's log-probs are {delta:.2f} nats a token from transformers' on the same weights (most {MOST_DELTA})"
+        )
+    unknown = {name: difflib.get_close_matches(name, known, n=1) for name in asked if name not in known}
+    facts = {"version": vllm.__version__, "token": sampled.token_ids[0], "delta": round(delta, 4)}
+    return facts | {"start_s": round(start_s, 1), "unknown": unknown}
+
+
+def _log_probs(folder: str, ids: list[int]) -> Any:
+    """Log-probs (T - 1,) of ids[1:] by transformers on the CPU in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1]  # (T - 1, V)
+    return torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+
+
+def all_reduce(rank: int, world: int, store: str, backend: str, mib: int) -> dict:
+    """A sum over all processes, checked exactly, and its bus bandwidth in GB/s."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=30)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    count = mib * 2**20 // 4
+    # Small whole numbers, so that the sum is exact in any order.
+    ours = torch.arange(count, device=device, dtype=torch.float32) % 1000 + rank
+    want = torch.arange(count, device=device, dtype=torch.float32) % 1000 * world + sum(range(world))
+    dist.all_reduce(ours)
+    wrong = int((ours != want).sum())
+    if wrong:
+        raise ValueError(f"the sum over {world} processes is wrong in {wrong:,} of {count:,} places")
+    seconds, rounds = 0.0, 5
+    for _ in range(2):  # the first round warms up
+        _wait(device)
+        started = time.perf_counter()
+        for _ in range(rounds):
+            dist.all_reduce(ours)
+        _wait(device)
+        seconds = (time.perf_counter() - started) / rounds
+    # Bytes over the slowest link, as nccl-tests counts them.
+    return {"gb_per_s": round(count * 4 / seconds * 2 * (world - 1) / world / 1e9, 2), "mib": mib}
+
+
+def hub_head(kind: str, identifier: str, revision: str | None) -> str:
+    """`there` when the hub gives out a model or data set, else why not. One HEAD request of 3 s."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    file = "config.json" if kind == "model" else "README.md"
+    url = hf_hub_url(identifier, file, repo_type=kind, revision=revision)
+    try:
+        get_hf_file_metadata(url, timeout=3)
+    except GatedRepoError:
+        return "it is gated"
+    except RevisionNotFoundError:
+        return f"the hub has no revision {revision} of it"
+    except RepositoryNotFoundError:
+        return "the hub has none of that name, or it is private"
+    except EntryNotFoundError:
+        return "there" if kind == "dataset" else "it has no config.json"
+    except Exception as error:  # no network, an outage, a proxy: each has its own class
+        return f"no answer within 3 s: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+            :200
+        ]
+    return "there"
+
+
+def _wait(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def _die_with_parent() -> None:
+    """End this process and what it started when the other end of stdin closes: the doctor is gone."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(descriptor: int, steps: list[list]) -> None:
+    """Run the steps, and end without Python's clean-up, in which vLLM hangs now and then."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.set_inheritable(descriptor, False)
+
+    def say(**line: Any) -> None:
+        os.write(descriptor, (json.dumps(line) + "\n").encode())
+
+    for name, *arguments in steps:
+        say(started=name)
+        started = time.monotonic()
+        try:
+            answer = {"facts": globals()[name](*arguments)}
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            said = (str(error).strip().splitlines() or [""])[0]
+            answer = {"problem": f"{type(error).__name__}: {said}"[:600]}
+        say(seconds=round(time.monotonic() - started, 2), **answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))
