@@ -1,29 +1,62 @@
-"""Health rules: plain thresholds on the metrics of a run, with what each means and what to do about it."""
+"""Health rules: plain thresholds on the metrics of a run, with what each means and what to do about it.
+
+A rule only warns. What must stop a run, stops it in the trainer: a loss or gradient that is not finite, a sampler that
+is not the policy, rewards that cannot be computed, a canary that fails.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch.metrics import RECENT, mean, number, series
+from launch.metrics import RECENT, mean, median, number, series
 
-# The only place where a threshold stands. "Recent" is the mean over the last RECENT steps.
+# The only place where a threshold stands. "Recent" is over the last RECENT steps, "before" over as many before those.
+# No paper gives a limit that holds for every model: where none is cited, the value is our default.
+
+# Without intervention, entropy is spent early and the gain ends with it: on average 73 % of the entropy and 76 % of
+# the gain within 200 steps (arXiv 2505.22617). A run that spent 90 % and has next to none left is past its gain.
 ENTROPY_OF_START = 0.1  # recent entropy below this share of the first steps' …
-ENTROPY_NATS = 0.05  # … and below this many nats a token
+ENTROPY_NATS = 0.05  # … and below this many nats a token, or …
+ENTROPY_EARLY = 0.25  # … below this share of the first steps' within …
+ENTROPY_EARLY_SHARE = 0.25  # … this share of the planned steps, while the reward has not moved up
+# Optimizing an imperfect reward first helps and then hurts as the KL to the start grows (arXiv 2210.10760), with no
+# limit that fits all: a ceiling and a pace, our defaults.
 KL_NATS = 1.0  # recent KL to the reference above this many nats a token …
 KL_DOUBLED_FROM_NATS = 0.1  # … or above this one and at least twice that of the steps before
+# A group with one reward has no advantage and no gradient; DAPO drops such groups and samples on (arXiv 2503.14476).
 ZERO_SPREAD = 0.95  # share of groups whose completions all got the same reward
-TRUNCATED = 0.25  # share of completions that hit the token limit
-CORRECTED = 0.1  # share of tokens that the importance correction caps or drops
+REWARD_MOVED = 0.02  # a reward that changed by less than this share of its range so far is flat
+# Cut completions carry a wrong reward, which makes training unstable (arXiv 2503.14476). Shares: our defaults.
+TRUNCATED = 0.25  # share of completions that hit the token limit, or …
+TRUNCATED_DOUBLED_FROM = 0.05  # … above this one and at least twice the usual one before
+# verl's guide to rollout correction (docs/algo/rollout_corr.md) warns below an effective sample size of 0.3, marks 0.5
+# as good, and warns above a KL of 0.1. There this kit's trainer stops (rollout.max_sampler_k3), so it warns sooner.
+EFFECTIVE_SAMPLE = 0.5
+SAMPLER_K3 = 0.01  # nats a token …
+# … or above this one and at least three times the usual one before. NeMo RL (docs/adding-new-models.md) asks for a
+# look where ratios are off by 1.05 on average in equal precision: a k3 of about 0.001.
+SAMPLER_K3_TRIPLED_FROM = 0.001
+CORRECTED = 0.1  # share of tokens that the importance correction caps or drops; our default
+SPEED = 0.5  # recent tokens/s below this share of the median before; our default
+UNKNOWN = 0.01  # share of completions whose reward could not be computed; our default
+# Goodhart: the proxy climbs, what it stands for falls (arXiv 2210.10760). Means of HELDOUT_OVER measurements; with 64
+# problems the difference of two such means has a standard deviation of at most 0.05.
+HELDOUT_OVER = 3
+HELDOUT_FALL = 0.1  # fall of the accuracy (0.1 are ten points) below its best mean
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One rule that fires: its name, the measured value beside the limit, the meaning, and what to do."""
+    """One rule that fires: its name, the measured value beside the limit, the meaning, and what to do.
+
+    `fault`: the run is broken, the trainer stops it; otherwise a warning.
+    """
 
     name: str
     value: str
     meaning: str
     action: str
+    fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,10 +67,15 @@ class Rule:
     measure: Callable[[Sequence[dict]], str | None]
     meaning: str
     action: str
+    fault: bool = False
 
 
 def _recent(rows: Sequence[dict], key: str) -> float | None:
     return mean(series(rows[-RECENT:], key)) if len(rows) >= RECENT else None
+
+
+def _before(rows: Sequence[dict], key: str) -> float | None:
+    return mean(series(rows[-2 * RECENT : -RECENT], key))
 
 
 def _loss_not_finite(rows: Sequence[dict]) -> str | None:
@@ -52,26 +90,103 @@ def _entropy_collapse(rows: Sequence[dict]) -> str | None:
     if len(rows) < 2 * RECENT or now is None or start is None:
         return None
     limit = min(ENTROPY_NATS, ENTROPY_OF_START * start)
-    return f"{now:.3g} < {limit:.3g} nats, start {start:.3g}" if now < limit else None
-
-
-def _kl_climb(rows: Sequence[dict]) -> str | None:
-    now, before = _recent(rows, "kl"), mean(series(rows[-2 * RECENT : -RECENT], "kl"))
-    if now is None:
-        return None
-    if now > KL_NATS:
-        return f"{now:.3g} > {KL_NATS:g} nats"
-    if before is not None and now > KL_DOUBLED_FROM_NATS and now > 2 * before:
-        return f"{now:.3g} nats, {before:.3g} in the {RECENT} steps before"
+    if now < limit:
+        return f"{now:.3g} < {limit:.3g} nats, start {start:.3g}"
+    total, limit = number(rows[-1], "total_steps"), ENTROPY_EARLY * start
+    if total and rows[-1]["step"] <= ENTROPY_EARLY_SHARE * total and now < limit and not _climbed(rows):
+        return f"{now:.3g} < {limit:.3g} nats after {rows[-1]['step']} of {total:.0f} steps, reward not up"
     return None
 
 
-def _share_above(key: str, limit: float) -> Callable[[Sequence[dict]], str | None]:
+def _climbed(rows: Sequence[dict]) -> bool:
+    """Whether the recent reward is above the first steps' by more than noise; False where it is not known."""
+    now, start = _recent(rows, "reward"), mean(series(rows[:RECENT], "reward"))
+    return now is not None and start is not None and now - start > REWARD_MOVED * _reward_range(rows)
+
+
+def _reward_range(rows: Sequence[dict]) -> float:
+    known = [value for value in series(rows, "reward") if math.isfinite(value)]
+    return max(known) - min(known) if known else 0.0
+
+
+def _climb(
+    key: str, ceiling: float, least: float, factor: float, unit: str, is_pace: bool = False
+) -> Callable[[Sequence[dict]], str | None]:
+    """Fires above `ceiling`, and above `least` when it is at least `factor` times what it usually was.
+
+    `is_pace`: what climbs in a sound run too is compared with the steps just before instead, so only a jump fires.
+    Medians: estimates of a KL have single steps that are a hundred times the rest and mean nothing.
+    """
+
     def measure(rows: Sequence[dict]) -> str | None:
-        now = _recent(rows, key)
-        return f"{now:.0%} > {limit:.0%}" if now is not None and now > limit else None
+        earlier = rows[-2 * RECENT : -RECENT] if is_pace else rows[:-RECENT]
+        now, before = median(series(rows[-RECENT:], key)), median(series(earlier, key))
+        if now is None or len(rows) < RECENT:
+            return None
+        if now > ceiling:
+            return f"{_figure(now, unit)} > {_figure(ceiling, unit)}"
+        if before is not None and now > least and now >= factor * before:
+            when = f"in the {RECENT} steps before" if is_pace else "usually"
+            return f"{_figure(now, unit)}, {_figure(before, unit)} {when}"
+        return None
 
     return measure
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.1%}" if unit == "%" else f"{value:.3g}{unit}"
+
+
+def _zero_spread(rows: Sequence[dict]) -> str | None:
+    share, now, before = _recent(rows, "zero_spread_fraction"), _recent(rows, "reward"), _before(rows, "reward")
+    if share is None or share <= ZERO_SPREAD:
+        return None
+    if now is None or before is None:
+        return f"{share:.0%} > {ZERO_SPREAD:.0%}"
+    if abs(now - before) > max(REWARD_MOVED * _reward_range(rows), REWARD_MOVED * abs(before)):
+        return None  # what few groups teach still moves the reward
+    return f"{share:.0%} > {ZERO_SPREAD:.0%}, reward flat at {now:.3g}"
+
+
+def _mismatch(rows: Sequence[dict]) -> str | None:
+    share, cut = _recent(rows, "effective_sample_size"), _recent(rows, "corrected_token_fraction")
+    if found := _climb("sampler_k3", SAMPLER_K3, SAMPLER_K3_TRIPLED_FROM, 3.0, " nats")(rows):
+        return f"k3 {found}"
+    if share is not None and share < EFFECTIVE_SAMPLE:
+        return f"effective sample {share:.0%} < {EFFECTIVE_SAMPLE:.0%}"
+    return f"{cut:.0%} of the tokens corrected > {CORRECTED:.0%}" if cut is not None and cut > CORRECTED else None
+
+
+def _slow(rows: Sequence[dict]) -> str | None:
+    for phase in ("rollout", "update"):
+        key = f"{phase}_tokens_per_s"
+        now, earlier = _recent(rows, key), [value for value in series(rows[:-RECENT], key) if math.isfinite(value)]
+        if now is None or len(earlier) < RECENT:
+            continue
+        usual = sorted(earlier)[len(earlier) // 2]
+        if now < SPEED * usual:
+            return f"{phase} {now:,.0f} tokens/s, usually {usual:,.0f}"
+    return None
+
+
+def _unknown(rows: Sequence[dict]) -> str | None:
+    now = _recent(rows, "masked_fraction")
+    return f"{now:.1%} > {UNKNOWN:.0%}" if now is not None and now > UNKNOWN else None
+
+
+def _heldout_falls(rows: Sequence[dict]) -> str | None:
+    known = [(row["step"], value) for row in rows if math.isfinite(value := series([row], "heldout_accuracy")[0])]
+    if len(known) < 2 * HELDOUT_OVER:
+        return None
+    means = [
+        (known[end - 1][0], sum(value for _, value in known[end - HELDOUT_OVER : end]) / HELDOUT_OVER)
+        for end in range(HELDOUT_OVER, len(known) + 1)
+    ]
+    (_, now), (peak_step, best) = means[-1], max(means[:-HELDOUT_OVER], key=lambda pair: pair[1])
+    reward, then = _recent(rows, "reward"), _recent([row for row in rows if row["step"] <= peak_step], "reward")
+    if now > best - HELDOUT_FALL or reward is None or then is None or reward <= then:
+        return None
+    return f"held-out {best:.1%} at step {peak_step} → {now:.1%}, reward {then:.3g} → {reward:.3g}"
 
 
 RULES = (
@@ -79,38 +194,61 @@ RULES = (
         "loss not finite",
         _loss_not_finite,
         "The update was NaN, infinite or not computed; the adapter may be spoiled.",
-        "Stop; resume from the last checkpoint with a lower learning rate.",
+        "The trainer stops by itself. Start another run from the newest adapter (policy.init_adapter) with a lower "
+        "train.learning_rate.",
+        fault=True,
+    ),
+    Rule(
+        "held-out falls",
+        _heldout_falls,
+        "The reward climbs while held-out accuracy falls: the reward is gamed, or problems are learned by heart.",
+        "Read completions/, run python -m reward audit; go back to the adapter before the fall, raise train.beta.",
     ),
     Rule(
         "entropy collapse",
         _entropy_collapse,
         "The policy gives one answer per prompt and has stopped exploring.",
-        "Raise temperature or beta, lower the learning rate, or stop here if the reward is high enough.",
+        "Raise rollout.temperature or train.epsilon_high (DAPO: 0.28), lower train.learning_rate, or stop here if the "
+        "reward is high enough.",
     ),
     Rule(
         "KL climbing",
-        _kl_climb,
+        _climb("kl", KL_NATS, KL_DOUBLED_FROM_NATS, 2.0, " nats", is_pace=True),
         "The policy is leaving the reference model fast.",
-        "Lower the learning rate or raise beta; read completions/ for reward hacking.",
+        "Lower train.learning_rate or raise train.beta; read completions/ for reward hacking.",
     ),
     Rule(
-        "zero spread",
-        _share_above("zero_spread_fraction", ZERO_SPREAD),
-        "Nearly every group got one reward: no advantage, nothing is learned.",
+        "no spread",
+        _zero_spread,
+        "Nearly every group got one reward and the reward stands still: no advantage, nothing is learned.",
         "Reward near its top: solved, stop. Near its bottom: easier problems, larger groups, check the reward.",
     ),
     Rule(
         "truncation",
-        _share_above("truncated_fraction", TRUNCATED),
-        "Completions hit the token limit before they end.",
-        "Raise rollout.max_completion_length; check that the stop token is the chat template's.",
+        _climb("truncated_fraction", TRUNCATED, TRUNCATED_DOUBLED_FROM, 2.0, "%"),
+        "Completions hit the token limit before they end, so their reward says little.",
+        "Raise rollout.max_completion_length, set train.mask_truncated; check that the stop token is the chat "
+        "template's.",
     ),
     Rule(
         "sampler mismatch",
-        _share_above("corrected_token_fraction", CORRECTED),
-        "The server's log-probs are so far from the policy's that the correction cuts much of the loss.",
-        "A sequence correction on long completions: use token_truncate. Else server.weights bf16, and compare "
-        "sampler_k3 and canary_delta.",
+        _mismatch,
+        "The server's log-probs drift from the policy's: the correction cuts the loss, and beyond "
+        "rollout.max_sampler_k3 the trainer stops.",
+        "Compare canary_delta: a jump there is a replica that missed an adapter, restart it. Else server.weights "
+        "bf16; a sequence correction on long completions: use token_truncate.",
+    ),
+    Rule(
+        "unknown rewards",
+        _unknown,
+        "Rewards that could not be computed are masked; beyond reward.max_unknown_fraction the trainer stops.",
+        "unknown_rewards in metrics.jsonl counts the reasons: raise reward.timeout_s, or fix the reward.",
+    ),
+    Rule(
+        "throughput drop",
+        _slow,
+        "Tokens per second fell to less than half.",
+        "Look at the phases: another job on the card, a slow or dead replica (logs/server-*.log), a full disk.",
     ),
 )
 
@@ -118,4 +256,4 @@ RULES = (
 def alerts(rows: Sequence[dict]) -> list[Alert]:
     """The rules that fire on these steps, in the order of `RULES`."""
     found = ((rule, rule.measure(rows)) for rule in RULES if rows)
-    return [Alert(rule.name, value, rule.meaning, rule.action) for rule, value in found if value is not None]
+    return [Alert(rule.name, value, rule.meaning, rule.action, rule.fault) for rule, value in found if value]

@@ -1,8 +1,9 @@
-"""health.png: the curves of a run on one page, for a report or a glance after the fact."""
+"""The curves of a run as pictures: health.png, comparison.png of several runs, and the panels of the HTML page."""
 
+import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,36 +12,66 @@ matplotlib.use("Agg")  # a training machine has no display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from launch.metrics import mean, series
+from launch.compare import names
+from launch.metrics import MetricsLog, mean, median, phases, series
 from recipes.parts.rundir import RunDir
 
 SMOOTH = 10  # steps of the running mean drawn over the raw values
-LINE, FAINT = "#1f5aa6", "#b9cbe3"
+LINE, FAINT, SECOND = "#1f5aa6", "#b9cbe3", "#e08214"
 # Distinguishable in gray and for the common color deficiencies.
-COLORS = ("#1f5aa6", "#e08214", "#4d9221", "#8e7cc3", "#7f7f7f")
+COLORS = ("#1f5aa6", "#e08214", "#4d9221", "#8e7cc3", "#7f7f7f", "#d6604d", "#35978f", "#b8860b")
 SHARES = {
     "zero spread": "zero_spread_fraction",
     "truncated": "truncated_fraction",
     "clipped": "clip_fraction",
     "masked": "masked_fraction",
 }
+COMPARED = {
+    "reward": "reward",
+    "held-out accuracy": "heldout_accuracy",
+    "KL to the reference (nats a token)": "kl",
+    "entropy (nats a token)": "entropy",
+    "truncated (share)": "truncated_fraction",
+    "seconds per step": "seconds.step",
+}
+
+# Estimates of a KL have single steps that are a hundred times the rest; a mean would show nothing else.
+SMOOTHED_BY = {"kl": median, "sampler_k3": median}
+
+Panel = Callable[[Axes, list[int], Sequence[dict]], None]
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of each value and the SMOOTH - 1 before it, NaN where none of them is known."""
-    means = (mean(values[max(0, end - SMOOTH) : end]) for end in range(1, len(values) + 1))
-    return [math.nan if value is None else value for value in means]
+def smooth(values: Sequence[float], of: Callable[[Sequence[float]], float | None] = mean) -> list[float]:
+    """Mean (or median) of each value and the SMOOTH - 1 before it, NaN where none of them is known."""
+    found = (of(values[max(0, end - SMOOTH) : end]) for end in range(1, len(values) + 1))
+    return [math.nan if value is None else value for value in found]
 
 
-def _curve(axes: Axes, steps: list[int], rows: Sequence[dict], key: str, title: str) -> None:
+def _line(axes: Axes, steps: list[int], rows: Sequence[dict], key: str, title: str) -> None:
     values = series(rows, key)
     axes.plot(steps, values, color=FAINT, linewidth=1, marker="." if len(steps) < 3 else None)
-    axes.plot(steps, smooth(values), color=LINE, linewidth=1.6)
+    axes.plot(steps, smooth(values, SMOOTHED_BY.get(key, mean)), color=LINE, linewidth=1.6)
     axes.set_title(title)
+    _cut(axes, [values])
     if not any(math.isfinite(value) for value in values):
         _no_data(axes)
+
+
+def _cut(axes: Axes, curves: Sequence[Sequence[float]]) -> None:
+    """End the axis above the 98th percentile when single values beyond would flatten the rest; say so."""
+    known = sorted(value for values in curves for value in values if math.isfinite(value))
+    if len(known) < 20:
+        return
+    low, high = known[0], known[math.ceil(0.98 * len(known)) - 1]
+    if known[-1] - low > 3 * (high - low) > 0:
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.25 * (high - low))
+        axes.text(
+            *(0.99, 0.97, f"highest value {known[-1]:.3g}"),
+            **{"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 8, "color": "gray"},
+        )
 
 
 def _no_data(axes: Axes) -> None:
@@ -52,13 +83,54 @@ def _reward(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
     low = [a - b for a, b in zip(reward, spread, strict=True)]
     high = [a + b for a, b in zip(reward, spread, strict=True)]
     axes.fill_between(steps, low, high, color=FAINT, alpha=0.45, linewidth=0)
-    _curve(axes, steps, rows, "reward", "reward (band: ± standard deviation)")
+    _line(axes, steps, rows, "reward", "reward (band: ± standard deviation)")
+    heldout = [(row["step"], value) for row in rows if math.isfinite(value := series([row], "heldout_accuracy")[0])]
+    if heldout:
+        axes.plot(*zip(*heldout, strict=True), "o-", color=SECOND, markersize=4, label="held-out accuracy")
+        axes.set_title("reward (band: ± standard deviation) and held-out accuracy")
+        axes.legend(fontsize=8, framealpha=0.85, loc="lower right")
+
+
+def _kl(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+    _line(axes, steps, rows, "kl", "KL to the reference (nats a token)")
+
+
+def _entropy(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+    _line(axes, steps, rows, "entropy", "entropy (nats a token)")
+    axes.set_ylim(bottom=0)
+
+
+def _gradient(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+    _line(axes, steps, rows, "grad_norm", "gradient norm")
+
+
+def _mismatch(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+    _line(axes, steps, rows, "sampler_k3", "sampler against trainer: k3 (nats a token)")
+
+
+def _parts(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+    found = dict.fromkeys(name for row in rows for name in (row.get("rewards") or {}))
+    for color, name in zip(COLORS, found, strict=False):
+        axes.plot(steps, smooth(series(rows, f"rewards.{name}")), color=color, linewidth=1.6, label=name)
+    axes.set_title(f"reward by function (mean of {SMOOTH} steps)")
+    _legend(axes, "best")
+
+
+def speed(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+    for color, name in zip(COLORS, ("rollout", "update"), strict=False):
+        values = series(rows, f"{name}_tokens_per_s")
+        if any(math.isfinite(value) for value in values):
+            axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=name)
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"tokens per second (mean of {SMOOTH} steps)")
+    _legend(axes, "best")
 
 
 def _shares(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
     for color, (label, key) in zip(COLORS, SHARES.items(), strict=False):
         values = series(rows, key)
-        if any(math.isfinite(value) for value in values):
+        is_always_shown = key in ("zero_spread_fraction", "truncated_fraction")
+        if any(math.isfinite(value) and (value > 0 or is_always_shown) for value in values):
             axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=label)
     axes.set_ylim(-0.02, 1.02)
     axes.set_title(f"shares (mean of {SMOOTH} steps)")
@@ -66,15 +138,13 @@ def _shares(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
 
 
 def _seconds(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
-    names = dict.fromkeys(name for row in rows for name in (row.get("seconds") or {}) if name != "step")
-    phases = {name: [0.0 if math.isnan(v) else v for v in series(rows, f"seconds.{name}")] for name in names}
-    whole = series(rows, "seconds.step")
-    if phases:
-        spent = [sum(values) for values in zip(*phases.values(), strict=True)]
-        phases["other"] = [max(0.0, b - a) if math.isfinite(b) else 0.0 for a, b in zip(spent, whole, strict=True)]
-        axes.stackplot(steps, *phases.values(), labels=list(phases), colors=COLORS, step="mid", linewidth=0)
+    spent = [phases(row) for row in rows]
+    found = dict.fromkeys(name for one in spent for name in one)
+    if found:
+        stack = [[one.get(name, 0.0) for one in spent] for name in found]
+        axes.stackplot(steps, *stack, labels=list(found), colors=COLORS, step="mid", linewidth=0)
         # The first steps may compile or warm up; they are cut off at the top so that the rest can be read.
-        tops = sorted(sum(values) for values in zip(*phases.values(), strict=True))
+        tops = sorted(map(sum, zip(*stack, strict=True)))
         axes.set_ylim(0, 1.4 * tops[int(0.95 * (len(tops) - 1))] or None)
     axes.set_title("seconds per step, by phase")
     _legend(axes, "upper right")
@@ -87,26 +157,108 @@ def _legend(axes: Axes, place: str) -> None:
         _no_data(axes)
 
 
-def draw(run: RunDir, rows: Sequence[dict]) -> Path:
-    """Write `health.png` into the run directory, whole or not at all, and return its path."""
-    steps = [row["step"] for row in rows]
-    figure, grid = plt.subplots(3, 2, figsize=(11, 9), sharex=True, layout="constrained")
-    _reward(grid[0, 0], steps, rows)
-    _curve(grid[0, 1], steps, rows, "kl", "KL to the reference (nats a token)")
-    _curve(grid[1, 0], steps, rows, "entropy", "entropy (nats a token)")
-    _shares(grid[1, 1], steps, rows)
-    _seconds(grid[2, 0], steps, rows)
-    _curve(grid[2, 1], steps, rows, "grad_norm", "gradient norm")
-    for axes in grid.flat:
-        axes.grid(color="#e6e6e6", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+def panels(rows: Sequence[dict]) -> dict[str, Panel]:
+    """The panels of one run by name, in reading order, an even number; of a sampler and of several rewards if any."""
+    found = {"reward": _reward, "kl": _kl, "entropy": _entropy, "shares": _shares, "seconds": _seconds}
+    found |= {"gradient": _gradient}
+    has_parts = any(isinstance(row.get("rewards"), dict) and len(row["rewards"]) > 1 for row in rows)
+    has_sampler = any(math.isfinite(value) for value in series(rows, "sampler_k3"))
+    if has_parts or has_sampler:
+        found |= {"mismatch": _mismatch} if has_sampler else {"speed": speed}
+        found |= {"parts": _parts} if has_parts else {"speed": speed}
+    return found
+
+
+def _style(axes: Axes) -> None:
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def draw(run: RunDir, rows: Sequence[dict], folder: Path | None = None) -> Path:
+    """Write `health.png` into the run directory (or `folder`), whole or not at all, and return its path."""
+    steps, found = [row["step"] for row in rows], panels(rows)
+    lines = len(found) // 2
+    figure, grid = plt.subplots(lines, 2, figsize=(11, 3 * lines), sharex=True, layout="constrained")
+    for axes, panel in zip(grid.flat, found.values(), strict=True):
+        panel(axes, steps, rows)
+        _style(axes)
     for axes in grid[-1]:
         axes.set_xlabel("step")
-    figure.suptitle(f"{run.path.name}: steps {steps[0]} to {steps[-1]}", fontsize=13)
-    final = run.path / "health.png"
-    partial = run.path / f".health.{os.getpid()}.png"
+    figure.suptitle(f"{run.path.resolve().name}: steps {steps[0]} to {steps[-1]}", fontsize=13)
+    return _save(figure, (folder or run.path) / "health.png")
+
+
+def draw_comparison(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: Path) -> Path:
+    """Write `comparison.png` into `folder`: the curves of several runs over the same steps."""
+    keys = compared_keys(logs)
+    lines = math.ceil(len(keys) / 2)
+    figure, grid = plt.subplots(lines, 2, figsize=(11, 3 * lines + 0.4), squeeze=False, layout="constrained")
+    for axes, (title, key) in zip(grid.flat, keys.items(), strict=False):
+        compare_panel(axes, runs, logs, key, title)
+    for axes in grid.flat[len(keys) :]:
+        axes.axis("off")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)), frameon=False)
+    return _save(figure, folder / "comparison.png")
+
+
+def compared_keys(logs: Sequence[MetricsLog]) -> dict[str, str]:
+    """Title and key of the curves that at least one of the runs has."""
+    return {
+        title: key
+        for title, key in COMPARED.items()
+        if any(math.isfinite(value) for log in logs for value in series(log.rows, key))
+    }
+
+
+def compare_panel(axes: Axes, runs: Sequence[RunDir], logs: Sequence[MetricsLog], key: str, title: str) -> None:
+    """One curve of every run, smoothed where there is a value for every step; a run keeps its color everywhere."""
+    drawn = []
+    for place, (name, log) in enumerate(zip(names(runs), logs, strict=True)):
+        known = [(row["step"], value) for row in log.rows if math.isfinite(value := series([row], key)[0])]
+        steps, values = zip(*known, strict=True) if known else ((), ())
+        is_sparse, of = key == "heldout_accuracy", SMOOTHED_BY.get(key, mean)
+        values = list(values) if is_sparse else smooth(values, of)
+        look = {"color": COLORS[place % len(COLORS)], "linestyle": ("-", "--", ":")[place // len(COLORS) % 3]}
+        axes.plot(steps, values, linewidth=1.6, label=name, marker="o" if is_sparse else None, markersize=3, **look)
+        drawn.append(values)
+    _cut(axes, drawn)
+    if key in SHARES.values():
+        axes.set_ylim(0, max(0.2, *(value for values in drawn for value in values if value == value), 0.0) * 1.05)
+    kind = "median" if key in SMOOTHED_BY else "mean"
+    axes.set_title(title if key == "heldout_accuracy" else f"{title}, {kind} of {SMOOTH} steps")
+    axes.set_xlabel("step")
+    _style(axes)
+
+
+def svg(fill: Callable[[Axes], None]) -> bytes:
+    """One panel as SVG with its text as text; the same bytes for the same data."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "health", "font.size": 9}):
+        figure, axes = plt.subplots(figsize=(5.6, 3), layout="constrained")
+        try:
+            fill(axes)
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        finally:
+            plt.close(figure)
+    return buffer.getvalue()
+
+
+def run_panel(panel: Panel, rows: Sequence[dict]) -> Callable[[Axes], None]:
+    """What `svg` draws for one panel of one run."""
+
+    def fill(axes: Axes) -> None:
+        panel(axes, [row["step"] for row in rows], rows)
+        axes.set_xlabel("step")
+        _style(axes)
+
+    return fill
+
+
+def _save(figure: Figure, final: Path) -> Path:
+    partial = final.with_name(f".{final.stem}.{os.getpid()}.png")
     try:
         figure.savefig(partial, dpi=110)
         os.replace(partial, final)

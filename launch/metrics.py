@@ -15,18 +15,19 @@ from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
 
 RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary and in the health rules
-SILENT_STEPS, SILENT_S = (
-    5,
-    60.0,
-)  # a run is called silent after this many step times, and never before this many seconds
+# A run is called silent after this many step times, and never before this many seconds.
+SILENT_STEPS, SILENT_S = 5, 60.0
+WITHIN_ROLLOUT = ("wake", "sync", "sleep")  # parts of seconds.rollout with a server
+LOCKS = Path("/proc/locks")
 
 
 class MetricsLog:
     """The lines of one `metrics.jsonl`, by step and in order; `poll` adds what was appended since the last call.
 
     A line counts once its newline is there, so a line being written is never read by half. A step that goes back is a
-    resumed run: its line replaces every earlier line of that step and of later ones. `bad_lines` counts complete lines
-    that are not a step.
+    resumed run: its line replaces every earlier line of that step and of later ones. A file that was replaced or cut
+    is read anew; what was known stays when it goes on from there, as after a rotation. `bad_lines` counts complete
+    lines that are not a step.
     """
 
     def __init__(self, path: Path):
@@ -39,6 +40,7 @@ class MetricsLog:
         self.resumed_at: list[int] = []
         self._offset, self._tail = 0, b""
         self._inode: int | None = None
+        self._is_new_file = False
 
     def poll(self) -> bool:
         """True when steps were added or the file was replaced by another one."""
@@ -59,7 +61,7 @@ class MetricsLog:
         status = os.fstat(file.fileno())
         replaced = self._inode not in (None, status.st_ino) or status.st_size < self._offset
         if replaced:
-            self._forget()
+            self._offset, self._tail, self._is_new_file = 0, b"", True
         self._inode = status.st_ino
         file.seek(self._offset)
         return replaced
@@ -71,6 +73,9 @@ class MetricsLog:
         if row is None:
             self.bad_lines += 1
             return
+        if self._is_new_file and self.rows and row["step"] <= self.rows[-1]["step"]:
+            self.rows, self.resumed_at, self.bad_lines = [], [], 0
+        self._is_new_file = False
         if self.rows and row["step"] <= self.rows[-1]["step"]:
             self.resumed_at.append(row["step"])
             while self.rows and self.rows[-1]["step"] >= row["step"]:
@@ -105,10 +110,41 @@ def series(rows: Sequence[dict], key: str) -> list[float]:
     return [value if value is not None and math.isfinite(value) else math.nan for value in values]
 
 
+def phases(row: dict) -> dict[str, float]:
+    """Seconds of a step by phase, which add up to it: what `seconds.rollout` includes is apart, "other" is the rest.
+
+    Empty when the step has no times. In the order in which the phases run.
+    """
+    seconds = row.get("seconds")
+    known = {name: number(row, f"seconds.{name}") for name in seconds} if isinstance(seconds, dict) else {}
+    known = {name: value for name, value in known.items() if value is not None and math.isfinite(value) and value > 0}
+    whole = known.pop("step", None)
+    inside = {name: known.pop(name) for name in WITHIN_ROLLOUT if name in known}
+    if "rollout" in known:
+        known["rollout"] = max(0.0, known["rollout"] - sum(inside.values()))
+    found = inside | {name: known.pop(name) for name in ("rollout", "heldout", "reward", "update") if name in known}
+    found |= known
+    if found and whole is not None and (rest := whole - sum(found.values())) > 0.01 * whole:
+        found["other"] = rest
+    return found
+
+
+def last_known(rows: Sequence[dict], key: str) -> float | None:
+    """The newest value that is there, None when none is: what is not measured at every step."""
+    found = (number(row, key) for row in reversed(rows))
+    return next((value for value in found if value is not None), None)
+
+
 def mean(values: Sequence[float]) -> float | None:
     """Mean of the finite values, None when there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None
+
+
+def median(values: Sequence[float]) -> float | None:
+    """Median of the finite values, None when there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else None
 
 
 def total_steps(rows: Sequence[dict]) -> int | None:
@@ -120,17 +156,31 @@ def total_steps(rows: Sequence[dict]) -> int | None:
 def step_seconds(rows: Sequence[dict]) -> float | None:
     """Median duration of the recent steps in seconds: their own figure, or the time between their lines."""
     recent = rows[-2 * RECENT :]
-    durations = [value for value in series(recent, "seconds.step") if math.isfinite(value)]
-    if not durations:
-        times = series(recent, "time")
-        durations = [b - a for a, b in itertools.pairwise(times) if math.isfinite(b - a)]
-    return statistics.median(durations) if durations else None
+    times = series(recent, "time")
+    return median(series(recent, "seconds.step")) or median([b - a for a, b in itertools.pairwise(times)])
+
+
+def trainer_pid(run: RunDir) -> int | None:
+    """The process of this machine that trains in the run now, by the lock it holds there; None when there is none.
+
+    Only looks: taking the lock, even for a moment, could turn away a trainer that starts. Sees nothing of other
+    machines, nor of what the kernel hides from a container.
+    """
+    try:
+        status = os.stat(run.path / ".lock")
+        held = LOCKS.read_text().splitlines()
+    except OSError:
+        return None
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    holders = (fields[4] for line in held if len(fields := line.split()) > 5 and fields[5] == place)
+    return next((int(pid) for pid in holders if pid.isdigit() and pid != "0"), None)
 
 
 def progress(log: MetricsLog, now: float | None = None) -> dict:
     """Where the run stands: state (waiting, running, silent, finished), step, total_steps, seconds and time left.
 
     Silent means that no line came for `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck.
+    `trainer_pid` says which, for a trainer of this machine.
     """
     rows = log.rows
     state: dict = {
@@ -139,13 +189,17 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
         "total_steps": None,
         "since_last_line_s": None,
         "time_left_s": None,
+        "trainer_pid": trainer_pid(RunDir(log.path.parent)),
     }
     if not rows:
         return state
     last, total, duration = rows[-1], total_steps(rows), step_seconds(rows)
     written = number(last, "time")
     if written is None or not math.isfinite(written):
-        written = log.path.stat().st_mtime
+        try:
+            written = log.path.stat().st_mtime
+        except OSError:  # moved away just now
+            written = time.time()
     age = max(0.0, (time.time() if now is None else now) - written)
     state |= {"state": "running", "step": last["step"], "total_steps": total, "since_last_line_s": age}
     if total is not None and last["step"] >= total:

@@ -1,5 +1,6 @@
 """launch.watch through its real command line, on logs written here: whole, growing, broken, dead, resumed."""
 
+import io
 import json
 import math
 import os
@@ -15,64 +16,18 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
-from launch.health import RULES, alerts
-from launch.metrics import MetricsLog, progress
-from launch.watch import duration, show, sparkline
+from launch.metrics import phases, progress, trainer_pid
+from launch.page import duration, show, sparkline
+from launch.samples import latest_group, one_line
+from launch.watch import frame
+from recipes.parts.checks import lock_run
+from recipes.parts.rundir import RunDir
+from tests.unit.metric_rows import log_of, make_run, rows_of, step_row
 
 ROOT = Path(__file__).parents[2]
 WATCH = [sys.executable, "-m", "launch.watch"]
-
-
-def step_row(step: int, total: int = 40, **changes) -> dict:
-    """One metrics line as the trainer writes it, of a run in good health, a step a second, written just now."""
-    row = {
-        "step": step,
-        "total_steps": total,
-        "time": time.time() + step - total,
-        "loss": 0.01,
-        "reward": 0.45 + 0.4 * step / total,
-        "reward_std": 0.4,
-        "rewards": {"math": 0.45 + 0.4 * step / total},
-        "zero_spread_fraction": 0.25,
-        "kl": 0.001 * step,
-        "entropy": 0.8 - 0.4 * step / total,
-        "clip_fraction": 0.01,
-        "truncated_fraction": 0.02,
-        "completion_length": 31.5,
-        "masked_fraction": None,
-        "grad_norm": 0.4,
-        "learning_rate": 1e-3,
-        "sampler_k3": None,
-        "effective_sample_size": None,
-        "corrected_token_fraction": 0.001,
-        "canary_delta": None,
-        "sync_seconds": None,
-        "rollout_tokens_per_s": 5321.0,
-        "update_tokens_per_s": 8123.0,
-        "seconds": {"rollout": 0.5, "reward": 0.1, "update": 0.3, "step": 1.0},
-        "peak_gib": {"rollout": 1.2, "update": 1.4},
-        "adapter_version": step,
-    }
-    return row | changes
-
-
-def rows_of(count: int, total: int = 40, **changes) -> list[dict]:
-    return [step_row(step, total, **changes) for step in range(1, count + 1)]
-
-
-def make_run(path: Path, rows: list[dict] | None) -> Path:
-    path.mkdir(parents=True)
-    (path / "config.json").write_text('{"config": {}}')
-    if rows is not None:
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def log_of(path: Path) -> MetricsLog:
-    log = MetricsLog(path / "metrics.jsonl")
-    log.poll()
-    return log
 
 
 def watch(*arguments: object, **settings) -> subprocess.CompletedProcess:
@@ -225,7 +180,10 @@ def test_a_directory_that_is_no_run_exits_2_and_names_the_nearest(tmp_path):
     assert "Traceback" not in missing.stderr + empty.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--json"], ["--interval", "0"], ["--interval", "nan"], ["--onc"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--json"], ["--fail_on_alert"], ["--out", "."], ["--interval", "0"], ["--interval", "nan"], ["--onc"]],
+)
 def test_bad_arguments_exit_2(tmp_path, arguments):
     assert watch(make_run(tmp_path / "run", rows_of(1)), *arguments).returncode == 2
 
@@ -271,6 +229,21 @@ def test_after_a_resume_the_later_line_wins(tmp_path):
     assert log.resumed_at == [5]
 
 
+def test_a_rotated_log_goes_on_where_the_old_one_ended(tmp_path):
+    run = make_run(tmp_path / "run", rows_of(8))
+    log = log_of(run)
+    (run / "metrics.jsonl").rename(run / "metrics.jsonl.1")
+    assert not log.poll()
+    with open(run / "metrics.jsonl", "w") as file:
+        file.write(json.dumps(step_row(9)) + "\n" + json.dumps(step_row(10))[:30])
+    assert log.poll()
+    assert ([row["step"] for row in log.rows], log.resumed_at) == (list(range(1, 10)), [])
+    # Cut in place, as copytruncate does it, in the middle of a line that was half read.
+    (run / "metrics.jsonl").write_text(json.dumps(step_row(10)) + "\n")
+    log.poll()
+    assert [row["step"] for row in log.rows] == list(range(1, 11))
+
+
 def test_a_log_that_was_replaced_is_read_anew(tmp_path):
     run = make_run(tmp_path / "run", rows_of(8))
     log = log_of(run)
@@ -292,38 +265,129 @@ def test_time_left_is_the_median_step_time_and_ends_at_zero(tmp_path):
     assert progress(log)["state"] == "finished"
 
 
-FIRING = {
-    "loss not finite": [*rows_of(12), step_row(13, loss=None)],
-    "entropy collapse": [step_row(s, entropy=0.5 if s < 15 else 0.01) for s in range(1, 41)],
-    "KL climbing": [step_row(s, kl=0.06 if s <= 20 else 0.2) for s in range(1, 31)],
-    "zero spread": rows_of(20, zero_spread_fraction=1.0),
-    "truncation": rows_of(20, truncated_fraction=0.3),
-    "sampler mismatch": rows_of(20, corrected_token_fraction=0.3),
-}
-QUIET = {
-    "loss not finite": [step_row(1, loss=math.nan), *rows_of(30)[1:]],
-    "entropy collapse": [step_row(s, entropy=0.5 - 0.01 * s) for s in range(1, 41)],
-    "KL climbing": [step_row(s, kl=0.02 * s) for s in range(1, 46)],
-    "zero spread": rows_of(20, zero_spread_fraction=0.9),
-    "truncation": rows_of(20, truncated_fraction=0.2),
-    "sampler mismatch": rows_of(20, corrected_token_fraction=0.05),
-}
+def rendered(run: Path, width: int, height: int | None = None) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(frame(RunDir(run), log_of(run), width, height))
+    return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
-def test_each_health_rule_fires_on_its_curve_and_not_on_a_sound_one(rule):
-    assert [alert.name for alert in alerts(FIRING[rule])] == [rule]
-    assert alerts(QUIET[rule]) == []
+def write_completions(run: Path, step: int, texts: dict[str, float], whole: bool = True) -> None:
+    (run / "completions").mkdir(exist_ok=True)
+    mean = sum(texts.values()) / len(texts)
+    lines = [
+        json.dumps(
+            {
+                "problem_id": "p",
+                "prompt": "1+1?",
+                "completion": text,
+                "rewards": {"math": paid},
+                "advantage": paid - mean,
+            }
+        )
+        for text, paid in texts.items()
+    ]
+    text = "\n".join(lines) + ("\n" if whole else "")
+    (run / "completions" / f"step-{step:06d}.jsonl").write_text(text)
 
 
-def test_kl_above_its_ceiling_fires_even_when_it_is_flat():
-    assert [alert.name for alert in alerts(rows_of(30, kl=1.5))] == ["KL climbing"]
+@pytest.mark.parametrize("height", [None, 60, 24, 16, 10, 6, 3])
+@pytest.mark.parametrize("width", [40, 80, 132])
+def test_the_page_fits_the_terminal_and_keeps_what_decides(tmp_path, width, height):
+    server = {"sampler_k3": 1e-5, "effective_sample_size": 0.999, "canary_delta": 0.08, "heldout_accuracy": 0.5}
+    ill = {"kl": 1.5, "truncated_fraction": 0.4, "rewards": {"math": 0.4, "boxed_format": 0.9}}
+    run = make_run(tmp_path / "run", rows_of(30, **server, **ill))
+    write_completions(run, 30, {"right " * 100: 1.0, "so so": 0.5, "wrong\x1b[31m\nnot\u202ered": 0.0})
+    lines = rendered(run, width, height)
+    assert len(lines) <= (height or 999)
+    assert max(map(cell_len, lines)) <= width
+    text = "\n".join(lines)
+    assert "step 30/40" in text and "\x1b[31m" not in text and "\u202e" not in text
+    if height is None or height >= 16:
+        assert (
+            "KL climbing" in text and "truncation" in text and re.search(r"^ reward .*[▁▂▃▄▅▆▇█]", text, re.MULTILINE)
+        )
+    if height is None and width >= 80:
+        wanted = (
+            "held-out",
+            "· math",
+            "· boxed_form",
+            "sampler k3",
+            "eff. sample",
+            "rollout",
+            "peak GiB",
+            "best",
+            "worst",
+        )
+        assert all(part in text for part in wanted)
 
 
-def test_no_rule_fires_without_data():
-    empty = {key: None for key in step_row(1)} | {"loss": 0.0}
-    assert alerts([]) == []
-    assert alerts([empty | {"step": step} for step in range(1, 31)]) == []
+def test_curves_that_a_run_does_not_have_take_no_line(tmp_path):
+    text = "\n".join(rendered(make_run(tmp_path / "run", rows_of(5, clip_fraction=0.0)), 80))
+    for label in ("held-out", "sampler k3", "eff. sample", "clipped", "· math"):
+        assert label not in text, label
+
+
+def test_phases_add_up_to_the_step_and_the_sync_is_not_counted_twice():
+    seconds = {"rollout": 3.0, "sync": 1.0, "wake": 0.5, "reward": 0.2, "heldout": 0.8, "update": 5.0, "step": 10.0}
+    found = phases({"seconds": seconds})
+    assert found == pytest.approx(
+        {"wake": 0.5, "sync": 1.0, "rollout": 1.5, "heldout": 0.8, "reward": 0.2, "update": 5.0, "other": 1.0}
+    )
+    assert sum(found.values()) == pytest.approx(seconds["step"])
+    assert [phases({"seconds": odd}) for odd in (None, [1, 2], {}, {"step": 3.0}, {"rollout": None})] == [{}] * 5
+
+
+def test_the_newest_group_is_shown_best_median_worst(tmp_path):
+    run = make_run(tmp_path / "run", rows_of(3))
+    write_completions(run, 1, {"old": 1.0, "older": 0.0})
+    write_completions(run, 3, {"b": 0.5, "a": 1.0, "c": 0.0})
+    with open(run / "completions" / "step-000003.jsonl", "a") as file:
+        file.write('not json\n[1]\n{"completion": 7}\n{"completion": "half a li')
+    group = latest_group(RunDir(run))
+    assert (group.step, group.prompt) == (3, "1+1?")
+    assert {name: sample.text for name, sample in group.picks().items()} == {"best": "a", "median": "b", "worst": "c"}
+    write_completions(run, 5, {"half": 1.0}, whole=False)
+    assert latest_group(RunDir(run)).step == 3, "a file without a whole line is not shown yet"
+    write_completions(run, 5, {"alone": 1.0})
+    assert latest_group(RunDir(run)).picks().keys() == {"best", "worst"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("a\n\n b\tc", "a b c"),
+        ("\x1b]0;title\x07\x1b[2J", "·]0;title··[2J"),
+        ("\u202egnp.exe\u200b\ud83d", "·gnp.exe··"),
+        ("begin " + "x" * 5000 + " the end", "begin … xxxxx the end"),
+    ],
+)
+def test_an_answer_becomes_one_harmless_line_with_its_end(text, shown):
+    assert one_line(text, 22) == shown
+    assert len(one_line(text, 22)) <= 22
+
+
+def test_a_held_lock_names_the_process_and_a_free_one_does_not(tmp_path):
+    run = make_run(tmp_path / "run", rows_of(3))
+    for row in (rows := rows_of(3)):
+        row["time"] -= 3600
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert trainer_pid(RunDir(run)) is None
+    assert "the run has stopped, or a step is stuck" in "\n".join(rendered(run, 120))
+    lock = lock_run(RunDir(run))
+    assert trainer_pid(RunDir(run)) == os.getpid()
+    assert f"process {os.getpid()} still holds it, so a step is stuck" in "\n".join(rendered(run, 120))
+    lock.close()
+    assert trainer_pid(RunDir(run)) is None
+    lock_run(RunDir(run)).close()  # looking took nothing from a trainer
+
+
+def test_fail_on_alert_exits_1_when_a_rule_fires(tmp_path):
+    sound, ill = make_run(tmp_path / "sound", rows_of(30)), make_run(tmp_path / "ill", rows_of(30, kl=2.0))
+    assert watch(sound, "--once", "--json", "--fail_on_alert").returncode == 0
+    done = watch(sound, ill, "--once", "--json", "--fail_on_alert")
+    assert done.returncode == 1
+    assert [len(run["alerts"]) for run in json.loads(done.stdout)["runs"]] == [0, 1]
 
 
 @pytest.mark.parametrize(

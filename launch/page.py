@@ -1,0 +1,321 @@
+"""The page of one run in the terminal: where it stands, what is wrong, its curves, its phases, what it answers.
+
+Fits any width from 40 columns and, with a height, that many lines: what decides stays, what explains is cut first.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launch.health import alerts
+from launch.metrics import RECENT, MetricsLog, last_known, mean, number, phases, progress, series
+from launch.samples import latest_group, one_line
+from recipes.parts.rundir import RunDir
+
+TRENDS = {
+    "reward": "reward",
+    "held-out": "heldout_accuracy",
+    "KL": "kl",
+    "entropy": "entropy",
+    "zero spread": "zero_spread_fraction",
+    "truncated": "truncated_fraction",
+    "sampler k3": "sampler_k3",
+    "eff. sample": "effective_sample_size",
+    "clipped": "clip_fraction",
+    "grad norm": "grad_norm",
+    "step seconds": "seconds.step",
+}
+# Curves of what not every run has: shown once there is a value, `clip_fraction` once it is not 0.
+OPTIONAL = ("heldout_accuracy", "sampler_k3", "effective_sample_size", "clip_fraction")
+SHARES = {"zero_spread_fraction", "clip_fraction", "truncated_fraction", "heldout_accuracy"}
+SHARE_TOP = 0.2  # least share that the highest block stands for
+BLOCKS = "▁▂▃▄▅▆▇█"
+# A color and a shade each, so that the bar can be read without colors too.
+PHASES = {
+    "wake": ("magenta", "▚"),
+    "sync": ("yellow", "▒"),
+    "sleep": ("magenta", "▞"),
+    "rollout": ("cyan", "█"),
+    "reward": ("green", "▚"),
+    "heldout": ("magenta", "▒"),
+    "update": ("blue", "▓"),
+    "other": ("bright_black", "░"),
+}
+ORDER = {name: place for place, name in enumerate(PHASES)}
+# Columns that a curve's label, last, mean and range take, paddings included; the sparkline gets the rest.
+BESIDE_SPARKLINE, BESIDE_NARROW = 53, 34
+NARROW = 70  # below this many columns the range is left out
+
+
+def show(value: float | None) -> str:
+    """A number in at most seven characters, "–" for none."""
+    if value is None or math.isnan(value):
+        return "–" if value is None else "NaN"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.1e}"
+
+
+def percent(value: float | None) -> str:
+    """A share as "12.3%", "–" for none."""
+    return show(value) if value is None or not math.isfinite(value) else f"{value:.1%}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "42 s", "3 min 05 s", "2 h 07 min" or "3 d 4 h"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def sparkline(
+    values: Sequence[float], width: int, is_share: bool = False, bounds: tuple[float, float] | None = None
+) -> str:
+    """The values as block characters, at most `width` of them, each the mean of its steps; a gap where none is known.
+
+    Scaled from the lowest to the highest cell, or between `bounds`; a share from 0 to at least `SHARE_TOP`, so that
+    noise near zero stays flat. A curve that does not move is drawn on the lowest block.
+    """
+    count = min(width, len(values))
+    cells = [mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    known = [cell for cell in cells if cell is not None]
+    low, high = bounds or (min(known, default=0.0), max(known, default=0.0))
+    if is_share:
+        low, high = min(0.0, low), max(SHARE_TOP, high)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    tops = ((min(max(cell, low), high) - low) * scale if cell is not None else None for cell in cells)
+    return "".join(" " if top is None else BLOCKS[round(top)] for top in tops)
+
+
+def held(values: Sequence[float]) -> list[float]:
+    """Each value, or the one before it where there is none: the curve of what is measured every few steps."""
+    found, last = [], math.nan
+    for value in values:
+        last = value if math.isfinite(value) else last
+        found.append(last)
+    return found
+
+
+def header(run: RunDir, state: dict) -> Group:
+    """Name, progress bar, time left, and how long the log has been quiet."""
+    title = Text(str(run.path), style="bold", no_wrap=True, overflow="ellipsis")
+    pid = state["trainer_pid"]
+    if state["state"] == "waiting":
+        who = f" (process {pid} holds the run)" if pid else ""
+        return Group(title, Text(f"waiting for the first step in {run.metrics_file}{who}", overflow="fold"))
+    step, total, age = state["step"], state["total_steps"], duration(state["since_last_line_s"])
+    line = Table.grid(padding=(0, 1))
+    cells = [Text(f"step {step}" + (f"/{total}" if total else ""))]
+    if total:
+        cells += [ProgressBar(total=total, completed=step, width=28), Text(f"{min(1.0, step / total):.0%}")]
+    if state["state"] == "finished":
+        cells.append(Text("finished", style="green"))
+    elif state["time_left_s"] is not None:
+        cells.append(Text(f"{duration(state['time_left_s'])} left"))
+    line.add_row(*cells)
+    if state["state"] == "silent":
+        why = f"process {pid} still holds it, so a step is stuck" if pid else "the run has stopped, or a step is stuck"
+        note = Text(f"no line for {age}: {why} (see {run.logs})", style="yellow")
+    else:
+        note = Text(f"last line {age} ago", style="dim")
+    return Group(title, line, note)
+
+
+def _curves(rows: Sequence[dict]) -> dict[str, str]:
+    """Label and key of the curves that this run has; a reward of several functions is taken apart below it."""
+    parts = rows[-1].get("rewards")
+    curves = {}
+    for label, key in TRENDS.items():
+        values = [value for value in series(rows, key) if math.isfinite(value)] if key in OPTIONAL else ()
+        if key not in OPTIONAL or (any(values) if key == "clip_fraction" else values):
+            curves[label] = key
+        if key == "reward" and isinstance(parts, dict) and len(parts) > 1:
+            curves |= {f"· {name}"[:14]: f"rewards.{name}" for name in parts}
+    return curves
+
+
+def trends(rows: Sequence[dict], width: int, most: int | None = None) -> Table:
+    """One row per curve: last value, mean of the recent steps, sparkline over the whole run, range."""
+    is_wide = width >= NARROW
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column("last", justify="right", no_wrap=True)
+    table.add_column(f"mean {RECENT}", justify="right", no_wrap=True)
+    table.add_column(f"steps {rows[0]['step']} to {rows[-1]['step']}", no_wrap=True)
+    if is_wide:
+        table.add_column("range", justify="right", style="dim", no_wrap=True)
+    room = max(6, width - (BESIDE_SPARKLINE if is_wide else BESIDE_NARROW))
+    for label, key in list(_curves(rows).items())[:most]:
+        values = series(rows, key)
+        known = [value for value in values if math.isfinite(value)]
+        write = percent if key in SHARES or key == "effective_sample_size" else show
+        is_sparse = key == "heldout_accuracy"
+        curve = sparkline(held(values) if is_sparse else values, room, key in SHARES)
+        last = last_known(rows, key) if is_sparse else number(rows[-1], key)
+        cells = [label, write(last), write(mean(values[-RECENT:])), Text(curve, style="cyan")]
+        span = f"{write(min(known))} … {write(max(known))}" if known else ""
+        table.add_row(*cells, *([span] if is_wide else []))
+    return table
+
+
+def phase_bar(rows: Sequence[dict], width: int) -> Group | None:
+    """Where the time of the recent steps went, as one bar, with speed and memory below; None without times."""
+    spent: dict[str, float] = {}
+    for row in rows[-RECENT:]:
+        for name, value in phases(row).items():
+            spent[name] = spent.get(name, 0.0) + value
+    whole = sum(spent.values())
+    if not whole:
+        return None
+    room, bar, legend, done = max(10, width - 2), Text(" ", no_wrap=True), [], 0.0
+    for name, value in sorted(spent.items(), key=lambda pair: (ORDER.get(pair[0], len(ORDER)), pair[0])):
+        color, shade = PHASES.get(name, ("white", "░"))
+        cells = round(room * (done + value) / whole) - round(room * done / whole)
+        done += value
+        bar.append(shade * cells, style=color)
+        seconds = show(value / len(rows[-RECENT:]))
+        legend.append(Text.assemble((shade * 2, color), f" {name} {seconds} s {value / whole:.0%}"))
+    row, figures = rows[-1], []
+    speed = {name: number(row, f"{name}_tokens_per_s") for name in ("rollout", "update")}
+    if any(value is not None for value in speed.values()):
+        figures.append("tokens/s " + "  ".join(f"{name} {show(value)}" for name, value in speed.items()))
+    memory = row.get("peak_gib")
+    keys = {name: f"peak_gib.{name}" for name in memory} if isinstance(memory, dict) else {"": "peak_gib"}
+    if any(number(row, key) is not None for key in keys.values()):
+        named = (f"{name} {show(number(row, key))}".strip() for name, key in keys.items())
+        figures.append("peak GiB " + "  ".join(named))
+    return Group(bar, *_flow(legend, width), *_flow([Text(figure) for figure in figures], width))
+
+
+def _flow(parts: Sequence[Text], width: int) -> list[Text]:
+    """The parts side by side, none of them broken over two lines unless it is longer than one."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + 3 + part.cell_len <= width:
+            lines[-1].append("   ").append_text(part)
+        else:
+            lines.append(Text(" ").append_text(part))
+    return lines
+
+
+def facts(row: dict) -> Table:
+    """What else the last step was made of."""
+    lines = {
+        "sampler": {
+            "p99 |Δlogp|": "sampler_delta_p99",
+            "corrected": "corrected_token_fraction",
+            "canary": "canary_delta",
+        },
+        "sync s": {part: f"sync_seconds.{part}" for part in row.get("sync_seconds") or {}},
+        "update": {
+            "loss": "loss",
+            "learning rate": "learning_rate",
+            "adapter": "adapter_version",
+            "length": "completion_length",
+            "masked": "masked_fraction",
+        },
+    }
+    table = Table.grid(padding=(0, 1))
+    for label, keys in lines.items():
+        if any(number(row, key) is not None for key in keys.values()):
+            parts = [f"{name} {show(number(row, key))}".strip() for name, key in keys.items()]
+            table.add_row("", Text(label, style="dim"), Text("  ".join(parts)))
+    return table
+
+
+def samples(run: RunDir, width: int) -> Group | None:
+    """Best, median and worst answer of one group of the newest completions, a line each; None before there are any."""
+    group = latest_group(run)
+    if group is None:
+        return None
+    title = Text(f" step {group.step}, one group of {len(group.samples)}: ", style="dim", no_wrap=True)
+    title.append(one_line(group.prompt, max(10, width - title.cell_len - 1)), style="")
+    table = Table.grid(padding=(0, 1))
+    for name, sample in group.picks().items():
+        known = [value for value in sample.rewards.values() if isinstance(value, int | float)]
+        reward = show(float(sum(known))) if known else "unknown"
+        room = max(10, width - 2 - 8 - len(reward) - 2)
+        text = Text(one_line(sample.text, room), no_wrap=True, overflow="ellipsis")
+        table.add_row("", Text(name, style="dim"), Text(reward, style="green" if name == "best" else ""), text)
+    return Group(title, table)
+
+
+def health(rows: Sequence[dict], is_brief: bool = False) -> Table | Text:
+    """The rules that fire, each with its meaning and what to do; brief: only which, and the value."""
+    found = alerts(rows)
+    if not found:
+        return Text(" health: no rule fires", style="green")
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=is_brief, overflow="ellipsis" if is_brief else "fold")
+    for alert in found:
+        color = "red" if alert.fault else "yellow"
+        text = Text.assemble((f"{alert.value}. ", color), "" if is_brief else f"{alert.meaning} {alert.action}")
+        table.add_row(Text(alert.name, style=f"bold {color}"), text)
+    return table
+
+
+def notes(log: MetricsLog) -> Text | None:
+    found = []
+    if log.resumed_at:
+        found.append(f"resumed at step {', '.join(map(str, log.resumed_at[-5:]))}")
+    if log.bad_lines:
+        found.append(f"{log.bad_lines} unreadable line{'s' * (log.bad_lines > 1)} skipped")
+    return Text(f" {'; '.join(found)}", style="dim") if found else None
+
+
+def frame(run: RunDir, log: MetricsLog, width: int, height: int | None = None) -> Group:
+    """The whole picture of a run at this moment, in at most `height` lines when that is given."""
+    top = header(run, progress(log))
+    if not log.rows:
+        return Group(top)
+    sections = {
+        "health": health(log.rows),
+        "trends": trends(log.rows, width),
+        "phases": phase_bar(log.rows, width),
+        "samples": samples(run, width),
+        "facts": facts(log.rows[-1]),
+        "notes": notes(log),
+    }
+    if height is not None:
+        sections = _fitted(sections, log, width, height - _lines(top, width))
+    parts: list[RenderableType] = [top]
+    for name, section in sections.items():
+        if section is not None:
+            parts += [section] if name == "notes" else [Text(), section]
+    return Group(*parts)
+
+
+def _fitted(sections: dict, log: MetricsLog, width: int, room: int) -> dict:
+    """The sections that fit into `room` lines, each with a blank line above it, the first ones first."""
+    kept = dict.fromkeys(sections)
+    curves = min(4, len(_curves(log.rows)))
+    if 1 + _lines(sections["health"], width) > max(3, room - curves - 2):
+        sections = sections | {"health": health(log.rows, is_brief=True)}
+    for name, section in sections.items():
+        if section is None:
+            continue
+        lines = _lines(section, width) + (name != "notes")
+        if lines > room and name == "trends" and room > 2:
+            section = trends(log.rows, width, most=room - 2)
+            lines = room
+        if lines <= room:
+            kept[name] = section
+            room -= lines
+    return kept
+
+
+def _lines(section: RenderableType, width: int) -> int:
+    return len(Console(width=width, file=io.StringIO()).render_lines(section, pad=False))

@@ -1,0 +1,99 @@
+"""One group of the newest completions of a run: its best, its median and its worst answer, to be read by a person."""
+
+import json
+import math
+import unicodedata
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion with its rewards by function; `advantage` ranks it within its group."""
+
+    text: str
+    rewards: dict[str, float | None]
+    advantage: float
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """The completions of one prompt at one step, best first; at least one."""
+
+    step: int
+    prompt: str
+    samples: tuple[Sample, ...]
+
+    def picks(self) -> dict[str, Sample]:
+        """Best, median and worst; of fewer than three completions what there is."""
+        last = len(self.samples) - 1
+        names = {"best": 0, "median": (last + 1) // 2, "worst": last}
+        return {name: self.samples[place] for name, place in names.items() if name != "median" or last > 1}
+
+
+def latest_group(run: RunDir) -> SampleGroup | None:
+    """Of the newest `completions/step-*.jsonl` with a whole line, the group whose advantages differ most."""
+    for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True)[:2]:
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        if group := _read(file, status.st_mtime_ns, status.st_size):
+            return group
+    return None
+
+
+@lru_cache(maxsize=64)
+def _read(file: Path, changed: int, size: int) -> SampleGroup | None:
+    del changed, size  # part of the key: a file that still grows is read again
+    step = file.stem.removeprefix("step-")
+    try:
+        lines = file.read_text(errors="replace").split("\n")[:-1]  # what follows the last newline is being written
+    except OSError:
+        return None
+    groups: dict[Any, list[dict]] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("completion"), str):
+            groups.setdefault(str(row.get("problem_id")), []).append(row)
+    made = [_group(int(step), rows) for rows in groups.values()] if step.isdigit() else []
+    return max(made, key=lambda group: group.samples[0].advantage - group.samples[-1].advantage, default=None)
+
+
+def _group(step: int, rows: list[dict]) -> SampleGroup:
+    samples = [
+        Sample(
+            row["completion"],
+            row["rewards"] if isinstance(row.get("rewards"), dict) else {},
+            float(advantage) if isinstance(advantage := row.get("advantage"), int | float) else 0.0,
+        )
+        for row in rows
+    ]
+    samples = sorted(samples, key=lambda sample: -sample.advantage if math.isfinite(sample.advantage) else 0.0)
+    return SampleGroup(step, str(rows[0].get("prompt") or ""), tuple(samples))
+
+
+def one_line(text: str, most: int) -> str:
+    """`text` on one line of at most `most` characters: its begin and, where it is longer, its end, where answers are.
+
+    What would move a terminal's cursor, color it or turn the writing round is shown as "·".
+    """
+    shown = " ".join(text[: 4 * most].split()) if len(text) <= 4 * most else None
+    if shown is None:
+        shown = " ".join(text[: 2 * most].split()) + " " * (2 * most) + " ".join(text[-2 * most :].split())
+    shown = "".join("·" if unicodedata.category(character) in HIDDEN else character for character in shown)
+    if len(shown) <= most:
+        return shown
+    head = max(1, (most - 3) // 3)
+    return f"{shown[:head].rstrip()} … {shown[-(most - head - 3) :].lstrip()}" if most > 8 else shown[:most]
+
+
+# Control, format (also the marks that reverse a line), surrogate, private and unassigned characters.
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")

@@ -1,0 +1,147 @@
+"""Health rules: each fires on a curve that is ill in its way and on no other, none fires on runs that went well."""
+
+import math
+
+import pytest
+
+from launch.health import HELDOUT_FALL, RULES, alerts
+from tests.unit.metric_rows import recorded, rows_of, step_row
+
+
+def fired(rows: list[dict]) -> list[str]:
+    return [alert.name for alert in alerts(rows)]
+
+
+def curve(count: int, total: int = 40, **keys) -> list[dict]:
+    """`count` steps of a run in good health with other values: constants, or functions of the step."""
+    made = []
+    for step in range(1, count + 1):
+        made.append(step_row(step, total, **{key: of(step) if callable(of) else of for key, of in keys.items()}))
+    return made
+
+
+def measured(*values: float, every: int = 5, **keys) -> list[dict]:
+    """Steps of which every fifth has a held-out accuracy."""
+    rows = curve(every * len(values), **keys)
+    for place, value in enumerate(values):
+        rows[place * every + every - 1]["heldout_accuracy"] = value
+    return rows
+
+
+FLAT = {"reward": 0.3}
+FIRING = {
+    "loss not finite": [*rows_of(12), step_row(13, loss=None)],
+    "held-out falls": measured(0.5, 0.52, 0.54, 0.53, 0.46, 0.41, 0.36, 0.3),
+    "entropy collapse": curve(40, entropy=lambda s: 0.5 if s < 15 else 0.01),
+    "KL climbing": curve(30, kl=lambda s: 0.06 if s <= 20 else 0.2),
+    "no spread": rows_of(20, zero_spread_fraction=1.0, **FLAT),
+    "truncation": rows_of(20, truncated_fraction=0.3),
+    "sampler mismatch": rows_of(20, sampler_k3=0.02),
+    "unknown rewards": rows_of(20, masked_fraction=0.015),
+    "throughput drop": curve(40, update_tokens_per_s=lambda s: 8000.0 if s <= 30 else 3000.0),
+}
+QUIET = {
+    "loss not finite": [step_row(1, loss=math.nan), *rows_of(30)[1:]],
+    # Noise of a few problems, and a fall that the reward follows.
+    "held-out falls": measured(0.5, 0.55, 0.48, 0.56, 0.5, 0.53, 0.49, 0.52),
+    "entropy collapse": curve(40, entropy=lambda s: 0.5 - 0.01 * s),
+    "KL climbing": curve(45, kl=lambda s: 0.02 * s),
+    "no spread": rows_of(20, zero_spread_fraction=0.9, **FLAT),
+    "truncation": rows_of(20, truncated_fraction=0.2),
+    "sampler mismatch": rows_of(20, sampler_k3=0.005, effective_sample_size=0.9, corrected_token_fraction=0.05),
+    "unknown rewards": rows_of(20, masked_fraction=0.005),
+    "throughput drop": curve(40, update_tokens_per_s=lambda s: 8000.0 if s <= 30 else 4500.0),
+}
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
+def test_each_health_rule_fires_on_its_curve_and_not_on_a_sound_one(rule):
+    assert fired(FIRING[rule]) == [rule]
+    assert fired(QUIET[rule]) == []
+
+
+@pytest.mark.parametrize("name", ["in_process", "server"])
+def test_no_rule_fires_at_any_step_of_a_recorded_run_that_went_well(name):
+    rows = recorded(name)
+    assert len(rows) == 80 and rows[-1]["reward"] > 0.8
+    assert {step: found for step in range(1, 81) if (found := fired(rows[:step]))} == {}
+
+
+# A recorded run made ill from its middle on: rule -> what changes.
+ILL = {
+    "loss not finite": {"loss": math.nan},
+    "entropy collapse": {"entropy": 0.002},
+    "KL climbing": {"kl": 0.3},
+    "no spread": {"zero_spread_fraction": 1.0, "reward": 0.9},
+    "truncation": {"truncated_fraction": 0.11},
+    "sampler mismatch": {"sampler_k3": 0.004},
+    "unknown rewards": {"masked_fraction": 0.02},
+    "throughput drop": {"rollout_tokens_per_s": 400.0},
+}
+
+
+@pytest.mark.parametrize("rule", list(ILL))
+def test_a_recorded_run_made_ill_is_told_ten_steps_later(rule):
+    rows = recorded("server")
+    ill = [*rows[:50], *(row | ILL[rule] for row in rows[50:])]
+    assert fired(ill[:60]) == [rule]
+    if rule != "KL climbing":  # a jump, which ends
+        assert fired(ill) == [rule], "it is still ill at step 80"
+
+
+def test_only_a_fault_is_one_and_every_rule_says_what_to_do():
+    assert [rule.name for rule in RULES if rule.fault] == ["loss not finite"]
+    assert alerts(FIRING["loss not finite"])[0].fault
+    assert all(rule.meaning.endswith(".") and rule.action.endswith(".") for rule in RULES)
+    assert {rule.name for rule in RULES} == set(FIRING) == set(QUIET)
+
+
+def test_kl_above_its_ceiling_fires_even_when_it_is_flat():
+    assert fired(rows_of(30, kl=1.5)) == ["KL climbing"]
+
+
+def test_one_step_of_an_estimate_that_is_a_thousand_times_the_rest_is_no_climb():
+    rows = curve(30, kl=lambda s: 20.0 if s == 27 else 0.02, sampler_k3=lambda s: 0.5 if s == 25 else 0.0005)
+    assert fired(rows) == []
+
+
+def test_a_share_that_doubles_fires_below_its_ceiling_and_a_small_one_does_not():
+    assert fired(curve(40, truncated_fraction=lambda s: 0.04 if s <= 30 else 0.12)) == ["truncation"]
+    assert fired(curve(40, truncated_fraction=lambda s: 0.01 if s <= 30 else 0.04)) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"sampler_k3": lambda s: 0.0005 if s <= 30 else 0.003}, "k3 0.003 nats, 0.0005 nats usually"),
+        ({"effective_sample_size": 0.4}, "effective sample 40% < 50%"),
+        ({"corrected_token_fraction": 0.3}, "30% of the tokens corrected > 10%"),
+    ],
+)
+def test_mismatch_shows_in_the_estimate_in_the_sample_and_in_what_is_cut(keys, text):
+    (alert,) = alerts(curve(40, **keys))
+    assert (alert.name, alert.value) == ("sampler mismatch", text)
+
+
+def test_no_spread_is_no_alarm_while_the_reward_still_moves():
+    assert fired(curve(40, zero_spread_fraction=0.97, reward=lambda s: 0.2 + 0.01 * s)) == []
+
+
+def test_entropy_that_is_gone_in_the_first_quarter_fires_unless_the_reward_came_up():
+    early = {"total": 400, "entropy": lambda s: 0.8 if s <= 12 else 0.15}
+    assert fired(curve(60, reward=0.4, **early)) == ["entropy collapse"]
+    assert fired(curve(60, reward=lambda s: 0.4 + 0.005 * s, **early)) == []
+
+
+def test_heldout_needs_a_climbing_reward_enough_measurements_and_a_fall_beyond_noise():
+    fall = (0.6, 0.6, 0.6, 0.5, 0.4, 0.3)
+    assert fired(measured(*fall)) == ["held-out falls"]
+    assert fired(measured(*fall, reward=lambda s: 0.9 - 0.02 * s)) == [], "both fall: no gaming"
+    assert fired(measured(*fall[1:])) == [], "five measurements"
+    assert fired(measured(0.6, 0.6, 0.6, *[0.61 - HELDOUT_FALL] * 3)) == []
+
+
+def test_no_rule_fires_without_data():
+    empty = {key: None for key in step_row(1)} | {"loss": 0.0}
+    assert alerts([]) == []
+    assert alerts([empty | {"step": step} for step in range(1, 31)]) == []
