@@ -1,0 +1,111 @@
+"""Seconds of a step before anything runs: rollouts, update, and how to split GPUs between trainer and server.
+
+Counts floating-point operations and bytes on a shape; how much of a card's peak is reached was measured on an H200
+(coefficients.py). Every completion is taken to reach its limit. Not covered: rewards, a CPU, networks between
+machines, waiting for the longest completion of a step where lengths differ.
+"""
+
+import math
+from dataclasses import dataclass
+
+from launch.coefficients import value
+from launch.gpus import Card
+from launch.memory import kv_token_bytes, kv_width, nf4_bytes, sequence_gib
+from launch.shapes import Shape
+from recipes.parts.config import Config
+
+MEASURED_CARD = "h200"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by phase; completions are of the whole step."""
+
+    rollout: float
+    update: float
+    other: float
+    completions: int
+
+    @property
+    def step(self) -> float:
+        return self.rollout + self.update + self.other
+
+
+def can_estimate(card: Card) -> bool:
+    return card.bf16_tflops is not None and card.gb_per_s is not None
+
+
+def spread(card: Card) -> float:
+    """How far from the expected seconds low and high are, as a share."""
+    return value("time_spread" if card.name == MEASURED_CARD else "time_spread_other")
+
+
+def pass_flops(shape: Shape, length: int, scored: int) -> float:
+    """Operations of one forward pass over a sequence of `length` tokens with `scored` log-probs; a backward pass
+    through frozen weights takes as many."""
+    attention = 2 * length * length * shape.q_size * shape.layers  # causal: half of both products
+    return 2 * shape.linear_weights * length + 2 * shape.vocabulary * shape.hidden * scored + attention
+
+
+def update_seconds(shape: Shape, config: Config, card: Card, completions: int) -> float:
+    """Log-prob passes, loss and backward pass of one process for its `completions`, per optimizer step."""
+    rollout, train = config.rollout, config.train
+    micro = min(train.per_device_train_batch_size, completions)
+    learning = 3 if train.gradient_checkpointing else 2
+    # Once per batch of rollouts: the reference, and with a server the policy that the sampler is compared with.
+    scoring = (train.beta != 0) + (rollout.backend == "server" or train.num_iterations > 1)
+    passes = learning + scoring / train.num_iterations
+    flops = pass_flops(shape, rollout.max_prompt_length + rollout.max_completion_length, rollout.max_completion_length)
+    arithmetic = completions * passes * flops / (value("update_efficiency") * card.bf16_tflops * 1e12)
+    moved = (2 + nf4_bytes(config.policy.double_quantization)) * shape.linear_weights
+    dequantize = moved / (value("dequantize_bandwidth") * card.gb_per_s * 1e9)
+    return arithmetic + math.ceil(completions / micro) * passes * (dequantize + shape.layers * value("launch_s"))
+
+
+def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -> float:
+    """One token for every one of `sequences` at half of the full length, on a vLLM server."""
+    server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
+    fp8 = server.weights != "bf16" and card.fp8_tflops is not None
+    read = shape.linear_weights * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
+    bandwidth, peak = card.gb_per_s * 1e9, (card.fp8_tflops if fp8 else card.bf16_tflops) * 1e12
+    length = rollout.max_prompt_length + rollout.max_completion_length / 2
+    cache = length * kv_token_bytes(shape, kv_width(config)) / (value("decode_bandwidth") * bandwidth)
+    flops = 2 * (shape.linear_weights + shape.vocabulary * shape.hidden) / (value("decode_efficiency") * peak)
+    fixed = value("eager_s") * shape.layers if server.enforce_eager else value("step_s")
+    seconds = fixed + (read / bandwidth + sequences * (cache + flops)) / share
+    return seconds * (value("adapter_slowdown") if rollout.sync == "adapter" else 1.0)
+
+
+def served_seconds(shape: Shape, config: Config, card: Card, completions: float, cache_gib: float) -> float:
+    """A rollout of `completions` on one replica with `cache_gib` of KV cache a GPU."""
+    at_once = max(1, min(config.server.max_num_seqs, int(cache_gib / sequence_gib(shape, config))))
+    waves = math.ceil(completions / at_once)
+    decode = decode_seconds(shape, config, card, completions / waves)
+    prompts = completions / config.rollout.group_size * config.rollout.max_prompt_length
+    peak = value("decode_efficiency") * card.bf16_tflops * 1e12 * config.server.tensor_parallel
+    return waves * config.rollout.max_completion_length * decode + 2 * shape.linear_weights * prompts / peak
+
+
+def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> float:
+    """A rollout of `completions` by transformers in the trainer's process."""
+    rollout = config.rollout
+    length = rollout.max_prompt_length + rollout.max_completion_length / 2
+    bandwidth = value("decode_bandwidth") * card.gb_per_s * 1e9
+    # The cache is read by attention, and read and written when it grows by a token.
+    read = completions * length * kv_token_bytes(shape, 2) * 3 + shape.linear_weights * 0.52
+    decode = value("own_decode_s") * shape.layers + read / bandwidth
+    return rollout.max_completion_length * decode
+
+
+def step_time(
+    shape: Shape, config: Config, card: Card, completions: int, trainers: int, replicas: int, cache_gib: float
+) -> StepTime:
+    """A step of `completions` on `trainers` processes; without replicas each process generates its own."""
+    mine = math.ceil(completions / trainers)
+    if replicas:
+        rollout = served_seconds(shape, config, card, completions / replicas, cache_gib)
+        other = value("sync_s") + value("sleep_s") * config.server.sleep
+    else:
+        rollout, other = own_seconds(shape, config, card, mine), 0.0
+    share = config.train.num_iterations
+    return StepTime(rollout / share, update_seconds(shape, config, card, mine), other / share, completions)

@@ -1,0 +1,374 @@
+"""Whether a configuration fits its cards, the largest that does, and what to change first when it does not.
+
+Every figure comes from the same model (memory.py), run again on a changed copy of the configuration.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch import cost, memory
+from launch.gpus import Card
+from launch.memory import Estimate
+from launch.shapes import Shape
+from launch.trainer_command import place
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+
+STEP = 128  # tokens; completion lengths are searched in multiples of it
+
+
+@dataclass
+class CardUse:
+    """One card (or the machine's memory): who is on it and what they take together, by phase."""
+
+    name: str
+    roles: list[str]
+    limit_gib: float
+    phases: dict[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> Estimate:
+        return max(self.phases.values(), key=lambda one: one.expected)
+
+    @property
+    def verdict(self) -> str:
+        if self.peak.expected > self.limit_gib:
+            return "does not fit"
+        return "fits" if self.peak.high <= self.limit_gib else "tight"
+
+
+@dataclass
+class Layout:
+    """A configuration on its cards. `problems` are what stops it besides the memory of a card."""
+
+    shape: Shape
+    config: Config
+    card: Card
+    count: int
+    processes: int
+    replicas: int
+    cards: list[CardUse]
+    problems: list[str]
+    trainer: dict[str, dict[str, float]]
+    server: dict[str, float] | None
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems and all(one.verdict != "does not fit" for one in self.cards)
+
+    @property
+    def worst(self) -> CardUse:
+        return max(self.cards, key=lambda one: one.peak.expected - one.limit_gib)
+
+    @property
+    def completions(self) -> int:
+        """Completions of a step, of all processes."""
+        train = self.config.train
+        return train.per_device_train_batch_size * train.gradient_accumulation_steps * self.processes
+
+
+def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
+    """The configuration on `count` cards, 0 for the CPU; `BadInput` when its replicas need more cards."""
+    serving = config.rollout.backend == "server"
+    replicas = len(config.rollout.server_urls) if serving else 0
+    names = [str(number) for number in range(count)]
+    where = place(config, names, replicas_on_gpus=serving and count > 0, trainer_on_gpus=count > 0)
+    each = config.server.tensor_parallel
+    if serving and count and len(where.servers) < replicas * each:
+        raise BadInput(
+            f"{replicas} rollout.server_urls of server.tensor_parallel {each} need {replicas * each} GPUs, there are "
+            f"{count} ({card.name}). Name more with --gpu {card.name}:{replicas * each + 1}, or use fewer replicas."
+        )
+    processes = max(1, len(where.trainer))
+    trainer = memory.trainer_phases(shape, config, card, processes)
+    server = memory.server_parts(shape, config, card) if serving else None
+    layout = Layout(shape, config, card, count, processes, replicas, [], [], trainer, server)
+    layout.problems = _problems(layout)
+    if count == 0:
+        phases = _phases(layout, replicas)
+        layout.cards = [CardUse("memory", ["trainer"] + ["server"] * replicas, card.gib, phases)]
+        return layout
+    for name in names:
+        hosted = where.servers.count(name)
+        roles = ["trainer"] * (name in where.trainer) + ["server"] * hosted
+        if roles:
+            phases = _phases(layout, hosted) if "trainer" in roles else {"all": memory.server_memory(server, config)}
+            layout.cards.append(CardUse(f"GPU {name}", roles, card.gib, phases))
+    return layout
+
+
+def _phases(layout: Layout, hosted: int) -> dict[str, Estimate]:
+    """Memory by phase of a card with a trainer process and `hosted` replicas."""
+    config, card = layout.config, layout.card
+    found = {name: _process(layout, parts) for name, parts in layout.trainer.items()}
+    if not hosted:
+        return found
+    awake = memory.server_memory(layout.server, config)
+    asleep = memory.asleep_memory(layout.server) if config.server.sleep and not card.is_cpu else awake
+    for name in found:
+        for _ in range(hosted):
+            found[name] += awake if name == "rollout" else asleep
+    return found
+
+
+def _process(layout: Layout, parts: dict[str, float]) -> Estimate:
+    """A trainer process; its allocator keeps to `train.max_gpu_gib` where that suffices."""
+    found, limit = memory.process_memory(parts, layout.card, layout.processes), layout.config.train.max_gpu_gib
+    if limit is None or layout.card.is_cpu or memory.allocated(parts) > limit:
+        return found
+    most = limit + found.low - memory.allocated(parts)
+    return Estimate(min(found.low, most), min(found.expected, most), min(found.high, most))
+
+
+def _problems(layout: Layout) -> list[str]:
+    config, card, shape = layout.config, layout.card, layout.shape
+    rollout, found, limit = config.rollout, [], config.train.max_gpu_gib
+    largest = max(memory.allocated(parts) for parts in layout.trainer.values())
+    if limit is not None and not card.is_cpu and largest > limit:
+        found.append(
+            f"The trainer needs {largest:.1f} GiB and train.max_gpu_gib is {limit:g}: it would run into its own limit."
+        )
+    if (length := rollout.max_prompt_length + rollout.max_completion_length) > shape.positions:
+        found.append(f"Prompt and completion ({length} tokens) are longer than the model's {shape.positions}.")
+    if layout.server is None:
+        return found
+    one, cache = memory.sequence_gib(shape, config), layout.server["KV cache"]
+    if cache < one:
+        found.append(
+            f"The server has {cache:.1f} GiB for its KV cache and one sequence of full length takes {one:.1f}: vLLM "
+            "does not start."
+        )
+    if config.server.weights != "bf16" and card.fp8_tflops is None and not card.is_cpu and card.bf16_tflops:
+        found.append(
+            f"A {card.name} has no FP8 arithmetic, and remerge does not cover the kernel that vLLM takes there. Set "
+            "server.weights to bf16."
+        )
+    if shape.heads % config.server.tensor_parallel:
+        found.append(
+            f"server.tensor_parallel ({config.server.tensor_parallel}) must divide the {shape.heads} attention heads."
+        )
+    return found
+
+
+def with_keys(config: Config, keys: dict[str, Any]) -> Config:
+    """A copy of the configuration with `group.key` set to each value."""
+    made = copy.deepcopy(config)
+    for key, value in keys.items():
+        group, _, name = key.partition(".")
+        setattr(getattr(made, group), name, value)
+    return made
+
+
+def changed(layout: Layout, keys: dict[str, Any]) -> Layout | None:
+    """The layout with some keys changed; None when that cannot be placed on the cards."""
+    try:
+        return lay_out(layout.shape, with_keys(layout.config, keys), layout.card, layout.count)
+    except BadInput:
+        return None
+
+
+def micro_batches(completions: int) -> list[int]:
+    """Micro-batches that a process's completions can be cut into, smallest first."""
+    return [size for size in range(1, completions + 1) if completions % size == 0]
+
+
+def micro_batch_keys(config: Config, micro: int) -> dict[str, Any]:
+    train = config.train
+    own = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    return {"train.per_device_train_batch_size": micro, "train.gradient_accumulation_steps": own // micro}
+
+
+def largest_micro_batch(layout: Layout) -> int | None:
+    """The largest micro-batch with the same completions a step that fits; None when not even one at a time does."""
+    train = layout.config.train
+    sizes = micro_batches(train.per_device_train_batch_size * train.gradient_accumulation_steps)
+    return _largest(sizes, lambda size: _fits(layout, micro_batch_keys(layout.config, size)))
+
+
+def largest_completion(layout: Layout) -> int | None:
+    """The longest completion (a multiple of 128 tokens) that fits with everything else as configured; on the server a
+    group of them has to be in the KV cache at once."""
+
+    def fits(steps: int) -> bool:
+        found = changed(layout, {"rollout.max_completion_length": steps * STEP})
+        if found is None or not found.fits:
+            return False
+        return found.server is None or sequences(found) >= found.config.rollout.group_size
+
+    longest = layout.shape.positions - layout.config.rollout.max_prompt_length
+    steps = _largest(range(1, longest // STEP + 1), fits)
+    return steps * STEP if steps else None
+
+
+def sequences(layout: Layout) -> int:
+    """Sequences of full length that a replica's KV cache holds."""
+    return int(layout.server["KV cache"] / memory.sequence_gib(layout.shape, layout.config) + 1e-9)
+
+
+def largest_sequences(layout: Layout) -> int | None:
+    """The most completions of full length that a replica can generate at once when its KV cache takes what the card
+    has left; None without a server."""
+    if layout.server is None or layout.card.is_cpu:
+        return None
+    hosting = next(one for one in layout.cards if "server" in one.roles)
+    free = hosting.limit_gib - max(one.expected for one in hosting.phases.values())
+    if layout.config.server.kv_cache_gib is None:
+        free = min(0.0, free)
+    one = memory.sequence_gib(layout.shape, layout.config)
+    return max(0, int((layout.server["KV cache"] + free) / one))
+
+
+def _fits(layout: Layout, keys: dict[str, Any]) -> bool:
+    found = changed(layout, keys)
+    return found is not None and found.fits
+
+
+def _largest(sizes: Any, fits: Callable[[int], bool]) -> int | None:
+    """The largest of the ascending sizes that fits; the smaller ones then fit, too."""
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
+    return sizes[low - 1] if low else None
+
+
+@dataclass
+class Change:
+    """A change of the configuration, what it costs, and what it saves on the fullest card."""
+
+    keys: dict[str, Any]
+    price: str
+    saves_gib: float
+    then_fits: bool
+
+
+def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
+    """Changes that can save memory, those that cost least first, each with its price."""
+    config, train = layout.config, layout.config.train
+    shared = any({"trainer", "server"} <= set(one.roles) for one in layout.cards)
+    found: list[tuple[dict[str, Any], str]] = []
+    needed = max(memory.allocated(parts) for parts in layout.trainer.values())
+    if train.max_gpu_gib is not None and train.max_gpu_gib < needed < layout.card.gib / 1.1:
+        found.append(({"train.max_gpu_gib": math.ceil(1.1 * needed)}, "less of the card for the server"))
+    if not config.policy.double_quantization:
+        found.append(({"policy.double_quantization": True}, "another NF4 base than before"))
+    micro = train.per_device_train_batch_size
+    if micro > 1:
+        sizes = [size for size in micro_batches(micro * train.gradient_accumulation_steps) if size < micro]
+        found.append((micro_batch_keys(config, sizes[-1]), "more, smaller passes over the same batch"))
+        if len(sizes) > 1:
+            found.append((micro_batch_keys(config, 1), "one completion at a time: the card is used less well"))
+    if not train.gradient_checkpointing:
+        found.append(({"train.gradient_checkpointing": True}, "one forward pass more in the update"))
+    if layout.server is not None:
+        found += _server_candidates(layout, shared)
+    elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:
+        half = {"train.gradient_accumulation_steps": train.gradient_accumulation_steps // 2}
+        found.append((half, "half the completions a step, so half the KV cache of the rollout"))
+    if config.policy.lora_rank > 8:
+        found.append(({"policy.lora_rank": config.policy.lora_rank // 2}, "a smaller adapter"))
+    if config.rollout.max_completion_length > STEP:
+        half = max(STEP, config.rollout.max_completion_length // 2)
+        found.append(({"rollout.max_completion_length": half}, "longer answers are cut"))
+    return found
+
+
+def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any], str]]:
+    config, server, found = layout.config, layout.config.server, []
+    host = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
+    if server.weights != "bf16" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
+        found.append(({"server.weights": "bf16"}, "twice the memory for the server's weights"))
+    if server.weights == "bf16" and layout.card.fp8_tflops:
+        found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
+    if shared and not server.sleep and not layout.card.is_cpu:
+        found.append(({"server.sleep": True} | host, "about half a second a step to sleep and wake"))
+    if host:
+        found.append((host, "a slower sync: the copy comes from host memory"))
+    if server.kv_cache == "auto":
+        half = {"server.kv_cache_gib": server.kv_cache_gib / 2} if server.kv_cache_gib else {}
+        found.append(({"server.kv_cache": "fp8"} | half, "FP8 rounding of keys and values"))
+    least = math.ceil(10 * config.rollout.group_size * memory.sequence_gib(layout.shape, config)) / 10
+    if layout.server["KV cache"] > least:
+        found.append(({"server.kv_cache_gib": least}, "one group of full length at a time: slower rollouts"))
+    if not server.enforce_eager:
+        found.append(({"server.enforce_eager": True}, "no CUDA graphs: slower rollouts"))
+    if server.max_num_seqs > 2 * config.rollout.group_size:
+        found.append(({"server.max_num_seqs": server.max_num_seqs // 2}, "fewer completions at once"))
+    if layout.count >= 2 * server.tensor_parallel * layout.replicas:
+        found.append(({"server.tensor_parallel": 2 * server.tensor_parallel}, "two GPUs for what one did"))
+    return found
+
+
+def changes(layout: Layout) -> list[Change]:
+    """What each candidate saves alone on the fullest card; those that help nothing are left out."""
+    found = []
+    for keys, price in candidates(layout):
+        after = changed(layout, keys)
+        if after is None:
+            continue
+        saves = layout.worst.peak.expected - _same_card(after, layout.worst).peak.expected
+        if saves >= 0.05 or len(after.problems) < len(layout.problems):
+            found.append(Change(keys, price, saves, after.fits))
+    return found
+
+
+def _same_card(layout: Layout, card: CardUse) -> CardUse:
+    return next((one for one in layout.cards if one.name == card.name), layout.worst)
+
+
+def remedy(layout: Layout) -> dict[str, Any] | None:
+    """Keys that together make it fit, the cheapest changes first; None when all of them do not suffice."""
+    keys: dict[str, Any] = {}
+    for _ in range(24):
+        if layout.fits:
+            return keys
+        found = changes(layout)
+        if not found:
+            return None
+        best = next((one for one in found if one.then_fits), found[0])
+        layout = changed(layout, best.keys)
+        keys |= best.keys
+    return None
+
+
+@dataclass
+class Split:
+    """A way to use the cards: trainer processes and replicas, seconds of a step, and whether it fits."""
+
+    keys: dict[str, Any]
+    trainers: int
+    servers: int
+    time: cost.StepTime
+    fits: bool
+
+
+def splits(layout: Layout) -> list[Split]:
+    """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first."""
+    config, found = layout.config, []
+    each, total = config.server.tensor_parallel, layout.completions
+    choices: list[dict[str, Any]] = [{"rollout.backend": "in_process"}]
+    for replicas in range(1, layout.count // each + (layout.count == 1)):
+        urls = [f"http://127.0.0.1:{8000 + number}" for number in range(replicas)]
+        first = layout.count - replicas * each
+        keys = {"rollout.backend": "server", "rollout.server_urls": urls}
+        choices.append(keys | {"server.gpus": list(range(first, layout.count)), "server.sleep": False})
+        if layout.count == 1:
+            choices[-1] |= {"server.gpus": [0], "server.sleep": True, "server.nf4_copy": "host"}
+    for keys in choices:
+        trainers = layout.count - (len(keys.get("server.gpus", [])) if layout.count > 1 else 0)
+        if trainers < 1 or total % trainers:
+            continue
+        own = total // trainers
+        micro = max(size for size in micro_batches(own) if size <= config.train.per_device_train_batch_size)
+        keys |= {"train.gpus": list(range(trainers)), "train.per_device_train_batch_size": micro}
+        keys |= {"train.gradient_accumulation_steps": own // micro}
+        after = changed(layout, keys)
+        if after is None:
+            continue
+        cache = after.server["KV cache"] if after.server else 0.0
+        time = cost.step_time(layout.shape, after.config, layout.card, total, trainers, after.replicas, cache)
+        found.append(Split(keys, trainers, after.replicas * each, time, after.fits))
+    return sorted(found, key=lambda one: (not one.fits, one.time.step))

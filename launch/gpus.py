@@ -1,0 +1,130 @@
+"""Cards by name: memory, arithmetic and bandwidth; and the ones of this machine."""
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+
+from recipes.parts.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Card:
+    """One accelerator. `gib` is what torch sees of its memory; dense TFLOP/s in BF16 and FP8, GB/s of bandwidth. fp8
+    is None where the card has no FP8 arithmetic, the others are None where they are not known (a CPU, another card).
+    """
+
+    name: str
+    gib: float
+    bf16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    gb_per_s: float | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+
+def _cards(*rows: tuple) -> dict[str, Card]:
+    return {row[0]: Card(*row) for row in rows}
+
+
+# Manufacturers' data sheets, without sparsity; memory as torch.cuda.get_device_properties gives it.
+CARDS = _cards(
+    ("b200", 178.4, 2250, 4500, 8000),
+    ("h200", 139.8, 989, 1979, 4800),
+    ("h100-94g", 93.1, 835, 1671, 3900),
+    ("h100-80g", 79.1, 989, 1979, 3350),
+    ("h100-pcie", 79.1, 756, 1513, 2000),
+    ("a100-80g", 79.1, 312, None, 2039),
+    ("a100-40g", 39.4, 312, None, 1555),
+    ("rtxpro6000", 94.9, 503, 1007, 1792),
+    ("rtx6000ada", 47.4, 364, 728, 960),
+    ("l40s", 44.4, 362, 733, 864),
+    ("a6000", 47.4, 155, None, 768),
+    ("l4", 22.0, 121, 242, 300),
+    ("a10", 22.1, 125, None, 600),
+    ("rtx5090", 31.4, 209, 419, 1792),
+    ("rtx5080", 15.5, 113, 225, 960),
+    ("rtx4090", 23.5, 165, 330, 1008),
+    ("rtx4080", 15.6, 97, 195, 717),
+    ("rtx3090", 23.6, 71, None, 936),
+)
+SHORT = {"h100": "h100-80g", "a100": "a100-80g", "4090": "rtx4090", "5090": "rtx5090", "3090": "rtx3090"}
+# How nvidia-smi names them; the first that fits. Two sizes of a card are told apart by their memory.
+_NAMES = (
+    (r"B200", "b200"),
+    (r"H200", "h200"),
+    (r"H100 NVL", "h100-94g"),
+    (r"H100 PCIe", "h100-pcie"),
+    (r"H100", "h100-80g"),
+    (r"A100", "a100-80g"),
+    (r"RTX PRO 6000", "rtxpro6000"),
+    (r"RTX 6000 Ada", "rtx6000ada"),
+    (r"L40S", "l40s"),
+    (r"RTX A6000", "a6000"),
+    (r"L4\b", "l4"),
+    (r"A10\b|A10G", "a10"),
+    (r"RTX 5090", "rtx5090"),
+    (r"RTX 5080", "rtx5080"),
+    (r"RTX 4090", "rtx4090"),
+    (r"RTX 4080", "rtx4080"),
+    (r"RTX 3090", "rtx3090"),
+)
+HELD_BACK_GIB = 0.5  # nvidia-smi counts what the driver keeps: 140.4 GiB of an H200, of which torch sees 139.8
+
+
+def parse_gpus(text: str) -> tuple[Card, int]:
+    """The card and how many of it: `h100-80g:8`, `rtx4090`, `cpu`, or `auto` for those of this machine."""
+    if text == "auto":
+        return own_gpus()
+    name, colon, count_text = text.partition(":")
+    key = SHORT.get(name.lower(), name.lower())
+    if key == "cpu":
+        return _this_cpu(), 0
+    if key not in CARDS:
+        near = difflib.get_close_matches(key, [*CARDS, *SHORT], n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise BadInput(f"--gpu {text}: unknown card {name!r}.{hint} Known: {', '.join(CARDS)}, cpu, auto.")
+    count = 1
+    if colon:
+        if not count_text.isdecimal() or int(count_text) < 1:
+            raise BadInput(f"--gpu {text}: the number of cards ({count_text or 'nothing'}) must be at least 1.")
+        count = int(count_text)
+    return CARDS[key], count
+
+
+def own_gpus() -> tuple[Card, int]:
+    """The cards that CUDA shows here, the smallest standing for all; without any, the CPU and its memory."""
+    if shutil.which("nvidia-smi") is None:
+        return _this_cpu(), 0
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise BadInput("nvidia-smi did not answer within 60 s. Name the cards: --gpu h100-80g:8.") from None
+    lines = [line.split(", ") for line in done.stdout.strip().splitlines()] if done.returncode == 0 else []
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and all(part.strip().isdecimal() for part in shown.split(",") if part.strip()):
+        wanted = {part.strip() for part in shown.split(",")}
+        lines = [line for line in lines if line[0] in wanted]
+    if not lines:
+        return _this_cpu(), 0
+    _, name, mib = min(lines, key=lambda line: float(line[2]))
+    return recognize(name, float(mib) / 1024), len(lines)
+
+
+def recognize(name: str, gib: float) -> Card:
+    """The card that nvidia-smi reports as `name` with `gib` of memory; an unknown one has no speeds."""
+    for pattern, key in _NAMES:
+        if re.search(pattern, name):
+            if key == "a100-80g" and gib < 60:
+                key = "a100-40g"
+            return replace(CARDS[key], gib=min(CARDS[key].gib, round(gib - HELD_BACK_GIB, 1)))
+    return Card(name, round(gib - HELD_BACK_GIB, 1))
+
+
+def _this_cpu() -> Card:
+    return Card("cpu", round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1))

@@ -1,0 +1,99 @@
+"""Models x cards: the longest completion and the largest micro-batch that fit, with trainer and server on one card and
+on a card each."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from launch.fitting import lay_out, with_keys
+from launch.gpus import CARDS, Card
+from launch.memory import full_cache_gib
+from launch.shapes import Shape, shape_by_size
+from recipes.parts.config import Config, config_from_dict
+from recipes.parts.errors import DONE
+
+MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+# One for every size of memory.
+SIZES = {"16 GB": "rtx4080", "24 GB": "rtx4090", "48 GB": "l40s", "80 GB": "h100-80g", "141 GB": "h200"}
+WAYS = ("shared", "split")
+GROUP, PROMPT, COMPLETION, COMPLETIONS = 8, 512, 2048, 64
+
+
+def matrix_config(way: str) -> Config:
+    """Rank 16, prompts of 512 tokens, a group of 8 at once on an FP8 server with an FP8 KV cache, no CUDA graphs."""
+    values: dict[str, Any] = {
+        "run": {"name": "matrix"},
+        "model": {"id": "matrix"},
+        "rollout": {"backend": "server", "group_size": GROUP, "max_prompt_length": PROMPT},
+        "server": {"max_num_seqs": GROUP, "kv_cache": "fp8", "enforce_eager": True},
+        "train": {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": COMPLETIONS},
+    }
+    if way == "shared":
+        values["server"] |= {"sleep": True, "nf4_copy": "host"}
+    return config_from_dict(values)
+
+
+def fits(shape: Shape, card: Card, way: str, tokens: int, micro: int) -> bool:
+    keys = {"rollout.max_completion_length": tokens, "train.per_device_train_batch_size": micro}
+    config = with_keys(matrix_config(way), keys | {"train.gradient_accumulation_steps": COMPLETIONS // micro})
+    config = with_keys(config, {"server.kv_cache_gib": full_cache_gib(shape, config)})
+    return lay_out(shape, config, card, 1 if way == "shared" else 2).fits
+
+
+def longest(shape: Shape, card: Card, way: str) -> int | None:
+    """The longest completion in tokens, one at a time in the update; None when not even 128 tokens fit."""
+    return _most((shape.positions - PROMPT) // 128, lambda n: fits(shape, card, way, 128 * n, 1), lambda n: 128 * n)
+
+
+def widest(shape: Shape, card: Card, way: str) -> int | None:
+    """The largest micro-batch of completions of 2,048 tokens; None when not even one fits."""
+    return _most(7, lambda n: fits(shape, card, way, COMPLETION, 2 ** (n - 1)), lambda n: 2 ** (n - 1))
+
+
+def _most(largest: int, fits: Callable[[int], bool], spell: Callable[[int], int]) -> int | None:
+    low, high = 0, largest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return spell(low) if low else None
+
+
+def matrix() -> dict[str, dict[str, dict[str, dict[str, int | None]]]]:
+    """model -> size of the card -> shared or split -> completion_tokens, micro_batch."""
+    found: dict[str, Any] = {}
+    for model in MODELS:
+        shape = shape_by_size(model)
+        found[model] = {
+            size: {
+                way: {"completion_tokens": longest(shape, card, way), "micro_batch": widest(shape, card, way)}
+                for way in WAYS
+            }
+            for size, card in ((size, CARDS[name]) for size, name in SIZES.items())
+        }
+    return found
+
+
+def print_matrix(as_json: bool) -> int:
+    found = matrix()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return DONE
+    print(
+        "Longest completion in tokens (k = 1,024), and the largest micro-batch of completions of 2,048;\n"
+        "trainer and server on one card / on a card each; - does not fit.\n"
+    )
+    print("| model | " + " | ".join(f"{size} ({SIZES[size]})" for size in SIZES) + " |")
+    print("|---" * (1 + len(SIZES)) + "|")
+    for model, row in found.items():
+        print(
+            f"| {model} | " + " | ".join(" / ".join(_spell(row[size][way]) for way in WAYS) for size in SIZES) + " |"
+        )
+    return DONE
+
+
+def _spell(cell: dict[str, int | None]) -> str:
+    tokens, micro = cell["completion_tokens"], cell["micro_batch"]
+    if tokens is None:
+        return "-"
+    text = f"{tokens / 1024:.0f}k" if tokens >= 10240 else f"{tokens / 1024:.1f}k" if tokens >= 1024 else str(tokens)
+    return f"{text}, {micro}" if micro else text

@@ -1,0 +1,302 @@
+"""GPU memory of the trainer and of a rollout server before anything is loaded: arithmetic on a shape and a
+configuration, GiB throughout. Imports no torch.
+
+Covers the NF4 base, the adapter with gradients and optimizer, activations with and without checkpointing, TRL's tiled
+log-prob head, the reference and old-policy passes, in-process generation; on the server weights, KV cache, CUDA
+graphs, LoRA slots, the NF4 copy. Not covered: experts, sharded bases, host memory.
+
+Bytes a token were counted by following every allocation of the recipe's own forward and backward (transformers 5.17,
+peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.
+"""
+
+from dataclasses import dataclass
+
+from launch.coefficients import value
+from launch.gpus import Card
+from launch.shapes import Shape
+from recipes.parts.config import Config
+from recipes.parts.replica import SERVED_RANKS
+
+GIB = 2**30
+NF4_BLOCK, SCALE_BLOCK = 64, 256
+# What stays allocated between phases; everything else comes and goes.
+RESIDENT = ("NF4 weights", "16-bit layers", "adapter", "optimizer", "context", "process group")
+CANARY_TOKENS = 256  # recipes/parts/scorer.py
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """GiB: without fragmentation, as expected, and with the worst that was measured."""
+
+    low: float
+    expected: float
+    high: float
+
+    def __add__(self, other: "Estimate") -> "Estimate":
+        return Estimate(self.low + other.low, self.expected + other.expected, self.high + other.high)
+
+
+def nf4_bytes(double_quantization: bool) -> float:
+    """Bytes a weight: 4 bits and a float32 scale for 64 weights, or an 8-bit one with a float32 for 256 of those."""
+    scale = 1 + 4 / SCALE_BLOCK if double_quantization else 4
+    return 0.5 + scale / NF4_BLOCK
+
+
+def optimizer_bytes(optimizer: str, adapter_bytes: int) -> int:
+    """Bytes of optimizer state a trained weight: two moments for Adam, one for momentum."""
+    if "sgd" in optimizer:
+        return 0
+    return 2 if "8bit" in optimizer else 2 * adapter_bytes
+
+
+def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
+    """Bytes a token that one decoder layer keeps for its backward pass."""
+    wide, narrow = 4, 4 if config.model.dtype == "float32" else 2
+    targets = shape.targeted(config.policy.target_modules)
+    # Both norms compute in float32; an adapter keeps its input.
+    hidden = 2 * wide + narrow * (bool({"q_proj", "k_proj", "v_proj"} & set(targets)))
+    hidden += narrow * bool({"gate_proj", "up_proj"} & set(targets))
+    intermediate = narrow * (3 + ("down_proj" in targets))
+    query = 2 * narrow + (wide if shape.qk_norm else 0)
+    key = wide if shape.qk_norm else 0
+    if padded and shape.kv_heads < shape.heads:
+        query += 2 * narrow  # with a padding mask keys and values are repeated for every head
+    else:
+        key += 2 * narrow
+    rank = 2 * narrow * len(targets) * config.policy.lora_rank
+    return (
+        hidden * shape.hidden + intermediate * shape.intermediate + query * shape.q_size + key * shape.kv_size + rank
+    )
+
+
+def resident(shape: Shape, config: Config) -> dict[str, float]:
+    """What a trainer process holds in every phase, without its context."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
+    stored = 2 if config.policy.adapter_dtype == "bfloat16" else 4
+    return {
+        "NF4 weights": shape.linear_weights * nf4_bytes(config.policy.double_quantization) / GIB,
+        "16-bit layers": shape.other_weights * narrow / GIB,
+        "adapter": trained * stored / GIB,
+        "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
+    }
+
+
+def tile_gib(shape: Shape, tokens: int, narrow: int, card: Card) -> float:
+    """The tile of logits that TRL's log-prob head works on. It is as wide for a small vocabulary, but a CPU gives
+    memory only to what is written."""
+    columns = min(value("head_columns"), shape.vocabulary) if card.is_cpu else value("head_columns")
+    return min(tokens, value("head_rows")) * columns * narrow / GIB
+
+
+def workspace_gib(card: Card) -> float:
+    return 0.0 if card.is_cpu else value("workspace_gib")
+
+
+def dequantized_gib(shape: Shape, narrow: int) -> float:
+    """The largest linear layer in the compute dtype, with its scales in float32."""
+    return shape.largest_linear * (narrow + 8 / NF4_BLOCK) / GIB
+
+
+def update_parts(
+    shape: Shape, config: Config, card: Card, processes: int = 1, padded: bool = True
+) -> dict[str, float]:
+    """What is allocated at the peak of an update, by part: the larger of the layers' and of the head's peak.
+
+    `padded` says that prompts or completions differ in length, as they do in a run: then a mask is made.
+    """
+    rollout, train = config.rollout, config.train
+    narrow = 4 if config.model.dtype == "float32" else 2
+    length = rollout.max_prompt_length + rollout.max_completion_length
+    tokens = train.per_device_train_batch_size * length
+    scored = train.per_device_train_batch_size * rollout.max_completion_length
+    kept, hidden = layer_bytes(shape, config, padded), shape.hidden
+    trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
+    gradient = trained * (2 if config.policy.adapter_dtype == "bfloat16" else 4) / GIB
+    found = resident(shape, config) | {"gradients": gradient * (2 if processes > 1 else 1)}
+    mask = train.per_device_train_batch_size * length**2 * (1 + narrow) / GIB if padded else 0.0
+    if train.gradient_checkpointing:
+        found["checkpoints"] = tokens * shape.layers * narrow * hidden / GIB
+        layers = tokens * (kept + 3 * narrow * hidden + 2 * narrow * shape.intermediate) / GIB
+    else:
+        found["activations"] = tokens * shape.layers * kept / GIB
+        if padded:
+            found["activations"] += (shape.layers - 1) * mask * narrow / (1 + narrow)
+        layers = tokens * max(10 * narrow * hidden, 2 * narrow * shape.intermediate) / GIB
+    layers += dequantized_gib(shape, narrow)
+    head = (tokens + scored) * (4 + narrow) * hidden / GIB + tile_gib(shape, scored, narrow, card)
+    name = "one layer's backward pass" if layers > head else "log-prob head"
+    found |= {name: max(layers, head), "padding mask": mask, "workspace": workspace_gib(card)}
+    return found
+
+
+def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
+    """What is allocated at the peak of a pass without gradients: reference, and old log-probs with a server."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    micro, rollout = config.train.per_device_train_batch_size, config.rollout
+    tokens = micro * (rollout.max_prompt_length + rollout.max_completion_length)
+    layer = tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB + dequantized_gib(shape, narrow)
+    head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(
+        shape, micro * rollout.max_completion_length, narrow, card
+    )
+    name = "one layer's forward pass" if layer > head else "log-prob head"
+    return resident(shape, config) | {name: max(layer, head), "workspace": workspace_gib(card)}
+
+
+def kv_token_bytes(shape: Shape, width: int) -> int:
+    """Bytes of keys and values of one token in all layers."""
+    return 2 * shape.layers * shape.kv_size * width
+
+
+def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
+    """What is allocated at the peak of a rollout: in process the KV cache of all completions of the step, with a
+    server the canary's logits."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    rollout, found = config.rollout, resident(shape, config) | {"workspace": workspace_gib(card)}
+    if rollout.backend == "server":
+        length = min(CANARY_TOKENS, rollout.max_prompt_length + rollout.max_completion_length)
+        logits = rollout.canary_prompts * length * shape.vocabulary * narrow
+        return found | {"canary": (logits + bool(logits) * length * shape.vocabulary * 8) / GIB}
+    sequences = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+    token = kv_token_bytes(shape, narrow)
+    prompts = sequences * rollout.max_prompt_length
+    prefill = prompts * (token + 4 * narrow * (shape.intermediate + shape.hidden)) / GIB
+    cache = sequences * (rollout.max_prompt_length + rollout.max_completion_length) * token / GIB
+    # Growing by one token copies a layer's cache.
+    decode = cache * (1 + 1 / shape.layers) + sequences * shape.vocabulary * 4 * value("sampling_copies") / GIB
+    if prefill > decode:
+        return found | {"prompts' forward pass": prefill}
+    return found | {"KV cache": cache, "sampling": decode - cache}
+
+
+def trainer_phases(
+    shape: Shape, config: Config, card: Card, processes: int = 1, padded: bool = True
+) -> dict[str, dict[str, float]]:
+    """Parts by phase: rollout, log-probs, update. The sum of a phase's parts is what torch has allocated at most."""
+    return {
+        "rollout": generation_parts(shape, config, card),
+        "log-probs": scoring_parts(shape, config, card),
+        "update": update_parts(shape, config, card, processes, padded),
+    }
+
+
+def allocated(parts: dict[str, float]) -> float:
+    return sum(parts.values())
+
+
+def process_memory(parts: dict[str, float], card: Card, processes: int = 1) -> Estimate:
+    """What a process takes of its card at the peak of a phase: allocated, fragmented, and the context."""
+    moving = sum(gib for name, gib in parts.items() if name not in RESIDENT)
+    context = value("cpu_process_gib" if card.is_cpu else "trainer_context_gib")
+    if processes > 1 and not card.is_cpu:
+        context += value("process_group_gib")
+    low = allocated(parts) + context
+    if card.is_cpu:  # no caching allocator
+        return Estimate(low, low, low * 1.2)
+    return Estimate(low, low + value("fragmentation") * moving, low + value("fragmentation_high") * moving)
+
+
+def server_parts(shape: Shape, config: Config, card: Card, loaded: bool = True) -> dict[str, float]:
+    """What one GPU of a replica holds, by part. `loaded` is after the first sync, when remerge has its NF4 copy."""
+    server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
+    width = 2 if config.model.dtype == "bfloat16" or server.weights != "bf16" else 4
+    linear = width if server.weights == "bf16" else 1
+    found = {
+        "weights": shape.linear_weights * linear / share / GIB,
+        "16-bit layers": shape.other_weights * width / share / GIB,
+    }
+    if rollout.sync == "adapter":
+        rank = min((rank for rank in SERVED_RANKS if rank >= config.policy.lora_rank), default=SERVED_RANKS[-1])
+        # Two slots; the replica's halves of the factors are sharded like the layers, the other halves are not.
+        found["LoRA slots"] = 2 * shape.adapter_weights(rank, config.policy.target_modules) * width / GIB
+    elif loaded:
+        if server.nf4_copy == "gpu":
+            found["NF4 copy"] = shape.linear_weights * nf4_bytes(False) / share / GIB
+        fused = max(2 * shape.hidden * shape.intermediate, shape.hidden * (shape.q_size + 2 * shape.kv_size))
+        found["folding a layer"] = fused * value("fold_bytes") / share / GIB
+    tokens = batched_tokens(config, card)
+    activations = tokens * (3 * shape.intermediate / share + 5 * shape.hidden) * width
+    sampler = server.max_num_seqs * shape.vocabulary * 4 * value("sampler_copies")
+    found["activations"] = max(activations, sampler) / GIB
+    if not server.enforce_eager and not card.is_cpu:
+        scale = shape.layers / 36 * min(server.max_num_seqs, 512) / 256
+        found["CUDA graphs"] = value("graph_gib") * scale
+    found["context"] = 0.0 if card.is_cpu else value("server_context_gib")
+    found["KV cache"] = cache_gib(shape, config, card, found)
+    return found
+
+
+def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]) -> float:
+    """GiB of KV cache on one GPU: `server.kv_cache_gib`, else what the other parts leave of the server's share."""
+    if config.server.kv_cache_gib is not None:
+        return config.server.kv_cache_gib
+    if card.is_cpu:
+        return min(4.0, full_cache_gib(shape, config))
+    return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()))
+
+
+def kv_width(config: Config) -> int:
+    if config.server.kv_cache == "fp8":
+        return 1
+    return 4 if config.model.dtype == "float32" and config.server.weights == "bf16" else 2
+
+
+def sequence_gib(shape: Shape, config: Config) -> float:
+    """KV cache of one sequence of full length on one GPU of a replica."""
+    length = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    return length * kv_token_bytes(shape, kv_width(config)) / config.server.tensor_parallel / GIB
+
+
+def full_cache_gib(shape: Shape, config: Config) -> float:
+    """KV cache in which all `server.max_num_seqs` sequences reach full length."""
+    return config.server.max_num_seqs * sequence_gib(shape, config)
+
+
+def batched_tokens(config: Config, card: Card) -> float:
+    """Tokens of one forward pass of the server at most."""
+    given = config.server.vllm.get("max_num_batched_tokens")
+    if given is not None:
+        return given
+    length = config.rollout.max_prompt_length + config.rollout.max_completion_length + 1
+    default = value("batched_tokens_large" if card.gib >= 70 else "batched_tokens_small")
+    return min(default, config.server.max_num_seqs * length)
+
+
+def server_memory(parts: dict[str, float], config: Config) -> Estimate:
+    """What a replica takes of one card. Without `server.kv_cache_gib` the cache takes up what the rest leaves."""
+    total, spread = sum(parts.values()), value("server_spread")
+    if config.server.kv_cache_gib is None:
+        return Estimate(total, total, total + parts.get("CUDA graphs", 0.0))
+    return Estimate(total * (1 - spread), total, total * (1 + spread))
+
+
+def asleep_memory(parts: dict[str, float]) -> Estimate:
+    """What a sleeping replica keeps of its card: its NF4 copy, when that is there, context and CUDA graphs."""
+    kept = parts.get("NF4 copy", 0.0) + value("asleep_gib")
+    return Estimate(kept * 0.7, kept, kept * 1.3)
+
+
+def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]:
+    """GiB of all cards together that GRPO without quantization would need beside activations: every weight trained
+    (BF16 weights and gradients, float32 masters and Adam moments, a frozen reference), or a LoRA on a BF16 base; the
+    rollout server's BF16 weights in both."""
+    trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
+    parts = update_parts(shape, config, card)
+    moving = sum(gib for name, gib in parts.items() if name not in (*RESIDENT, "gradients"))
+    serving = 2 * shape.parameters / GIB if config.rollout.backend == "server" else 0.0
+    return {
+        "full fine-tuning": (2 + 2 + 12 + 2) * shape.parameters / GIB + moving + serving,
+        "BF16 LoRA": 2 * shape.parameters / GIB + 16 * trained / GIB + moving + serving,
+        "this configuration": allocated(parts)
+        + (sum(shape_bytes for shape_bytes in _served(shape, config)) if config.rollout.backend == "server" else 0.0),
+    }
+
+
+def _served(shape: Shape, config: Config) -> tuple[float, float, float]:
+    linear = 2 if config.server.weights == "bf16" else 1
+    copy = nf4_bytes(False) if config.rollout.sync == "remerge" and config.server.nf4_copy == "gpu" else 0.0
+    return (
+        shape.linear_weights * linear / GIB,
+        shape.other_weights * 2 / GIB,
+        shape.linear_weights * copy / GIB,
+    )

@@ -1,0 +1,116 @@
+"""The plan's expected figures against measured ones (tests/gpu/memory_points.py writes them)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import memory
+from launch.gpus import CARDS, recognize
+from launch.shapes import Shape, shape_from_facts
+from recipes.parts.config import Config, config_from_dict
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+from recipes.parts.rundir import read_json
+
+LIMIT = 0.10
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: what was measured, in GiB, and what the plan says."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def point_config(point: dict[str, Any]) -> Config:
+    """The configuration that a point was measured with, as far as the plan reads it."""
+    given = {key: point[key] for key in ("micro_batch", "completions") if key in point}
+    micro = given.get("micro_batch", 8)
+    server = {key: point[key] for key in ("weights", "kv_cache_gib", "max_num_seqs", "enforce_eager") if key in point}
+    values: dict[str, Any] = {
+        "run": {"name": "point"},
+        "model": {"id": "point"},
+        "policy": {"lora_rank": point["lora_rank"], "adapter_dtype": point.get("adapter_dtype", "float32")},
+        "rollout": {
+            "backend": "in_process" if point["kind"] == "rollout" else "server",
+            "max_prompt_length": point.get("prompt_tokens", 256),
+            "max_completion_length": point.get("completion_tokens", 256),
+            "sync": point.get("sync", "remerge"),
+        },
+        "server": server,
+        "train": {
+            "max_steps": 1,
+            "per_device_train_batch_size": micro,
+            "gradient_accumulation_steps": given.get("completions", micro) // micro,
+            "gradient_checkpointing": point.get("gradient_checkpointing", True),
+            "beta": point.get("beta", 0.01),
+        },
+    }
+    return config_from_dict(values)
+
+
+def point_shape(point: dict[str, Any]) -> Shape:
+    return shape_from_facts(point["model"] | {"model_type": "qwen3"}, point["shape"])
+
+
+def rows_of(point: dict[str, Any], card_name: str) -> list[Row]:
+    """The figures of a point. Its sequences were all of one length, so no mask was made."""
+    config, shape = point_config(point), point_shape(point)
+    card = recognize(card_name, 1e9) if "NVIDIA" in card_name else CARDS["h200"]
+    if point["kind"] == "server":
+        parts = memory.server_parts(shape, config, card)
+        server = config.server
+        name = f"server {point['shape']}, {server.weights}, {config.rollout.sync}, {server.max_num_seqs} sequences"
+        if config.server.enforce_eager:
+            name += ", no graphs"
+        return [Row(name, sum(parts.values()), point["total_gib"])]
+    phases = memory.trainer_phases(shape, config, card, padded=False)
+    found = max(memory.allocated(phases[phase]) for phase in ("log-probs", "update"))
+    length = f"{point['prompt_tokens']} + {point['completion_tokens']}"
+    name = f"trainer {point['shape']}, {point['micro_batch']} x ({length})"
+    name += "" if config.train.gradient_checkpointing else ", no checkpointing"
+    name += f", rank {point['lora_rank']}" if point["lora_rank"] != 16 else ""
+    name += ", bf16 adapter" if config.policy.adapter_dtype == "bfloat16" else ""
+    rows = [Row(name, found, point["peak_gib"])]
+    if point["kind"] == "rollout":
+        made = memory.allocated(phases["rollout"])
+        rows.append(
+            Row(
+                f"rollout in process {point['shape']}, {point['completions']} x ({length})",
+                made,
+                point["rollout_peak_gib"],
+            )
+        )
+    return rows
+
+
+def compare(points: dict[str, Any]) -> list[Row]:
+    """Every figure of every point without an error."""
+    return [row for point in points["points"] if "error" not in point for row in rows_of(point, points["card"])]
+
+
+def check(path: str, as_json: bool) -> int:
+    """Print predicted, measured and error; 1 when one is further off than 10 %."""
+    points = read_json(Path(path))
+    try:
+        rows = compare(points)
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"{path} is not what tests/gpu/memory_points.py writes: {error!r}") from None
+    if not rows:
+        raise BadInput(f"{path} holds no measured point.")
+    worst = max(rows, key=lambda row: abs(row.error))
+    if as_json:
+        print(json.dumps([{**vars(row), "error": row.error} for row in rows], indent=2))
+    else:
+        print(f"{points['card']}, {points['date']}")
+        print("| point | predicted GiB | measured GiB | error |\n|---|---|---|---|")
+        for row in rows:
+            print(f"| {row.name} | {row.predicted:.2f} | {row.measured:.2f} | {100 * row.error:+.1f} % |")
+        print(f"{len(rows)} figures, {100 * LIMIT:.0f} % allowed; the worst: {100 * worst.error:+.1f} %, {worst.name}")
+    return CHECK_FAILED if abs(worst.error) > LIMIT else DONE

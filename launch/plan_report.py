@@ -1,0 +1,238 @@
+"""A plan as text in a terminal, as a few lines for another command, and as JSON."""
+
+import dataclasses
+import math
+from typing import Any
+
+from launch import cost, fitting, memory
+from launch.fitting import Layout, Split
+from launch.memory import Estimate
+
+
+def spell(keys: dict[str, Any]) -> str:
+    """Keys as they are typed on a command line."""
+    words = {True: "true", False: "false"}
+    return " ".join(
+        f"--{key} {words.get(value, value) if isinstance(value, bool) else value}" for key, value in keys.items()
+    )
+
+
+def _range(one: Estimate) -> str:
+    return f"{one.expected:.1f} ({one.low:.1f} to {one.high:.1f})"
+
+
+def verdict(layout: Layout) -> str:
+    """One sentence: whether it fits, and on which card most is missing."""
+    worst = layout.worst
+    numbers = f"{worst.name}: {_range(worst.peak)} of {worst.limit_gib:.1f} GiB"
+    if not layout.fits:
+        return "It does not fit. " + " ".join([*layout.problems, numbers + "."])
+    if any(one.verdict == "tight" for one in layout.cards):
+        return f"It fits, tightly: the high figure is above the card. {numbers}."
+    return f"It fits. {numbers}."
+
+
+def title(layout: Layout) -> str:
+    shape, config = layout.shape, layout.config
+    cards = f"{layout.count} x {layout.card.name}" if layout.count else "a CPU"
+    trainer = f"{layout.processes} trainer process{'es' * (layout.processes > 1)}"
+    server = f", {layout.replicas} server{'s' * (layout.replicas > 1)}" if layout.replicas else ", rollouts in process"
+    length = f"{config.rollout.max_prompt_length} + {config.rollout.max_completion_length} tokens"
+    return (
+        f"{shape.name} ({shape.parameters / 1e9:.2f} B weights) on {cards}: {trainer}{server}; "
+        f"{layout.completions} completions a step, {length}"
+    )
+
+
+def summary(layout: Layout) -> str:
+    """Title, verdict and, when it does not fit, what would make it fit."""
+    lines = [title(layout), verdict(layout)]
+    if not layout.fits:
+        lines.append(_advice(layout))
+    return "\n".join(lines)
+
+
+def _advice(layout: Layout) -> str:
+    keys = fitting.remedy(layout)
+    if keys is None:
+        return (
+            "No change of the configuration that the plan knows makes it fit: take a larger card or a smaller model."
+        )
+    return f"This would fit: {spell(keys)}"
+
+
+def report(layout: Layout) -> None:
+    """Print the whole plan."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.print(title(layout), style="bold")
+    console.print(_cards_table(layout))
+    console.print(_parts_table(layout))
+    color = "green" if layout.fits else "red"
+    console.print(verdict(layout), style=color)
+    _print_largest(console, layout)
+    if not layout.fits or any(one.verdict == "tight" for one in layout.cards):
+        _print_changes(console, layout)
+    _print_times(console, layout)
+    if layout.count:
+        _print_precision(console, layout)
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _cards_table(layout: Layout) -> Any:
+    table = _table("GiB by GPU and phase", "GPU", "phase", "low", "expected", "high", "of", "")
+    grouped: dict[tuple, list[str]] = {}
+    for one in layout.cards:
+        key = (tuple(one.roles), tuple(one.phases.items()), one.limit_gib, one.verdict)
+        grouped.setdefault(key, []).append(one.name)
+    for (roles, phases, limit, said), names in grouped.items():
+        who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition(' ')[2]}"
+        label = f"{who}, {' and '.join(dict.fromkeys(roles))}"
+        for phase, one in phases:
+            row = [label, phase, f"{one.low:.1f}", f"{one.expected:.1f}", f"{one.high:.1f}", f"{limit:.1f}"]
+            table.add_row(*row, said if one == max((e for _, e in phases), key=lambda e: e.expected) else "")
+            label = ""
+    return table
+
+
+def _parts_table(layout: Layout) -> Any:
+    """What the largest phase of the trainer and a server consist of."""
+    table = _table("of that, GiB", "trainer, update", "", "server, each GPU", "")
+    trainer = [(name, f"{gib:.2f}") for name, gib in layout.trainer["update"].items() if gib >= 0.005]
+    server = [(name, f"{gib:.2f}") for name, gib in (layout.server or {}).items() if gib >= 0.005]
+    table.columns[2].justify = "left"
+    for number in range(max(len(trainer), len(server))):
+        left = trainer[number] if number < len(trainer) else ("", "")
+        right = server[number] if number < len(server) else ("", "")
+        table.add_row(*left, *right)
+    return table
+
+
+def largest(layout: Layout) -> dict[str, int | None]:
+    """The largest micro-batch, completion and number of sequences that fit, each with the rest as configured."""
+    found: dict[str, int | None] = {
+        "micro_batch": fitting.largest_micro_batch(layout),
+        "completion_tokens": fitting.largest_completion(layout),
+    }
+    if layout.server is not None:
+        found |= {"sequences": fitting.largest_sequences(layout), "sequences_now": fitting.sequences(layout)}
+    return found
+
+
+def _print_largest(console: Any, layout: Layout) -> None:
+    found, config = largest(layout), layout.config
+    named = [
+        f"micro-batch {found['micro_batch'] or 'none'} (now {config.train.per_device_train_batch_size})",
+        f"completion {found['completion_tokens'] or 'none'} tokens (now {config.rollout.max_completion_length})",
+    ]
+    if layout.server is not None:
+        text = f"the KV cache holds {found['sequences_now']} sequences of full length"
+        if found["sequences"] is not None and found["sequences"] != found["sequences_now"]:
+            text += f", the card's memory {found['sequences']}"
+        named.append(f"{text} (server.max_num_seqs {config.server.max_num_seqs})")
+    console.print("Largest that fits, the rest as it is: " + "; ".join(named) + ".")
+
+
+def _print_changes(console: Any, layout: Layout) -> None:
+    table = _table("Change first, each alone", "set", "saves GiB", "fits then", "price")
+    table.columns[3].justify = "left"
+    for one in fitting.changes(layout):
+        table.add_row(spell(one.keys), f"{one.saves_gib:.1f}", "yes" if one.then_fits else "no", one.price)
+    if table.row_count:
+        console.print(table)
+    if not layout.fits:
+        console.print(_advice(layout))
+
+
+def time_rows(layout: Layout) -> list[Split]:
+    """The ways to split the cards; nothing on a CPU and on a card whose speed is not known."""
+    if not layout.count or not cost.can_estimate(layout.card):
+        return []
+    return fitting.splits(layout)
+
+
+def configured_time(layout: Layout) -> cost.StepTime:
+    cache = layout.server["KV cache"] if layout.server else 0.0
+    return cost.step_time(
+        layout.shape, layout.config, layout.card, layout.completions, layout.processes, layout.replicas, cache
+    )
+
+
+def _hours(layout: Layout, seconds: float) -> str:
+    hours, spread = layout.config.train.max_steps * seconds / 3600, cost.spread(layout.card)
+    return f"{hours * (1 - spread):.1f} - {hours * (1 + spread):.1f}"
+
+
+def _print_times(console: Any, layout: Layout) -> None:
+    if not (rows := time_rows(layout)):
+        why = "a CPU" if not layout.count else f"{layout.card.name}, whose speed is not in the table"
+        console.print(f"Seconds are not estimated for {why}.")
+        return
+    header = (
+        f"Seconds a step ({layout.completions} completions, all of full length) and hours for "
+        f"{layout.config.train.max_steps} steps, {100 * cost.spread(layout.card):.0f} % around what is expected"
+    )
+    table = _table(header, "GPUs", "rollout", "update", "step", "hours", "memory")
+    now = configured_time(layout)
+    serving = layout.replicas * layout.config.server.tensor_parallel
+    mark = f"{layout.processes} train{_serving(serving)} (now)"
+    table.add_row(mark, *_seconds(now), _hours(layout, now.step), "fits" if layout.fits else "does not fit")
+    for one in rows[:5]:
+        if (one.trainers, one.servers) == (layout.processes, serving) and abs(one.time.step / now.step - 1) < 0.01:
+            continue
+        name = f"{one.trainers} train" + _serving(one.servers)
+        table.add_row(name, *_seconds(one.time), _hours(layout, one.time.step), "fits" if one.fits else "does not fit")
+    console.print(table)
+    best = next((one for one in rows if one.fits), None)
+    if best is not None and best.time.step < 0.97 * now.step:
+        console.print(f"Faster: {spell(best.keys)}", style="green")
+
+
+def _serving(gpus: int) -> str:
+    return f", {gpus} serve" if gpus else ", in process"
+
+
+def _seconds(time: cost.StepTime) -> list[str]:
+    return [f"{value:.1f}" for value in (time.rollout, time.update, time.step)]
+
+
+def _print_precision(console: Any, layout: Layout) -> None:
+    table = _table("Without quantization, GiB of all cards", "", "GiB", f"{layout.card.name} cards at least")
+    for name, gib in memory.full_precision(layout.shape, layout.config, layout.card).items():
+        table.add_row(name, f"{gib:.0f}", str(math.ceil(gib / layout.card.gib)))
+    console.print(table)
+
+
+def as_json(layout: Layout) -> dict[str, Any]:
+    """Everything that `report` prints."""
+    now = configured_time(layout) if time_rows(layout) else None
+    return {
+        "model": dataclasses.asdict(layout.shape) | {"parameters": layout.shape.parameters},
+        "card": dataclasses.asdict(layout.card),
+        "count": layout.count,
+        "trainer_processes": layout.processes,
+        "replicas": layout.replicas,
+        "completions": layout.completions,
+        "fits": layout.fits,
+        "problems": layout.problems,
+        "gpus": [dataclasses.asdict(one) | {"verdict": one.verdict} for one in layout.cards],
+        "trainer_gib": layout.trainer,
+        "server_gib": layout.server,
+        "largest": largest(layout),
+        "changes": [dataclasses.asdict(one) for one in fitting.changes(layout)],
+        "remedy": fitting.remedy(layout),
+        "seconds": dataclasses.asdict(now) | {"step": now.step} if now else None,
+        "seconds_spread": cost.spread(layout.card),
+        "splits": [dataclasses.asdict(one) | {"step": one.time.step} for one in time_rows(layout)],
+        "full_precision_gib": memory.full_precision(layout.shape, layout.config, layout.card),
+    }
