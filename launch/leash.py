@@ -20,7 +20,7 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PATIENCE_S = 15  # what the command gets after SIGTERM
-SWEEP_S = 3.0  # what processes that outlived the command get
+SWEEP_S = 2.0  # what processes that outlived the command get
 
 
 def main() -> int:

@@ -166,6 +166,7 @@ class Signals:
 
     def __init__(self, pids: Callable[[], list[int]]):
         self.pids, self.received = pids, None
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]  # a closed one no longer says so
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Signals":
@@ -179,25 +180,23 @@ class Signals:
 
     def _note(self, number: int, frame: object) -> None:
         if number == signal.SIGHUP:
-            _give_up_terminal()
+            self._give_up_terminals()
         if self.received is None:
             self.received = number
         elif number != signal.SIGHUP:  # a closed terminal sends it twice
             kill_trees(self.pids())
 
+    def _give_up_terminals(self) -> None:
+        """Write to nowhere instead of to a terminal that is gone, where every write fails."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in self._terminals:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
+
     def check(self) -> None:
         """`Stopped` once a signal came."""
         if self.received is not None:
             raise Stopped
-
-
-def _give_up_terminal() -> None:
-    """Write to nowhere instead of to a terminal that is gone, where every write fails."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        if os.isatty(number):
-            os.dup2(nowhere, number)
-    os.close(nowhere)
 
 
 class Servers(Replicas):
@@ -249,9 +248,9 @@ class Up:
         start = self.start
         if start.base:
             self.step("base", start.base, f"dequantized base {base_directory(start.config)}")
+        self.view.follow_steps(start.log("trainer"))
         with self.serve() as self.servers, self.job("trainer", start.trainer, start.placement.trainer) as trainer:
             self.view.say(f"trainer: started (pid {trainer.process.pid}), log {_short(trainer.log)}")
-            self.view.follow_steps(trainer.log)
             code = self.wait(trainer)
             if code != DONE:
                 raise self.cause(trainer.failure(code))
@@ -282,7 +281,7 @@ class Up:
             if self.servers:
                 self.check_servers()
             time.sleep(POLL_S)
-        self.view.update()
+        self.view.update(at_once=True)
         if code != DONE:
             self.signals.check()
         return code

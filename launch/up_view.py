@@ -68,9 +68,9 @@ class View:
         """Show the steps that are written to the trainer's log from now on."""
         self._steps = StepLines(log)
 
-    def update(self) -> None:
+    def update(self, at_once: bool = False) -> None:
         """Draw what is new; at most every `REDRAW_S`."""
-        if time.monotonic() - self._drawn < REDRAW_S:
+        if time.monotonic() - self._drawn < REDRAW_S and not at_once:
             return
         self._drawn = time.monotonic()
         if self._live:

@@ -1,0 +1,365 @@
+"""Starting and ending the processes of a run, with small programs in the place of vLLM, the recipe and merge. What a
+configuration becomes: test_up.py. The real programs: tests/smoke/test_up.py."""
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from launch import jobs, leash, up
+from launch.trainer_command import CPU, Command, Placement, read_launcher
+from launch.up_view import Status, StepLines, View, process_table
+from launch.vllm_command import Plan
+from recipes.parts.config import load_config
+from recipes.parts.errors import CheckFailed
+from recipes.parts.rundir import RunDir
+from tests.unit.test_server_wait import Program, answers
+
+ROOT = Path(__file__).parents[2]
+TINY = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+SERVES = answers(200, {"pid": 5})
+STEPS = "import time\nfor n in range(1, 4): print(f'step {n}/3 reward 0.5', flush=True); time.sleep(0.1)\n"
+SLEEPS = "import time; print('step 1/3 reward 0.5', flush=True); time.sleep(600)"
+NOTES = """
+import time
+print("step 1/3 reward 0.5", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted while the server lives:", SERVER(), flush=True)
+"""
+# A worker with a session of its own that no signal but SIGKILL ends.
+WITH_WORKER = (
+    """
+import subprocess, sys
+worker = "import signal, time\\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\\nprint('deaf', flush=True)\\n"
+worker = subprocess.Popen([sys.executable, "-c", worker + "time.sleep(600)"], start_new_session=True, stdout=-1)
+worker.stdout.readline()
+"""
+    + NOTES
+)
+STUBBORN = "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n" + SLEEPS
+
+
+def server_lives(port: int) -> str:
+    """A program's expression: whether something listens there."""
+    return f"(lambda: __import__('socket').socket().connect_ex(('127.0.0.1', {port})) == 0)"
+
+
+def start_of(folder: Path, port: int, programs: dict[str, str]) -> up.Start:
+    """A start of stand-ins: code for `check`, `base`, `server`, `trainer`; the last one is always there."""
+
+    def made(name: str) -> Command | None:
+        code = programs.get(name)
+        return code and Command([sys.executable, "-c", code.replace("SERVER", server_lives(port))], {})
+
+    config = load_config(TINY, [f"--run.output_dir={folder}", "--rollout.server_wait_s=60"])
+    url, log = f"http://127.0.0.1:{port}", folder / "logs" / f"server-{port}.log"
+    servers: list[Plan] = []
+    if "server" in programs:
+        servers = [Program(url, "127.0.0.1", port, None, {}, {}, log, programs["server"])]
+
+    class Start(up.Start):
+        check = made("check")
+
+    arguments = ["--config", TINY]
+    places = (read_launcher(str(ROOT / CPU)), Placement(is_machine_without=True), None)
+    return Start(config, arguments, False, *places, RunDir(folder), made("base"), made("trainer"), servers)
+
+
+def run(folder: Path, port: int, programs: dict[str, str]) -> int:
+    """As a command of its own would run it; used by the tests and, in another process, by `DRIVER`."""
+    up.differences, up.server_plans = lambda *_: [], lambda *_: start.servers
+    start = start_of(folder, port, programs)
+    return up.Up(start).run()
+
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from launch import jobs
+from recipes.parts.errors import run_command
+from tests.unit.test_up_processes import run
+folder, port, programs, jobs.STOP_S = json.loads(sys.argv[1])
+run_command(lambda: run(Path(folder), port, programs))
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def stand_ins(tmp_path, port, monkeypatch):
+    """`stand_ins(server=code, …)` runs them in this process: exit code, or the error it ends with."""
+    for name in ("differences", "server_plans"):
+        monkeypatch.setattr(up, name, getattr(up, name))  # restored after `run` replaces them
+
+    def make(**programs: str) -> int:
+        return run(tmp_path, port, programs)
+
+    return make
+
+
+def note(path: Path, name: str) -> str:
+    return f"open({str(path)!r}, 'a').write('{name} ')\n"
+
+
+def test_everything_starts_in_order_and_is_gone_at_the_end(stand_ins, tmp_path, capsys):
+    order = tmp_path / "order"
+    serves = note(order, "server") + SERVES
+    trainer = note(order, "trainer") + "assert SERVER()\n" + STEPS
+    code = stand_ins(check=note(order, "check"), base=note(order, "base"), server=serves, trainer=trainer)
+    assert code == 0 and order.read_text().split() == ["check", "base", "server", "trainer"]
+    assert psutil.Process().children(recursive=True) == []
+    said = capsys.readouterr().out
+    for part in ("check: done", "base: done", "ready after", "step 1/3 reward 0.5", "step 3/3", "trainer: done"):
+        assert part in said, said
+    assert said.count("step 2/3") == 1
+    assert {log.name.split("-")[0] for log in (tmp_path / "logs").iterdir()} == {
+        *("check.log", "base.log", "server", "trainer.log")
+    }
+
+
+@pytest.mark.parametrize("failing", ["check", "base"])
+def test_a_step_that_fails_keeps_what_follows_from_starting(stand_ins, tmp_path, failing):
+    programs = {name: note(tmp_path / "order", name) for name in ("check", "base", "server", "trainer")}
+    programs[failing] += "import sys; sys.exit('error: no such model')"
+    with pytest.raises(jobs.JobFailed, match=rf"(?s){failing} ended with exit code 1. no such model.*{failing}.log"):
+        stand_ins(**programs)
+    assert "server" not in (tmp_path / "order").read_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "told"),
+    [
+        ("print('error: bad key'); sys.exit(2)", 2, "trainer: bad key"),
+        ("print('RuntimeError: x'); sys.exit(1)", 1, "ended with exit code 1. The first error in it: RuntimeError: x"),
+        ("os.kill(os.getpid(), 9)", 1, "trainer was killed by SIGKILL (the kernel does that when the machine"),
+    ],
+)
+def test_a_trainer_that_dies_ends_the_servers_with_its_reason_and_code(
+    stand_ins, tmp_path, end, exit_code, told, monkeypatch
+):
+    monkeypatch.setattr(up, "FOLLOWED_S", 0.1)
+    with pytest.raises(jobs.JobFailed) as failed:
+        stand_ins(server=SERVES, trainer=f"import os, sys; print('last words', flush=True); {end}")
+    assert failed.value.exit_code == exit_code and told in str(failed.value)
+    assert str(tmp_path / "logs" / "trainer.log") in str(failed.value)
+    assert psutil.Process().children(recursive=True) == []
+
+
+DIES_LATER = "import os, threading; threading.Timer(SECONDS, lambda: os._exit(3)).start()\n" + SERVES
+
+
+def test_a_server_that_dies_ends_the_trainer(stand_ins, port):
+    began = time.monotonic()
+    with pytest.raises(CheckFailed, match=rf"the server at http://127.0.0.1:{port} ended with exit code 3"):
+        stand_ins(server=DIES_LATER.replace("SECONDS", "1.5"), trainer=NOTES)
+    assert time.monotonic() - began < 20
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_server_that_dies_behind_a_failing_trainer_is_named_as_the_cause(stand_ins):
+    """Requests fail while a server is still on its way down."""
+    with pytest.raises(CheckFailed, match=r"(?s)ended with exit code 3.*trainer ended with exit code 1. no answer"):
+        stand_ins(server=DIES_LATER.replace("SECONDS", "1.5"), trainer="import sys; sys.exit('error: no answer')")
+
+
+def test_the_trainer_never_starts_beside_a_server_that_does_not(stand_ins, tmp_path):
+    with pytest.raises(CheckFailed, match="ended with exit code 4"):
+        stand_ins(server="import sys; sys.exit(4)", trainer=note(tmp_path / "order", "trainer"))
+    assert not (tmp_path / "order").exists()
+
+
+@contextlib.contextmanager
+def driven(folder: Path, port: int, programs: dict[str, str], stop_s: float = 10, **how) -> Iterator[subprocess.Popen]:
+    """`up` in a process of its own, at work on its first step."""
+    import json
+
+    words = [sys.executable, "-c", DRIVER, json.dumps([str(folder), port, programs, stop_s])]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | how
+    process = subprocess.Popen(words, cwd=ROOT, **how)
+    family = []
+    try:
+        log, deadline = folder / "logs" / "trainer.log", time.monotonic() + 60
+        while not (log.exists() and re.search(r"^step 1/3", log.read_text(), re.M)):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
+        process.family = family = psutil.Process(process.pid).children(recursive=True)
+        yield process
+    finally:
+        for one in [process, *family]:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        process.wait(10)
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> bool:
+    """Whether all of them end within the time; zombies that nobody collects have ended."""
+    deadline = time.monotonic() + seconds
+    while any(map(lives, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("number", "trainer", "processes"),
+    [(signal.SIGINT, WITH_WORKER, 5), (signal.SIGTERM, NOTES, 4), (signal.SIGHUP, NOTES, 4)],
+)
+def test_a_signal_ends_the_trainer_then_the_servers_and_every_descendant(tmp_path, port, number, trainer, processes):
+    with driven(tmp_path, port, {"server": SERVES, "trainer": trainer}) as process:
+        assert len(process.family) == processes, "two leashes, server, trainer, and its worker"
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode == 128 + number
+        assert gone(process.family, 0)
+    assert f"stopped by {number.name}, all processes are ended" in said
+    assert "interrupted while the server lives: True" in (tmp_path / "logs" / "trainer.log").read_text()
+
+
+def test_a_trainer_that_does_not_listen_is_killed_after_its_time(tmp_path, port):
+    with driven(tmp_path, port, {"trainer": STUBBORN}, stop_s=1) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 130 and gone(process.family, 0)
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path, port):
+    with driven(tmp_path, port, {"server": SERVES, "trainer": STUBBORN}, stop_s=600) as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130 and gone(process.family, 0)
+
+
+def test_nothing_stays_when_up_itself_is_killed_outright(tmp_path, port):
+    with driven(tmp_path, port, {"server": SERVES, "trainer": WITH_WORKER}) as process:
+        process.kill()
+        assert gone(process.family, 15)
+
+
+def test_a_leash_killed_outright_takes_its_command_along(tmp_path, port):
+    with driven(tmp_path, port, {"trainer": SLEEPS}) as process:
+        held = next(one for one in process.family if SLEEPS in one.cmdline() and "leash.py" in " ".join(one.cmdline()))
+        held.kill()
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode == 1 and "trainer was killed by SIGKILL" in said
+        assert gone(process.family, 1)
+
+
+def test_a_closed_terminal_ends_everything(tmp_path, port):
+    ours, theirs = pty.openpty()
+    how = {"stdout": theirs, "stderr": theirs, "stdin": theirs, "text": False, "start_new_session": True}
+
+    def take_terminal() -> None:
+        import fcntl
+        import termios
+
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    with driven(tmp_path, port, {"trainer": NOTES}, preexec_fn=take_terminal, **how) as process:
+        os.close(theirs)
+        os.close(ours)
+        assert process.wait(30) == 128 + signal.SIGHUP
+        assert gone(process.family, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("pass", 0), ("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("os.kill(os.getpid(), 15)", -15)],
+)
+def test_a_leash_ends_as_its_command_does(program, code):
+    words = [sys.executable, "-c", f"import os; {program}"]
+    assert subprocess.run([*jobs.leash(), *words], timeout=30).returncode == code
+
+
+def test_a_leash_ends_what_its_command_leaves_behind_and_refuses_a_parent_that_is_gone(tmp_path):
+    daemon = "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nos.setsid()\n"
+    daemon = f"{daemon}open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    leaves = (
+        f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\n"
+        f"while not os.path.exists({str(tmp_path / 'pid')!r}): time.sleep(0.05)"
+    )
+    done = subprocess.run([*jobs.leash(), sys.executable, "-c", leaves], timeout=30)
+    assert done.returncode == 0 and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    words = [sys.executable, leash.__file__, "1", sys.executable, "-c", "print('started')"]
+    done = subprocess.run(words, timeout=30, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def statuses(folder: Path) -> list[Status]:
+    log = folder / "server.log"
+    log.write_text("INFO loading\nINFO weights of " + "x" * 200 + "\n\n")
+    return [
+        Status("server 8000", "serving", 4711, ("0",), 3671.5, log),
+        Status("trainer", "running", 4712, ("1", "2"), 5, folder / "none"),
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_page_shows_every_process_and_its_last_line_on_any_width(tmp_path, width):
+    console = Console(width=width, file=StringIO(), force_terminal=True, color_system=None)
+    console.print(process_table(statuses(tmp_path), width))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3 and all(len(line) <= width for line in lines), lines
+    assert "server 8000" in lines[1] and "1:01:11" in lines[1] and "INFO weights of xx" in lines[1]
+    assert "trainer" in lines[2] and "1,2" in lines[2]
+
+
+def test_in_a_terminal_events_stand_above_the_page_with_the_runs_curves(tmp_path):
+    console = Console(width=100, file=StringIO(), force_terminal=True, color_system=None)
+    run = RunDir(tmp_path)
+    with View(run, lambda: statuses(tmp_path), console) as view:
+        view.say("server: ready")
+        view.update()
+    text = console.file.getvalue()
+    assert "server: ready" in text and "4712" in text and f"{run.metrics_file}"[-20:] in text
+
+
+def test_an_output_that_is_gone_does_not_end_the_run(tmp_path):
+    class Gone(StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    view = View(RunDir(tmp_path), lambda: [], Console(width=100, file=Gone()))
+    view.say("x")
+
+
+def test_steps_are_told_once_and_whole(tmp_path):
+    log = tmp_path / "trainer.log"
+    log.write_text("step 1/9 of an earlier start\n")
+    steps = StepLines(log)
+    assert steps.new() == []
+    with open(log, "a") as file:
+        file.write("step      8 problems x 8\nstep 2/9 rew")
+        file.flush()
+        assert steps.new() == []
+        file.write("ard 1\nstep 3/9 reward 2\nwarning: x\n")
+        file.flush()
+        assert steps.new() == ["step 2/9 reward 1", "step 3/9 reward 2"]
+    assert steps.new() == []
