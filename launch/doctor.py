@@ -102,7 +102,9 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="YAML of a run; its keys can be given as --group.key value")
-    parser.add_argument("--launcher", help="accelerate config of that run (accelerate_configs)")
+    parser.add_argument(
+        "--launcher", help="accelerate config of that run (accelerate_configs); default what launch.up takes"
+    )
     parser.add_argument("--only", nargs="+", choices=[*CHECKS], metavar="CHECK", help="these checks alone")
     parser.add_argument("--quick", action="store_true", help="leave out the check that starts vLLM")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
@@ -123,6 +125,7 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
     return flags, Machine(
         config=config,
         config_words=shlex.join(["--config", flags.config, *overrides]) if flags.config else "",
+        launcher=flags.launcher,
         accelerate=read_launcher(flags.launcher) if flags.launcher else None,
         environment=dict(os.environ),
         logs=Path(flags.logs).resolve() if flags.logs else None,

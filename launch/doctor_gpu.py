@@ -184,7 +184,7 @@ def bitsandbytes(machine: Machine) -> Iterator[Row]:
 def bitsandbytes_row(machine: Machine, outcome: Outcome) -> Row:
     name, facts = "bitsandbytes", outcome.facts
     if outcome.problem:
-        return fail(name, reason(outcome), f"python -m bitsandbytes, then {install_command(machine)}")
+        return fail(name, reason(outcome), _fix(machine, outcome, "python -m bitsandbytes"))
     return ok(
         name,
         f"NF4 on {facts['device']}: round trip {facts['error']:.1%} off, layer {facts['layer_error']:.2%} off, "
@@ -234,9 +234,13 @@ def _vllm_fix(machine: Machine, outcome: Outcome) -> str:
         return "sudo apt-get install g++ python3-dev"
     if "out of memory" in text or "free memory" in text or "sigkill" in text:
         return "free memory (nvidia-smi shows who holds it), then python -m launch.doctor --only vllm"
-    if "importerror" in text or "modulenotfounderror" in text or "undefined symbol" in text:
-        return install_command(machine)
-    return "python -m launch.doctor --only vllm --logs doctor-logs, and read doctor-logs/vllm.log"
+    again = "python -m launch.doctor --only vllm --logs doctor-logs, and read doctor-logs/vllm.log"
+    return _fix(machine, outcome, again)
+
+
+def _fix(machine: Machine, outcome: Outcome, otherwise: str) -> str:
+    broken = re.search(r"ImportError|ModuleNotFoundError|undefined symbol", outcome.problem)
+    return install_command(machine) if broken else otherwise
 
 
 def nccl(machine: Machine) -> Iterator[Row]:
@@ -281,10 +285,12 @@ def collective_row(machine: Machine, backend: str, outcomes: list[Outcome], cure
     if not broken:
         facts = outcomes[0].facts
         return ok(name, f"{what}: sum of {facts['mib']} MiB right, bus bandwidth {facts['gb_per_s']:g} GB/s")
-    rank, first = next(iter(broken.items()))
+    # The others then wait for the first until their time is over.
+    rank, first = min(broken.items(), key=lambda item: item[1].seconds)
     found = f"{what}: rank {rank}: {reason(first)}"
     if backend == "gloo":
-        return fail(name, found, "export GLOO_SOCKET_IFNAME=lo, and python -m launch.doctor --only nccl")
+        again = "export GLOO_SOCKET_IFNAME=lo, and python -m launch.doctor --only nccl"
+        return fail(name, found, _fix(machine, first, again))
     if helps := next((variable for variable, helped in cures.items() if helped), None):
         value, why = NCCL_CURES[helps]
         return fail(name, f"{found}; with {helps}={value} it works: {why}", f"export {helps}={value}")

@@ -119,7 +119,7 @@ def shm(machine: Machine) -> Iterator[Row]:
         yield fail("shm", f"/dev/shm cannot be read: {error.strerror}", "mount -t tmpfs -o size=16g tmpfs /dev/shm")
         return
     free = stat.f_bavail * stat.f_frsize / GIB
-    workers = max(machine.config.server.tensor_parallel if machine.needs_server else 1, machine.trainer_processes)
+    workers = machine.processes_here
     needed = SHM_GIB if workers == 1 else SHM_GIB_PER_WORKER * workers
     found = f"{free:.2f} GiB free in /dev/shm"
     if free < needed:

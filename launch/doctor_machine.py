@@ -72,11 +72,12 @@ class Machine:
     """The machine, and the run that it shall carry; a test puts made-up parts in their place.
 
     `config_words` is the command line that leads to the same configuration (`--config X.yaml --group.key value`) and
-    `accelerate` the content of the accelerate config. Both are absent without a run.
+    `accelerate` the content of the accelerate config at `launcher`. All are absent without a run.
     """
 
     config: "Config | None" = None
     config_words: str = ""
+    launcher: str | None = None
     accelerate: dict[str, Any] | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     run_tool: Callable[[list[str]], str | None] = run_tool
@@ -118,10 +119,16 @@ class Machine:
         return self.config is not None and self.config.rollout.backend == "server"
 
     @property
-    def trainer_processes(self) -> int:
-        """Trainer processes on this machine."""
-        facts = self.accelerate or {}
-        return max(1, int(facts.get("num_processes", 1)) // max(1, int(facts.get("num_machines", 1))))
+    def machines(self) -> int:
+        """Machines that the trainer runs on."""
+        return int((self.accelerate or {}).get("num_machines", 1))
+
+    @property
+    def processes_here(self) -> int:
+        """Most processes on this machine that exchange tensors with each other."""
+        shards = self.config.server.tensor_parallel if self.needs_server else 1
+        trainers = int((self.accelerate or {}).get("num_processes", 1)) // self.machines
+        return max(1, shards, min(trainers, len(self.gpus)) if self.gpus else trainers)
 
 
 def _gpu(parts: list[str]) -> Gpu:

@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -48,7 +47,6 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@cache
 def installed(name: str) -> str | None:
     """The installed version of a distribution, None when it is missing."""
     try:

@@ -13,6 +13,7 @@ from launch.doctor_children import reason, run_steps
 from launch.doctor_machine import GIB, Machine, Row, fail, ok, skip, warn
 
 if TYPE_CHECKING:
+    from launch.trainer_command import Placement
     from recipes.parts.config import Config
     from recipes.parts.errors import KitError
 
@@ -37,8 +38,11 @@ def settings(machine: Machine) -> Iterator[Row]:
     if config is None:
         yield skip(name, "no --config")
         return
-    processes = int((machine.accelerate or {}).get("num_processes", 1))
-    with _announced(machine):
+    try:
+        processes = placed(machine)[1]
+    except BadInput:  # the check of the GPUs says so
+        processes = int((machine.accelerate or {}).get("num_processes", 1))
+    with _announced(machine, processes):
         try:
             check_config(config, processes)
         except BadInput as error:
@@ -56,7 +60,7 @@ def settings(machine: Machine) -> Iterator[Row]:
 class _announced:
     """The variables by which `accelerate launch` would tell the trainer of its config, while the keys are checked."""
 
-    def __init__(self, machine: Machine):
+    def __init__(self, machine: Machine, processes: int):
         facts = machine.accelerate or {}
         kind = facts.get("distributed_type")
         stage = (facts.get("deepspeed_config") or {}).get("zero_stage", 0)
@@ -64,6 +68,7 @@ class _announced:
             "ACCELERATE_MIXED_PRECISION": str(facts.get("mixed_precision", "no")),
             "ACCELERATE_USE_FSDP": "true" if kind == "FSDP" else "false",
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage if kind == "DEEPSPEED" else 0),
+            "LOCAL_WORLD_SIZE": str(max(1, processes // machine.machines)),
         }
 
     def __enter__(self) -> None:
@@ -83,7 +88,7 @@ def _rows_of(name: str, error: "KitError") -> Iterator[Row]:
 def _halves(text: str) -> tuple[str, str]:
     """An error message of the kit as what is wrong and what to do: its first sentence, and the others."""
     parts = re.split(r"(?<=[.:)])\s+(?=[A-Z])", text, maxsplit=1)
-    return parts[0].rstrip(".:"), parts[1] if len(parts) > 1 else "change that key"
+    return parts[0].rstrip(".:"), parts[1].rstrip(".") if len(parts) > 1 else "change that key"
 
 
 def servers(machine: Machine) -> Iterator[Row]:
@@ -105,7 +110,15 @@ def servers(machine: Machine) -> Iterator[Row]:
     broken = 0
     gpus = None if kind.is_cpu else [one.index for one in machine.gpus]
     card = min((one.total_gib for one in machine.gpus), default=None)
-    for check in (lambda: plans(config, kind, gpus, card), lambda: check_base(config, "CONFIG")):
+    directory = base_directory(config)
+    checks = [lambda: plans(config, kind, gpus, card)]
+    if directory.exists():
+        checks.append(lambda: check_base(config, "CONFIG"))
+    else:
+        broken += 1
+        found = f"the dequantized base {directory} is not there yet; launch.up writes it"
+        yield warn(name, found, f"python -m merge base {machine.config_words}")
+    for check in checks:
         try:
             check()
         except BadInput as error:
@@ -115,44 +128,64 @@ def servers(machine: Machine) -> Iterator[Row]:
     if not broken:
         key = "with VLLM_API_KEY" if machine.environment.get("VLLM_API_KEY") else "on loopback, without a key"
         count = len(config.rollout.server_urls)
-        yield ok(name, f"{count} of {config.server.weights} from {base_directory(config)}, {key}")
+        yield ok(name, f"{count} of {config.server.weights} from {directory}, {key}")
 
 
 def gpus_needed(machine: Machine) -> Iterator[Row]:
     """Whether trainer and servers find their GPUs on this machine."""
+    from recipes.parts.checks import split_problem
+    from recipes.parts.errors import BadInput
+
     name, config = "gpus", machine.config
     if config is None:
         yield skip(name, "no --config")
         return
-    there, facts = len(machine.gpus), machine.accelerate or {}
-    kind = facts.get("distributed_type", "NO")
-    trainers = machine.trainer_processes
-    if not there:
-        if kind in ("MULTI_GPU", "DEEPSPEED", "FSDP") or (machine.accelerate and not facts.get("use_cpu")):
-            fix = "--launcher accelerate_configs/cpu.yaml, or a machine with GPUs"
-            yield fail(name, f"the accelerate config trains on {trainers} GPUs, none is visible", fix)
-        elif config.server.gpus and machine.needs_server:
-            yield fail(name, f"server.gpus is {config.server.gpus}, no GPU is visible", "--server.gpus null")
-        else:
-            yield skip(name, "no GPU: the run trains on the CPU")
+    try:
+        placement, processes = placed(machine)
+    except BadInput as error:
+        yield from _rows_of(name, error)
         return
-    urls = [url for url in config.rollout.server_urls if is_here(url)] if machine.needs_server else []
-    wanted = len(urls) * config.server.tensor_parallel
-    named = [str(index) for index in config.server.gpus or []] if machine.needs_server else []
-    unknown = [index for index in named if index not in [one.index for one in machine.all_gpus]]
-    found = f"{there} visible, {trainers} for the trainer, {wanted} for {len(urls)} servers"
-    if unknown:
-        choice = ",".join(one.index for one in machine.gpus[-max(1, wanted) :])
-        yield fail(name, f"{found}; server.gpus names {', '.join(unknown)}", f"--server.gpus '[{choice}]'")
-    elif trainers > there:
-        yield fail(name, found, f"accelerate launch --num_processes {max(1, there - wanted)}, or more GPUs")
-    elif wanted > there:
-        yield fail(name, found, "fewer rollout.server_urls or a smaller server.tensor_parallel")
-    elif trainers + wanted > there and not (config.server.sleep or config.train.max_gpu_gib):
-        fix = "--server.sleep true --server.nf4_copy host, and --train.max_gpu_gib; or fewer of either"
-        yield warn(name, f"{found}: they share GPUs and neither has a limit", fix)
+    if not machine.gpus:
+        yield skip(name, f"no GPU: {processes} trainer processes on the CPU")
+        return
+    there = len(machine.gpus)
+    with _announced(machine, processes):
+        problem = split_problem(config, min(one.total_gib for one in machine.gpus))
+    if problem:
+        yield fail(name, *_halves(problem))
+    elif processes > there * machine.machines:
+        fix = f"accelerate launch --num_processes {there * machine.machines}"
+        yield fail(name, f"{processes} trainer processes on {machine.machines} machines of {there} GPUs", fix)
     else:
-        yield ok(name, found)
+        trainer = ", ".join(placement.trainer) or "none"
+        servers = ", ".join(placement.servers) or "none"
+        yield ok(name, f"{there} visible: {processes} trainer processes on {trainer}; servers on {servers}")
+
+
+def placed(machine: Machine) -> tuple["Placement", int]:
+    """(who gets which GPUs of this machine, trainer processes over all machines), as launch.up decides it; `BadInput`
+    when they do not suffice."""
+    from launch.trainer_command import choose_launcher, place, process_count, read_launcher
+    from launch.vllm_command import installed_vllm
+    from recipes.parts.errors import BadInput
+
+    config, visible = machine.config, [one.index for one in machine.gpus]
+    try:
+        replicas_on_gpus = machine.needs_server and not installed_vllm().is_cpu
+    except BadInput:  # the check of the packages says so
+        replicas_on_gpus = machine.needs_server
+    if machine.launcher is None:
+        placement = place(config, visible, replicas_on_gpus)
+        return placement, process_count(choose_launcher(len(placement.trainer)), len(placement.trainer))
+    if machine.machines > 1:
+        if not visible and not machine.accelerate.get("use_cpu"):
+            raise BadInput(
+                f"{machine.launcher} is for GPUs and CUDA shows none here. Use accelerate_configs/cpu.yaml."
+            )
+        return place(config, visible, replicas_on_gpus), int(machine.accelerate.get("num_processes", 1))
+    launcher = read_launcher(machine.launcher)
+    placement = place(config, visible, replicas_on_gpus, not launcher.is_cpu)
+    return placement, process_count(launcher, len(placement.trainer))
 
 
 def is_here(url: str) -> bool:
@@ -298,6 +331,8 @@ def _place(machine: Machine, kind: str, path: str | None, identifier: str | None
         return ok(name, f"{key}.id {identifier} is on the hub, not in the cache yet")
     if "gated" in answer:
         fix = f"accept its terms at https://huggingface.co/{identifier}, then hf auth login"
+    elif "no answer" in answer or "hangs" in answer:
+        fix = f"check the network (HTTPS_PROXY, HF_ENDPOINT), or --{key}.path with a local copy"
     else:
         fix = f"check the spelling, hf auth login for a private one, or --{key}.path with a local copy"
     return fail(name, f"{key}.id {identifier}: {answer}; not in {hub_folder(machine)} either", fix)

@@ -45,7 +45,7 @@ def import_module(name: str) -> dict:
         warnings.simplefilter("always")
         importlib.import_module(name)
     texts = [str(one.message) for one in caught]
-    return {"warnings": [text for text in texts if "support" in text and "version" in text]}
+    return {"warnings": [text for text in texts if "supports" in text and "version" in text]}
 
 
 def torch_devices() -> dict:
