@@ -40,6 +40,7 @@ from recipes.parts.mismatch import measure
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
 from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
+from recipes.parts.trackers import prepare_trackers
 
 # TRL metric -> key of metrics.jsonl
 METRICS = {
@@ -99,7 +100,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "logging_steps": 1,
         # The default hides a NaN loss behind the running mean.
         "logging_nan_inf_filter": False,
-        "report_to": config.watch.report_to or "none",
+        "report_to": prepare_trackers(config, run),
         "run_name": config.run.name,
         "disable_tqdm": True,
         "remove_unused_columns": False,
