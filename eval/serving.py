@@ -5,8 +5,8 @@
 
 For every format a real vLLM OpenAI server is started, the same requests are streamed at each concurrency (prompts of
 random token ids, all different, prefix cache off, exact lengths, greedy), and the server is ended. Writes serving.json
-and prints a table. A format that vLLM cannot serve on this machine is recorded with vLLM's error, the others go on,
-and the exit code is 1.
+format by format, and prints a table. A format that vLLM cannot serve on this machine is recorded with vLLM's error,
+the others go on, and the exit code is 1.
 """
 
 import argparse
@@ -215,15 +215,6 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run:
         return DONE
     settings.out.mkdir(parents=True, exist_ok=True)
-    formats, failed = {}, {}
-    for name in settings.checkpoints:
-        try:
-            formats[name] = measure(settings, name)
-        except CheckFailed as error:
-            failed[name] = {"error": str(error).splitlines()[0], "log": str(log_file(settings, name))}
-            print(f"{name}: failed: {failed[name]['error']}\n  log: {failed[name]['log']}", flush=True)
-        except (Stopped, KeyboardInterrupt):
-            raise CheckFailed("stopped; the server was ended and serving.json was not written.") from None
     result = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["python", "-m", "eval.serving", *(sys.argv[1:] if argv is None else argv)],
@@ -234,13 +225,25 @@ def main(argv: list[str] | None = None) -> int:
         "new_tokens": settings.new_tokens,
         "seed": settings.seed,
         "options": settings.options,
-        "formats": formats,
-        "failed": failed,
+        "formats": {},
+        "failed": {},
     }
-    write_json(settings.out / "serving.json", result)
+    file = settings.out / "serving.json"
+    for name in settings.checkpoints:
+        try:
+            result["formats"][name] = measure(settings, name)
+        except CheckFailed as error:
+            told = {"error": str(error).splitlines()[0], "log": str(log_file(settings, name))}
+            result["failed"][name] = told
+            print(f"{name}: failed: {told['error']}\n  log: {told['log']}", flush=True)
+        except (Stopped, KeyboardInterrupt):
+            done = ", ".join((*result["formats"], *result["failed"]))
+            kept = f"{file} holds {done}" if done else f"{file} was not written"
+            raise CheckFailed(f"stopped; the server was ended, {kept}.") from None
+        write_json(file, result)  # a format takes minutes: what is measured stays when the next one is interrupted
     print(table(result))
-    print(f"written: {settings.out / 'serving.json'}; servers' logs in {settings.logs}", flush=True)
-    return CHECK_FAILED if failed else DONE
+    print(f"written: {file}; servers' logs in {settings.logs}", flush=True)
+    return CHECK_FAILED if result["failed"] else DONE
 
 
 def measure(settings: Settings, name: str) -> dict:

@@ -81,8 +81,8 @@ class Study:
         if not is_evaluated(run, self.formats):
             yield f"seed {seed}: eval", ["-m", "eval", "--run", place, "--formats", *self.formats], (DONE,)
         yield f"seed {seed}: gate", ["-m", "eval", "gate", "--run", place], (DONE, CHECK_FAILED)
-        if self.options.serving and seed == self.options.seeds[0] and not (run.path / "serving.json").is_file():
-            served = [name for name in self.formats if name != "nf4"]  # vLLM has no loader of its own for nf4
+        served = [name for name in self.formats if name != "nf4"]  # vLLM has no loader of its own for nf4
+        if self.options.serving and seed == self.options.seeds[0] and not is_served(run, served):
             serve = ["-m", "eval.serving", "--run", place, "--formats", *served, "--batches", *self.options.batches]
             # A format that this machine's vLLM does not serve is told and left out.
             yield f"seed {seed}: serving", serve, (DONE, CHECK_FAILED)
@@ -99,6 +99,12 @@ def is_merged(run: RunDir, name: str) -> bool:
 
 def is_evaluated(run: RunDir, formats: list[str]) -> bool:
     return run.eval_file.is_file() and set(formats) <= set(read_json(run.eval_file)["matrix"]["grpo"])
+
+
+def is_served(run: RunDir, formats: list[str]) -> bool:
+    file = run.path / "serving.json"
+    result = read_json(file) if file.is_file() else {"formats": {}, "failed": {}}
+    return set(formats) <= {*result["formats"], *result["failed"]}
 
 
 def collect(runs: dict[int, Path], formats: list[str]) -> dict:

@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -179,7 +180,8 @@ def card_used_gib() -> float | None:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**30
+        index = int((os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0])
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).used / 2**30
     except Exception:
         used = nvidia_smi("memory.used", ",nounits")
         return float(used) / 1024 if used else None  # reported in MiB

@@ -32,7 +32,7 @@ SHAPE = {
 FORMATS = ["bf16", "fp8", "w4a16", "nvfp4a16"]
 
 
-def make(folder: Path, tiny: bool) -> Path:
+def make(folder: Path, tiny: bool, layers: int) -> Path:
     """A run directory with a random base and adapter, nothing merged yet."""
     import torch
 
@@ -40,7 +40,7 @@ def make(folder: Path, tiny: bool) -> Path:
 
     started = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = make_model(folder / "model", tied=False, **({} if tiny else SHAPE))
+    model = make_model(folder / "model", tied=False, **({} if tiny else SHAPE | {"num_hidden_layers": layers}))
     run = make_run(folder / "run", model, "bfloat16", device=device)
     print(f"random base and adapter: {time.perf_counter() - started:.0f} s", flush=True)
     return run.path
@@ -67,6 +67,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--run", type=Path, help="an existing run instead of a random model; its formats are merged")
     parser.add_argument("--work", type=Path, default=Path("/tmp/serving"), help="where the random model's run goes")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="of the random model")
+    parser.add_argument("--only_merge", action="store_true", help="make the checkpoints and end; --run serves them")
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--batches", nargs="+", default=["1", "2", "4", "8", "16", "32", "64", "128", "256"])
     parser.add_argument("--prompt_tokens", default="256")
@@ -74,7 +76,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the unit tests' shape")
     options = parser.parse_args()
 
-    run = options.run or make(options.work, options.tiny)
+    run = options.run or make(options.work, options.tiny, options.layers)
     missing = [name for name in options.formats if not (run / "merged" / "grpo" / name).is_dir()]
     if missing:
         started = time.perf_counter()
@@ -84,6 +86,8 @@ def main() -> int:
             print(f"FAILED: merge exits {code}")
             return 1
         print(f"merge: {time.perf_counter() - started:.0f} s", flush=True)
+    if options.only_merge:
+        return 0
     lengths = ["--prompt_tokens", options.prompt_tokens, "--new_tokens", options.new_tokens]
     flags = ["--vllm_args", "enforce_eager=true"] if options.tiny else []
     serve = ["-m", "eval.serving", "--run", run, "--formats", *options.formats, "--batches", *options.batches]

@@ -125,14 +125,14 @@ def test_no_server_outlives_the_command(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_in_the_middle_leaves_no_server_and_no_file(run, number):
+def test_ctrl_c_in_the_middle_leaves_no_server_and_keeps_what_is_measured(run, number):
     program = (
         "import sys\nfrom tests.unit import test_eval_serving as t\nfrom recipes.parts.errors import run_command\n"
         "t.serving.Plan = t.FakePlan\nt.serving.installed_vllm = lambda: t.Installed('0.31.0', False)\n"
         "run_command(lambda: t.serving.main(sys.argv[1:]))"
     )
-    long = ["--prompt_tokens", "8", "--new_tokens", "50", "--batches", "1", "--min_requests", "5000"]
-    command = [sys.executable, "-c", program, "--run", str(run), "--formats", "fp8", *long]
+    long = ["--prompt_tokens", "8", "--new_tokens", "50", "--batches", "1", "--min_requests", "40"]
+    command = [sys.executable, "-c", program, "--run", str(run), "--formats", "bf16", "fp8", *long]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     sent, deadline = run / "merged/grpo/fp8/asked.jsonl", time.monotonic() + 60
     while not sent.exists() and time.monotonic() < deadline:
@@ -141,7 +141,7 @@ def test_ctrl_c_in_the_middle_leaves_no_server_and_no_file(run, number):
     _, said = process.communicate(timeout=60)
     assert (process.returncode, "stopped; the server was ended" in said) == (1, True), said
     assert started_at(int((run / "merged/grpo/fp8/pid").read_text())) is None
-    assert not (run / "serving.json").exists()
+    assert list(read_json(run / "serving.json")["formats"]) == ["bf16"] and "serving.json holds bf16" in said
 
 
 def test_a_server_that_dies_between_requests_is_told_from_a_broken_connection(run):

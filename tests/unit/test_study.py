@@ -53,6 +53,16 @@ def test_a_new_seed_takes_the_whole_path_and_a_finished_one_only_judgement(tmp_p
     assert names(found.commands(1)) == ["layers", "gate", "report"]
 
 
+def test_an_interrupted_benchmark_of_serving_is_repeated(tmp_path):
+    found = make(tmp_path, "--serving")
+    write_run(found.runs[0], 0.3)
+    file = found.runs[0] / "serving.json"
+    file.write_text(json.dumps({"formats": {"bf16": {}}, "failed": {}}))
+    assert "serving" in names(found.commands(0))
+    file.write_text(json.dumps({"formats": {"bf16": {}}, "failed": {"fp8": {}}}))
+    assert "serving" not in names(found.commands(0))
+
+
 def test_an_interrupted_training_is_resumed(tmp_path):
     found = make(tmp_path)
     found.runs[2].mkdir(parents=True)
