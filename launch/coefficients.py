@@ -46,13 +46,14 @@ TABLE = {
         0.36, "share of the bandwidth", "252 linear layers of an 8B shape on an H200 in 10 ms"
     ),
     "launch_s": Coefficient(5.3e-4, "s a layer and pass", "1 x 2,048 tokens of the same, 4.3 s for 8 (one_card)"),
-    "step_s": Coefficient(1.46e-3, "s a decode step", _ROLLOUT_8B),
+    "step_s": Coefficient(1.34e-3, "s a decode step", _ROLLOUT_8B),
     "eager_s": Coefficient(
         4.0e-4, "s a layer and decode step", "one_card of tests/gpu/README.md: 477 tok/s, no graphs"
     ),
-    "decode_bandwidth": Coefficient(0.85, "share of the bandwidth, KV cache", _ROLLOUT_8B),
-    "decode_efficiency": Coefficient(0.5, "share of the dense peak", _ROLLOUT_8B),
-    "adapter_slowdown": Coefficient(1.3, "factor", "tests/gpu/README.md: remerge over adapter 1.24 to 1.37"),
+    "decode_bandwidth": Coefficient(1.0, "share of the bandwidth, KV cache", _ROLLOUT_8B),
+    "decode_efficiency_fp8": Coefficient(0.45, "share of the dense FP8 peak", _ROLLOUT_8B),
+    "decode_efficiency_bf16": Coefficient(0.70, "share of the dense BF16 peak", _ROLLOUT_8B),
+    "adapter_slowdown": Coefficient(1.33, "factor", _ROLLOUT_8B),
     "sync_s": Coefficient(0.16, "s a step", "tests/gpu/README.md, split: 157 ms"),
     "sleep_s": Coefficient(0.42, "s a step", "tests/gpu/README.md, one card: wake and sleep of an 8B shape"),
     "own_decode_s": Coefficient(1.7e-3, "s a layer and decode step", "transformers' generate; " + _POINTS),

@@ -67,10 +67,14 @@ def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
     fp8 = server.weights != "bf16" and card.fp8_tflops is not None
     read = shape.linear_weights * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
-    bandwidth, peak = card.gb_per_s * 1e9, (card.fp8_tflops if fp8 else card.bf16_tflops) * 1e12
+    bandwidth = card.gb_per_s * 1e9
+    if fp8:
+        reached = value("decode_efficiency_fp8") * card.fp8_tflops * 1e12
+    else:
+        reached = value("decode_efficiency_bf16") * card.bf16_tflops * 1e12
     length = rollout.max_prompt_length + rollout.max_completion_length / 2
     cache = length * kv_token_bytes(shape, kv_width(config)) / (value("decode_bandwidth") * bandwidth)
-    flops = 2 * (shape.linear_weights + shape.vocabulary * shape.hidden) / (value("decode_efficiency") * peak)
+    flops = 2 * (shape.linear_weights + shape.vocabulary * shape.hidden) / reached
     fixed = value("eager_s") * shape.layers if server.enforce_eager else value("step_s")
     seconds = fixed + (read / bandwidth + sequences * (cache + flops)) / share
     return seconds * (value("adapter_slowdown") if rollout.sync == "adapter" else 1.0)
@@ -82,7 +86,7 @@ def served_seconds(shape: Shape, config: Config, card: Card, completions: float,
     waves = math.ceil(completions / at_once)
     decode = decode_seconds(shape, config, card, completions / waves)
     prompts = completions / config.rollout.group_size * config.rollout.max_prompt_length
-    peak = value("decode_efficiency") * card.bf16_tflops * 1e12 * config.server.tensor_parallel
+    peak = value("decode_efficiency_bf16") * card.bf16_tflops * 1e12 * config.server.tensor_parallel
     return waves * config.rollout.max_completion_length * decode + 2 * shape.linear_weights * prompts / peak
 
 

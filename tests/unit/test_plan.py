@@ -1,0 +1,326 @@
+"""launch.plan: every shipped configuration gets a plan, its changes do what they say, bad input is named."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launch import fitting
+from launch.fitting import changed, changes, lay_out, remedy, splits
+from launch.gpus import CARDS, own_gpus, parse_gpus, recognize
+from launch.matrix import MODELS, SIZES, fits, longest, widest
+from launch.plan import best_split, choose_shape, main, make_layout
+from launch.plan import fits as plan_fits
+from launch.plan_report import spell, summary
+from launch.shapes import KNOWN, find_shape, shape_by_size, shape_from_facts
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput
+from tests.conftest import ROOT
+
+CONFIGS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
+ONE_CARD = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
+EIGHT = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
+OWN = ROOT / "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml"
+# Published numbers of weights, in billions (the models' cards).
+WEIGHTS = {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62}
+WEIGHTS |= {"qwen2.5-72b": 72.7, "llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-1b": 1.236}
+
+
+def plan(path, gpus, *overrides, params=None):
+    config = load_config(path, list(overrides))
+    return make_layout(config, choose_shape(config, params), *parse_gpus(gpus))
+
+
+def command(monkeypatch, capsys, *words):
+    """Exit code and output of the command line, in this process."""
+    monkeypatch.setattr(sys, "argv", ["plan", *map(str, words)])
+    monkeypatch.setenv("COLUMNS", "100")
+    code = main()
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_gets_a_plan(path, monkeypatch, capsys, tmp_path):
+    config = load_config(path)
+    words = ["--params", "0.6b"] if config.model.path and not (ROOT / config.model.path).is_dir() else []
+    monkeypatch.chdir(ROOT)
+    code, out = command(monkeypatch, capsys, "--config", path, "--gpu", "h200:8", *words)
+    assert code == 0
+    assert "It fits" in out
+    assert "trainer, update" in out
+    code, out = command(monkeypatch, capsys, "--config", path, "--gpu", "h200:8", "--json", *words)
+    found = json.loads(out)
+    assert found["fits"] and found["count"] == 8
+    assert {"rollout", "log-probs", "update"} == set(found["trainer_gib"])
+    assert (found["server_gib"] is not None) == (config.rollout.backend == "server")
+    assert found["seconds"]["step"] > 0
+
+
+def test_the_configuration_for_24_gb_fits_a_24_gb_card_and_no_smaller_one(monkeypatch, capsys):
+    assert plan(ONE_CARD, "rtx4090").fits
+    code, out = command(monkeypatch, capsys, "--config", ONE_CARD, "--gpu", "rtx4080")
+    assert code == 1
+    assert "It does not fit" in out and "Change first" in out
+
+
+def test_it_starts_within_a_second_and_imports_no_torch():
+    program = (
+        "import sys, launch.plan, launch.plan_report, launch.matrix, launch.plan_check\n"
+        "print(*({'torch', 'transformers', 'vllm', 'rich'} & set(sys.modules)))"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+    assert time.perf_counter() - started < 10  # 0.8 s on an idle machine; a busy one must not fail
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_built_in_shapes_have_the_published_number_of_weights(name):
+    assert shape_by_size(name).parameters / 1e9 == pytest.approx(WEIGHTS[name], rel=0.005)
+
+
+def test_a_built_in_shape_equals_what_transformers_builds():
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    kinds = {"qwen3-0.6b": Qwen3Config, "qwen2.5-0.5b": Qwen2Config, "llama3-1b": LlamaConfig}
+    for name, kind in kinds.items():
+        shape = shape_by_size(name)
+        sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "head_dim": shape.head_dim}
+        sizes |= {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+        sizes |= {"num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocabulary}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(kind(**sizes, tie_word_embeddings=shape.tied))
+        linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+        assert shape.parameters == sum(p.numel() for p in model.parameters())
+        assert shape.linear_weights == sum(m.weight.numel() for m in linears)
+        facts = model.config.to_dict() | {"model_type": kind.model_type}
+        assert shape_from_facts(facts, "x").parameters == shape.parameters
+
+
+def test_a_model_directory_is_read_without_weights(tmp_path):
+    facts = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    facts |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 347}
+    (tmp_path / "config.json").write_text(json.dumps(facts | {"tie_word_embeddings": True}))
+    shape = find_shape(str(tmp_path))
+    assert (shape.q_size, shape.kv_size, shape.tied, shape.qk_norm) == (128, 64, True, True)
+    # Left out of the file: what transformers takes for this kind of model.
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    assert find_shape(str(tmp_path)).tied is False
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--gpu", "h2000"], "Did you mean h200?"),
+        (["--gpu", "rtx490"], "Did you mean rtx4090?"),
+        (["--gpu", "h200:0"], "must be at least 1"),
+        (["--gpu", "h200:many"], "must be at least 1"),
+        (["--gpu", "h200:"], "must be at least 1"),
+        (["--gpu", ""], "unknown card ''"),
+        (["--gpu", "h200", "--params", "9b"], "is no known size"),
+        (["--gpu", "h200", "--params", "qwen3-8"], "Did you mean qwen3-8b?"),
+        (["--gpu", "h200", "--params", "8b", "--model", "Qwen/Qwen3-8B"], "Give one"),
+        (["--gpu", "h200", "--model", "someone/never-downloaded"], "hf download someone/never-downloaded config.json"),
+        (["--gpu", "h200", "--model", "Qwen/Qwen3-30B-A3B"], "neither known nor in the hub's cache"),
+        (["--gpu", "h200", "--model", "./nowhere"], "nowhere/config.json does not exist"),
+        (["--gpu", "h200", "--train.learning_rat", "1"], "Did you mean train.learning_rate?"),
+        (["--gpu", "h200", "--jsno"], "unknown argument --jsno"),
+        (["--gpu", "h200", "--train.per_device_train_batch_size", "0"], "must be at least 1"),
+        (["--gpu", "h200", "--policy.target_modules", "[q_prj]"], "policy.target_modules names 'q_prj'"),
+        (["--gpu", "h200:2", "--rollout.server_urls", "[http://a:1, http://b:1, http://c:1]"], "need 3 GPUs"),
+        (["--gpu", "h200", "--server.gpus", "[1]"], "names 1"),
+    ],
+)
+def test_bad_input_is_named_with_its_fix(words, complaint, monkeypatch, capsys):
+    with pytest.raises(BadInput, match=None) as caught:
+        command(monkeypatch, capsys, "--config", ONE_CARD, *words)
+    assert complaint in str(caught.value)
+
+
+def test_without_a_configuration_the_command_says_what_to_give(monkeypatch, capsys):
+    with pytest.raises(BadInput, match="--config is missing"):
+        command(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("facts", "complaint"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "mixture of experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "mamba", "intermediate_size": None}, "no intermediate_size"),
+        ({"model_type": "gemma3", "text_config": {}, "hidden_size": None}, "nested"),
+    ],
+)
+def test_models_that_are_not_dense_decoders_are_refused_with_the_reason(facts, complaint, tmp_path):
+    dense = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dense |= {"vocab_size": 100, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(dense | facts))
+    with pytest.raises(BadInput, match=complaint):
+        find_shape(str(tmp_path))
+
+
+def test_nvidia_smi_names_are_recognized(monkeypatch):
+    for name, gib, card in (
+        ("NVIDIA H200", 140.4, "h200"),
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 40.0, "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", 80.0, "a100-80g"),
+        ("NVIDIA L40S", 45.0, "l40s"),
+        ("NVIDIA L4", 22.5, "l4"),
+        ("NVIDIA A10G", 22.5, "a10"),
+        ("NVIDIA GeForce RTX 4090", 24.0, "rtx4090"),
+    ):
+        assert recognize(name, gib).name == card
+    unknown = recognize("NVIDIA Something New", 50.0)
+    assert (unknown.bf16_tflops, unknown.gib) == (None, 49.5)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    card, count = own_gpus()
+    assert (card.name, count) == ("cpu", 0)
+
+
+def test_auto_counts_the_cards_that_cuda_shows(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    lines = "\n".join(f"{number}, NVIDIA H100 80GB HBM3, 81559" for number in range(4))
+    tool.write_text(f"#!/bin/sh\ncat <<END\n{lines}\nEND\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    card, count = parse_gpus("auto")
+    assert (card.name, count) == ("h100-80g", 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert parse_gpus("auto")[1] == 2
+
+
+def test_a_card_whose_speed_is_not_known_gets_memory_and_no_seconds(monkeypatch):
+    layout = lay_out(shape_by_size("8b"), load_config(ONE_CARD), recognize("NVIDIA New", 30.0), 1)
+    assert layout.fits
+    assert best_split(layout) is None
+
+
+# What does not fit, on which card, and with what model
+TOO_LARGE = [
+    (ONE_CARD, "rtx4090", [], "14b"),
+    (ONE_CARD, "rtx4080", ["--server.sleep", "false"], "8b"),
+    (EIGHT, "rtx4090:8", ["--train.per_device_train_batch_size", "64"], None),
+    (EIGHT, "l40s:8", ["--train.gradient_checkpointing", "false"], None),
+    (EIGHT, "a100-40g:8", [], None),
+    (OWN, "l4", ["--rollout.max_completion_length", "8192"], None),
+    (OWN, "rtx4080", ["--train.per_device_train_batch_size", "128"], "8b"),
+]
+
+
+@pytest.mark.parametrize(("path", "gpus", "overrides", "params"), TOO_LARGE, ids=lambda one: getattr(one, "stem", one))
+def test_a_change_saves_what_is_printed_and_makes_it_fit_where_that_is_said(path, gpus, overrides, params):
+    layout = plan(path, gpus, *overrides, params=params)
+    assert not layout.fits
+    found = changes(layout)
+    assert found
+    for one in found:
+        keys = [word for key, value in one.keys.items() for word in (f"--{key}", json.dumps(value))]
+        after = plan(path, gpus, *overrides, *keys, params=params)
+        same = next(card for card in after.cards if card.name == layout.worst.name)
+        assert layout.worst.peak.expected - same.peak.expected == pytest.approx(one.saves_gib)
+        assert after.fits == one.then_fits
+    if (keys := remedy(layout)) is not None:
+        words = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
+        assert plan(path, gpus, *overrides, *words, params=params).fits
+        assert spell(keys) in summary(layout).replace("\n", " ")
+
+
+def test_most_of_what_does_not_fit_gets_a_remedy():
+    found = [remedy(plan(path, gpus, *overrides, params=params)) for path, gpus, overrides, params in TOO_LARGE]
+    assert sum(keys is not None for keys in found) >= 5
+
+
+def test_a_full_card_is_told_to_sleep_first():
+    layout = plan(ONE_CARD, "rtx4090", "--server.sleep", "false", "--server.nf4_copy", "gpu")
+    first = changes(layout)[0]
+    assert first.keys == {"server.sleep": True, "server.nf4_copy": "host"}
+
+
+def test_a_card_without_fp8_is_told_to_serve_bf16():
+    layout = plan(EIGHT, "a100-80g:8")
+    assert not layout.fits
+    assert "no FP8 arithmetic" in layout.problems[0]
+    assert remedy(layout) == {"server.weights": "bf16"}
+
+
+def test_what_fits_is_the_largest_that_fits():
+    layout = plan(EIGHT, "l40s:8")
+    micro, tokens = fitting.largest_micro_batch(layout), fitting.largest_completion(layout)
+    own = layout.config.train.per_device_train_batch_size * layout.config.train.gradient_accumulation_steps
+    sizes = fitting.micro_batches(own)
+    larger = sizes[sizes.index(micro) + 1 :][:1]
+    assert changed(layout, fitting.micro_batch_keys(layout.config, micro)).fits
+    assert all(not changed(layout, fitting.micro_batch_keys(layout.config, size)).fits for size in larger)
+    assert changed(layout, {"rollout.max_completion_length": tokens}).fits
+    longer = changed(layout, {"rollout.max_completion_length": tokens + 128})
+    assert not longer.fits or fitting.sequences(longer) < 8
+
+
+def test_sequences_longer_than_the_model_reads_do_not_fit():
+    layout = plan(EIGHT, "h200:8", "--rollout.max_completion_length", "40000")
+    assert any("longer than the model's 40960" in one for one in layout.problems)
+
+
+def test_the_recommended_split_is_the_fastest_that_fits():
+    layout = plan(EIGHT, "h100-80g:8")
+    rows = [one for one in splits(layout) if one.fits]
+    assert best_split(layout) == min(rows, key=lambda one: one.time.step)
+    assert all(one.time.completions == layout.completions == 256 for one in rows)
+    assert {one.trainers for one in rows} <= {1, 2, 4, 8}  # those that divide 256 completions
+    keys = [word for key, value in best_split(layout).keys.items() for word in (f"--{key}", json.dumps(value))]
+    assert plan(EIGHT, "h100-80g:8", *keys).fits
+
+
+def test_fewer_trainers_update_longer_and_more_servers_generate_faster():
+    found = {one.servers: one.time for one in splits(plan(EIGHT, "h200:8")) if one.servers}
+    assert found[7].update > found[6].update > found[4].update
+    assert found[7].rollout < found[4].rollout
+
+
+def test_the_matrix_says_the_largest_that_fits():
+    shape, card = shape_by_size("8b"), CARDS["rtx4090"]
+    tokens, micro = longest(shape, card, "shared"), widest(shape, card, "shared")
+    assert fits(shape, card, "shared", tokens, 1) and not fits(shape, card, "shared", tokens + 128, 1)
+    assert fits(shape, card, "shared", 2048, micro) and not fits(shape, card, "shared", 2048, 2 * micro)
+
+
+def test_on_a_larger_card_and_for_a_smaller_model_the_matrix_never_says_less(monkeypatch, capsys):
+    code, out = command(monkeypatch, capsys, "--matrix", "--json")
+    found = json.loads(out)
+    assert (code, list(found)) == (0, list(MODELS))
+    order = list(SIZES)
+
+    def tokens(model, size, way):
+        return found[model][size][way]["completion_tokens"] or 0
+
+    for way in ("shared", "split"):
+        for model in MODELS:
+            assert [tokens(model, size, way) for size in order] == sorted(tokens(model, size, way) for size in order)
+        for size in order:
+            row = [tokens(model, size, way) for model in MODELS]
+            assert row == sorted(row, reverse=True)
+    assert all(tokens(m, s, "split") >= tokens(m, s, "shared") for m in MODELS for s in order)
+
+
+def test_another_command_can_ask_whether_it_fits():
+    config = load_config(ONE_CARD)
+    fine, text = plan_fits(config, gpus="rtx4090")
+    assert fine and "It fits" in text
+    fine, text = plan_fits(config, gpus="l4")
+    facts = {"model_type": "qwen3", "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+    facts |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False}
+    fine, text = plan_fits(config, facts, "rtx4090")
+    assert not fine and "It does not fit" in text
+
+
+def test_known_sizes_are_found_by_name_and_by_hub_id():
+    for name in KNOWN:
+        assert shape_by_size(name).name == name
+    assert find_shape("Qwen/Qwen3-8B").linear_weights == shape_by_size("8b").linear_weights
+    assert find_shape("Qwen/Qwen2.5-1.5B-Instruct").layers == 28
+    assert find_shape("meta-llama/Llama-3.1-8B-Instruct").intermediate == 14336
