@@ -69,6 +69,13 @@ def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
     )
 
 
+def backward_bytes(shape: Shape, config: Config, padded: bool) -> float:
+    """Bytes a token at the peak of one layer's backward pass with checkpointing: what it keeps, the gradients of the
+    hidden states and those of the MLP."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    return layer_bytes(shape, config, padded) + 3 * narrow * shape.hidden + 2 * narrow * shape.intermediate
+
+
 def resident(shape: Shape, config: Config) -> dict[str, float]:
     """What a trainer process holds in every phase, without its context."""
     narrow = 4 if config.model.dtype == "float32" else 2
@@ -117,7 +124,7 @@ def update_parts(
     mask = train.per_device_train_batch_size * length**2 * (1 + narrow) / GIB if padded else 0.0
     if train.gradient_checkpointing:
         found["checkpoints"] = tokens * shape.layers * narrow * hidden / GIB
-        layers = tokens * (kept + 3 * narrow * hidden + 2 * narrow * shape.intermediate) / GIB
+        layers = tokens * backward_bytes(shape, config, padded) / GIB
     else:
         found["activations"] = tokens * shape.layers * kept / GIB
         if padded:
