@@ -60,9 +60,11 @@ def table(runs: Sequence[Compared], step: int | None, width: int) -> Table:
     """One row a run; every column but state, now, s/step and alerts is about the steps up to the common one."""
     shown = Table(box=None, padding=(0, 1), header_style="dim")
     left_out = {name for name, least in LEFT_OUT.items() if width < least}
-    shown.add_column("run", overflow="ellipsis", no_wrap=True, max_width=max(12, width - 60))
+    is_narrow = width < 60
+    shown.add_column("run", overflow="ellipsis", no_wrap=True, min_width=8, max_width=max(12, width - 60))
     shown.add_column("step", no_wrap=True, justify="right")
-    shown.add_column("state", no_wrap=True)
+    if not is_narrow:
+        shown.add_column("state", no_wrap=True)
     shown.add_column(f"reward @{step or '–'}", justify="right", no_wrap=True)
     columns = {
         "now": ("reward_now", show),
@@ -77,17 +79,18 @@ def table(runs: Sequence[Compared], step: int | None, width: int) -> Table:
         columns.pop("held-out", None)
     for name in columns:
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("alerts", no_wrap=True, overflow="ellipsis")
+    shown.add_column("alerts", no_wrap=True, overflow="ellipsis", min_width=6)
     for place, run in enumerate(runs):
         state, total = run.state["state"], run.state["total_steps"]
         left = run.state["time_left_s"]
         words = f"{duration(left)} left" if state == "running" and left is not None else state
         done = "–" if run.state["step"] is None else f"{run.state['step']}" + (f"/{total}" if total else "")
-        cells = [Text(words, style=STATES[state])]
+        cells = [] if is_narrow else [Text(words, style=STATES[state])]
         cells.append(Text(show(run.at["reward"]), style="bold" if place == 0 else ""))
         cells += [write(run.at[key]) for key, write in columns.values()]
         color = "red" if any(alert.fault for alert in run.alerts) else "yellow"
-        cells.append(Text(", ".join(alert.name for alert in run.alerts) or "–", style=color if run.alerts else "dim"))
+        fired = str(len(run.alerts)) if is_narrow else ", ".join(alert.name for alert in run.alerts)
+        cells.append(Text(fired if run.alerts else "–", style=color if run.alerts else "dim"))
         shown.add_row(Text(run.name), done, *cells)
     return shown
 
@@ -139,8 +142,10 @@ def frame_of_runs(runs: Sequence[RunDir], logs: Sequence[MetricsLog], width: int
     else:
         hidden = 0
     title = f"{len(runs)} runs, best reward first"
-    title += f"; compared at step {step}, the last that all have reached" if step is not None else ""
-    parts = [Text(title, style="bold"), Text(), table(found, step, width), Text(), curves(found, width)]
-    if hidden > 0:
-        parts.append(Text(f" {hidden} more run{'s' * (hidden > 1)}: a taller terminal shows them", style="dim"))
-    return Group(*parts)
+    title += f", at step {step} (the last that all have reached)" if step is not None else ""
+    note = f" {hidden} more run{'s' * (hidden > 1)}: a taller terminal shows them" if hidden > 0 else ""
+    lines = [
+        Text(text, style=style, no_wrap=True, overflow="ellipsis") for text, style in ((title, "bold"), (note, ""))
+    ]
+    parts = [lines[0], Text(), table(found, step, width), Text(), curves(found, width)]
+    return Group(*parts, *lines[1 : 1 + bool(note)])
