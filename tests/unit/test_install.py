@@ -58,8 +58,9 @@ def third_party_imports() -> dict[str, str]:
 # One of the two vllm distributions is installed; code for the other may still name it. What runs inside its server
 # uses what it brings, in the versions that it wants: its web framework and, on a GPU, Triton and NVML.
 BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
-# merge/awq.py runs in an environment of its own, whose pins are in requirements-llmcompressor.txt.
-OF_OTHER_ENVIRONMENTS = {"llmcompressor"}
+# merge/awq.py and launch/export/schema.py run in environments of their own, whose pins are in
+# requirements-llmcompressor.txt and requirements-verl.txt.
+OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

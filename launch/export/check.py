@@ -1,0 +1,29 @@
+"""Run the check of an export in verl's own environment."""
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from launch.vllm_command import ROOT
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+
+FILES = ("run.sh", "overrides.yaml", "reward_function.py", "train.parquet", "test.parquet")
+PYTHON = ROOT / ".venv-verl/bin/python"
+
+
+def check(directories: list[Path]) -> int:
+    """Exit code 0 when verl's code takes every export; `BadInput` without an export or without the environment."""
+    for directory in directories:
+        if missing := [name for name in FILES if not (directory / name).is_file()]:
+            raise BadInput(
+                f"{directory} has no {', '.join(missing)}: it is not what `python -m launch.export verl` writes."
+            )
+    if not PYTHON.is_file():
+        raise BadInput(f"{PYTHON} does not exist. Make verl's environment with: make verl")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    command = [str(PYTHON), str(Path(__file__).with_name("schema.py")), *(str(one.resolve()) for one in directories)]
+    with tempfile.TemporaryDirectory() as cache:  # of what datasets makes of the parquet files
+        done = subprocess.run(command, env=environment | {"HF_DATASETS_CACHE": cache})
+    return CHECK_FAILED if done.returncode else DONE

@@ -1,0 +1,314 @@
+"""A run's configuration in verl's words, and what these words do not say. Written for verl 0.9."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.checks import FLOOR_FIELD, check_config
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+from recipes.parts.replica import SERVED_RANKS
+from recipes.parts.rundir import base_directory
+
+# TRL's losses by how verl sums them (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
+LOSS = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
+OPTIMIZERS = {
+    "adamw_torch": ("AdamW", "torch.optim"),
+    "adamw_torch_fused": ("AdamW", "torch.optim"),
+    "adamw_8bit": ("AdamW8bit", "bitsandbytes.optim"),
+    "adamw_bnb_8bit": ("AdamW8bit", "bitsandbytes.optim"),
+}
+NO_DUAL_CLIP = 1e6  # verl always clips the loss of negative advantages at this ratio, TRL only where asked to
+LOWEST_RATIO = "1e-06"  # verl's masks have a lower bound too, above 0
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs that verl gets. In its hybrid engine each of them trains and samples in turn."""
+
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass
+class Translation:
+    """Overrides of verl's ppo_trainer configuration, and sentences about what differs from the run here."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)  # keys below an open group of verl's, written with a +
+    notes: list[str] = field(default_factory=list)
+
+
+def translate(
+    config: Config, cluster: Cluster, processes: int | None, dequantized_base: bool, directory: Path
+) -> Translation:
+    """The overrides that make verl do the same run; `BadInput` lists what it cannot do."""
+    processes = here(config) if processes is None else processes
+    if min(processes, cluster.nodes, cluster.gpus_per_node) < 1:
+        raise BadInput("--processes, --nodes and --gpus_per_node must be at least 1.")
+    check_config(config, processes)
+    if problems := _impossible(config, cluster, processes):
+        raise BadInput("\n".join(problems))
+    found = Translation()
+    _model(config, found, dequantized_base)
+    _batch(config, cluster, processes, found)
+    _loss(config, found)
+    _rollout(config, found)
+    _data(config, found, directory)
+    _trainer(config, cluster, found, directory)
+    _left_out(config, found)
+    return found
+
+
+def here(config: Config) -> int:
+    """The trainer processes of the run on one machine, as far as the configuration tells: those of train.gpus, or of
+    the GPUs out of eight that server.gpus leaves; else 1."""
+    if config.train.gpus is not None:
+        return len(config.train.gpus)
+    if config.rollout.backend != "server" or config.server.gpus is None or config.server.sleep:
+        return 1
+    return max(1, 8 - len(config.server.gpus))
+
+
+def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
+    train, policy, found = config.train, config.policy, []
+    if "length" in config.reward.functions:
+        found.append(
+            "reward.functions names length: it counts tokens, and verl hands the reward a text. Leave it out, and use "
+            "the overlong buffer of verl's reward manager dapo."
+        )
+    if train.scale_rewards == "batch":
+        found.append(
+            "train.scale_rewards is batch: verl divides by a group's spread or not at all. Use group or none."
+        )
+    if train.lr_scheduler == "linear":
+        found.append("train.lr_scheduler is linear: verl has constant and cosine, both with a warm-up.")
+    if train.optimizer not in OPTIMIZERS:
+        found.append(f"train.optimizer is {train.optimizer}: of {', '.join(OPTIMIZERS)} verl's counterpart is known.")
+    if policy.use_rslora and not _alpha(config).is_integer():
+        found.append(
+            f"policy.use_rslora scales by {policy.lora_alpha} / sqrt({policy.lora_rank}); verl by a whole number / "
+            f"{policy.lora_rank}, and {_alpha(config):.2f} is none. Choose another rank or alpha."
+        )
+    if policy.lora_rank > SERVED_RANKS[-1]:
+        found.append(
+            f"policy.lora_rank ({policy.lora_rank}) is above {SERVED_RANKS[-1]}, the largest that vLLM serves."
+        )
+    completions = _completions(config, processes)
+    if completions % cluster.gpus:
+        found.append(
+            f"a step has {completions} completions ({train.per_device_train_batch_size} per device x {processes} "
+            f"processes x {train.gradient_accumulation_steps}), which {cluster.gpus} GPUs cannot share evenly. Use "
+            "another number of GPUs or batch."
+        )
+    if cluster.gpus % config.server.tensor_parallel:
+        found.append(
+            f"server.tensor_parallel {config.server.tensor_parallel} does not divide the {cluster.gpus} GPUs of the "
+            "cluster."
+        )
+    return found
+
+
+def _alpha(config: Config) -> float:
+    policy = config.policy
+    return float(policy.lora_alpha) * (math.sqrt(policy.lora_rank) if policy.use_rslora else 1.0)
+
+
+def _completions(config: Config, processes: int) -> int:
+    return config.train.per_device_train_batch_size * processes * config.train.gradient_accumulation_steps
+
+
+def _model(config: Config, found: Translation, dequantized_base: bool) -> None:
+    model, policy = config.model, config.policy
+    source = Path(model.path).resolve() if model.path else model.id
+    if dequantized_base:
+        source = base_directory(config).resolve()
+        if not (source / "manifest.json").is_file():
+            raise BadInput(f"--dequantized_base: {source} does not exist. Write it with python -m merge base.")
+    found.values |= {
+        f"{MODEL}.path": str(source),
+        f"{MODEL}.lora_rank": policy.lora_rank,
+        f"{MODEL}.lora_alpha": int(_alpha(config)),
+        f"{MODEL}.target_modules": policy.target_modules,
+        f"{MODEL}.enable_gradient_checkpointing": config.train.gradient_checkpointing,
+        # One type for adapter and base, as FSDP wants it; the forward pass computes in bfloat16 in both cases.
+        f"{ACTOR}.fsdp_config.model_dtype": "fp32" if policy.adapter_dtype == "float32" else "bf16",
+    }
+    if policy.init_adapter:
+        found.values[f"{MODEL}.lora_adapter_path"] = str(Path(policy.init_adapter).resolve())
+    which = "what NF4 dequantizes to" if dequantized_base else "the original weights"
+    found.notes.append(
+        f"The base is not 4-bit: verl 0.9 has no QLoRA (no bitsandbytes weights in its FSDP engine). It trains on "
+        f"{which}, sharded by FSDP over all GPUs in {found.values[f'{ACTOR}.fsdp_config.model_dtype']}."
+    )
+    if not dequantized_base:
+        found.notes.append(
+            "So the starting model differs from the run here by NF4's rounding; --dequantized_base keeps it."
+        )
+    if model.revision:
+        found.notes.append(f"model.revision {model.revision} is not passed: verl takes the hub's newest, or a path.")
+    if policy.lora_dropout:
+        found.notes.append(f"policy.lora_dropout {policy.lora_dropout} is not passed: verl trains LoRA without.")
+    if model.dtype != "bfloat16":
+        found.notes.append(f"model.dtype {model.dtype}: verl computes in bfloat16.")
+    if model.attn_implementation != "flash_attention_2":
+        found.notes.append(f"Attention is verl's flash_attention_2, not {model.attn_implementation}.")
+
+
+def _batch(config: Config, cluster: Cluster, processes: int, found: Translation) -> None:
+    """verl counts prompts in a batch, and completions of one GPU in a micro-batch."""
+    train, completions = config.train, _completions(config, processes)
+    prompts, each = completions // config.rollout.group_size, completions // cluster.gpus
+    micro = max(size for size in range(1, min(train.per_device_train_batch_size, each) + 1) if each % size == 0)
+    found.values |= {
+        "data.train_batch_size": prompts,
+        f"{ROLLOUT}.n": config.rollout.group_size,
+        f"{ACTOR}.ppo_mini_batch_size": prompts,
+        f"{ACTOR}.ppo_epochs": train.num_iterations,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": micro,
+    }
+
+
+def _loss(config: Config, found: Translation) -> None:
+    train, rollout, values = config.train, config.rollout, found.values
+    scale = train.scale_rewards or ("none" if train.loss_type == "dr_grpo" else "group")
+    values |= {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": scale == "group",
+        "algorithm.use_kl_in_reward": False,
+        f"{ACTOR}.use_kl_loss": train.beta > 0,
+        f"{ACTOR}.kl_loss_coef": train.beta,
+        f"{ACTOR}.kl_loss_type": "low_var_kl",
+        f"{ACTOR}.clip_ratio": train.epsilon,
+        f"{ACTOR}.clip_ratio_low": train.epsilon,
+        f"{ACTOR}.clip_ratio_high": train.epsilon if train.epsilon_high is None else train.epsilon_high,
+        f"{ACTOR}.clip_ratio_c": float(train.trl.get("delta") or NO_DUAL_CLIP),
+        f"{ACTOR}.loss_agg_mode": LOSS[train.loss_type],
+        f"{ACTOR}.optim.lr": train.learning_rate,
+        f"{ACTOR}.optim.weight_decay": train.weight_decay,
+        f"{ACTOR}.optim.lr_scheduler_type": "cosine" if train.lr_scheduler == "cosine" else "constant",
+        # transformers' schedule "constant" has no warm-up.
+        f"{ACTOR}.optim.lr_warmup_steps": 0 if train.lr_scheduler == "constant" else train.warmup_steps,
+        f"{ACTOR}.optim.clip_grad": train.max_grad_norm,
+        f"{ACTOR}.grad_clip": train.max_grad_norm,
+    }
+    if train.loss_type == "dr_grpo":
+        values[f"{ACTOR}.loss_scale_factor"] = rollout.max_completion_length
+    optimizer, module = OPTIMIZERS[train.optimizer]
+    values |= {f"{ACTOR}.optim.optimizer": optimizer, f"{ACTOR}.optim.optimizer_impl": module}
+    if rollout.correction != "none":
+        level, way = rollout.correction.split("_")
+        cap, least = rollout.correction_cap, train.trl.get(FLOOR_FIELD) or LOWEST_RATIO
+        values["algorithm.rollout_correction.rollout_is"] = level
+        values["algorithm.rollout_correction.rollout_is_threshold"] = cap if way == "truncate" else f"{least}_{cap:g}"
+    if train.mask_truncated:
+        found.notes.append("train.mask_truncated is lost: verl learns from truncated completions.")
+    if others := sorted(set(train.trl) - {"delta", *([FLOOR_FIELD] if rollout.correction.endswith("_mask") else [])}):
+        found.notes.append(f"Not passed, because they are TRL's: train.trl.{', train.trl.'.join(others)}.")
+
+
+def _rollout(config: Config, found: Translation) -> None:
+    rollout, server, values = config.rollout, config.server, found.values
+    values |= {
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.temperature": rollout.temperature,
+        f"{ROLLOUT}.top_p": rollout.top_p,
+        f"{ROLLOUT}.top_k": rollout.top_k or -1,
+        f"{ROLLOUT}.seed": config.run.seed,
+        f"{ROLLOUT}.tensor_model_parallel_size": server.tensor_parallel,
+        f"{ROLLOUT}.max_model_len": rollout.max_prompt_length + rollout.max_completion_length,
+        f"{ROLLOUT}.max_num_seqs": server.max_num_seqs,
+        f"{ROLLOUT}.enforce_eager": server.enforce_eager,
+        f"{ROLLOUT}.val_kwargs.temperature": config.eval.temperature,
+        f"{ROLLOUT}.val_kwargs.do_sample": config.eval.temperature > 0,
+        f"{ROLLOUT}.val_kwargs.n": config.eval.samples,
+    }
+    if rollout.backend != "server":
+        found.notes.append("Rollouts come from vLLM in BF16; here the policy samples in the trainer's own process.")
+        return
+    if server.weights != "bf16":
+        values[f"{ROLLOUT}.quantization"] = "fp8"
+        found.notes.append(
+            f"Rollouts are in FP8 with verl's blocks of 128 x 128 in place of {server.weights}, from the base above."
+        )
+    extra = {"kv_cache_dtype": server.kv_cache} if server.kv_cache != "auto" else {}
+    for key, value in (extra | server.vllm).items():
+        name = f"{ROLLOUT}.engine_kwargs.vllm.{key}"
+        values[name] = value
+        found.added.add(name)
+    found.notes.append(
+        "Trainer and vLLM share every GPU in turn, with half of it for vLLM (verl's default; "
+        f"{ROLLOUT}.gpu_memory_utilization). server.gpus, server.kv_cache_gib, server.nf4_copy, train.max_gpu_gib and "
+        "the URLs have no counterpart."
+    )
+    if rollout.sync == "remerge":
+        found.notes.append(
+            "vLLM serves the adapter unmerged: there is no rollout.sync remerge, which makes rollouts slower."
+        )
+
+
+def _data(config: Config, found: Translation, directory: Path) -> None:
+    found.values |= {
+        "data.train_files": str(directory / "train.parquet"),
+        "data.val_files": str(directory / "test.parquet"),
+        "data.max_prompt_length": config.rollout.max_prompt_length,
+        "data.max_response_length": config.rollout.max_completion_length,
+        # Here too, prompts that are too long are left out and never cut.
+        "data.filter_overlong_prompts": True,
+        "data.truncation": "error",
+        "data.seed": config.run.seed,
+        f"{ACTOR}.data_loader_seed": config.run.seed,
+        f"{ACTOR}.fsdp_config.seed": config.run.seed,
+        "reward.custom_reward_function.path": str(directory / "reward_function.py"),
+        "reward.custom_reward_function.name": "compute_score",
+    }
+    found.notes.append("The seed is the same, the order of the problems and the samples are not.")
+    found.notes.append(
+        "A reward that could not be computed is 0.0 with unknown 1.0 in the metrics; here it is masked. Above "
+        "reward.max_unknown_fraction it ends the run in both."
+    )
+
+
+def _trainer(config: Config, cluster: Cluster, found: Translation, directory: Path) -> None:
+    train, watch = config.train, config.watch
+    found.values |= {
+        "trainer.nnodes": cluster.nodes,
+        "trainer.n_gpus_per_node": cluster.gpus_per_node,
+        # Here a step is an update, in verl a batch of rollouts.
+        "trainer.total_training_steps": train.max_steps // train.num_iterations,
+        "trainer.save_freq": max(1, train.save_steps // train.num_iterations),
+        "trainer.max_actor_ckpt_to_keep": train.keep_checkpoints,
+        "trainer.test_freq": watch.eval_every // train.num_iterations or -1,
+        "trainer.val_before_train": watch.eval_every > 0,
+        "trainer.project_name": "grpo",
+        "trainer.experiment_name": config.run.name,
+        "trainer.logger": ["console", *watch.report_to],
+        "trainer.default_local_dir": str(directory / "checkpoints"),
+    }
+
+
+def _left_out(config: Config, found: Translation) -> None:
+    checks = ["the hash of the frozen base", "the ledger of problems"]
+    if config.rollout.backend == "server":
+        checks += ["the canary after each sync", "the limit rollout.max_sampler_k3 (verl logs the mismatch)"]
+    found.notes.append(f"Checks that stop the run here and are not made there: {', '.join(checks)}.")
+    found.notes.append("verl's checkpoints are FSDP shards; its model_merger writes an adapter that peft reads.")
+
+
+def epochs(problems: int, values: dict[str, Any]) -> int:
+    """verl ends after this many passes over the data when its steps are not done by then; it drops the last batch."""
+    per_pass = problems // values["data.train_batch_size"]
+    if per_pass == 0:
+        raise BadInput(
+            f"a step draws {values['data.train_batch_size']} problems and there are {problems}. Lower the batch, or "
+            "add problems."
+        )
+    return math.ceil(values["trainer.total_training_steps"] / per_pass)
