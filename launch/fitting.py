@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch import cost, memory
-from launch.gpus import Card
+from launch.gpus import CARDS, Card
 from launch.memory import Estimate
 from launch.shapes import Shape
 from launch.trainer_command import place
@@ -255,6 +255,11 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
         found.append(({"train.max_gpu_gib": math.ceil(1.1 * needed)}, "less of the card for the server"))
     if not config.policy.double_quantization:
         found.append(({"policy.double_quantization": True}, "another NF4 base than before"))
+    apart = [number for number, one in enumerate(layout.cards) if "server" not in one.roles]
+    batches = train.gradient_accumulation_steps * layout.processes
+    if shared and apart and batches % len(apart) == 0:
+        keys = {"train.gpus": apart, "train.gradient_accumulation_steps": batches // len(apart), "server.sleep": False}
+        found.append((keys, "fewer cards for the trainer"))
     micro = train.per_device_train_batch_size
     if micro > 1:
         sizes = [size for size in micro_batches(micro * train.gradient_accumulation_steps) if size < micro]
@@ -332,6 +337,13 @@ def remedy(layout: Layout) -> dict[str, Any] | None:
         layout = changed(layout, best.keys)
         keys |= best.keys
     return None
+
+
+def cards_that_fit(layout: Layout) -> list[str]:
+    """Other cards, as many of them, on which the configuration fits as it is; those with the least memory first."""
+    others = sorted((card for card in CARDS.values() if card.name != layout.card.name), key=lambda card: card.gib)
+    fitting = [card.name for card in others if lay_out(layout.shape, layout.config, card, max(1, layout.count)).fits]
+    return fitting[:3]
 
 
 @dataclass

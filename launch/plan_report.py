@@ -1,7 +1,9 @@
 """A plan as text in a terminal, as a few lines for another command, and as JSON."""
 
 import dataclasses
+import json
 import math
+import shlex
 from typing import Any
 
 from launch import cost, fitting, memory
@@ -11,10 +13,11 @@ from launch.memory import Estimate
 
 def spell(keys: dict[str, Any]) -> str:
     """Keys as they are typed on a command line."""
-    words = {True: "true", False: "false"}
-    return " ".join(
-        f"--{key} {words.get(value, value) if isinstance(value, bool) else value}" for key, value in keys.items()
-    )
+
+    def word(value: Any) -> str:
+        return shlex.quote(value if isinstance(value, str) else json.dumps(value))
+
+    return " ".join(f"--{key} {word(value)}" for key, value in keys.items())
 
 
 def _range(one: Estimate) -> str:
@@ -55,9 +58,9 @@ def summary(layout: Layout) -> str:
 def _advice(layout: Layout) -> str:
     keys = fitting.remedy(layout)
     if keys is None:
-        return (
-            "No change of the configuration that the plan knows makes it fit: take a larger card or a smaller model."
-        )
+        cards = ", ".join(fitting.cards_that_fit(layout))
+        other = f"It fits as it is on as many {cards}." if cards else "It fits no card of the table as it is."
+        return f"No change of the configuration that the plan knows makes it fit these cards. {other}"
     return f"This would fit: {spell(keys)}"
 
 
