@@ -3,9 +3,9 @@
     python -m launch.slurm --config X.yaml --out job.sbatch
     python -m launch.slurm --config X.yaml --nodes 2 --partition gpu --account lab --time 2-00:00:00 --out job.sbatch
 
-One node: servers on server.gpus, the trainer on the node's other GPUs. Two nodes: servers on all GPUs of the first,
-the trainer on all of the second. More: the servers keep the first, the trainer gets the rest. Keys of the YAML can be
-given as --group.key value; they go into the script. Nothing is submitted.
+One node: `launch.up`, servers on server.gpus and the trainer on the others. Two nodes: servers on all GPUs of the
+first, the trainer on all of the second. More: the servers keep the first, the trainer gets the rest. Keys of the YAML
+can be given as --group.key value; they go into the script. Nothing is submitted.
 """
 
 import argparse

@@ -6,7 +6,7 @@ set -m # every side leads a process group, which is ended as a whole
 export PYTHONUNBUFFERED=1
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # since Slurm 22.05 srun does not take it over from sbatch
 
-PATIENCE_S=60
+PATIENCE_S=90 # launch.up gives the trainer half a minute, then the servers 20 s
 names=() pids=() logs=() resume=() asked=""
 trap 'asked=USR1' USR1
 trap 'asked=TERM' TERM INT
@@ -15,14 +15,6 @@ say() { echo "$(date '+%F %T') $*"; }
 
 newest() { # the newest checkpoint of the run; one exists under its name only when it is whole
   find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2> /dev/null | sort | tail -n 1
-}
-
-pick() { # pick 0 2: those of the GPUs that Slurm gave to this node, with commas
-  local given chosen=() number
-  IFS=, read -ra given <<< "${CUDA_VISIBLE_DEVICES:-$gpus}"
-  for number in "$@"; do chosen+=("${given[number]}"); done
-  local IFS=,
-  echo "${chosen[*]}"
 }
 
 prepare() { # continue the run when it has a checkpoint
@@ -63,7 +55,7 @@ end_all() { # SIGTERM to every side, SIGKILL after PATIENCE_S
   for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2> /dev/null; done
 }
 
-finish() { # wait for the first end; the exit code is that side's, and 0 only when the trainer is done
+finish() { # wait for the first end; the exit code is that side's, and 0 only when the run is done
   local side ended=() codes=()
   while [[ -z $asked ]]; do
     ended=()
@@ -80,8 +72,8 @@ finish() { # wait for the first end; the exit code is that side's, and 0 only wh
   done
   end_all
   for side in "${ended[@]}"; do
-    if [[ ${names[side]} == trainer && ${codes[side]} -eq 0 ]]; then
-      say "the trainer is done"
+    if [[ ${names[side]} != servers && ${codes[side]} -eq 0 ]]; then
+      say "${names[side]}: done"
       exit 0
     fi
   done

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from launch.trainer_command import place
 from launch.vllm_command import Installed, is_loopback, plans
 from recipes.parts.checks import check_config
 from recipes.parts.config import Config
@@ -16,6 +17,7 @@ from recipes.parts.rundir import base_directory
 TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]*")
 ACCUMULATION = "train.gradient_accumulation_steps"
+WORDS = '"${words[@]}" "${resume[@]}"'
 GRACE_S = 300  # before the time limit: what is left to end both sides in
 
 
@@ -35,10 +37,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Split:
-    """Who runs where: the numbers of a node's GPUs for each side, and the trainer's processes over all nodes."""
+    """The trainer's processes over all nodes, and the ports of the replicas."""
 
-    server_gpus: list[int]
-    trainer_gpus: list[int]
     processes: int
     ports: list[int]
     accumulation: int | None = None  # what keeps a step's completions those of one node, when that is another value
@@ -47,12 +47,11 @@ class Split:
 def write_script(job: Job, config: Config) -> str:
     """The sbatch script of a run; `BadInput` lists what cannot work before anything waits in a queue."""
     _check_job(job, config)
-    split = split_gpus(job, config)
+    split = split_run(job, config)
     _check_run(job, config, split)
-    parts = [_head(job, config), _start(job, config), _words(job, config, split), "prepare"]
-    if config.rollout.backend == "server":
-        parts.append(_base_and_servers(job, config))
-    return "\n\n".join([*parts, _trainer(job, split), "finish\n"])
+    parts = [_head(job, config), _start(config), _words(job, config, split), "prepare"]
+    parts += [_several_nodes(job, config, split)] if job.nodes > 1 else ["start run python -m launch.up " + WORDS]
+    return "\n\n".join([*parts, "finish\n"])
 
 
 def _check_job(job: Job, config: Config) -> None:
@@ -85,35 +84,36 @@ def _check_job(job: Job, config: Config) -> None:
         raise BadInput("\n".join(found))
 
 
-def split_gpus(job: Job, config: Config) -> Split:
-    """The GPUs of each side; `BadInput` when the trainer's processes cannot make the same steps as on one node."""
+def split_run(job: Job, config: Config) -> Split:
+    """Processes and ports; `BadInput` when the trainer's processes cannot make the same steps as on one node."""
     server, train = config.server, config.train
     ports = [urlsplit(url).port or 0 for url in config.rollout.server_urls]
-    everything = list(range(job.gpus))
-    if config.rollout.backend != "server":
-        return Split([], everything, max(1, job.gpus), [])
-    wanted = server.gpus if server.gpus is not None else everything[: len(ports) * server.tensor_parallel]
-    # Without a GPU of its own the trainer shares the servers' cards (server.sleep, train.max_gpu_gib).
-    trainer = [gpu for gpu in everything if gpu not in wanted] or everything
-    here = Split(wanted, trainer, max(1, len(trainer)), ports)
     if job.nodes == 1:
-        return here
+        return Split(_on_one_node(job, config), ports)
     if job.gpus:
-        replicas = job.gpus // server.tensor_parallel
-        ports = [ports[0] + number for number in range(replicas)]
-    processes = max(1, job.gpus) * (job.nodes - 1)
-    split = Split(everything, everything, processes, ports)
-    if processes == here.processes or any(word.split("=")[0] == f"--{ACCUMULATION}" for word in job.overrides):
+        ports = [ports[0] + number for number in range(job.gpus // server.tensor_parallel)]
+    split = Split(max(1, job.gpus) * (job.nodes - 1), ports)
+    try:
+        here = _on_one_node(job, config)
+    except BadInput:  # a run for several nodes only
         return split
-    forwards = train.gradient_accumulation_steps * here.processes
-    if forwards % processes:
-        completions = forwards * train.per_device_train_batch_size
+    if split.processes == here or any(word.split("=")[0] == f"--{ACCUMULATION}" for word in job.overrides):
+        return split
+    steps, each = train.gradient_accumulation_steps, train.per_device_train_batch_size
+    forwards = steps * here
+    if forwards % split.processes:
         raise BadInput(
-            f"{processes} trainer processes cannot make the step of one node ({train.per_device_train_batch_size} per "
-            f"device x {here.processes} processes x {train.gradient_accumulation_steps} = {completions} completions): "
-            f"{forwards} forwards are not a multiple of {processes}. Give --{ACCUMULATION} for these nodes."
+            f"{split.processes} trainer processes cannot make the step of one node ({each} per device x {here} "
+            f"processes x {steps} = {forwards * each} completions): {forwards} forwards are not a multiple of "
+            f"{split.processes}. Give --{ACCUMULATION} for these nodes."
         )
-    return replace(split, accumulation=forwards // processes)
+    return replace(split, accumulation=forwards // split.processes)
+
+
+def _on_one_node(job: Job, config: Config) -> int:
+    """The trainer's processes where launch.up starts the run on one of these nodes."""
+    is_served = config.rollout.backend == "server" and job.gpus > 0
+    return max(1, len(place(config, [str(gpu) for gpu in range(job.gpus)], is_served).trainer))
 
 
 def _check_run(job: Job, config: Config, split: Split) -> None:
@@ -124,11 +124,8 @@ def _check_run(job: Job, config: Config, split: Split) -> None:
     if config.rollout.backend == "server":
         config.rollout.server_urls = [f"http://127.0.0.1:{port}" for port in split.ports]
         config.server.host = None  # a key is made where the job runs
-        if job.gpus:
-            config.server.gpus = split.server_gpus[: len(split.ports) * config.server.tensor_parallel]
-        wide = [gpu for gpu in split.server_gpus if gpu >= job.gpus] if job.gpus else []
-        if wide:
-            raise BadInput(f"server.gpus names {wide}; a node has {job.gpus} (--gpus_per_node), from 0.")
+        if job.nodes > 1:
+            config.server.gpus = None
         plans(config, Installed("", is_cpu=not job.gpus), [str(gpu) for gpu in range(job.gpus)])
     check_config(config, split.processes)
 
@@ -161,33 +158,31 @@ def _head(job: Job, config: Config) -> str:
     )
 
 
-def _start(job: Job, config: Config) -> str:
-    lines = [
-        'cd "${SLURM_SUBMIT_DIR:-.}" || exit 2',
-        "if [[ ! -f launch/slurm/job.sh ]]; then",
-        '  echo "error: $PWD is not the checkout; submit this script from there." >&2',
-        "  exit 2",
-        "fi",
-        'export PATH="$PWD/.venv/bin:$PATH"',
-        f"run={shlex.quote(str(config.run.directory))}",
-    ]
-    if job.gpus and job.nodes == 1:
-        lines.append(f"gpus={','.join(map(str, range(job.gpus)))}")
-    lines.append("source launch/slurm/job.sh")
-    return "\n".join(lines)
+def _start(config: Config) -> str:
+    return "\n".join(
+        [
+            'cd "${SLURM_SUBMIT_DIR:-.}" || exit 2',
+            "if [[ ! -f launch/slurm/job.sh ]]; then",
+            '  echo "error: $PWD is not the checkout; submit this script from there." >&2',
+            "  exit 2",
+            "fi",
+            'export PATH="$PWD/.venv/bin:$PATH"',
+            f"run={shlex.quote(str(config.run.directory))}",
+            "source launch/slurm/job.sh",
+        ]
+    )
 
 
 def _words(job: Job, config: Config, split: Split) -> str:
-    """The configuration as servers and trainer both get it, with the addresses that the job knows."""
+    """The configuration as every side gets it, with the addresses that only the job knows."""
     lines = [f"words=({shlex.join(['--config', job.config_path, *job.overrides])})"]
-    if config.rollout.backend != "server":
-        return lines[0]
     if job.nodes == 1:
-        return "\n".join(lines + [f'words+=(--server.gpus "[{_pick(split.server_gpus)}]")'] * bool(job.gpus))
-    lines = ['mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")', *lines]
-    # Bound to every address: in its own /etc/hosts a node's name often stands for a loopback address.
-    lines += [
+        return lines[0]
+    lines = [
+        'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        *lines,
         f'urls="$(printf "http://${{nodes[0]}}:%s," {" ".join(map(str, split.ports))})"',
+        # Bound to every address: in its own /etc/hosts a node's name often stands for a loopback address.
         'words+=(--rollout.server_urls "[${urls%,}]" --server.host 0.0.0.0)',
     ]
     if job.gpus:
@@ -207,50 +202,36 @@ def _words(job: Job, config: Config, split: Split) -> str:
     )
 
 
-def _pick(gpus: list[int]) -> str:
-    return f"$(pick {' '.join(map(str, gpus))})"
-
-
-def _base_and_servers(job: Job, config: Config) -> str:
+def _several_nodes(job: Job, config: Config, split: Split) -> str:
+    """Servers on the first node, the trainer on the others."""
     manifest = shlex.quote(str(base_directory(config) / "manifest.json"))
-    lines, where = [], ""
-    if job.nodes > 1:
-        lines = ['on_first_node=(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --kill-on-bad-exit=1)']
-        where = '"${on_first_node[@]}" '
-    return "\n".join(
-        [
-            *lines,
-            f"if [[ ! -e {manifest} ]]; then",
-            f'  {where}python -m merge base "${{words[@]}}" || exit',
-            "fi",
-            f'start servers {where}python -m launch.server "${{words[@]}}"',
-        ]
-    )
-
-
-def _trainer(job: Job, split: Split) -> str:
-    configs = "accelerate launch --config_file accelerate_configs"
-    recipe = 'recipes/grpo_qlora.py "${words[@]}" "${resume[@]}"'
+    configs, recipe = "accelerate launch --config_file accelerate_configs", f"recipes/grpo_qlora.py {WORDS}"
+    lines = [
+        'on_first_node=(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --kill-on-bad-exit=1)',
+        f"if [[ ! -e {manifest} ]]; then",
+        '  "${on_first_node[@]}" python -m merge base "${words[@]}" || exit',
+        "fi",
+        'start servers "${on_first_node[@]}" python -m launch.server "${words[@]}"',
+        "",
+    ]
     if job.nodes > 2:
-        machines = f"--num_machines {job.nodes - 1} --num_processes {split.processes}"
-        lines = [
-            'trainers="$(IFS=, && echo "${nodes[*]:1}")"',
-            f'start trainer srun --nodes={job.nodes - 1} --ntasks={job.nodes - 1} --nodelist="$trainers" \\',
-            f"  --kill-on-bad-exit=1 bash -c 'exec {configs}/two_nodes.yaml \\",
-            # Each machine's rank is known where srun has started the command.
-            f'  {machines} --main_process_ip "$0" --machine_rank "$SLURM_PROCID" "$@"\' \\',
-            f'  "${{nodes[1]}}" {recipe}',
-        ]
-        return "\n".join(lines)
+        count = job.nodes - 1
+        return "\n".join(
+            [
+                *lines,
+                'trainers="$(IFS=, && echo "${nodes[*]:1}")"',
+                "# A machine's rank is known where srun has started the command.",
+                f'start trainer srun --nodes={count} --ntasks={count} --nodelist="$trainers" --kill-on-bad-exit=1 \\',
+                f"  bash -c 'exec {configs}/two_nodes.yaml --num_machines {count} \\",
+                f'  --num_processes {split.processes} --main_process_ip "$0" --machine_rank "$SLURM_PROCID" "$@"\' \\',
+                f'  "${{nodes[1]}}" {recipe}',
+            ]
+        )
     if job.gpus == 0:
         launch = f"env OMP_NUM_THREADS=1 {configs}/cpu.yaml"
     elif split.processes == 1:
-        launch = f"{configs}/one_gpu.yaml" + (f' --gpu_ids "{_pick(split.trainer_gpus)}"' if job.nodes == 1 else "")
+        launch = f"{configs}/one_gpu.yaml"
     else:
         launch = f"{configs}/ddp.yaml --num_processes {split.processes}"
-        if job.nodes == 1:
-            launch = f'env CUDA_VISIBLE_DEVICES="{_pick(split.trainer_gpus)}" \\\n  {launch}'
-    if job.nodes == 1:
-        return f"start trainer {launch} \\\n  {recipe}"
     srun = 'srun --nodes=1 --ntasks=1 --nodelist="${nodes[1]}" --kill-on-bad-exit=1'
-    return f"start trainer {srun} \\\n  {launch} \\\n  {recipe}"
+    return "\n".join([*lines, f"start trainer {srun} \\", f"  {launch} \\", f"  {recipe}"])

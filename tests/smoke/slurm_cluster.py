@@ -120,7 +120,7 @@ def words_of(arguments: list[str]) -> dict[str, str]:
 
 def note(what: str, arguments: list[str]) -> None:
     facts = {"what": what, "host": os.environ["SLURMD_NODENAME"], "arguments": arguments, "pid": os.getpid()}
-    facts |= {"key": os.environ.get("VLLM_API_KEY"), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    facts["key"] = os.environ.get("VLLM_API_KEY")
     with open(Path(os.environ["CLUSTER"]) / "calls.jsonl", "a") as file:
         file.write(json.dumps(facts) + "\n")
 
@@ -142,18 +142,17 @@ def serve(arguments: list[str]) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, stop)
-    # On one node the URLs are those of the YAML; the address of several is one that only this host has.
-    own = os.environ["SLURMD_NODENAME"] if "VLLM_API_KEY" in os.environ else "127.0.0.1"
-    with socket.create_server((own, port)) as listener:
+    with socket.create_server((os.environ["SLURMD_NODENAME"], port)) as listener:
         while True:
             connection, _ = listener.accept()
             with connection:
                 given = connection.recv(100).decode()
-                connection.sendall(b"ready" if given == os.environ.get("VLLM_API_KEY", "none") else b"401")
+                connection.sendall(b"ready" if given == os.environ["VLLM_API_KEY"] else b"401")
 
 
-def train(arguments: list[str]) -> None:
-    """Stand-in of the recipe: waits for the server, then a checkpoint at every second of ten steps."""
+def train(arguments: list[str], has_server: bool = True) -> None:
+    """Stand-in of the recipe: waits for the server, then a checkpoint at every second of ten steps. Without a server
+    that of launch.up, which is all of a job on one node."""
     note("trainer", arguments)
     if os.environ.get("SLURM_PROCID", "0") != "0":
         return
@@ -161,10 +160,10 @@ def train(arguments: list[str]) -> None:
     steps = sorted(run.glob("checkpoints/step-*"))
     if (run / "base.json").exists() and not ("--resume" in arguments and steps):
         sys.exit("holds a run already")
-    while True:
+    while has_server:
         try:
             with socket.create_connection(address(arguments), timeout=5) as connection:
-                connection.sendall(os.environ.get("VLLM_API_KEY", "none").encode())
+                connection.sendall(os.environ["VLLM_API_KEY"].encode())
                 if connection.recv(100) != b"ready":
                     sys.exit("answered 401")
                 break
@@ -186,6 +185,8 @@ def main() -> None:
     program, *arguments = sys.argv[1:]
     if program == "accelerate":
         train(arguments)
+    elif arguments[:2] == ["-m", "launch.up"]:
+        train(arguments[2:], has_server=False)
     elif arguments[:2] == ["-m", "launch.server"]:
         serve(arguments[2:])
     elif arguments[:3] == ["-m", "merge", "base"]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.script import Job, split_gpus, write_script
+from launch.slurm.script import Job, split_run, write_script
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 
@@ -110,24 +110,28 @@ def test_two_or_more_nodes_make_the_step_of_one():
     per_device = config.train.per_device_train_batch_size
     sizes = set()
     for nodes in (1, 2, 3, 5):
-        split = split_gpus(Job(EIGHT, nodes=nodes), config)
+        split = split_run(Job(EIGHT, nodes=nodes), config)
         sizes.add(per_device * split.processes * (split.accumulation or config.train.gradient_accumulation_steps))
     assert sizes == {256}
     text = script(nodes=3)
-    assert "--num_machines 2 --num_processes 16" in text
+    assert re.search(r"--num_machines 2 \\\n  --num_processes 16 ", text)
     assert "words+=(--train.gradient_accumulation_steps 4)" in text
     # Who sets it decides alone.
     assert "words+=(--train." not in script(EIGHT, "--train.gradient_accumulation_steps", "16", nodes=3)
 
 
-def test_the_trainer_gets_the_gpus_that_the_servers_leave():
-    assert 'CUDA_VISIBLE_DEVICES="$(pick 0 1 2 3)"' in script()
-    assert '--server.gpus "[$(pick 4 5 6 7)]"' in script()
-    # Without server.gpus the servers take the first, one each.
-    text = script(EIGHT, "--server.gpus", "null", "--train.gradient_accumulation_steps", "16")
-    assert 'CUDA_VISIBLE_DEVICES="$(pick 4 5 6 7)"' in text
-    # A card that both share.
-    assert '--gpu_ids "$(pick 0)"' in script(ONE_CARD, gpus=1)
+def test_one_node_is_started_by_launch_up_with_the_same_words():
+    text = script(EIGHT, "--train.max_steps=7", "--data.prompt_suffix", "it's")
+    assert """words=(--config recipes/configs/""" in text
+    assert """ --train.max_steps=7 --data.prompt_suffix 'it'"'"'s')""" in text
+    assert 'python -m launch.up "${words[@]}" "${resume[@]}"' in text
+
+
+def test_a_run_that_no_single_node_could_hold_keeps_its_step():
+    urls = [f"http://127.0.0.1:{port}" for port in range(8000, 8008)]
+    text = script(EIGHT, f"--rollout.server_urls={urls}", "--server.gpus=null", nodes=2)
+    assert "gradient_accumulation_steps" not in text
+    assert "--num_processes 8" in text
 
 
 def test_a_key_is_made_where_the_servers_can_be_reached_from_outside():
@@ -144,12 +148,12 @@ def test_a_key_is_made_where_the_servers_can_be_reached_from_outside():
         (EIGHT, (), {"nodes": 0}, "--nodes (0) must be at least 1"),
         (EIGHT, (), {"time": "24h"}, "--time '24h' is none of Slurm's formats"),
         (EIGHT, (), {"partition": "gpu; rm -rf x"}, "--partition 'gpu; rm -rf x' is not a name"),
-        (EIGHT, (), {"gpus": 4}, "server.gpus names [4, 5, 6, 7]; a node has 4"),
+        (EIGHT, (), {"gpus": 4}, "server.gpus names 4, 5, 6, 7; CUDA shows 4 GPUs"),
         (ALONE, (), {"nodes": 2, "gpus": 1}, "rollout.backend is in_process"),
         (TINY, ("--rollout.backend", "server"), {"nodes": 3, "gpus": 0}, "the kit trains on one of them"),
         (EIGHT, ("--rollout.server_urls", "[http://node7:8000]"), {}, "Write http://127.0.0.1:PORT"),
         (EIGHT, ("--rollout.group_size", "7"), {"nodes": 2}, "must divide the generation batch (4 per device x 8"),
-        (EIGHT, (), {"nodes": 2, "gpus": 6}, "64 forwards are not a multiple of 6"),
+        (EIGHT, ("--server.gpus=[2, 3, 4, 5]",), {"nodes": 2, "gpus": 6}, "32 forwards are not a multiple of 6"),
         (EIGHT, ("--server.max_num_seqs", "4"), {}, "server.max_num_seqs (4) is below rollout.group_size (8)"),
     ],
 )
