@@ -30,7 +30,7 @@ from launch.doctor_machine import Machine, Row, cores, fail
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 
 Check = Callable[[Machine], Iterator[Row]]
-# In the order of the report. The second entry says whether the check may take seconds (child processes, the network).
+# In the order of the report. The second entry: it takes seconds (child processes, the network) and runs beside others.
 CHECKS: dict[str, tuple[Check, bool, str]] = {
     "python": (doctor_host.python, False, "version of the interpreter"),
     "platform": (doctor_host.platform, False, "system, cores, vector instructions"),
@@ -55,10 +55,10 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "torch": (doctor_gpu.torch, True, "build against driver; a product on every device, in BF16 and FP8"),
     "imports": (doctor_packages.imports, True, "every pinned package, in a child process"),
     "bitsandbytes": (doctor_gpu.bitsandbytes, True, "NF4 round trip, layer, adapter gradient"),
-    "nccl": (doctor_gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
     "vllm": (doctor_gpu.vllm, True, "one token from a small model in the server's weights, log-probs compared"),
+    "nccl": (doctor_gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
 }
-# Started first: the longest.
+# The order in which those start: the longest first.
 LONGEST = ("vllm", "imports", "bitsandbytes", "nccl", "torch", "hub")
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
@@ -155,12 +155,15 @@ def read_launcher(path: str) -> dict[str, Any]:
 def run_checks(machine: Machine, names: list[str], quick: bool = False) -> Iterator[Row]:
     """Rows in the order of CHECKS; the fast checks one by one, then those with child processes side by side."""
     wanted = [name for name in CHECKS if name in names and not (quick and name == "vllm")]
+
+    def is_beside(name: str) -> bool:
+        # A bandwidth between GPUs is measured when nothing else runs on them.
+        return CHECKS[name][1] and not (name == "nccl" and len(machine.gpus) > 1)
+
     # Two of them keep two cores busy. More at once pay off on a GPU host, where each waits for its device.
     pool = ThreadPoolExecutor(max(2, min(6, int(cores()) // 2)))
     try:
-        slow = {name: None for name in LONGEST if name in wanted}
-        for name in slow:
-            slow[name] = pool.submit(run_check, machine, name)
+        slow = {name: pool.submit(run_check, machine, name) for name in LONGEST if name in wanted and is_beside(name)}
         for name in CHECKS:
             if name in slow:
                 yield from slow[name].result()

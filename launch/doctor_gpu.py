@@ -96,7 +96,7 @@ def _in_use(machine: Machine, one: Gpu) -> tuple[str, str]:
         cure = f"export CUDA_VISIBLE_DEVICES={','.join(free)}" if free else "wait until they are free"
         return f"{found} by processes that are not visible from here (another container or user)", cure
     told = ", ".join(f"{row[1]} (pid {row[0]}, {row[2]})" for row in holders)
-    return f"{found}: {told}", f"kill {' '.join(row[0] for row in holders)}"
+    return f"{found}: {told}", f"kill {' '.join(row[0] for row in holders)} (if nobody needs it)"
 
 
 def torch_build() -> tuple[str, str | None]:
@@ -258,7 +258,8 @@ def nccl(machine: Machine) -> Iterator[Row]:
         return
     outcomes = _all_reduce(machine, len(machine.gpus), "nccl", 256, {})
     cures: dict[str, bool] = {}
-    for variable, (value, _) in NCCL_CURES.items() if any(one.problem for one in outcomes) else ():
+    is_nccl = any(re.search(r"nccl|hangs|its process|time(d )?out", one.problem, re.I) for one in outcomes)
+    for variable, (value, _) in NCCL_CURES.items() if is_nccl else ():
         again = _all_reduce(machine, len(machine.gpus), "nccl", 16, {variable: value})
         cures[variable] = not any(one.problem for one in again)
         if cures[variable]:
@@ -298,6 +299,5 @@ def collective_row(machine: Machine, backend: str, outcomes: list[Outcome], cure
     return fail(
         name,
         f"{found}{tried}",
-        "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1 python -m launch.doctor --only nccl --logs doctor-logs, and read "
-        "doctor-logs/nccl.log",
+        "NCCL_DEBUG=INFO python -m launch.doctor --only nccl --logs doctor-logs, and read doctor-logs/nccl.log",
     )

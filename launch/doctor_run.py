@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from recipes.parts.errors import KitError
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
-HUB_LIMIT_S = 10.0  # of the child process; the request itself has 3 s
+HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # of the request, and of the child process that makes it
 SOME_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 ANSWER_S = 2.0
 # Bytes of a merged checkpoint per byte of the 16-bit one, embeddings and scales included.
@@ -106,6 +106,10 @@ def servers(machine: Machine) -> Iterator[Row]:
         kind = installed_vllm()
     except BadInput as error:
         yield from _rows_of(name, error)
+        return
+    if kind.is_cpu and machine.gpus:
+        found = f"the installed vLLM is for CPUs and there are {len(machine.gpus)} GPUs"
+        yield fail(name, found, "make install DEVICE=cuda")
         return
     broken = 0
     gpus = None if kind.is_cpu else [one.index for one in machine.gpus]
@@ -362,7 +366,7 @@ def is_offline(machine: Machine) -> bool:
 
 def ask_hub(machine: Machine, kind: str, identifier: str, revision: str | None) -> str:
     """`there`, or why the hub does not give it; in a child, because nothing else interrupts looking up a name."""
-    step: list[Any] = ["hub_head", kind, identifier, revision]
+    step: list[Any] = ["hub_head", kind, identifier, revision, HEAD_LIMIT_S]
     outcome = run_steps([step], HUB_LIMIT_S, machine.environment)[0]
     return reason(outcome) if outcome.problem else outcome.facts
 

@@ -112,7 +112,7 @@ def bitsandbytes_round_trip() -> dict:
     from merge.base import dequantize, load_nf4
 
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).to(device)
     packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
     error = _error(dequantize_4bit(packed, state), weight.cpu())
@@ -256,8 +256,8 @@ def all_reduce(rank: int, world: int, store: str, backend: str, mib: int) -> dic
     return {"gb_per_s": round(count * 4 / seconds * 2 * (world - 1) / world / 1e9, 2), "mib": mib}
 
 
-def hub_head(kind: str, identifier: str, revision: str | None) -> str:
-    """`there` when the hub gives out a model or data set, else why not. One HEAD request of 3 s."""
+def hub_head(kind: str, identifier: str, revision: str | None, limit_s: float) -> str:
+    """`there` when the hub gives out a model or data set, else why not. One HEAD request of at most `limit_s`."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -269,7 +269,7 @@ def hub_head(kind: str, identifier: str, revision: str | None) -> str:
     file = "config.json" if kind == "model" else "README.md"
     url = hf_hub_url(identifier, file, repo_type=kind, revision=revision)
     try:
-        get_hf_file_metadata(url, timeout=3)
+        get_hf_file_metadata(url, timeout=limit_s)
     except GatedRepoError:
         return "it is gated"
     except RevisionNotFoundError:
@@ -279,9 +279,8 @@ def hub_head(kind: str, identifier: str, revision: str | None) -> str:
     except EntryNotFoundError:
         return "there" if kind == "dataset" else "it has no config.json"
     except Exception as error:  # no network, an outage, a proxy: each has its own class
-        return f"no answer within 3 s: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
-            :200
-        ]
+        said = (str(error).splitlines() or [""])[0]
+        return f"no answer within {limit_s:g} s: {type(error).__name__}: {said}"[:200]
     return "there"
 
 

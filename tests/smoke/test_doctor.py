@@ -1,0 +1,35 @@
+"""`python -m launch.doctor` as a user types it, with real imports, kernels, one token from vLLM and a sum."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.doctor import CHECKS
+
+# 19 s on two cores that do nothing else.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+# What depends on the kit and its environment; the others say something about the machine.
+OURS = ("python", "packages", "conflicts", "config", "hub", "torch", "imports", "bitsandbytes", "nccl", "vllm")
+
+
+def test_every_check_of_a_small_run_answers_and_what_the_kit_brings_works(tiny_model_dir, tmp_path):
+    keys = [f"--model.path={tiny_model_dir}", f"--data.path={tiny_model_dir}", f"--run.output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "launch.doctor", "--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", *keys]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--json", "--logs", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    answer = json.loads(done.stdout)
+    rows = answer["checks"]
+    assert list(dict.fromkeys(row["name"] for row in rows)) == list(CHECKS), done.stdout
+    assert [row for row in rows if row["name"] in OURS and row["status"] != "ok"] == [], done.stdout
+    assert all(row["found"] and (row["status"] in ("ok", "skip")) == (not row["fix"]) for row in rows)
+    failed = any(row["status"] == "fail" for row in rows)
+    assert (done.returncode, answer["ok"]) == (int(failed), not failed)
+    assert "fp8_per_channel" in next(row["found"] for row in rows if row["name"] == "vllm")
+    assert not (tmp_path / "run").exists(), "a check writes nothing into the run directory"

