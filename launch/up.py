@@ -370,11 +370,11 @@ def what_is_left(start: Start) -> str:
     """After a stop: where the run can go on."""
     again = shlex.join(["python", "-m", "launch.up", *start.arguments, "--resume"])
     try:
-        return f"newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again}"
+        return f"Newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again}"
     except BadInput:
         if start.run.base_file.exists():
-            return f"no checkpoint yet (train.save_steps {start.config.train.save_steps}): remove {start.run.path}"
-        return "nothing was trained yet"
+            return f"No checkpoint yet (train.save_steps {start.config.train.save_steps}): remove {start.run.path}."
+        return "Nothing was trained yet."
 
 
 def summary(start: Start) -> str:
