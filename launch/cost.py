@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launch.coefficients import value
 from launch.gpus import Card
-from launch.memory import kv_token_bytes, kv_width, nf4_bytes, sequence_gib
+from launch.memory import kv_token_bytes, kv_width, layer_bytes, nf4_bytes, sequence_gib
 from launch.shapes import Shape
 from recipes.parts.config import Config
 
@@ -19,12 +19,14 @@ MEASURED_CARD = "h200"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by phase; completions are of the whole step."""
+    """Expected seconds of a step by phase, and the whole step at least and at most; `completions` of all processes."""
 
     rollout: float
     update: float
     other: float
     completions: int
+    low: float
+    high: float
 
     @property
     def step(self) -> float:
@@ -36,7 +38,7 @@ def can_estimate(card: Card) -> bool:
 
 
 def spread(card: Card) -> float:
-    """How far from the expected seconds low and high are, as a share."""
+    """How far low and high are from what is expected, as a share, besides the host's pace."""
     return value("time_spread" if card.name == MEASURED_CARD else "time_spread_other")
 
 
@@ -47,8 +49,9 @@ def pass_flops(shape: Shape, length: int, scored: int) -> float:
     return 2 * shape.linear_weights * length + 2 * shape.vocabulary * shape.hidden * scored + attention
 
 
-def update_seconds(shape: Shape, config: Config, card: Card, completions: int) -> float:
-    """Log-prob passes, loss and backward pass of one process for its `completions`, per optimizer step."""
+def update_seconds(shape: Shape, config: Config, card: Card, completions: int, sign: int = 0) -> float:
+    """Log-prob passes, loss and backward pass of one process for its `completions`, per optimizer step; `sign` -1 is
+    a fast host that starts the kernels, 1 a slow one."""
     rollout, train = config.rollout, config.train
     micro = min(train.per_device_train_batch_size, completions)
     learning = 3 if train.gradient_checkpointing else 2
@@ -56,10 +59,14 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int) -
     scoring = (train.beta != 0) + (rollout.backend == "server" or train.num_iterations > 1)
     passes = learning + scoring / train.num_iterations
     flops = pass_flops(shape, rollout.max_prompt_length + rollout.max_completion_length, rollout.max_completion_length)
-    arithmetic = completions * passes * flops / (value("update_efficiency") * card.bf16_tflops * 1e12)
+    arithmetic = micro * flops / (value("update_efficiency") * card.bf16_tflops * 1e12)
+    kept = layer_bytes(shape, config, padded=False) * shape.layers
+    traffic = micro * (rollout.max_prompt_length + rollout.max_completion_length) * kept * value("update_traffic")
     moved = (2 + nf4_bytes(config.policy.double_quantization)) * shape.linear_weights
-    dequantize = moved / (value("dequantize_bandwidth") * card.gb_per_s * 1e9)
-    return arithmetic + math.ceil(completions / micro) * passes * (dequantize + shape.layers * value("launch_s"))
+    memory = (traffic + moved / value("dequantize_bandwidth")) / (card.gb_per_s * 1e9)
+    # The host starts kernels while the card computes: the slower of the two is what a pass takes.
+    launch = shape.layers * value("launch_s") * (1 + sign * value("launch_spread"))
+    return math.ceil(completions / micro) * passes * max(arithmetic + memory, launch)
 
 
 def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -> float:
@@ -97,7 +104,7 @@ def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> f
     bandwidth = value("decode_bandwidth") * card.gb_per_s * 1e9
     # The cache is read by attention, and read and written when it grows by a token.
     read = completions * length * kv_token_bytes(shape, 2) * 3 + shape.linear_weights * 0.52
-    decode = value("own_decode_s") * shape.layers + read / bandwidth
+    decode = max(value("own_decode_s") * shape.layers, read / bandwidth)
     return rollout.max_completion_length * decode
 
 
@@ -105,6 +112,23 @@ def step_time(
     shape: Shape, config: Config, card: Card, completions: int, trainers: int, replicas: int, cache_gib: float
 ) -> StepTime:
     """A step of `completions` on `trainers` processes; without replicas each process generates its own."""
+    expected, low, high = (
+        _seconds(shape, config, card, completions, trainers, replicas, cache_gib, sign) for sign in (0, -1, 1)
+    )
+    share = spread(card)
+    return StepTime(*expected, completions, sum(low) * (1 - share), sum(high) * (1 + share))
+
+
+def _seconds(
+    shape: Shape,
+    config: Config,
+    card: Card,
+    completions: int,
+    trainers: int,
+    replicas: int,
+    cache_gib: float,
+    sign: int,
+) -> tuple[float, float, float]:
     mine = math.ceil(completions / trainers)
     if replicas:
         rollout = served_seconds(shape, config, card, completions / replicas, cache_gib)
@@ -112,4 +136,4 @@ def step_time(
     else:
         rollout, other = own_seconds(shape, config, card, mine), 0.0
     share = config.train.num_iterations
-    return StepTime(rollout / share, update_seconds(shape, config, card, mine), other / share, completions)
+    return rollout / share, update_seconds(shape, config, card, mine, sign), other / share

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from launch.coefficients import value
 from launch.gpus import Card
 from launch.shapes import Shape
+from launch.vllm_command import FOLD_GIB
 from recipes.parts.config import Config
 from recipes.parts.replica import SERVED_RANKS
 
@@ -200,7 +201,8 @@ def process_memory(parts: dict[str, float], card: Card, processes: int = 1) -> E
     low = allocated(parts) + context
     if card.is_cpu:  # no caching allocator
         return Estimate(low, low, low * 1.2)
-    return Estimate(low, low + value("fragmentation") * moving, low + value("fragmentation_high") * moving)
+    expected, high = (low + min(moving, value(name)) for name in ("fragmentation_gib", "fragmentation_high_gib"))
+    return Estimate(low, expected, high)
 
 
 def server_parts(shape: Shape, config: Config, card: Card, loaded: bool = True) -> dict[str, float]:
@@ -217,8 +219,11 @@ def server_parts(shape: Shape, config: Config, card: Card, loaded: bool = True) 
         # Two slots; the replica's halves of the factors are sharded like the layers, the other halves are not.
         found["LoRA slots"] = 2 * shape.adapter_weights(rank, config.policy.target_modules) * width / GIB
     elif loaded:
+        copied = shape.linear_weights * nf4_bytes(False) / share / GIB
         if server.nf4_copy == "gpu":
-            found["NF4 copy"] = shape.linear_weights * nf4_bytes(False) / share / GIB
+            found["NF4 copy"] = copied
+        elif not card.is_cpu:
+            found["NF4 layers fetched"] = copied * value("fetched_share_sleep" if server.sleep else "fetched_share")
         fused = max(2 * shape.hidden * shape.intermediate, shape.hidden * (shape.q_size + 2 * shape.kv_size))
         found["folding a layer"] = fused * value("fold_bytes") / share / GIB
     tokens = batched_tokens(config, card)
@@ -239,7 +244,9 @@ def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]
         return config.server.kv_cache_gib
     if card.is_cpu:
         return min(4.0, full_cache_gib(shape, config))
-    return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()))
+    # launch.server takes the copy and a layer's part off the share; vLLM does not know of what else a fold needs.
+    unknown = max(0.0, others.get("folding a layer", 0.0) - FOLD_GIB) + others.get("NF4 layers fetched", 0.0)
+    return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()) + unknown)
 
 
 def kv_width(config: Config) -> int:

@@ -171,9 +171,9 @@ def configured_time(layout: Layout) -> cost.StepTime:
     )
 
 
-def _hours(layout: Layout, seconds: float) -> str:
-    hours, spread = layout.config.train.max_steps * seconds / 3600, cost.spread(layout.card)
-    return f"{hours * (1 - spread):.1f} - {hours * (1 + spread):.1f}"
+def _hours(layout: Layout, time: cost.StepTime) -> str:
+    low, high = (layout.config.train.max_steps * seconds / 3600 for seconds in (time.low, time.high))
+    return f"{low:.1f} - {high:.1f}"
 
 
 def _print_times(console: Any, layout: Layout) -> None:
@@ -182,19 +182,19 @@ def _print_times(console: Any, layout: Layout) -> None:
         console.print(f"Seconds are not estimated for {why}.")
         return
     header = (
-        f"Seconds a step ({layout.completions} completions, all of full length) and hours for "
-        f"{layout.config.train.max_steps} steps, {100 * cost.spread(layout.card):.0f} % around what is expected"
+        f"Expected seconds a step ({layout.completions} completions, all of full length), and hours for "
+        f"{layout.config.train.max_steps} steps"
     )
     table = _table(header, "GPUs", "rollout", "update", "step", "hours", "memory")
     now = configured_time(layout)
     serving = layout.replicas * layout.config.server.tensor_parallel
     mark = f"{layout.processes} train{_serving(serving)} (now)"
-    table.add_row(mark, *_seconds(now), _hours(layout, now.step), "fits" if layout.fits else "does not fit")
+    table.add_row(mark, *_seconds(now), _hours(layout, now), "fits" if layout.fits else "does not fit")
     for one in rows[:5]:
         if (one.trainers, one.servers) == (layout.processes, serving) and abs(one.time.step / now.step - 1) < 0.01:
             continue
         name = f"{one.trainers} train" + _serving(one.servers)
-        table.add_row(name, *_seconds(one.time), _hours(layout, one.time.step), "fits" if one.fits else "does not fit")
+        table.add_row(name, *_seconds(one.time), _hours(layout, one.time), "fits" if one.fits else "does not fit")
     console.print(table)
     best = next((one for one in rows if one.fits), None)
     if best is not None and best.time.step < 0.97 * now.step:
@@ -235,7 +235,6 @@ def as_json(layout: Layout) -> dict[str, Any]:
         "changes": [dataclasses.asdict(one) for one in fitting.changes(layout)],
         "remedy": fitting.remedy(layout),
         "seconds": dataclasses.asdict(now) | {"step": now.step} if now else None,
-        "seconds_spread": cost.spread(layout.card),
         "splits": [dataclasses.asdict(one) | {"step": one.time.step} for one in time_rows(layout)],
         "full_precision_gib": memory.full_precision(layout.shape, layout.config, layout.card),
     }
