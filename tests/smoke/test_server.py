@@ -121,7 +121,7 @@ def served(dequantized, tmp_path_factory, recipe_arguments, learning_model_dir) 
 @pytest.fixture(scope="module")
 def served_run(served, launch, recipe_arguments, learning_model_dir) -> RunDir:
     """Four steps at a learning rate that moves the policy, whose rollouts come from the server."""
-    keys = {**served.keys, "train.max_steps": 4, "train.learning_rate": "1e-2"}
+    keys = {**served.keys, "train.max_steps": 4, "train.learning_rate": "1e-2", "watch.eval_every": 2}
     arguments = recipe_arguments(learning_model_dir, served.run.path, keys)
     out, err = (process := launch(arguments)).communicate(timeout=240)
     assert process.returncode == 0, f"{out}\n{err[-3000:]}"
@@ -142,6 +142,14 @@ def test_every_rollout_is_sampled_from_the_newest_adapter(served_run, served, re
     for step in (2, 4):
         completions = read_jsonl(served_run.completions / f"step-{step:06d}.jsonl")
         assert {row["adapter_version"] for row in completions} == {step - 1}
+
+
+def test_heldout_problems_are_answered_by_the_server(served_run, read_jsonl):
+    rows = read_jsonl(served_run.metrics_file)
+    assert [row["heldout_accuracy"] is not None for row in rows] == [True, True, False, True]
+    # 40 held-out problems, one completion each; a sync belongs to the rollouts alone.
+    assert all(round(row["heldout_accuracy"] * 40, 6).is_integer() for row in rows if row["heldout_accuracy"])
+    assert ["heldout" in row["seconds"] for row in rows] == [True, True, False, True]
 
 
 def test_every_sync_is_checked_by_a_canary_and_its_time_is_recorded(served_run, read_jsonl):
