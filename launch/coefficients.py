@@ -1,13 +1,14 @@
 """Everything in the plan that is not arithmetic on shapes, in one table, each with where it comes from.
 
-What can be counted (bytes of a tensor whose shape is known) is counted in memory.py; what stands here was measured.
+What can be counted (bytes of a tensor whose shape is known) is counted in memory.py. "Confirmed" means that the value
+was assumed before the points were measured, and that they agreed.
 """
 
 from typing import NamedTuple
 
 
 class Coefficient(NamedTuple):
-    """A measured constant: its value, unit and source."""
+    """A constant: its value, unit and source."""
 
     value: float
     unit: str
@@ -15,6 +16,7 @@ class Coefficient(NamedTuple):
 
 
 _POINTS = "tests/gpu/memory_points.json (H200)"
+_CONFIRMED = "assumed, confirmed by " + _POINTS
 _ONE_CARD = "tests/gpu/README.md, trainer and server on one card"
 _READ_TRL = "read in trl 1.16.0, kernels/chunked_logprob.py and trainer/utils.py"
 _ROLLOUT_8B = "tests/gpu/README.md, rollout_8b.py --part speed, fit over 64, 256 and 512 sequences"
@@ -25,18 +27,20 @@ TABLE = {
         0.73, "GiB a process", _POINTS + ": CUDA context, kernels; the same in every point"
     ),
     "process_group_gib": Coefficient(0.4, "GiB a process", "NCCL's buffers between two GPUs of one host; assumed"),
-    "workspace_gib": Coefficient(0.07, "GiB", "cuBLAS and cuBLASLt workspaces on Hopper, allocated through torch"),
+    "workspace_gib": Coefficient(0.07, "GiB", _CONFIRMED + ": cuBLAS on Hopper, through torch"),
     "head_rows": Coefficient(4096, "tokens", _READ_TRL + ": rows of a tile of logits"),
     "head_columns": Coefficient(32768, "logits", _READ_TRL + ": columns of a tile of logits"),
     "fragmentation_gib": Coefficient(0.6, "GiB", _POINTS + ": reserved over allocated, mean of 15, at most 0.96"),
     "fragmentation_high_gib": Coefficient(2.0, "GiB", "tests/gpu/README.md, a card each: 11.5 GiB, lengths differ"),
-    "sampling_copies": Coefficient(4, "float32 copies of (sequences, vocabulary)", _POINTS + ": generate's logits"),
+    "sampling_copies": Coefficient(4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": one point"),
     "cpu_process_gib": Coefficient(1.0, "GiB", "resident memory of torch, transformers and trl, recipes/README.md"),
     # Server
-    "server_context_gib": Coefficient(1.3, "GiB a GPU", _POINTS + ": CUDA context, NCCL, attention's workspaces"),
-    "server_spread": Coefficient(0.08, "share", _POINTS + ": low and high beside the expected figure"),
-    "graph_gib": Coefficient(0.6, "GiB", _POINTS + ": CUDA graphs at 256 sequences, 36 layers"),
-    "sampler_copies": Coefficient(4, "float32 copies of (sequences, vocabulary)", _POINTS + ": vLLM's sampler"),
+    "server_context_gib": Coefficient(1.3, "GiB a GPU", _CONFIRMED + ": three servers"),
+    "server_spread": Coefficient(0.08, "share", "assumed; three servers before a sync are within 3.3 %"),
+    "graph_gib": Coefficient(0.6, "GiB", _CONFIRMED + ": two servers, at 256 sequences and 36 layers"),
+    "sampler_copies": Coefficient(
+        4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": vLLM's sampler, up to 512 sequences"
+    ),
     "fold_bytes": Coefficient(7, "bytes a weight of the largest fused layer", "launch/vllm_command.py FOLD_GIB"),
     # Layers of an NF4 copy in host memory are fetched faster than the ones before are given back.
     "fetched_share": Coefficient(1.0, "share of the NF4 copy", _ONE_CARD + ": 26.3 GiB, no sleep"),
@@ -67,9 +71,7 @@ TABLE = {
     "own_decode_s": Coefficient(
         3.8e-3, "s a layer and decode step", _POINTS + ": transformers' generate, 302 tokens/s"
     ),
-    "time_spread": Coefficient(
-        0.2, "share", "points of 8B and more on an H200, where the card is the limit: -12 to 16 %"
-    ),
+    "time_spread": Coefficient(0.2, "share", _POINTS + ": updates of 8B and more, -20 to 8 %"),
     "time_spread_other": Coefficient(0.4, "share", "cards that were not measured; assumed"),
 }
 

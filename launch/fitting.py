@@ -357,6 +357,20 @@ class Split:
     fits: bool
 
 
+def _shared_cache(layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
+    """The KV cache of a server that shares its card: of all sequences at full length, as far as the card has room."""
+    config = layout.config
+    if config.server.kv_cache_gib is not None:
+        return {}
+    one = memory.sequence_gib(layout.shape, config)
+    least = {"server.kv_cache_gib": math.ceil(10 * config.rollout.group_size * one) / 10}
+    if (found := changed(layout, keys | least)) is None or not found.fits:
+        return least
+    return {
+        "server.kv_cache_gib": math.floor(10 * one * min(config.server.max_num_seqs, largest_sequences(found))) / 10
+    }
+
+
 def splits(layout: Layout) -> list[Split]:
     """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first."""
     config, found = layout.config, []
@@ -369,6 +383,7 @@ def splits(layout: Layout) -> list[Split]:
         choices.append(keys | {"server.gpus": list(range(first, layout.count)), "server.sleep": False})
         if layout.count == 1:
             choices[-1] |= {"server.gpus": [0], "server.sleep": True, "server.nf4_copy": "host"}
+            choices[-1] |= _shared_cache(layout, choices[-1])
     for keys in choices:
         trainers = layout.count - (len(keys.get("server.gpus", [])) if layout.count > 1 else 0)
         if trainers < 1 or total % trainers:

@@ -205,8 +205,8 @@ def process_memory(parts: dict[str, float], card: Card, processes: int = 1) -> E
     return Estimate(low, expected, high)
 
 
-def server_parts(shape: Shape, config: Config, card: Card, loaded: bool = True) -> dict[str, float]:
-    """What one GPU of a replica holds, by part. `loaded` is after the first sync, when remerge has its NF4 copy."""
+def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
+    """What one GPU of a replica holds, by part, once it has synced."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
     width = 2 if config.model.dtype == "bfloat16" or server.weights != "bf16" else 4
     linear = width if server.weights == "bf16" else 1
@@ -218,7 +218,7 @@ def server_parts(shape: Shape, config: Config, card: Card, loaded: bool = True) 
         rank = min((rank for rank in SERVED_RANKS if rank >= config.policy.lora_rank), default=SERVED_RANKS[-1])
         # Two slots; the replica's halves of the factors are sharded like the layers, the other halves are not.
         found["LoRA slots"] = 2 * shape.adapter_weights(rank, config.policy.target_modules) * width / GIB
-    elif loaded:
+    else:
         copied = shape.linear_weights * nf4_bytes(False) / share / GIB
         if server.nf4_copy == "gpu":
             found["NF4 copy"] = copied
@@ -233,7 +233,8 @@ def server_parts(shape: Shape, config: Config, card: Card, loaded: bool = True) 
     if not server.enforce_eager and not card.is_cpu:
         scale = shape.layers / 36 * min(server.max_num_seqs, 512) / 256
         found["CUDA graphs"] = value("graph_gib") * scale
-    found["context"] = 0.0 if card.is_cpu else value("server_context_gib")
+    # On a CPU the API and the engine are a process each.
+    found["context"] = 2 * value("cpu_process_gib") if card.is_cpu else value("server_context_gib")
     found["KV cache"] = cache_gib(shape, config, card, found)
     return found
 

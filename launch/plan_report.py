@@ -197,8 +197,10 @@ def _print_times(console: Any, layout: Layout) -> None:
         table.add_row(name, *_seconds(one.time), _hours(layout, one.time), "fits" if one.fits else "does not fit")
     console.print(table)
     best = next((one for one in rows if one.fits), None)
-    if best is not None and best.time.step < 0.97 * now.step:
-        console.print(f"Faster: {spell(best.keys)}", style="green")
+    if best is not None and (not layout.fits or best.time.step < 0.97 * now.step):
+        console.print(f"The fastest that fits: {spell(best.keys)}", style="green")
+    elif best is not None:
+        console.print("No other split that fits is faster.")
 
 
 def _serving(gpus: int) -> str:

@@ -111,6 +111,19 @@ def test_a_model_directory_is_read_without_weights(tmp_path):
     assert find_shape(str(tmp_path)).tied is False
 
 
+def test_a_hub_id_is_read_from_the_cache_without_the_network(tmp_path, monkeypatch):
+    facts = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    facts |= {"num_attention_heads": 4, "vocab_size": 100, "tie_word_embeddings": False}
+    cached = tmp_path / "models--someone--small"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("abc")
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "snapshots/abc/config.json").write_text(json.dumps(facts))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    shape = find_shape("someone/small")
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (2, 4, 16)
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -274,6 +287,14 @@ def test_the_recommended_split_is_the_fastest_that_fits():
     assert {one.trainers for one in rows} <= {1, 2, 4, 8}  # those that divide 256 completions
     keys = [word for key, value in best_split(layout).keys.items() for word in (f"--{key}", json.dumps(value))]
     assert plan(EIGHT, "h100-80g:8", *keys).fits
+
+
+def test_one_card_is_told_when_a_server_beside_the_trainer_is_faster():
+    best = best_split(plan(OWN, "l4"))
+    assert best.keys["rollout.backend"] == "server" and best.keys["server.sleep"]
+    keys = [word for key, value in best.keys.items() for word in (f"--{key}", json.dumps(value))]
+    after = plan(OWN, "l4", *keys)
+    assert after.fits and fitting.sequences(after) >= after.config.rollout.group_size
 
 
 def test_fewer_trainers_update_longer_and_more_servers_generate_faster():
