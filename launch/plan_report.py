@@ -99,13 +99,21 @@ def _cards_table(layout: Layout) -> Any:
         key = (tuple(one.roles), tuple(one.phases.items()), one.limit_gib, one.verdict)
         grouped.setdefault(key, []).append(one.name)
     for (roles, phases, limit, said), names in grouped.items():
-        who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition(' ')[2]}"
-        label = f"{who}, {' and '.join(dict.fromkeys(roles))}"
+        label = f"{_together(names)}, {' and '.join(dict.fromkeys(roles))}"
         for phase, one in phases:
             row = [label, phase, f"{one.low:.1f}", f"{one.expected:.1f}", f"{one.high:.1f}", f"{limit:.1f}"]
             table.add_row(*row, said if one == max((e for _, e in phases), key=lambda e: e.expected) else "")
             label = ""
     return table
+
+
+def _together(names: list[str]) -> str:
+    """GPU 0, GPU 1, GPU 2 as GPU 0 to 2; as GPU 0, 2 where one in between is missing."""
+    numbers = [name.rpartition(" ")[2] for name in names]
+    if len(names) == 1:
+        return names[0]
+    follows = int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1
+    return f"GPU {numbers[0]} to {numbers[-1]}" if follows else f"GPU {', '.join(numbers)}"
 
 
 def _parts_table(layout: Layout) -> Any:

@@ -65,6 +65,22 @@ def test_the_configuration_for_24_gb_fits_a_24_gb_card_and_no_smaller_one(monkey
     assert "It does not fit" in out and "Change first" in out
 
 
+def test_the_command_line_ends_with_0_1_and_2():
+    words = [sys.executable, "-m", "launch.plan", "--config", ONE_CARD]
+    for gpus, code in (("rtx4090", 0), ("rtx4080", 1), ("rtx1", 2)):
+        done = subprocess.run([*words, "--gpu", gpus], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        assert done.stdout if code < 2 else done.stderr.startswith("error: --gpu rtx1: unknown card")
+
+
+def test_cards_are_named_together_only_when_they_follow_each_other(monkeypatch, capsys):
+    _, out = command(monkeypatch, capsys, "--config", EIGHT, "--gpu", "h200:8")
+    assert "GPU 0 to 3, trainer" in out and "GPU 4 to 7, server" in out
+    words = ["--gpu", "h200:4", "--rollout.server_urls", "[http://a:1, http://b:1]", "--server.gpus", "[1, 3]"]
+    _, out = command(monkeypatch, capsys, "--config", EIGHT, *words)
+    assert "GPU 0, 2, trainer" in out and "GPU 1, 3, server" in out
+
+
 def test_it_starts_within_a_second_and_imports_no_torch():
     program = (
         "import sys, launch.plan, launch.plan_report, launch.matrix, launch.plan_check\n"

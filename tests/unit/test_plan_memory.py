@@ -269,10 +269,11 @@ def test_a_points_configuration_is_the_one_it_was_measured_with():
     assert len(rows_of(point(kind="rollout", backend="in_process", rollout_peak_gib=20.0), "NVIDIA H200")) == 2
 
 
-def test_every_measured_point_is_within_ten_percent():
+def test_every_measured_point_is_within_five_percent():
+    # The goal is ten; 3.2 is the worst today.
     rows = compare(json.loads(POINTS.read_text()))
     assert len(rows) >= 12
-    assert [f"{row.name}: {100 * row.error:+.1f} %" for row in rows if abs(row.error) > LIMIT] == []
+    assert [f"{row.name}: {100 * row.error:+.1f} %" for row in rows if abs(row.error) > 0.05] == []
 
 
 def test_what_trainer_processes_took_of_the_card_lies_between_low_and_high():
