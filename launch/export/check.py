@@ -21,9 +21,14 @@ def check(directories: list[Path]) -> int:
             )
     if not PYTHON.is_file():
         raise BadInput(f"{PYTHON} does not exist. Make verl's environment with: make verl")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0"}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    command = [str(PYTHON), str(Path(__file__).with_name("schema.py")), *(str(one.resolve()) for one in directories)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    # -P: the modules beside it must not stand in for packages of the same name.
+    command = [
+        str(PYTHON),
+        "-P",
+        str(Path(__file__).with_name("schema.py")),
+        *(str(one.resolve()) for one in directories),
+    ]
     with tempfile.TemporaryDirectory() as cache:  # of what datasets makes of the parquet files
         done = subprocess.run(command, env=environment | {"HF_DATASETS_CACHE": cache})
     return CHECK_FAILED if done.returncode else DONE

@@ -150,10 +150,11 @@ def check_data(config: Any) -> str:
     """verl's data set reads both files, and a pass over them is long enough for the steps asked for."""
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    sizes = []
+    sizes, settings = [], copy.deepcopy(config.data)
+    settings.filter_overlong_prompts_workers = None  # in this process
     for files in (config.data.train_files, config.data.val_files):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            data = RLHFDataset(files, PlainTokenizer(), config.data)
+            data = RLHFDataset(files, PlainTokenizer(), settings)
             row = data[len(data) - 1]
         prompt, truth = row["raw_prompt"], row["reward_model"]["ground_truth"]
         if prompt[-1]["role"] != "user" or not prompt[-1]["content"] or not isinstance(truth, str):
