@@ -109,6 +109,12 @@ def test_a_step_is_the_same_on_every_cluster_and_each_gpu_gets_whole_micro_batch
     assert each % micro == 0
 
 
+def test_a_micro_batch_is_the_largest_that_divides_a_gpus_share():
+    values = values_of(EIGHT, "--train.per_device_train_batch_size=6", nodes=3)
+    # 4 x 6 x 16 = 384 completions are 16 on each of 24 GPUs.
+    assert values[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 4
+
+
 def test_the_processes_here_are_what_the_yaml_says():
     assert here(config_of(EIGHT)) == 4
     assert here(config_of("grpo-qwen3_8b-nf4-fp8-1x24gb")) == 1
@@ -220,13 +226,22 @@ def test_the_reward_file_scores_as_the_kit_does(exported):
         (r"It is \boxed{42.1}.", 1.25),
         (r"It is \boxed{43}.", 0.25),
         ("It is 42.", 0.0),
-        # What only repeats the prompt is not the model's.
-        ("What is 21 + 21?\nUse \\boxed{}.", 0.0),
     ):
         found = module.compute_score(row["data_source"], text, gold, extra_info=extra)
         ours = [one(prompts=[row["prompt"]], completions=[text], gold=[gold])[0] for one in functions]
         assert found == {"score": score, "unknown": 0.0, "math": ours[0], "boxed_format": ours[1]}
         assert score == ours[0] + 0.25 * ours[1]
+
+
+def test_the_reward_file_hands_over_the_prompt_whose_repetition_pays_nothing(exported):
+    out, _ = exported
+    spec = importlib.util.spec_from_file_location("reward_function", out / "reward_function.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    example = r"The answer is \boxed{42}."
+    prompt = [{"role": "user", "content": f"A solved one:\n{example}\nWhat is 21 + 21?"}]
+    assert module.compute_score("it", example, "42")["math"] == 1.0
+    assert module.compute_score("it", example, "42", extra_info={"prompt": prompt})["math"] == 0.0
 
 
 def test_a_reward_that_could_not_be_computed_is_zero_and_says_so(exported, monkeypatch):
