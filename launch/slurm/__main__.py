@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from launch.slurm.script import Job, write_script
+from launch.slurm.script import Job, describe, write_script
 from recipes.parts.config import load_config
 from recipes.parts.errors import DONE, BadInput, run_command
 
@@ -43,7 +43,9 @@ def main() -> int:
         account=flags.account,
         time=flags.time,
     )
-    text = write_script(job, load_config(flags.config, overrides))
+    config = load_config(flags.config, overrides)
+    text = write_script(job, config)
+    print(describe(job, config), file=sys.stderr)
     if flags.out is None:
         sys.stdout.write(text)
         return DONE

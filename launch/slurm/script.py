@@ -54,6 +54,19 @@ def write_script(job: Job, config: Config) -> str:
     return "\n\n".join([*parts, "finish\n"])
 
 
+def describe(job: Job, config: Config) -> str:
+    """What the job would be, in one line."""
+    split, train = split_run(job, config), config.train
+    completions = (
+        split.processes * train.per_device_train_batch_size * (split.accumulation or train.gradient_accumulation_steps)
+    )
+    replicas = f", {len(split.ports)} replicas" if config.rollout.backend == "server" else ""
+    return (
+        f"{job.nodes} nodes of {job.gpus} GPUs: {split.processes} trainer processes, {completions:,} completions a step"
+        f"{replicas}"
+    )
+
+
 def _check_job(job: Job, config: Config) -> None:
     found = []
     if job.nodes > 2 and job.gpus == 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.script import Job, split_run, write_script
+from launch.slurm.script import Job, describe, split_run, write_script
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 
@@ -118,6 +118,16 @@ def test_two_or_more_nodes_make_the_step_of_one():
     assert "words+=(--train.gradient_accumulation_steps 4)" in text
     # Who sets it decides alone.
     assert "words+=(--train." not in script(EIGHT, "--train.gradient_accumulation_steps", "16", nodes=3)
+
+
+def test_the_summary_tells_a_step_that_the_number_of_gpus_makes():
+    assert describe(Job(ALONE, gpus=1), load_config(ROOT / ALONE)) == (
+        "1 nodes of 1 GPUs: 1 trainer processes, 128 completions a step"
+    )
+    assert "8 trainer processes, 1,024 completions a step" in describe(Job(ALONE), load_config(ROOT / ALONE))
+    assert describe(Job(EIGHT, nodes=3), load_config(ROOT / EIGHT)) == (
+        "3 nodes of 8 GPUs: 16 trainer processes, 256 completions a step, 8 replicas"
+    )
 
 
 def test_one_node_is_started_by_launch_up_with_the_same_words():
