@@ -57,13 +57,12 @@ def write_script(job: Job, config: Config) -> str:
 def describe(job: Job, config: Config) -> str:
     """What the job would be, in one line."""
     split, train = split_run(job, config), config.train
-    completions = (
-        split.processes * train.per_device_train_batch_size * (split.accumulation or train.gradient_accumulation_steps)
-    )
+    steps = split.accumulation or train.gradient_accumulation_steps
+    completions = split.processes * train.per_device_train_batch_size * steps
     replicas = f", {len(split.ports)} replicas" if config.rollout.backend == "server" else ""
     return (
-        f"{job.nodes} nodes of {job.gpus} GPUs: {split.processes} trainer processes, {completions:,} completions a step"
-        f"{replicas}"
+        f"nodes: {job.nodes} with {job.gpus} GPUs each; trainer processes: {split.processes}, "
+        f"{completions:,} completions a step{replicas}"
     )
 
 

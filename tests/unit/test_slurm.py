@@ -122,11 +122,11 @@ def test_two_or_more_nodes_make_the_step_of_one():
 
 def test_the_summary_tells_a_step_that_the_number_of_gpus_makes():
     assert describe(Job(ALONE, gpus=1), load_config(ROOT / ALONE)) == (
-        "1 nodes of 1 GPUs: 1 trainer processes, 128 completions a step"
+        "nodes: 1 with 1 GPUs each; trainer processes: 1, 128 completions a step"
     )
-    assert "8 trainer processes, 1,024 completions a step" in describe(Job(ALONE), load_config(ROOT / ALONE))
+    assert "trainer processes: 8, 1,024 completions a step" in describe(Job(ALONE), load_config(ROOT / ALONE))
     assert describe(Job(EIGHT, nodes=3), load_config(ROOT / EIGHT)) == (
-        "3 nodes of 8 GPUs: 16 trainer processes, 256 completions a step, 8 replicas"
+        "nodes: 3 with 8 GPUs each; trainer processes: 16, 256 completions a step, 8 replicas"
     )
 
 
