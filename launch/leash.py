@@ -38,7 +38,6 @@ def main() -> int:
         for number in (*numbers, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)  # a shell ignores SIGINT in what it starts in the background
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     try:
         child = subprocess.Popen(command, preexec_fn=prepare)

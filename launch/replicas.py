@@ -158,7 +158,7 @@ def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
 
 def how_it_ended(code: int) -> str:
     """The end of a process in words, from its exit code; below 0 it is the signal that ended it."""
-    if code == -signal.SIGKILL:
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return "was killed by SIGKILL (the kernel does that when the machine or container is out of memory: dmesg)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rich.console import Console
+
 from launch.jobs import Job, JobFailed, kill_trees, leash
 from launch.metrics import MetricsLog, mean, series
 from launch.replicas import Replicas, Stopped, read_end
@@ -220,27 +222,29 @@ class Up:
     """One start of everything."""
 
     start: Start
+    checks_only: bool = False
     jobs: list[Job] = field(default_factory=list)
     servers: Servers | None = None
 
     def __post_init__(self) -> None:
         self.signals = Signals(self.pids)
-        self.view = View(self.start.run, self.statuses)
+        plain = Console(highlight=False, force_terminal=False)
+        self.view = View(self.start.run, self.statuses, plain if self.checks_only else Console(highlight=False))
 
-    def run(self, checks_only: bool = False) -> int:
+    def run(self) -> int:
         """Start, wait, end; the exit code of what came to its end or was stopped by a signal."""
         start = self.start
         try:
             with self.signals, self.view:
                 if start.check:
                     self.step("check", start.check, "the recipe's own checks")
-                if not checks_only:
+                if not self.checks_only:
                     self.everything()
         except Stopped:
             number = self.signals.received
             print(f"stopped by {signal.Signals(number).name}, all processes are ended. {what_is_left(start)}")
             return 128 + number
-        if not checks_only:
+        if not self.checks_only:
             print(summary(start), flush=True)
         return DONE
 
@@ -418,7 +422,7 @@ def main() -> int:
     print(describe(start), flush=True)
     if flags.dry_run:
         print_commands(start)
-    return Up(start).run(checks_only=flags.dry_run)
+    return Up(start, checks_only=flags.dry_run).run()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.metrics import MetricsLog
-from launch.watch import frame
+from launch.page import frame
 from recipes.parts.rundir import RunDir
 
 REDRAW_S = 0.5
@@ -38,9 +38,9 @@ class Status:
 class View:
     """Use as a context. Output that nobody can read any more, such as a closed terminal, never raises."""
 
-    def __init__(self, run: RunDir, statuses: Callable[[], list[Status]], console: Console | None = None):
+    def __init__(self, run: RunDir, statuses: Callable[[], list[Status]], console: Console):
         self.run, self.statuses = run, statuses
-        self.console = console or Console(highlight=False)
+        self.console = console
         self.metrics = MetricsLog(run.metrics_file)
         self._steps: StepLines | None = None
         self._live: Live | None = None
@@ -81,13 +81,11 @@ class View:
                 self.say(line)
 
     def page(self) -> Group:
-        """Every process, and the run as `launch.watch` shows it."""
+        """Every process, and below it the run as `launch.watch` shows it."""
         self.metrics.poll()
-        return Group(process_table(self.statuses(), self.console.width), Text(), self.curves())
-
-    def curves(self) -> Group:
-        """The run's part of the page."""
-        return frame(self.run, self.metrics, self.console.width)
+        statuses, width = self.statuses(), self.console.width
+        room = self.console.height - len(statuses) - 3  # the table's head, a blank line, the cursor's line
+        return Group(process_table(statuses, width), Text(), frame(self.run, self.metrics, width, max(3, room)))
 
 
 def process_table(statuses: list[Status], width: int) -> Table:

@@ -206,6 +206,14 @@ def split(line: str) -> tuple[list[str], dict[str, str]]:
     return words[first:], dict(word.split("=", 1) for word in words[:first])
 
 
+def test_replicas_get_the_gpus_that_their_list_names_among_those_that_are_visible(machine):
+    machine(["6", "7", "9"])
+    keys = ["--rollout.backend=server", "--server.gpus=[2]", "--model.dtype=bfloat16"]
+    start = up.prepare(TINY, keys, None, resume=False)
+    assert (start.servers[0].gpus, start.placement.trainer) == (("9",), ("6", "7"))
+    assert start.trainer.words[-1] == "--server.gpus=[9]"
+
+
 def test_the_shipped_configuration_of_one_card_shares_it_and_writes_its_base_first(machine):
     machine(["0"], base=False)
     start = up.prepare(ONE_CARD, [], None, resume=False)
@@ -284,13 +292,14 @@ subprocess.CalledProcessError: Command '['python', 'recipes/grpo_qlora.py']' ret
             "killed by SIGKILL (the kernel does that when the machine or container is out of memory",
             "Tr",
         ),
+        (RAISED.replace("status 1", "status 137"), 137, 1, "trainer was killed by SIGKILL (the kernel", "Called"),
         (RAISED, 1, 1, "exit code 1. The first error in it: OutOfMemoryError: CUDA out of memory. Tried", "Called"),
         (
             "  File x\nValueError: 3\n",
             1,
             1,
             "trainer ended with exit code 1. The first error in it: ValueError: 3",
-            "0",
+            "Called",
         ),
         ("", 1, 1, "trainer ended with exit code 1. Its log is", "first error"),
     ],

@@ -49,7 +49,7 @@ worker.stdout.readline()
 """
     + NOTES
 )
-STUBBORN = "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n" + SLEEPS
+STUBBORN = "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n" + WITH_WORKER
 
 
 def server_lives(port: int) -> str:
@@ -329,6 +329,16 @@ def test_the_page_shows_every_process_and_its_last_line_on_any_width(tmp_path, w
     assert len(lines) == 3 and all(len(line) <= width for line in lines), lines
     assert "server 8000" in lines[1] and "1:01:11" in lines[1] and "INFO weights of xx" in lines[1]
     assert "trainer" in lines[2] and "1,2" in lines[2]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 45)])
+def test_the_page_fits_the_terminal(tmp_path, size):
+    row = '{"step": %d, "total_steps": 30, "reward": 0.5, "kl": 0.1, "time": 1.0, "seconds": {"step": 1.0}}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(row % step for step in range(1, 31)))
+    console = Console(width=size[0], height=size[1], file=StringIO(), force_terminal=True, color_system=None)
+    console.print(View(RunDir(tmp_path), lambda: statuses(tmp_path), console).page())
+    lines = console.file.getvalue().splitlines()
+    assert 10 < len(lines) < size[1] and "step 30/30" in console.file.getvalue()
 
 
 def test_in_a_terminal_events_stand_above_the_page_with_the_runs_curves(tmp_path):
