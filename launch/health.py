@@ -19,6 +19,7 @@ ENTROPY_OF_START = 0.1  # recent entropy below this share of the first steps' �
 ENTROPY_NATS = 0.05  # … and below this many nats a token, or …
 ENTROPY_EARLY = 0.25  # … below this share of the first steps' within …
 ENTROPY_EARLY_SHARE = 0.25  # … this share of the planned steps, while the reward has not moved up
+REWARD_FALL = 0.5  # recent reward this share of its whole range so far below its best ten steps; our default
 # Optimizing an imperfect reward first helps and then hurts as the KL to the start grows (arXiv 2210.10760), with no
 # limit that fits all: a ceiling and a pace, our defaults.
 KL_NATS = 1.0  # recent KL to the reference above this many nats a token …
@@ -148,6 +149,18 @@ def _zero_spread(rows: Sequence[dict]) -> str | None:
     return f"{share:.0%} > {ZERO_SPREAD:.0%}, reward flat at {now:.3g}"
 
 
+def _reward_falls(rows: Sequence[dict]) -> str | None:
+    rewards = series(rows, "reward")
+    windows = [mean(rewards[end - RECENT : end]) for end in range(RECENT, len(rewards) + 1)]
+    known = [(value, place + RECENT) for place, value in enumerate(windows) if value is not None]
+    if len(rows) < 2 * RECENT or not known or windows[-1] is None:
+        return None
+    (best, place), now = max(known), windows[-1]
+    if best - now <= REWARD_FALL * _reward_range(rows):
+        return None
+    return f"{best:.3g} at step {rows[place - 1]['step']} → {now:.3g}"
+
+
 def _mismatch(rows: Sequence[dict]) -> str | None:
     share, cut = _recent(rows, "effective_sample_size"), _recent(rows, "corrected_token_fraction")
     if found := _climb("sampler_k3", SAMPLER_K3, SAMPLER_K3_TRIPLED_FROM, 3.0, " nats")(rows):
@@ -197,6 +210,13 @@ RULES = (
         "The trainer stops by itself. Start another run from the newest adapter (policy.init_adapter) with a lower "
         "train.learning_rate.",
         fault=True,
+    ),
+    Rule(
+        "reward falls",
+        _reward_falls,
+        "The policy has lost most of what it could: its updates are too large, or the reward changed.",
+        "Go back to the adapter before the fall (policy.init_adapter) with a lower train.learning_rate or a higher "
+        "train.beta.",
     ),
     Rule(
         "held-out falls",

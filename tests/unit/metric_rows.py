@@ -61,5 +61,5 @@ def log_of(path: Path) -> MetricsLog:
 
 
 def recorded(name: str) -> list[dict]:
-    """The steps of a finished run: "in_process", or "server" (vLLM for CPUs, remerge); what the rules read of them."""
+    """The steps of a finished run: "in_process", "server" (vLLM for CPUs), "diverged"; what the rules read."""
     return [json.loads(line) for line in (RECORDED / f"metrics_{name}_2026-11-21.jsonl").read_text().splitlines()]

@@ -31,6 +31,7 @@ def measured(*values: float, every: int = 5, **keys) -> list[dict]:
 FLAT = {"reward": 0.3}
 FIRING = {
     "loss not finite": [*rows_of(12), step_row(13, loss=None)],
+    "reward falls": curve(40, reward=lambda s: 0.5 if s <= 25 else 0.1),
     "held-out falls": measured(0.5, 0.52, 0.54, 0.53, 0.46, 0.41, 0.36, 0.3),
     "entropy collapse": curve(40, entropy=lambda s: 0.5 if s < 15 else 0.01),
     "KL climbing": curve(30, kl=lambda s: 0.06 if s <= 20 else 0.2),
@@ -42,6 +43,7 @@ FIRING = {
 }
 QUIET = {
     "loss not finite": [step_row(1, loss=math.nan), *rows_of(30)[1:]],
+    "reward falls": curve(40, reward=lambda s: 0.3 + 0.1 * (s % 5) + 0.005 * s - (0.05 if s > 30 else 0)),
     # Noise of a few problems, and a fall that the reward follows.
     "held-out falls": measured(0.5, 0.55, 0.48, 0.56, 0.5, 0.53, 0.49, 0.52),
     "entropy collapse": curve(40, entropy=lambda s: 0.5 - 0.01 * s),
@@ -67,9 +69,20 @@ def test_no_rule_fires_at_any_step_of_a_recorded_run_that_went_well(name):
     assert {step: found for step in range(1, 81) if (found := fired(rows[:step]))} == {}
 
 
+def test_a_recorded_run_with_too_high_a_learning_rate_is_told_before_its_reward_is_gone():
+    """The same configuration with train.learning_rate 5e-3 instead of 1e-3."""
+    rows = recorded("diverged")
+    names = {step: fired(rows[:step]) for step in range(1, 81)}
+    first = {name: step for step in range(80, 0, -1) for name in names[step]}
+    assert first["KL climbing"] <= 20 and rows[19]["reward"] > 0.3
+    assert 30 < first["reward falls"] < 60
+    assert "reward falls" in names[80]
+
+
 # A recorded run made ill from its middle on: rule -> what changes.
 ILL = {
     "loss not finite": {"loss": math.nan},
+    "reward falls": {"reward": 0.2},
     "entropy collapse": {"entropy": 0.002},
     "KL climbing": {"kl": 0.3},
     "no spread": {"zero_spread_fraction": 1.0, "reward": 0.9},
@@ -136,7 +149,7 @@ def test_entropy_that_is_gone_in_the_first_quarter_fires_unless_the_reward_came_
 def test_heldout_needs_a_climbing_reward_enough_measurements_and_a_fall_beyond_noise():
     fall = (0.6, 0.6, 0.6, 0.5, 0.4, 0.3)
     assert fired(measured(*fall)) == ["held-out falls"]
-    assert fired(measured(*fall, reward=lambda s: 0.9 - 0.02 * s)) == [], "both fall: no gaming"
+    assert fired(measured(*fall, reward=lambda s: 0.9 - 0.02 * s)) == ["reward falls"], "both fall: no gaming"
     assert fired(measured(*fall[1:])) == [], "five measurements"
     assert fired(measured(0.6, 0.6, 0.6, *[0.61 - HELDOUT_FALL] * 3)) == []
 
