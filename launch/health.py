@@ -214,7 +214,7 @@ RULES = (
     Rule(
         "reward falls",
         _reward_falls,
-        "The policy has lost most of what it could: its updates are too large, or the reward changed.",
+        "Most of the reward is gone again: the updates are too large, or what is rewarded changed.",
         "Go back to the adapter before the fall (policy.init_adapter) with a lower train.learning_rate or a higher "
         "train.beta.",
     ),
