@@ -119,6 +119,9 @@ def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iter
     if problem := _build_problem(machine, version, cuda):
         yield fail(name, *problem)
         return
+    if not machine.gpus:  # that it loads is found by the check of the imports
+        yield ok(name, f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to try")
+        return
     log = machine.logs / "torch.log" if machine.logs else None
     outcome = run_steps([["torch_devices"]], TORCH_LIMIT_S, machine.environment, log)[0]
     yield from torch_rows(machine, outcome)
@@ -152,9 +155,6 @@ def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
         yield fail(name, reason(outcome), install_command(machine))
         return
     build = f"{facts['version']}, built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU'}"
-    if not machine.gpus:
-        yield ok(name, build)
-        return
     if not facts["available"]:
         fix = "nvidia-smi -q | head; in a container start it with --gpus all; after a driver update reboot"
         yield fail(name, f"{build}: no CUDA device is usable: {facts.get('reason', 'torch gives no reason')}", fix)
