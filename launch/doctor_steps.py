@@ -1,9 +1,8 @@
 """What `launch.doctor` tries in child processes: imports, kernels, a quantization round trip, one token, one sum.
 
-    python -m launch.doctor_steps <file descriptor> '[["import_module", "torch"], …]'
-
-Runs the steps in order and writes one JSON line to the descriptor when a step starts and one when it has ended. A step
-returns facts or raises; what it raises is its problem.
+The doctor starts it as a module with the number of an open file descriptor and the steps as JSON, each the name of a
+function below and its arguments. They run in order; one JSON line is written to the descriptor when a step starts and
+one when it has ended. A step returns facts or raises; what it raises is its problem.
 """
 
 import difflib
