@@ -254,7 +254,9 @@ def computed(store: "Format") -> "Reader":
     """The reader of what a format makes of a BF16 weight; the same one for the same format function."""
     import torch
 
-    return lambda module, policy, weight: store(weight.to(torch.bfloat16))[1].float()
+    from merge.quantize import read_back
+
+    return lambda module, policy, weight: read_back(store, weight.to(torch.bfloat16))[1]
 
 
 def _pattern(text: str | None) -> re.Pattern | None:

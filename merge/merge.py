@@ -119,6 +119,13 @@ class Retained:
             self.kept += (changed * wanted).sum().item()
             self.whole += (wanted**2).sum().item()
 
+    def project(self, rows: torch.Tensor, delta: torch.Tensor, before: bool) -> None:
+        """Add some rows of a layer after the update, or take away the same rows before it; all are added once."""
+        wanted = delta.double()
+        share = (rows.double() * wanted).sum().item()
+        self.kept += -share if before else share
+        self.whole += 0.0 if before else (wanted**2).sum().item()
+
     def share(self) -> float | None:
         """None when there is no update at all."""
         return self.kept / self.whole if self.whole else None

@@ -34,9 +34,11 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for each
 Parts = dict[str, torch.Tensor]
-# A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name, and to what a reader of
-# that computes with, in float32.
-Format = Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]
+# Takes (first row, rows in float32 as a reader computes with them), from the first row to the last.
+Use = Callable[[int, torch.Tensor], None]
+# A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name, and hands what a reader of
+# that computes with to the `Use` that follows the weight, by pieces: whole it would take more than the weight itself.
+Format = Callable[[torch.Tensor, Use], Parts]
 # (preset of compressed-tensors, its name for the layout) of every format that it stores
 LAYOUTS = {
     "fp8": ("FP8_DYNAMIC", "float-quantized"),
@@ -54,7 +56,13 @@ def _scheme(name: str) -> Any:
     return preset_name_to_scheme(name, ["Linear"])
 
 
-def _compress(weight: torch.Tensor, name: str, block: tuple[int, int]) -> tuple[Parts, torch.Tensor]:
+def read_back(store: Format, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """(what `store` stores of `weight`, what a reader of it computes with: (out, in) in float32)."""
+    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    return store(weight, lambda start, rows: value[start : start + len(rows)].copy_(rows)), value
+
+
+def _compress(weight: torch.Tensor, use: Use, name: str, block: tuple[int, int]) -> Parts:
     """`weight` with one BF16 scale per block of (rows, columns), some rows at a time."""
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -73,43 +81,44 @@ def _compress(weight: torch.Tensor, name: str, block: tuple[int, int]) -> tuple[
         stored["weight_scale"] = scale
         return stored, value
 
-    return _by_rows(weight, block[0], compress)
+    return _by_rows(weight, use, block[0], compress)
 
 
-def _by_rows(weight: torch.Tensor, step: int, compress: Format) -> tuple[Parts, torch.Tensor]:
-    """`compress` over chunks of rows (float32, a multiple of `step`), put together again."""
+def _by_rows(
+    weight: torch.Tensor, use: Use, step: int, compress: Callable[[torch.Tensor], tuple[Parts, Any]]
+) -> Parts:
+    """`compress` over chunks of rows (float32, a multiple of `step`), what is stored put together again."""
     rows = max(step, CHUNK // weight.shape[1] // step * step)
-    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     chunks: list[Parts] = []
-    for chunk, place in zip(weight.split(rows), value.split(rows), strict=True):
+    for index, chunk in enumerate(weight.split(rows)):
         parts, computed = compress(chunk.float())
         chunks.append(parts)
-        place.copy_(computed)
+        use(index * rows, computed)
     # Nothing but a global scale and the shape is of the whole weight.
     stored = {
         key: torch.cat([parts[key] for parts in chunks]) if part.ndim == 2 else part for key, part in chunks[0].items()
     }
     if "weight_shape" in stored:
         stored["weight_shape"] = torch.tensor(weight.shape, dtype=stored["weight_shape"].dtype)
-    return stored, value
+    return stored
 
 
-def to_fp8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def to_fp8(weight: torch.Tensor, use: Use) -> Parts:
     """FP8 (E4M3) codes and one scale per output channel."""
-    return _compress(weight, "fp8", (1, weight.shape[1]))
+    return _compress(weight, use, "fp8", (1, weight.shape[1]))
 
 
-def to_fp8_block(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def to_fp8_block(weight: torch.Tensor, use: Use) -> Parts:
     """FP8 (E4M3) codes and one scale per block of 128 x 128."""
-    return _compress(weight, "fp8_block", (BLOCK, BLOCK))
+    return _compress(weight, use, "fp8_block", (BLOCK, BLOCK))
 
 
-def to_w4a16(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def to_w4a16(weight: torch.Tensor, use: Use) -> Parts:
     """INT4 codes, eight to an int32, and one scale per 128 inputs of an output channel."""
-    return _compress(weight, "w4a16", (1, GROUP))
+    return _compress(weight, use, "w4a16", (1, GROUP))
 
 
-def to_nvfp4(weight: torch.Tensor, amax: float = 0.0) -> tuple[Parts, torch.Tensor]:
+def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
     """FP4 (E2M1) codes, two to a byte, one E4M3 scale per 16 inputs of an output channel, one global scale.
 
     `amax` is the largest |weight| of the other layers that share the global scale. A reader computes
@@ -135,16 +144,18 @@ def to_nvfp4(weight: torch.Tensor, amax: float = 0.0) -> tuple[Parts, torch.Tens
 
     # compressed-tensors compiles its rounding: for that inductor starts a process per core, of 0.4 GiB each.
     with torch.compiler.set_stance("force_eager"):
-        return _by_rows(weight, 1, compress)
+        return _by_rows(weight, use, 1, compress)
 
 
-def to_nf4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def to_nf4(weight: torch.Tensor, use: Use) -> Parts:
     """NF4 bytes with their quant state, as bitsandbytes serializes a Linear4bit."""
     from bitsandbytes.functional import dequantize_4bit
 
     packed, state = quantize_weight(weight, True, None)
-    parts = {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-    return {"weight": packed, **parts}, dequantize_4bit(packed, state).float()
+    rows = max(1, CHUNK // weight.shape[1])
+    for index, chunk in enumerate(dequantize_4bit(packed, state).split(rows)):
+        use(index * rows, chunk.float())
+    return {"weight": packed, **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}}
 
 
 # What needs no data: the weights of nvfp4 are those of nvfp4a16, and awq is made elsewhere (calibrated.py).
@@ -240,10 +251,22 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
     for name, weight in _tensors(merged):
         if name in updates:
             before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
-            if store is not None and name in base.quantized:
-                before, after = store(name, before)[1], store(name, after)[1]
-            retained.add(after, before, updates[name].delta(base.device))
+            if store is None or name not in base.quantized:
+                retained.add(after, before, updates[name].delta(base.device))
+                continue
+            store(name, after, _project(retained, updates[name], base.device))
+            store(name, before, _project(retained, updates[name], base.device, before=True))
     return retained.share()
+
+
+def _project(retained: Retained, update: Factors, device: torch.device | str, before: bool = False) -> Use:
+    """Adds rows to `retained` as they are computed; <Q(W+Δ) − Q(W), Δ> is a difference of two such sums."""
+    a, b = (part.to(device, torch.float32) for part in (update.a, update.b))
+
+    def use(start: int, rows: torch.Tensor) -> None:
+        retained.project(rows, update.scale * (b[start : start + len(rows)] @ a), before)
+
+    return use
 
 
 def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
@@ -262,13 +285,13 @@ def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
     )
 
 
-def _by_name(format_name: str, merged: Path, base: BaseCheckpoint) -> Callable[[str, torch.Tensor], Any]:
+def _by_name(format_name: str, merged: Path, base: BaseCheckpoint) -> Callable[[str, torch.Tensor, Use], Parts]:
     """The format as a function of a weight's name and the weight."""
     store = FORMATS[format_name]
     if store is not to_nvfp4:
-        return lambda _, weight: store(weight)
+        return lambda _, weight, use: store(weight, use)
     peaks = fused_peaks(merged, base.quantized)
-    return lambda name, weight: to_nvfp4(weight, peaks.get(name, 0.0))
+    return lambda name, weight, use: to_nvfp4(weight, use, peaks.get(name, 0.0))
 
 
 def _tensors(directory: Path, wanted: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -310,10 +333,14 @@ def quantize_checkpoint(
         weight = read_tensor(merged / files[name], name)
         if name not in base.quantized:
             return {name: weight}
-        stored, value = store(name, weight.to(base.device))
+        weight = weight.to(base.device)
         if name in updates:
-            before = store(name, base.tensor(name).to(torch.bfloat16))[1]
-            retained.add(value, before, updates[name].delta(base.device))
+            stored = store(name, weight, _project(retained, updates[name], base.device))
+            del weight
+            before = base.tensor(name).to(torch.bfloat16)
+            store(name, before, _project(retained, updates[name], base.device, before=True))
+        else:
+            stored = store(name, weight, lambda *_: None)
         if input_peaks is not None:
             stored["input_global_scale"] = torch.tensor([E4M3_MAX * E2M1_MAX / input_peaks[name]])
         return {f"{name.removesuffix('.weight')}.{key}": part for key, part in stored.items()}

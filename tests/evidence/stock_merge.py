@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
 from merge.base import dequantize, hash_nf4_model, load_nf4, plain_name
 from merge.export import export
-from merge.quantize import Retained, to_fp8
+from merge.quantize import Retained, read_back, to_fp8
 from merge.stream import NF4_FOLDER, Original
 from recipes.parts.adapter_file import AdapterFile
 from recipes.parts.errors import BadInput, CheckFailed, run_command
@@ -244,7 +244,7 @@ def measure_ours(
         return {linear.name: weight.to(torch.bfloat16) for linear, weight in folded}
 
     wanted, bf16, held = wanted_updates(model), computed(adapter), computed({})
-    fp8, held_fp8 = ({name: to_fp8(weight)[1] for name, weight in side.items()} for side in (bf16, held))
+    fp8, held_fp8 = ({name: read_back(to_fp8, weight)[1] for name, weight in side.items()} for side in (bf16, held))
     on, off = accuracies(model, accuracy)
     same = hash_nf4_model(model)["hash"] == facts["hash"]
     set_size(grow or 0)

@@ -25,7 +25,7 @@ from merge.diagnose_verdict import (
     summarize,
     verdict,
 )
-from merge.quantize import FORMATS
+from merge.quantize import FORMATS, read_back
 from merge.stored import StoredWeights, unscaled
 from recipes.parts.errors import BadInput
 from tests.unit.test_merge_fixture import alter_adapter, make_model, make_run, shared_model, shared_run
@@ -81,7 +81,7 @@ def test_every_figure_of_a_layer_equals_its_definition_in_numpy(fmt):
     rounded = lambda m, p, w: w.bfloat16().float()  # noqa: E731
     readers = {"coarse": coarse, "bf16": rounded}
     if fmt in FORMATS:
-        readers[fmt] = lambda m, p, w: FORMATS[fmt](w.bfloat16())[1]
+        readers[fmt] = lambda m, p, w: read_back(FORMATS[fmt], w.bfloat16())[1]
     found = measure_layer(NAME, weight, delta, {fmt: readers[fmt]})
 
     w, d = weight.double().numpy(), delta.double().numpy()
@@ -175,9 +175,10 @@ def test_what_has_no_divisor_is_null():
 def test_formats_that_store_the_same_weights_are_computed_once():
     calls = []
 
-    def store(weight):
+    def store(weight, use):
         calls.append(weight.dtype)
-        return {}, weight.float()
+        use(0, weight.float())
+        return {}
 
     weight, delta = hand_made()
     found = measure_layer(NAME, weight, delta, {"one": computed(store), "two": computed(store)})["formats"]
@@ -337,7 +338,7 @@ def test_stored_weights_are_what_the_format_said_its_reader_computes_with(name, 
     from merge.quantize import quantization_config
 
     weight = hand_made()[0].bfloat16()
-    parts, value = FORMATS[name](weight)
+    parts, value = read_back(FORMATS[name], weight)
     save_file({f"m.q_proj.{key}": part for key, part in parts.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config(name, [])}))
     stored = StoredWeights(tmp_path)
@@ -358,7 +359,7 @@ def test_scales_between_layers_are_taken_out_and_the_error_stays(spread):
     weight = torch.from_numpy(random.normal(size=(192, 256)) * 0.05).float()
     rows, columns = (torch.from_numpy(np.exp(spread * random.normal(size=n))).float() for n in (192, 256))
     scaled = rows[:, None] * weight * columns
-    value = FORMATS["w4a16"](scaled.bfloat16())[1]
+    value = read_back(FORMATS["w4a16"], scaled.bfloat16())[1]
     found, known = unscaled(value, weight), value / (rows[:, None] * columns)
     errors = [(torch.linalg.norm(x - weight) / torch.linalg.norm(weight)).item() for x in (found, known)]
     # At a spread of 1, which no calibration gives, most of some columns rounds to zero and a third of W is lost.

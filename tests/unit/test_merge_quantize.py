@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from merge import quantize as quantize_module
 from merge.base import BaseCheckpoint, dequantize
 from merge.merge import read_adapter, write_bf16
-from merge.quantize import FORMATS, Refused, check_shapes, fused_peaks, quantize_checkpoint, retained_share
+from merge.quantize import FORMATS, Refused, check_shapes, fused_peaks, quantize_checkpoint, read_back, retained_share
 from merge.shards import PartsFile
 from merge.verify import base_checkpoint, load_for_scoring
 from recipes.parts.errors import BadInput
@@ -137,7 +137,7 @@ def test_transformers_computes_with_the_stored_weights_and_they_are_near_the_mer
 def test_rounding_is_to_the_nearest_code(name):
     torch.manual_seed(0)
     weight = (torch.randn(128, 256) * 0.05).bfloat16()
-    stored, value = FORMATS[name](weight)
+    stored, value = read_back(FORMATS[name], weight)
     assert value.dtype == torch.float32
     exact = weight.double().numpy()
     assert np.array_equal(value.double().numpy(), decode(name, {f"m.{k}": v for k, v in stored.items()}, "m"))
@@ -172,7 +172,7 @@ def nearest(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
 def test_nvfp4_is_what_its_definition_gives():
     torch.manual_seed(0)
     weight = (torch.randn(64, 512) * torch.logspace(-3, 0, 64)[:, None]).bfloat16()
-    stored, value = FORMATS["nvfp4a16"](weight)
+    stored, value = read_back(FORMATS["nvfp4a16"], weight)
     exact = weight.double().numpy()
     global_scale = 2.0 ** np.floor(np.log2(448 * 6 / np.abs(exact).max()))
     assert stored["weight_global_scale"].tolist() == [global_scale]
@@ -188,7 +188,8 @@ def test_nvfp4_is_what_its_definition_gives():
 def test_a_shared_global_scale_does_not_change_what_nvfp4_stands_for():
     torch.manual_seed(0)
     weight = (torch.randn(64, 256) * 0.05).bfloat16()
-    (alone, value), (shared, same) = FORMATS["nvfp4a16"](weight), quantize_module.to_nvfp4(weight, 1.7)
+    alone, value = read_back(FORMATS["nvfp4a16"], weight)
+    shared, same = read_back(lambda *given: quantize_module.to_nvfp4(*given, 1.7), weight)
     assert alone["weight_global_scale"] > 4 * shared["weight_global_scale"]
     assert torch.equal(value, same)
     assert torch.equal(value.bfloat16().float(), value)  # exact in BF16, which transformers dequantizes it to
@@ -219,9 +220,9 @@ def test_one_layer_of_a_fused_group_sets_the_scale_of_all(tmp_path):
 def test_weights_in_chunks_are_stored_as_in_one_piece(name, monkeypatch):
     torch.manual_seed(0)
     weight = (torch.randn(384, 256) * 0.05).bfloat16()
-    (whole, value) = FORMATS[name](weight)
+    (whole, value) = read_back(FORMATS[name], weight)
     monkeypatch.setattr(quantize_module, "CHUNK", 200 * 256)
-    (chunked, same) = FORMATS[name](weight)
+    (chunked, same) = read_back(FORMATS[name], weight)
     assert torch.equal(value, same)
     assert whole.keys() == chunked.keys()
     for key, part in whole.items():
@@ -233,7 +234,7 @@ def test_weights_in_chunks_are_stored_as_in_one_piece(name, monkeypatch):
 def test_a_row_or_block_of_zeros_stays_zero(name):
     weight = torch.zeros(256, 256, dtype=torch.bfloat16)
     weight[129] = 0.5
-    _, value = FORMATS[name](weight)
+    _, value = read_back(FORMATS[name], weight)
     assert torch.isfinite(value).all()
     assert (value[:128] == 0).all()
     assert value[129] == pytest.approx(torch.full((256,), 0.5), rel=0.07)
@@ -352,12 +353,12 @@ def test_the_parts_of_two_tensors_are_in_memory_and_not_those_of_a_shard(tmp_pat
     stored: list[list[weakref.ref]] = []
     most, to_fp8, write = 0, FORMATS["fp8"], PartsFile.write
 
-    def watched(weight):
+    def watched(weight, use):
         nonlocal most
         most = max(most, sum(any(part() is not None for part in parts) for parts in stored))
-        parts, value = to_fp8(weight)
+        parts = to_fp8(weight, use)
         stored.append([weakref.ref(part) for part in parts.values()])
-        return parts, value
+        return parts
 
     def slow(*arguments):
         time.sleep(0.01)  # a disk slower than quantizing
