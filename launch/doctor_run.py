@@ -68,6 +68,7 @@ class _announced:
             "ACCELERATE_MIXED_PRECISION": str(facts.get("mixed_precision", "no")),
             "ACCELERATE_USE_FSDP": "true" if kind == "FSDP" else "false",
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage if kind == "DEEPSPEED" else 0),
+            **{key.upper(): str(value) for key, value in (facts.get("fsdp_config") or {}).items()},
             "LOCAL_WORLD_SIZE": str(max(1, processes // machine.machines)),
         }
 

@@ -2,7 +2,7 @@
 
 Covers: loading a causal LM in NF4 without the CPU repacking trap, the content hash that the trainer, the server and
 the merge compare, and reading the original checkpoint as the dequantized NF4 base without ever loading the model.
-Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes with, sharded (FSDP, ZeRO-3) models.
+Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes with.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ import torch
 from merge.checkpoint import checkpoint_shards, pass_full_disk, read_shapes, read_tensor
 from merge.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
 from merge.shards import tensor_bytes
+from merge.whole import is_split, whole
 from recipes.parts.errors import BadInput, CheckFailed
 
 HASH_BYTES = 1 << 26  # largest slice turned into float32 at once while hashing
@@ -32,14 +33,16 @@ def load_nf4(
     skip_modules: list[str] | None = None,
     device: str | torch.device | None = None,
     revision: str | None = None,
+    quant_storage: torch.dtype = torch.uint8,
     **kwargs: Any,
 ) -> torch.nn.Module:
     """A transformers causal LM whose linear layers (not the output embedding) are bitsandbytes NF4.
 
     `dtype` is the dtype of everything else, the compute dtype and the dtype that the NF4 weights dequantize to.
     `skip_modules` are left unquantized in addition to the output embedding. `device` defaults to CUDA when there is
-    one. `BadInput`, before any weight is read, for a checkpoint that is quantized already and for a block size that
-    transformers cannot load.
+    one. `quant_storage` is the dtype that the packed bytes are stored as; they are the same bytes in each. `BadInput`,
+    before any weight is read, for a checkpoint that is quantized already and for a block size that transformers cannot
+    load.
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -64,6 +67,7 @@ def load_nf4(
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=double_quantization,
                 bnb_4bit_compute_dtype=dtype,
+                bnb_4bit_quant_storage=quant_storage,
                 # A list replaces transformers' own, which protects the output embedding, so that has to be in it.
                 llm_int8_skip_modules=None if not skip_modules else [*_output_embedding(config), *skip_modules],
             ),
@@ -151,29 +155,45 @@ def hash_nf4_model(model: torch.nn.Module) -> dict:
     tensor's covers its shape and its values as float32, so that casting it up does not count as a change.
     `offsets` holds the mean that double quantization takes off the block maxima: a float sum, whose last bit depends
     on the device, so a reader has to be told it to quantize to the same bytes.
+
+    Of a model that FSDP2 or ZeRO-3 has split, every process calls this and gets the same: each tensor is gathered,
+    hashed with this process's copy of its quant state, and let go.
     """
     quantized, jobs, offsets, states = [], {}, {}, []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for name, parameter in model.named_parameters():
-            name = plain_name(name)
+        for full_name, parameter in model.named_parameters():
+            name = plain_name(full_name)
             if any(part.startswith("lora_") for part in name.split(".")):
                 continue
-            state = getattr(parameter, "quant_state", None)
-            if state is None:
-                jobs[name] = pool.submit(hash_tensor, parameter.detach())
-                continue
-            _check_not_repacked(state, name)
-            quantized.append(name.removesuffix(".weight"))
-            states.append(state)
-            if state.nested:
-                offsets[name] = state.offset.item()
-            jobs[name] = pool.submit(hash_quantized, parameter.data, state)
+            state = _quant_state(model, full_name, parameter)
+            with whole([parameter]) as (value,):
+                if state is None:
+                    jobs[name] = pool.submit(hash_tensor, value)
+                else:
+                    _check_not_repacked(state, name)
+                    quantized.append(name.removesuffix(".weight"))
+                    states.append(state)
+                    if state.nested:
+                        offsets[name] = state.offset.item()
+                    jobs[name] = pool.submit(hash_quantized, value, state)
+                if is_split(parameter):
+                    jobs[name].result()  # one tensor at a time: the base as a whole may not fit
         tensors = {name: job.result() for name, job in sorted(jobs.items())}
     if not states:
         raise BadInput("the model has no NF4 layer, so it has no NF4 base to hash. Load it with merge.base.load_nf4.")
     config = getattr(model, "config", None)
     where = {"model": getattr(config, "_name_or_path", None), "revision": getattr(config, "_commit_hash", None)}
     return base_facts(tensors, offsets, quantized, states[0], **where)
+
+
+def _quant_state(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> Any:
+    """The bitsandbytes quant state of a parameter; None for one that is not quantized.
+
+    FSDP2 puts a plain parameter in the place of bitsandbytes' own; the module keeps the state.
+    """
+    module, _, leaf = name.rpartition(".")
+    found = getattr(parameter, "quant_state", None)
+    return getattr(model.get_submodule(module), "quant_state", None) if found is None and leaf == "weight" else found
 
 
 def base_facts(

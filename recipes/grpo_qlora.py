@@ -140,6 +140,7 @@ def main() -> None:
     )
     from recipes.parts.record import write_config
     from recipes.parts.rundir import write_json
+    from recipes.parts.sharding import loading_whole
     from recipes.parts.trainer import PolicyTrainer, check_card, limit_gpu_memory, trainer_arguments
     from reward import reward_functions
 
@@ -163,8 +164,9 @@ def main() -> None:
         write_config(config, run, processes)
 
     limit_gpu_memory(config)
-    rollout = make_rollout(config, tokenizer, model_config, run)
-    base = load_policy_base(config)
+    with loading_whole(arguments):
+        rollout = make_rollout(config, tokenizer, model_config, run)
+        base = load_policy_base(config)
     facts = record_base(base, run, config, write=False)
     if rollout:
         rollout.check_base(facts["hash"])

@@ -26,20 +26,26 @@ class AdapterFile:
     """Writes the adapter of one model again and again; names, order and header never change, so they are made once.
 
     The file's safetensors metadata holds the text of adapter_config.json under `adapter_config`, so that it is enough
-    by itself when it travels in an HTTP body.
+    by itself when it travels in an HTTP body. `gathered` are the adapter's tensors where the model holds parts of them
+    (`sharding.gather_adapter`): as they are now, so each version then takes a new object.
     """
 
-    def __init__(self, model: "torch.nn.Module", dtype: "torch.dtype", base_hash: str):
+    def __init__(
+        self,
+        model: "torch.nn.Module",
+        dtype: "torch.dtype",
+        base_hash: str,
+        gathered: "dict[str, torch.Tensor] | None" = None,
+    ):
         from peft import get_peft_model_state_dict
 
+        tensors = dict(model.named_parameters()) if gathered is None else gathered
         named = {
             name.replace(".default.", "."): parameter
-            for name, parameter in model.named_parameters()
+            for name, parameter in tensors.items()
             if ".lora_A.default." in name or ".lora_B.default." in name
         }
-        shapes = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
-        if shapes != {name: tuple(parameter.shape) for name, parameter in named.items()}:
-            other = sorted(shapes.keys() ^ named.keys())
+        if other := sorted(get_peft_model_state_dict(model, state_dict=gathered).keys() ^ named.keys()):
             raise CheckFailed(f"the adapter holds more than LoRA matrices, which no replica can serve: {other[:5]}.")
         self.parameters, self.dtype, self.base_hash = list(named.values()), dtype, base_hash
         self.config = _config_text(model.peft_config["default"])

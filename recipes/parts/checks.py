@@ -1,7 +1,6 @@
 """Checks of a configuration that involve several keys, and of its run directory; all before any weight is loaded."""
 
 import fcntl
-import json
 import math
 import os
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+from recipes.parts import sharding
 from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.replica import SERVED_RANKS
@@ -193,7 +193,7 @@ def _trl_fields(config: Config) -> list[str]:
     for key, value in config.train.trl.items():
         where = f"train.trl.{key}"
         if key in SHARDING_FIELDS:
-            found.append(f"{where} is not supported: {sharded('it')}")
+            found.append(f"{where} is not supported: {sharding.refused('it')}")
         elif key.startswith("vllm_") and key != FLOOR_FIELD:
             found.append(
                 f"{where} belongs to trl's own vLLM client, which the kit does not use. Remove it; the keys of the "
@@ -291,28 +291,7 @@ def _parallelism(config: Config) -> list[str]:
             "model.dtype is float32 and the accelerate config says mixed_precision: bf16, which would compute in "
             "bfloat16. Set model.dtype to bfloat16, or pass --mixed_precision no to accelerate launch."
         ]
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        return [sharded("FSDP")]
-    return [sharded("ZeRO-3")] if _zero_stage() == "3" else []
-
-
-def _zero_stage() -> str:
-    """The ZeRO stage that `accelerate launch` announces: in a DeepSpeed file of its own, or as a number."""
-    announced = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
-    try:
-        facts = json.loads(Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")).read_text())
-        stage = str(facts["zero_optimization"]["stage"])
-    except (OSError, ValueError, LookupError, TypeError):  # what is wrong with the file, DeepSpeed says itself
-        return announced
-    return announced if stage == "auto" else stage
-
-
-def sharded(name: str) -> str:
-    """Why the base must be whole in every process."""
-    return (
-        f"{name} shards the base over the processes, so no process can prove that it stayed unchanged. A 4-bit base "
-        "fits one GPU: use accelerate_configs/ddp.yaml or zero2.yaml."
-    )
+    return sharding.problems(config)
 
 
 def replicas_beside_trainer(config: Config) -> int:

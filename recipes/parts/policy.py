@@ -11,6 +11,7 @@ from merge.base import hash_nf4_model, load_nf4, unquantized_config
 from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from recipes.parts.sharding import quant_storage
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +81,7 @@ def load_policy_base(config: Config) -> "torch.nn.Module":
         device=PartialState().device,
         revision=config.model.revision,
         attn_implementation=config.model.attn_implementation,
+        quant_storage=quant_storage(),
     )
 
 
@@ -107,7 +109,7 @@ def set_adapter_dtype(model: "torch.nn.Module", dtype: str) -> None:
     import torch
 
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
@@ -145,16 +147,25 @@ def load_adapter_weights(model: "torch.nn.Module", directory: str | Path) -> Non
         )
 
 
-def publish_adapter(model: "torch.nn.Module", directory: Path, version: int, base_hash: str) -> Path:
-    """Write the adapter to `directory` whole or not at all, with its manifest; returns the directory."""
+def publish_adapter(
+    model: "torch.nn.Module",
+    directory: Path,
+    version: int,
+    base_hash: str,
+    gathered: "dict[str, torch.Tensor] | None" = None,
+) -> Path:
+    """Write the adapter to `directory` whole or not at all, with its manifest; returns the directory.
+
+    `gathered` are its tensors where the model holds parts of them (`sharding.gather_adapter`).
+    """
     from peft import get_peft_model_state_dict
 
     from merge.base import hash_pairs, hash_tensor
 
     adapter = model.peft_config["default"]
-    tensors = get_peft_model_state_dict(model)
+    tensors = get_peft_model_state_dict(model, state_dict=gathered)
     with publish(directory, overwrite=True) as partial:
-        model.save_pretrained(partial, selected_adapters=["default"])
+        model.save_pretrained(partial, selected_adapters=["default"], state_dict=gathered)
         (partial / "README.md").unlink(missing_ok=True)
         write_manifest(
             partial,

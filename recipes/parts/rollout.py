@@ -25,6 +25,7 @@ from recipes.parts.replica import (
 )
 from recipes.parts.rundir import RunDir, base_directory, read_json
 from recipes.parts.scorer import CanaryScorer
+from recipes.parts.sharding import gather_adapter
 from recipes.parts.sync import START, AdapterSync, restart_hint, start_hint
 
 FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
@@ -49,6 +50,8 @@ class ServerRollout:
         self._infos: dict[str, dict] = {}
         self._dispatcher: Dispatcher | None = None
         self._adapter: AdapterFile | None = None
+        self._scores: tuple = ()
+        self._served: int | None = None  # as every process knows it
         self._may_be_asleep = False
         self._silent: set[str] = set()
 
@@ -208,7 +211,9 @@ class ServerRollout:
             # Every process, before the replicas wake: the update's cached blocks are memory that they need.
             free_gpu_cache()
             trainer.accelerator.wait_for_everyone()
-        if trainer.accelerator.is_main_process:
+        if trainer.sharding:
+            outcome[2] = self._ask_policy(trainer, everything)
+        if trainer.accelerator.is_main_process and outcome[2] is None:
             # The other processes wait for the outcome, so no error may pass them by.
             try:
                 outcome[:2] = self._step(trainer, everything, group)
@@ -219,6 +224,8 @@ class ServerRollout:
         broadcast_object_list(outcome)
         if outcome[2] is not None:
             raise outcome[2]
+        self._served = outcome[1]
+        self.scorer.extend([ids for ids, _ in outcome[0]])
         start = trainer.accelerator.process_index * len(prompt_ids)
         mine = outcome[0][start : start + len(prompt_ids)]
         self.versions = [outcome[1]] * len(mine)
@@ -253,24 +260,45 @@ class ServerRollout:
                 self._all_or_fail(lambda replica: replica.sleep(), "go to sleep")
         for replica in self.replicas:
             replica.close()
-        self.scorer.extend([ids for ids, _ in samples])
         return samples, self.sync.served
+
+    def _ask_policy(self, trainer: Any, prompts: list[list[int]]) -> KitError | None:
+        """Where the base is split, all that a sync needs of the policy, in every process together and before any
+        request: a forward or a gather that one process leaves out would stop the others for ever."""
+        self.scorer.choose(prompts)
+        if trainer.adapter_version == self._served:
+            return None
+        gathered = gather_adapter(trainer.accelerator.unwrap_model(trainer.model))
+        if trainer.accelerator.is_main_process:
+            self._adapter = self._adapter_file(trainer, gathered)
+        try:
+            self._scores = self._score(trainer)
+        except KitError as error:
+            return error
+        return None
+
+    def _score(self, trainer: Any) -> tuple:
+        if not self.scorer.sequences:
+            return ()
+        policy = self.scorer.policy(trainer)
+        return self.scorer.sequences, policy, self.scorer.base(trainer)
+
+    def _adapter_file(self, trainer: Any, gathered: dict | None = None) -> AdapterFile:
+        import torch
+
+        model, dtype = trainer.accelerator.unwrap_model(trainer.model), getattr(torch, self.config.model.dtype)
+        return AdapterFile(model, dtype, trainer.base_hash, gathered)
 
     def _sync(self, trainer: Any) -> None:
         version = trainer.adapter_version
         if version == self.sync.served:
             return
         if self._adapter is None:
-            import torch
-
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            self._adapter = AdapterFile(model, getattr(torch, self.config.model.dtype), trainer.base_hash)
-
-        def score() -> tuple:
-            policy = self.scorer.policy(trainer)
-            return self.scorer.sequences, policy, self.scorer.base(trainer)
-
+            self._adapter = self._adapter_file(trainer)
+        score = (lambda: self._scores) if trainer.sharding else (lambda: self._score(trainer))
         self.sync.publish(version, self._adapter, score if self.scorer.sequences else None)
+        if trainer.sharding:
+            self._adapter = None  # it holds the gathered tensors
         self.report["sync_seconds"] = {part: round(value, 4) for part, value in self.sync.seconds.items()}
         if results := self.sync.canary.values():
             self.report["canary_delta"] = max(result.mean for result in results)

@@ -1,5 +1,6 @@
 """The trainer's half of the canary: which tokens are scored, and their log-probs by the policy and by the base."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,10 @@ class CanaryScorer:
 
 
 def _score(trainer: Any, sequences: list[list[int]]) -> list[np.ndarray]:
-    """One forward as the training forward computes it: same autocast, same mode, no dropout (checks.py)."""
+    """One forward as the training forward computes it: same autocast, same mode, no dropout (checks.py).
+
+    Where the base is split, all processes call this together.
+    """
     import torch
     from trl.models.utils import disable_gradient_checkpointing
 
@@ -76,10 +80,13 @@ def _score(trainer: Any, sequences: list[list[int]]) -> list[np.ndarray]:
     with (
         torch.no_grad(),
         disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs),
-        trainer.accelerator.autocast(),
+        # FSDP2 and DeepSpeed cast the weights instead.
+        contextlib.nullcontext() if trainer.sharding else trainer.accelerator.autocast(),
     ):
-        # Past the outer model, whose forward accelerate wraps: that one would copy all logits to float32.
-        logits = model.get_base_model()(input_ids=ids, use_cache=False).logits  # (S, L, vocabulary)
+        # Past the outer model, whose forward accelerate wraps: that one would copy all logits to float32. FSDP2 and
+        # ZeRO-3 begin a forward there.
+        forward = model if trainer.sharding else model.get_base_model()
+        logits = forward(input_ids=ids, use_cache=False).logits  # (S, L, vocabulary)
     scores = []
     for row, tokens in enumerate(sequences):
         own = logits[row, : len(tokens) - 1].float()

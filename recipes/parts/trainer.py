@@ -31,7 +31,7 @@ from recipes.parts.checkpoint import (
     saving_failed,
     staging_directory,
 )
-from recipes.parts.checks import sharded, split_problem
+from recipes.parts.checks import split_problem
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
@@ -40,6 +40,7 @@ from recipes.parts.mismatch import measure
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
 from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
+from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers
 
 # TRL metric -> key of metrics.jsonl
@@ -136,18 +137,6 @@ def check_card(config: Config) -> None:
         raise BadInput(problem)
 
 
-def check_not_sharded(accelerator: Any) -> None:
-    """`BadInput` when accelerate would split the base over the processes, wherever that was asked for."""
-    plugin, parallel = accelerator.state.deepspeed_plugin, accelerator.parallelism_config
-    if plugin is not None and int(plugin.zero_stage) == 3:
-        raise BadInput(sharded("ZeRO-3"))
-    kind = accelerator.distributed_type.value
-    if kind in ("FSDP", "MEGATRON_LM") or getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        raise BadInput(sharded("FSDP" if kind != "MEGATRON_LM" else "Megatron-LM"))
-    if parallel is not None and (parallel.tp_enabled or parallel.dp_shard_enabled or parallel.cp_enabled):
-        raise BadInput(sharded("accelerate's parallelism_config"))
-
-
 def limit_gpu_memory(config: Config) -> None:
     """Let this process take at most `train.max_gpu_gib` of its GPU; `BadInput` when the card is smaller.
 
@@ -195,7 +184,7 @@ class PolicyTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        check_not_sharded(self.accelerator)
+        self.sharding = prepare(self.accelerator, self.model)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
         self.config, self.run, self.base_hash, self.rollout, self.heldout = config, run, base_hash, rollout, heldout
@@ -231,6 +220,7 @@ class PolicyTrainer(GRPOTrainer):
             # transformers would train one step more.
             return
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.accelerator.wait_for_everyone()  # transformers looks at what is staged once more, in every process
         if self.accelerator.is_main_process:
             discard_staged(self.run)
 
@@ -430,9 +420,10 @@ class PolicyTrainer(GRPOTrainer):
             # GRPOTrainer's own only adds a model card to the output directory.
             Trainer._save_checkpoint(self, model, trial)
             self.accelerator.wait_for_everyone()
+            policy = self.accelerator.unwrap_model(self.model)
+            adapter = gather_adapter(policy) if self.sharding else None
             if self.accelerator.is_main_process:
-                policy = self.accelerator.unwrap_model(self.model)
-                publish_adapter(policy, self.run.adapter_dir(step), step, self.base_hash)
+                publish_adapter(policy, self.run.adapter_dir(step), step, self.base_hash, adapter)
                 commit_checkpoint(self.run, step, self.base_hash)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:

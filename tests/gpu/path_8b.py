@@ -4,7 +4,8 @@ Shows what a CPU cannot: that the NF4 path fits and runs at size, and what it co
 learned. Rollouts from a server: rollout_8b.py.
 
     python tests/gpu/path_8b.py --part local     # train in process, write the base, merge, quantize
-    python tests/gpu/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2
+    python tests/gpu/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2, ZeRO-3, FSDP2
+    python tests/gpu/path_8b.py --part parallel --launchers ddp zero3 fsdp2  # the memory of each card, whole and split
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+LAUNCHERS = {"one_gpu": 1, "ddp": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}  # processes of each
 
 
 def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0) -> float:
@@ -118,19 +120,24 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/path8b"))
     parser.add_argument("--part", choices=("local", "parallel"), required=True)
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="of parallel")
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
-    rows, seconds = (local_part if options.part == "local" else parallel_part)(work, options.layers)
+    if options.part == "local":
+        rows, seconds = local_part(work, options.layers)
+    else:
+        rows, seconds = parallel_part(work, options.layers, options.launchers)
     if options.out:
         options.out.write_text(json.dumps({"rows": rows, "seconds": seconds}, indent=2))
-    print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  peak GiB")
+    print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  GiB in rollout, update")
     for r in rows:
         s = r["seconds"]
         print(
             f"{r['what']:<26} {s['step']:6.1f} {s['rollout']:7.1f} {s['update']:8.1f} {r['rollout_tok_s']:10.0f} "
-            f"{r['update_tok_s']:10.0f} {r['peak_update_gib']:9.1f}"
+            f"{r['update_tok_s']:10.0f} {r['peak_rollout_gib']:8.1f} "
+            f"{r['peak_update_gib']:6.1f}"
         )
     print({name: round(value) for name, value in seconds.items()})
 
@@ -148,13 +155,13 @@ def local_part(work: Path, layers: int) -> tuple[list[dict], dict]:
     return rows, seconds
 
 
-def parallel_part(work: Path, layers: int) -> tuple[list[dict], dict]:
-    """Rows of the same steps on one GPU and on two, by DDP and by ZeRO-2; the first losses have to agree."""
+def parallel_part(work: Path, layers: int, launchers: list[str]) -> tuple[list[dict], dict]:
+    """Rows of the same steps on one GPU and on two, with the base whole on each and split over both."""
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
     make_model(work / "model", work / "tiny", layers)
     rows, seconds = [], {}
-    for launcher, processes in (("one_gpu", 1), ("ddp", 2), ("zero2", 2)):
-        started = time.perf_counter()
+    for launcher in launchers:
+        started, processes = time.perf_counter(), LAUNCHERS[launcher]
         rows.append(row(f"{launcher} x {processes}", train(f"run-{launcher}", work, [], launcher, processes)))
         seconds[launcher] = time.perf_counter() - started
     return rows, seconds

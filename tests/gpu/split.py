@@ -1,12 +1,14 @@
-"""Two GPUs: does a trainer of two processes with one server learn what one process learns, by DDP and by ZeRO-2?
+"""Two GPUs: does a trainer of two processes with one server learn what one process learns, however it is split?
 
     python tests/gpu/split.py --base models/tiny-base --steps 25 --out split.json
+    python tests/gpu/split.py --base models/tiny-base --steps 25 --setups "one process" "ZeRO-3 x 2" "FSDP2 x 2"
 
 The quickstart's small model in BF16, every run by the recipe's command line with a server of its own on GPU 1: one
-process on GPU 0, so that trainer and server have a card each; two processes on both, by DDP and by ZeRO-2. All at
-once, so the seconds say little. Claims, exit 1 when one fails: one process of each run publishes, once per optimizer
-step; every completion was sampled from the newest version; the reward climbs; k3 stays small; two processes end where
-one ends. ZeRO-2 needs deepspeed. Prints the table last.
+process on GPU 0, so that trainer and server have a card each; two processes on both, by DDP, ZeRO-2, ZeRO-3 and FSDP2.
+All at once, so the seconds say little. Claims, exit 1 when one fails: one process of each run publishes, once per
+optimizer step; every completion was sampled from the newest version; the reward climbs; k3 stays small; two processes
+end where one ends; all hashed the same base. ZeRO needs deepspeed. Prints the table last; GiB is the most that the
+main process had allocated in rollout and in update. What a split saves, path_8b.py measures: this base is too small.
 """
 
 import argparse
@@ -22,7 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from path_8b import CONFIG, command
 
-SETUPS = {"one process": ("one_gpu", 1), "DDP x 2": ("ddp", 2), "ZeRO-2 x 2": ("zero2", 2)}
+SETUPS = {
+    "one process": ("one_gpu", 1),
+    "DDP x 2": ("ddp", 2),
+    "ZeRO-2 x 2": ("zero2", 2),
+    "ZeRO-3 x 2": ("zero3", 2),
+    "FSDP2 x 2": ("fsdp2", 2),
+}
 COMPLETIONS = 64  # a step, of all processes
 # Three seeds in one process differ by .007 to .04 in the last ten of 40 steps (reward_equality.py); these are fewer.
 SPREAD, CLIMB, LARGEST_K3 = 0.1, 0.1, 0.01
@@ -82,6 +90,8 @@ def facts(run: Path) -> dict[str, Any]:
         "canary": max(row["canary_delta"] or 0.0 for row in rows),
         "step_s": statistics.median(row["seconds"]["step"] for row in rows),
         "sync_s": statistics.median(row["seconds"]["sync"] for row in rows),
+        "peak_gib": {phase: max(row["peak_gib"][phase] for row in rows) for phase in ("rollout", "update")},
+        "base": json.loads((run / "base.json").read_text())["hash"],
         "problems": [line["problem_ids"] for line in read_jsonl(run / "ledger.jsonl")],
         "rewards": rewards,
     }
@@ -100,6 +110,8 @@ def failures(found: dict[str, dict[str, Any]], steps: int) -> list[str]:
             problems.append(f"{setup}: reward {fact['first']:.3f} -> {fact['last']:.3f}, a gain under {CLIMB}")
         if not fact["k3"] < LARGEST_K3:
             problems.append(f"{setup}: k3 {fact['k3']:.2e}, the limit is {LARGEST_K3}")
+    if len(bases := {fact["base"] for fact in found.values()}) > 1:
+        problems.append(f"the bases differ: {sorted(bases)}")
     alone = found.get("one process", {}).get("last_ten")
     for setup, fact in found.items():
         if alone is not None and abs(fact["last_ten"] - alone) > SPREAD:
@@ -131,12 +143,13 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     heads = f"{'syncs':>5} {'reward, 5 steps':>16} {'last 10':>8} {'k3':>8} {'canary':>8} {'step s':>7} {'sync s':>7}"
-    print(f"{'':<12} {heads}")
+    print(f"{'':<12} {heads} {'GiB':>11}")
     for setup, fact in found.items():
         reward = f"{fact['first']:.3f} -> {fact['last']:.3f}"
         print(
             f"{setup:<12} {fact['syncs']:>5} {reward:>16} {fact['last_ten']:>8.3f} {fact['k3']:>8.1e} "
-            f"{fact['canary']:>8.1e} {fact['step_s']:>7.2f} {fact['sync_s']:>7.3f}"
+            f"{fact['canary']:>8.1e} {fact['step_s']:>7.2f} {fact['sync_s']:>7.3f} "
+            f"{fact['peak_gib']['rollout']:>5.2f} {fact['peak_gib']['update']:>5.2f}"
         )
     ledgers = [fact["problems"] for fact in found.values()]
     print(f"the same problems in every step: {all(one == ledgers[0] for one in ledgers)}")

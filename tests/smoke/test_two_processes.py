@@ -1,21 +1,32 @@
-"""Two trainer processes (gloo, CPU): one run directory, groups split between them.
+"""Two trainer processes (gloo, CPU): one run directory, groups split between them; and the base split between them.
 
-Resuming is not here: transformers 5.17 loads the optimizer of several CPU processes to `cpu:0`, which torch refuses.
+Resuming under DDP is not here: transformers 5.17 loads the optimizer of several CPU processes to `cpu:0`, which torch
+refuses.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from merge.__main__ import main
 from merge.base import hash_nf4_model, load_nf4
+from recipes.parts.canary import read_canary
+from recipes.parts.policy import load_adapter_weights
 from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
-from recipes.parts.rundir import RunDir
+from recipes.parts.rundir import RunDir, read_manifest
+from recipes.parts.scorer import CanaryScorer
 from tests.unit.fake_replica import FakeReplica
+from tests.unit.test_accelerate_configs import announces
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,18 +35,41 @@ def rows(run: RunDir, name: str) -> list[dict]:
     return [json.loads(line) for line in (run.path / name).read_text().splitlines()]
 
 
-def launch(arguments: list[str]) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["recipes/grpo_qlora.py", *arguments]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+def launch(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *arguments]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
-def test_two_processes_write_one_run(tmp_path, recipe_arguments, learning_model_dir):
-    run = RunDir(tmp_path / "run")
-    # 8 completions on each process: two groups of 4.
-    keys = {"train.per_device_train_batch_size": 8, "train.max_steps": 2}
-    done = launch(recipe_arguments(learning_model_dir, run.path, keys))
+def train(arguments: list[str]) -> subprocess.CompletedProcess:
+    return launch(["recipes/grpo_qlora.py", *arguments], ACCELERATE_USE_CPU="true")
+
+
+ONE_STEP = ["stage", "activate", "score", *["generate"] * 4]  # what is asked of a replica
+# 8 completions on each process: two groups of 4.
+KEYS = {"train.per_device_train_batch_size": 8, "train.max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory, learning_model_dir) -> Path:
+    """The learning model with an output matrix of its own, as models of some size have."""
+    folder = shutil.copytree(learning_model_dir, tmp_path_factory.mktemp("untied") / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"tie_word_embeddings": False}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory, recipe_arguments, untied) -> tuple[RunDir, subprocess.CompletedProcess]:
+    run = RunDir(tmp_path_factory.mktemp("ddp") / "run")
+    return run, train(recipe_arguments(untied, run.path, KEYS))
+
+
+def test_two_processes_write_one_run(ddp):
+    run, done = ddp
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("base unchanged") == 1 and done.stdout.count("training problems:") == 1
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2]
@@ -47,11 +81,10 @@ def test_two_processes_write_one_run(tmp_path, recipe_arguments, learning_model_
     assert run.newest_adapter().name == "v000002"
 
 
-@pytest.fixture
-def replica(tiny_model_dir):
-    """A stand-in for a replica of the tiny model; what it samples of a prompt is the prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    base = hash_nf4_model(load_nf4(tiny_model_dir, dtype="float32", double_quantization=True, device="cpu"))
+def fake_replica(model: Path) -> FakeReplica:
+    """A stand-in for a replica of a model; what it samples of a prompt is the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    base = hash_nf4_model(load_nf4(model, dtype="float32", double_quantization=True, device="cpu"))
     found = FakeReplica(base_hash=base["hash"], tokenizer_hash=tokenizer_hash(tokenizer), vocab_size=len(tokenizer))
 
     def echo(body: dict) -> dict:
@@ -60,6 +93,12 @@ def replica(tiny_model_dir):
         return {"version": body["version"], "samples": [sample] * body["n"]}
 
     found.before["generate"] = echo
+    return found
+
+
+@pytest.fixture
+def replica(tiny_model_dir):
+    found = fake_replica(tiny_model_dir)
     yield found
     found.stop()
 
@@ -75,10 +114,9 @@ def test_two_processes_share_one_sync_and_get_the_completions_of_their_own_promp
     tmp_path, recipe_arguments, tiny_model_dir, replica
 ):
     run = RunDir(tmp_path / "run")
-    done = launch(recipe_arguments(tiny_model_dir, run.path, server_keys(replica)))
+    done = train(recipe_arguments(tiny_model_dir, run.path, server_keys(replica)))
     assert done.returncode == 0, done.stderr[-3000:]
-    one_step = ["stage", "activate", "score", *["generate"] * 4]
-    assert [call for call in replica.calls if call not in ("info", "discard")] == one_step * 2
+    assert [call for call in replica.calls if call not in ("info", "discard")] == ONE_STEP * 2
     for step in (1, 2):
         sampled = rows(run, f"completions/step-{step:06d}.jsonl")
         assert len(sampled) == 16 and {row["adapter_version"] for row in sampled} == {step - 1}
@@ -92,7 +130,7 @@ def test_two_processes_share_one_sync_and_get_the_completions_of_their_own_promp
 def test_a_failed_sync_ends_both_processes(tmp_path, recipe_arguments, tiny_model_dir, replica):
     run = RunDir(tmp_path / "run")
     replica.before["activate"] = lambda body: replica.refuses.update(stage=(422, "no room for it"))
-    done = launch(recipe_arguments(tiny_model_dir, run.path, server_keys(replica)))
+    done = train(recipe_arguments(tiny_model_dir, run.path, server_keys(replica)))
     assert done.returncode != 0
     assert f"the replica at {replica.url} did not load adapter version 1: 422 no room for it" in done.stderr
     assert done.stderr.count("error: the replica at") == 1, "said once"
@@ -103,9 +141,129 @@ def test_replicas_that_cannot_be_woken_end_both_processes(tmp_path, recipe_argum
     replica.info["sleep_enabled"] = True
     replica.refuses["wake"] = (500, "no memory left on the card")
     keys = server_keys(replica) | {"server.sleep": "true"}
-    done = launch(recipe_arguments(tiny_model_dir, run.path, keys))
+    done = train(recipe_arguments(tiny_model_dir, run.path, keys))
     assert done.returncode != 0
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1], "the first step needs no waking"
     error = f"error: the replica at {replica.url} did not wake up: no memory left on the card."
     assert done.stderr.count(error) == 1, done.stderr[-3000:]
     assert f"{replica.url} may be left asleep: no memory left on the card." in done.stdout
+
+
+SHARDED = ("fsdp2", "zero3")
+
+
+@dataclass
+class Split:
+    """Where the runs of the two ways to split the base lie, their launch, and the replicas of the server runs."""
+
+    folder: Path
+    done: subprocess.CompletedProcess
+    replicas: dict[str, FakeReplica]
+
+    def run(self, kind: str, suffix: str = "") -> RunDir:
+        return RunDir(self.folder / f"{kind}{suffix}")
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
+    """Of each kind a run of two steps, the same resumed after one, and one from its adapter with a server."""
+    folder, plan, replicas = tmp_path_factory.mktemp("split"), [], {}
+    keys = {**KEYS, "train.save_steps": 1}
+    for kind in SHARDED:
+        # All that either announces, so that the second one takes the place of the first.
+        environment = {"ACCELERATE_USE_FSDP": "false"} | announces(ROOT / f"accelerate_configs/{kind}.yaml")
+        environment["ACCELERATE_MIXED_PRECISION"] = "no"  # the small model computes in float32
+        replicas[kind] = fake_replica(untied)
+        whole, resumed, served = (folder / f"{kind}{suffix}" for suffix in ("", "-resumed", "-served"))
+        server = {**keys, **server_keys(replicas[kind]), "policy.init_adapter": ddp[0].path / "adapters/v000002"}
+        runs = [
+            {"arguments": recipe_arguments(untied, whole, keys)},
+            {"arguments": recipe_arguments(untied, resumed, keys, ("--resume",))},
+            {"arguments": recipe_arguments(untied, served, server)},
+        ]
+        runs[1] |= {"copy": [str(whole), str(resumed)], "remove": str(resumed / "checkpoints" / "step-000002")}
+        plan += [{**run, "environment": environment} for run in runs]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    done = launch(["tests/smoke/sharded_worker.py", str(folder / "plan.json")])
+    for replica in replicas.values():
+        replica.stop()
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
+    return Split(folder, done, replicas)
+
+
+def adapter(run: RunDir, version: str) -> dict:
+    return load_file(run.adapters / version / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_split_base_learns_what_ddp_learns(split, ddp, kind):
+    whole, run = ddp[0], split.run(kind)
+    for key in ("reward", "kl", "grad_norm", "loss"):
+        found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), key
+    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
+    found, expected = adapter(run, "v000002"), adapter(whole, "v000002")
+    assert found.keys() == expected.keys()
+    largest = max(tensor.abs().max() for name, tensor in expected.items() if "lora_B" in name)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert (found[name] - tensor).abs().max() < 1e-3 * largest, name
+
+
+def test_each_process_holds_half_of_the_base_that_one_process_has(split, ddp, untied):
+    base = hash_nf4_model(model := load_nf4(untied, dtype="float32", device="cpu"))
+    for kind in SHARDED:
+        facts = json.loads(split.run(kind).base_file.read_text())
+        assert facts == json.loads(ddp[0].base_file.read_text()) and facts["hash"] == base["hash"]
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for rank in (0, 1):
+        notes = [json.loads(line) for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+        assert len(notes) == 3 * len(SHARDED)
+        for note in notes:
+            assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
+
+
+def test_a_bit_that_changes_in_one_process_is_found_by_all(split):
+    for rank in (0, 1):
+        for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines():
+            assert "the frozen base changed" in json.loads(line)["error"]
+            assert "1 of 25 tensors, first ['model.layers.0.mlp.down_proj.weight']" in json.loads(line)["error"]
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_resume_with_a_split_base_repeats_the_uninterrupted_run(split, kind):
+    whole, resumed = split.run(kind), split.run(kind, "-resumed")
+    assert "resuming from" in (resumed.path / "logs/trainer.log").read_text()
+    for key in ("reward", "kl", "grad_norm", "loss"):
+        first, second = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (whole, resumed))
+        assert first == second, key
+    expected = adapter(whole, "v000002")
+    for name, tensor in adapter(resumed, "v000002").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_server_gets_the_gathered_adapter_and_the_canary_of_all_processes(
+    split, kind, build_trainer, recipe_arguments, untied, tmp_path
+):
+    run = split.run(kind, "-served")
+    assert [call for call in split.replicas[kind].calls if call not in ("info", "discard")] == ONE_STEP * 2
+    (session,) = [entry for entry in (run.path / "sync").iterdir() if entry.is_dir()]
+    canary = read_canary(session / "canary.json")
+    assert canary["version"] == 1
+    # The same adapter in one process, on the whole base.
+    trainer = build_trainer(recipe_arguments(untied, tmp_path / "alone"))
+    load_adapter_weights(trainer.model, session / "v000001")
+    scorer = CanaryScorer(prompts=2, longest=64)
+    scorer.sequences = canary["sequences"]
+    for scores, expected in ((canary["policy"], scorer.policy(trainer)), (canary["base"], scorer.base(trainer))):
+        for one, other in zip(scores, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+    assert max(np.abs(on - off).max() for on, off in zip(canary["policy"], canary["base"], strict=True)) > 1e-4
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_merge_takes_what_a_split_base_trained(split, kind, tmp_path):
+    run = RunDir(shutil.copytree(split.run(kind).path, tmp_path / "run"))
+    assert main(["--run", str(run.path), "--policy", "grpo", "--format", "bf16"]) == 0
+    assert read_manifest(run.merged / "grpo" / "bf16", "checkpoint", deep=True)["retained_update"] > 0.9

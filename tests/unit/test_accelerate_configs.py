@@ -33,8 +33,18 @@ def resolve(path: Path):
     return arguments
 
 
+def announces(path: Path) -> dict[str, str]:
+    """What `accelerate launch` tells the processes, by its environment, of a config that splits something."""
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    arguments = resolve(path)
+    arguments.deepspeed_fields_from_accelerate_config = ""  # the launcher fills it after this point
+    found = prepare_deepspeed_cmd_env(arguments)[1] if arguments.use_deepspeed else prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in found.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
 def test_the_documented_configs_are_all_there():
-    names = {"cpu", "one_gpu", "ddp", "zero2", "two_nodes"}
+    names = {"cpu", "one_gpu", "ddp", "zero2", "zero3", "fsdp2", "two_nodes"}
     assert {path.stem for path in CONFIGS} == names
 
 
@@ -49,14 +59,15 @@ def test_accelerate_reads_every_key(path, monkeypatch):
     assert arguments.mixed_precision == ("no" if kind == "cpu" else "bf16")
     assert arguments.multi_gpu == (kind in ("ddp", "two_nodes"))
     assert arguments.gpu_ids == ("0" if kind == "one_gpu" else "all")
-    assert arguments.use_deepspeed == (kind == "zero2")
+    assert arguments.use_deepspeed == (kind in ("zero2", "zero3"))
     if arguments.use_deepspeed:
         assert arguments.zero_stage == int(kind[-1])
+    assert arguments.use_fsdp == (kind == "fsdp2")
 
 
-@pytest.mark.parametrize("group", [None, "deepspeed_config"])
-def test_an_unknown_key_fails(tmp_path, group):
-    settings = yaml.safe_load((ROOT / "accelerate_configs/zero2.yaml").read_text())
+@pytest.mark.parametrize(("name", "group"), [("zero2", None), ("zero2", "deepspeed_config"), ("fsdp2", "fsdp_config")])
+def test_an_unknown_key_fails(tmp_path, name, group):
+    settings = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text())
     (settings[group] if group else settings)["zero_stagee"] = 2
     path = tmp_path / "zero2.yaml"
     path.write_text(yaml.safe_dump(settings))

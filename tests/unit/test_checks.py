@@ -123,36 +123,6 @@ def test_everything_wrong_is_reported_at_once():
     assert len(found.splitlines()) == 4
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "name"),
-    [("ACCELERATE_USE_FSDP", "true", "FSDP"), ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", "ZeRO-3")],
-)
-def test_a_sharded_base_is_refused(monkeypatch, variable, value, name):
-    monkeypatch.setenv(variable, value)
-    assert f"{name} shards the base" in refusal()
-
-
-def test_zero_2_is_not_sharding_the_base(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    check_config(configuration(), 1)
-
-
-@pytest.mark.parametrize(
-    ("stage", "announced", "refused"), [(3, None, True), ("auto", "3", True), (2, "3", False), ("auto", None, False)]
-)
-def test_zero_3_in_a_deepspeed_file_is_refused(monkeypatch, tmp_path, stage, announced, refused):
-    # accelerate launch then announces no stage of its own.
-    file = tmp_path / "deepspeed.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    if announced:
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", announced)
-    if refused:
-        assert "ZeRO-3 shards the base" in refusal()
-    else:
-        check_config(configuration(), 1)
-
-
 @pytest.mark.parametrize("backend", ["server", "in_process"])
 @pytest.mark.parametrize(
     ("field", "where"),

@@ -11,6 +11,7 @@ from recipes.parts.config import Config, load_config
 from recipes.parts.errors import BadInput, KitError
 from reward import reward_functions
 from tests.unit.command_lines import ROOT, Command, in_comments, launch_arguments, problem, program
+from tests.unit.test_accelerate_configs import announces
 
 FOLDER = ROOT / "recipes/configs"
 CONFIGS = sorted(path for path in FOLDER.rglob("*") if path.is_file())
@@ -57,10 +58,9 @@ def complaints(path: Path) -> list[str]:
             found.append(f"{command.where} starts another configuration")
         try:
             with pytest.MonkeyPatch.context() as patch:
-                if arguments.use_deepspeed:
-                    patch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(arguments.zero_stage))
-                if arguments.use_fsdp:
-                    patch.setenv("ACCELERATE_USE_FSDP", "true")
+                if arguments.use_deepspeed or arguments.use_fsdp:
+                    for name, value in announces(Path(arguments.config_file)).items():
+                        patch.setenv(name, value)
                 check_config(config, arguments.num_processes)
             reward_functions(config.reward)
         except KitError as error:

@@ -310,7 +310,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
             replace(machine(BIG, {"run.output_dir": t / "r"}), accelerate={"distributed_type": "FSDP"})
         ),
         "fail",
-        "FSDP shards the base",
+        "fsdp_version is 1",
     ),
     "no api key": (
         lambda t: doctor_run.servers(

@@ -85,6 +85,18 @@ def test_dequantize_equals_an_independent_dequantization(double_quantization):
     np.testing.assert_allclose(dequantize(layer).numpy(), dequantize_in_numpy(layer.weight), rtol=3e-7, atol=1e-9)
 
 
+def test_packed_bytes_stored_as_bfloat16_are_the_same_base():
+    """As FSDP2 needs them."""
+    expected, model = (
+        load_nf4(shared_model(), "float32", device="cpu", quant_storage=storage)
+        for storage in (torch.uint8, torch.bfloat16)
+    )
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert hash_nf4_model(model) == hash_nf4_model(expected)
+    for found, other in zip(_linear4bit(model), _linear4bit(expected), strict=True):
+        assert torch.equal(dequantize(found), dequantize(other))
+
+
 def test_only_linear_layers_are_quantized_and_skipped_ones_are_not():
     model = load_nf4(shared_model(tied=False), "float32", skip_modules=["o_proj"], device="cpu")
     info = hash_nf4_model(model)

@@ -361,7 +361,7 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
         is_main_process=is_main, process_index=0, wait_for_everyone=lambda: order.append("barrier")
     )
     with pytest.raises(CheckFailed, match="did not wake up") if fails else contextlib.nullcontext():
-        found.generate(SimpleNamespace(accelerator=accelerator), [[3, 4]] * GROUP)
+        found.generate(SimpleNamespace(accelerator=accelerator, sharding=None), [[3, 4]] * GROUP)
     assert order == ["free", "barrier", *(["step"] if is_main else []), "broadcast"]
 
 

@@ -3,7 +3,6 @@
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.mismatch import KEYS
-from recipes.parts.trainer import check_card, check_not_sharded, limit_gpu_memory
+from recipes.parts.trainer import check_card, limit_gpu_memory
 
 TOKENS = 5
 
@@ -145,37 +144,10 @@ def test_a_card_that_trainer_and_replica_do_not_fit_is_refused(monkeypatch):
     check_card(config)
 
 
-def accelerator(kind: str = "NO", **state: Any) -> SimpleNamespace:
-    parallel = state.pop("parallelism_config", None)
-    facts = SimpleNamespace(**{"deepspeed_plugin": None, **state})
-    return SimpleNamespace(state=facts, distributed_type=SimpleNamespace(value=kind), parallelism_config=parallel)
-
-
-def test_a_base_that_accelerate_would_shard_is_refused_wherever_it_was_asked_for(tmp_path):
-    from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import DeepSpeedPlugin, DistributedType
-
-    file = tmp_path / "deepspeed.json"
-    file.write_text('{"zero_optimization": {"stage": 3}}')
-    plugin = DeepSpeedPlugin(hf_ds_config=str(file))
-    check_not_sharded(Accelerator(cpu=True))
-    check_not_sharded(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)))
-    assert DistributedType.FSDP.value == "FSDP" and DistributedType.MEGATRON_LM.value == "MEGATRON_LM"
-    for one, name in (
-        (accelerator("DEEPSPEED", deepspeed_plugin=plugin), "ZeRO-3"),
-        (accelerator("FSDP"), "FSDP"),
-        (accelerator("MULTI_GPU", fsdp_plugin=object()), "FSDP"),
-        (accelerator("MEGATRON_LM"), "Megatron-LM"),
-        (accelerator("MULTI_GPU", parallelism_config=ParallelismConfig(tp_size=2)), "parallelism_config"),
-    ):
-        with pytest.raises(BadInput, match=f"{name} shards the base"):
-            check_not_sharded(one)
-
-
 def test_the_trainer_looks_at_what_accelerate_made_of_its_settings(
     build_trainer, recipe_arguments, tiny_model_dir, tmp_path, monkeypatch
 ):
     seen = []
-    monkeypatch.setattr("recipes.parts.trainer.check_not_sharded", seen.append)
+    monkeypatch.setattr("recipes.parts.trainer.prepare", lambda *both: seen.append(both))
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
-    assert seen == [trainer.accelerator]
+    assert seen == [(trainer.accelerator, trainer.model)]

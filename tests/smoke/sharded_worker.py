@@ -1,0 +1,98 @@
+"""Runs of the recipe, one after the other in the processes of one launch: imports cost more than a tiny run.
+
+    python -m torch.distributed.run --nproc_per_node 2 tests/smoke/sharded_worker.py PLAN
+
+PLAN is JSON, a list of {"environment", "arguments"} and optionally {"copy": [from, to], "remove": path} before it. At
+the end of each run a process writes to rank-<n>.jsonl what it holds of the base, and what the check of the base says
+when a bit of the second process's part has changed.
+accelerate 1.15 splits a model on GPUs only. Here it takes two gloo processes on a CPU for GPUs; the rest is its own.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+def take_cpu_for_gpus() -> None:
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    state.PartialState._prepare_backend = lambda self, *args: ("gloo", DistributedType.MULTI_GPU)
+    partial, whole = state.PartialState.__init__, state.AcceleratorState.__init__
+
+    def start(self, cpu=False, **kwargs):
+        partial(self, False, **kwargs)
+
+    def start_whole(self, *args, cpu=False, **kwargs):
+        whole(self, *args, cpu=False, **kwargs)
+
+    state.PartialState.__init__, state.AcceleratorState.__init__ = start, start_whole
+
+
+def parts(model) -> dict:
+    """What this process holds of the base by name: its parameters, or its parts of them."""
+    from torch.distributed.tensor import DTensor
+
+    held = {}
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            part = getattr(parameter, "ds_tensor", parameter.detach())
+            held[name] = part.to_local() if isinstance(part, DTensor) else part
+    return held
+
+
+def change(model) -> None:
+    """Turn one bit of the base over, in the second process only."""
+    import torch
+
+    if os.environ["RANK"] == "1":
+        name = next(name for name in parts(model) if "down_proj" in name)
+        parts(model)[name].reshape(-1).view(torch.uint8)[7] ^= 1
+
+
+def main() -> None:
+    take_cpu_for_gpus()
+    import torch.distributed
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    import recipes.grpo_qlora
+    import recipes.parts.policy
+    from recipes.parts.errors import CheckFailed
+
+    plan = Path(sys.argv[1])
+    check = recipes.parts.policy.check_base_unchanged
+
+    def check_and_note(model, facts: dict) -> None:
+        check(model, facts)
+        note = {"hash": facts["hash"], "bytes": sum(part.nbytes for part in parts(model).values())}
+        change(model)
+        try:
+            check(model, facts)
+        except CheckFailed as error:
+            note["error"] = str(error)
+        change(model)
+        with open(plan.with_name(f"rank-{os.environ['RANK']}.jsonl"), "a") as file:
+            file.write(f"{json.dumps(note)}\n")
+
+    recipes.parts.policy.check_base_unchanged = check_and_note
+    for run in json.loads(plan.read_text()):
+        os.environ.update(run["environment"])
+        AcceleratorState._reset_state(reset_partial_state=True)
+        unset_hf_deepspeed_config()
+        if os.environ["RANK"] == "0" and "copy" in run:
+            shutil.copytree(*run["copy"])
+            shutil.rmtree(run["remove"])
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        sys.argv = ["recipes/grpo_qlora.py", *run["arguments"]]
+        recipes.grpo_qlora.main()
+
+
+if __name__ == "__main__":
+    main()
