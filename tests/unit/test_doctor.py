@@ -649,12 +649,12 @@ def test_nccl_is_tried_again_with_what_often_helps(monkeypatch):
 
     def all_reduce(here, world, backend, mib, more):
         tried.append(more)
-        return [GOOD if "NCCL_NVLS_ENABLE" in more else HUNG] * world
+        return [GOOD if "NCCL_P2P_DISABLE" in more else HUNG] * world
 
     monkeypatch.setattr(doctor_gpu, "_all_reduce", all_reduce)
     (row,) = doctor_gpu.nccl(machine(run_tool=smi(H200, 2)))
-    assert tried == [{}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_NVLS_ENABLE": "0"}]
-    assert row.status == "fail" and row.fix == "export NCCL_NVLS_ENABLE=0"
+    assert tried == [{}, {"NCCL_NVLS_ENABLE": "0"}, {"NCCL_P2P_DISABLE": "1"}]
+    assert row.status == "fail" and row.fix == "export NCCL_P2P_DISABLE=1"
 
 
 def test_gpus_are_those_that_cuda_shows():
