@@ -231,7 +231,10 @@ def compiler(machine: Machine, include: Path | None = None) -> Iterator[Row]:
     found = machine.which("g++") or machine.which("clang++")
     if not found:
         bad = True
-        yield fail(name, "no C++ compiler: vLLM and torch compile kernels on first use", "sudo apt-get install g++")
+        # Triton, which compiles for GPUs, takes a C compiler.
+        is_enough = machine.gpus and not machine.uses_deepspeed and any(map(machine.which, ("gcc", "clang", "cc")))
+        what = "no C++ compiler: vLLM and torch compile kernels on first use"
+        yield (warn if is_enough else fail)(name, what, "sudo apt-get install g++")
     if not ((include or Path(sysconfig.get_path("include"))) / "Python.h").is_file():
         bad = True
         yield (fail if machine.gpus else warn)(

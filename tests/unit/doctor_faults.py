@@ -152,6 +152,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
         "run /proc/sys/runs",
     ),
     "no compiler": (lambda t: compiler(t, 0, which=lambda name: None), "fail", "no C++ compiler"),
+    "only a C compiler": (
+        lambda t: compiler(t, 0, which=lambda name: name if name in ("gcc", "ninja") else None, **ON_H200),
+        "warn",
+        "no C++ compiler",
+    ),
     "no headers": (
         lambda t: doctor_host.compiler(machine(which=lambda n: n, environment={}, **ON_H200), t),
         "fail",
