@@ -1,13 +1,15 @@
-"""Models and runs that tests share: each is made once per session, the runs by the recipe's own command line.
+"""Models and runs that tests share: each is made once for all test processes, the runs by the recipe's command line.
 
 `tiny_model_dir` has random weights. It never answers right, so its rewards have no spread and its gradients are zero.
 `learning_model_dir` was supervised for a few seconds: some of its sampled answers are right, so a step learns.
 """
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A vLLM server for CPUs is three processes that import vllm for 10 s each, the third bound to the same core as that of
+# every other server. Here it is two, as for one GPU, placed by the system; tests/smoke/test_server.py has all three.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from recipes.parts.errors import run_command
 from recipes.parts.rundir import RunDir
@@ -61,19 +67,38 @@ def make_base(folder: Path, *arguments: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_dir(tmp_path_factory) -> Path:
-    """Random Qwen3 weights with tokenizer, chat template and generated problems; nothing it says is right."""
-    folder = tmp_path_factory.mktemp("models") / "untrained"
-    size = ("--hidden", 64, "--layers", 2, "--problems", 200, "--heldout", 40)
-    return make_base(folder, "--steps", 0, *size)
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """`made_once(name, make)`: the folder that `make` fills, once for all test processes; the others wait for it."""
+    folders = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each process has a folder of its own in that of the session
+        folders = folders.parent
+    (folders := folders / "made-once").mkdir(exist_ok=True)
+
+    def once(name: str, make: Callable[[Path], Any]) -> Path:
+        folder, whole = folders / name, folders / f"{name}.whole"
+        with open(folders / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what another process began and could not end
+                make(folder)
+                whole.touch()
+        return folder
+
+    return once
 
 
 @pytest.fixture(scope="session")
-def learning_model_dir(tmp_path_factory) -> Path:
+def tiny_model_dir(made_once) -> Path:
+    """Random Qwen3 weights with tokenizer, chat template and generated problems; nothing it says is right."""
+    size = ("--hidden", 64, "--layers", 2, "--problems", 200, "--heldout", 40)
+    return made_once("untrained", lambda folder: make_base(folder, "--steps", 0, *size))
+
+
+@pytest.fixture(scope="session")
+def learning_model_dir(made_once) -> Path:
     """A base whose sampled answers are sometimes right, so that groups have a spread and gradients are not zero."""
-    folder = tmp_path_factory.mktemp("models") / "learning"
     size = ("--hidden", 64, "--layers", 2, "--limit", 10, "--problems", 800, "--heldout", 40)
-    return make_base(folder, "--steps", 200, "--processes", 1, *size)
+    return made_once("learning", lambda folder: make_base(folder, "--steps", 200, "--processes", 1, *size))
 
 
 @pytest.fixture(scope="session")
@@ -100,13 +125,15 @@ def launch() -> Callable[[list[str]], subprocess.Popen]:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory, launch, recipe_arguments, learning_model_dir) -> RunDir:
+def tiny_run(made_once, launch, recipe_arguments, learning_model_dir) -> RunDir:
     """A finished run of 6 steps with checkpoints at 2, 4 and 6 (the last two kept). Copy it before changing it."""
-    run = RunDir(tmp_path_factory.mktemp("runs") / "tiny")
-    out, err = (process := launch(recipe_arguments(learning_model_dir, run.path))).communicate(timeout=240)
-    assert process.returncode == 0, f"{out}\n{err}"
-    (run.path / "stdout.txt").write_text(out)
-    return run
+
+    def train(folder: Path) -> None:
+        out, err = (process := launch(recipe_arguments(learning_model_dir, folder))).communicate(timeout=240)
+        assert process.returncode == 0, f"{out}\n{err}"
+        (folder / "stdout.txt").write_text(out)
+
+    return RunDir(made_once("tiny-run", train))
 
 
 @pytest.fixture(scope="session")

