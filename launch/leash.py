@@ -1,10 +1,11 @@
-"""Runs one command and ends together with everything that the command started: python launch/leash.py PARENT COMMAND…
+"""Runs one command and ends together with everything that the command started.
 
-`launch.up` puts it before each of its commands, so that nothing stays behind: not when the command ends and leaves
-processes of its own, and not when the process PARENT, the one that started it, is killed outright. It ends with the
-command's exit code, or by the same signal. Imports nothing of the kit: it has to start at once.
+`launch.up` puts this file, with its own process id, before the words of each of its commands, so that nothing stays
+behind: not when the command ends and leaves processes of its own, and not when the process with that id, the parent,
+is killed outright. It ends with the command's exit code, or by the same signal. Imports nothing of the kit: it has to
+start at once.
 
-SIGINT goes to every process of its group, as Ctrl-C in a terminal. SIGTERM, also sent by the kernel when PARENT is
+SIGINT goes to every process of its group, as Ctrl-C in a terminal. SIGTERM, also sent by the kernel when the parent is
 gone, goes to the command alone, whose workers are its own to end; after `PATIENCE_S` everything left is killed.
 """
 
