@@ -20,14 +20,16 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed-$(DEVICE)
 STARTED := $(VENV)/.installing
 PYTEST_ARGS ?=
-# A test file stays in one process, because its tests share servers and runs.
+# A test file stays in one process, because its tests share servers and runs. Files go in the order of their names, not
+# those of most tests first: the long ones are in tests/chaos and tests/smoke, and tests/unit fills the cores at the end.
 TEST_PROCESSES ?= 2
 
 quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile --durations=10 $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile \
+	  --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -8,7 +8,7 @@ single completion averages out. Effects are differences of accuracies, fractions
 from math import ceil, sqrt
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from eval.stats import ALPHA, pseudo_change
 from recipes.parts.errors import BadInput
@@ -58,7 +58,7 @@ def problems_needed(
 
 def _problems(effect: float, disagreement: float, power: float, alpha: float, samples: int) -> float:
     spread = max(disagreement, effect / samples, effect**2)  # a mean of squares is at least the square of the mean
-    root = norm.ppf(1 - alpha / 2) * sqrt(spread) + norm.ppf(power) * sqrt(spread - effect**2)
+    root = ndtri(1 - alpha / 2) * sqrt(spread) + ndtri(power) * sqrt(spread - effect**2)
     return (root / effect) ** 2 if effect > 0 else float("inf")
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
-from scipy.stats import binomtest, norm
-from scipy.stats import t as student
+from scipy.special import ndtri, stdtrit
+from scipy.stats import binomtest
 
 from recipes.parts.errors import BadInput
 
@@ -32,7 +32,7 @@ def wilson(successes: float, total: float, confidence: float = CONFIDENCE) -> In
     """
     if not total > 0:
         raise BadInput("an interval needs at least one decided problem, there are none.")
-    z, share = norm.ppf((1 + confidence) / 2), successes / total
+    z, share = float(ndtri((1 + confidence) / 2)), successes / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * sqrt(max(share * (1 - share), 0.0) / total + z**2 / (4 * total**2))
     return float(max(middle - half, 0.0)), float(min(middle + half, 1.0))
@@ -59,7 +59,7 @@ def cluster_interval(shares: np.ndarray, completions: int, confidence: float = C
         effective = completions if variance == 0 else min(completions, n * share * (1 - share) / variance)
     if n > 1:
         tail = (1 + confidence) / 2
-        effective *= float(norm.ppf(tail) / student.ppf(tail, n - 1)) ** 2
+        effective *= float(ndtri(tail) / stdtrit(n - 1, tail)) ** 2
     return wilson(effective * share, effective, confidence)
 
 

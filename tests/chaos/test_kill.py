@@ -42,8 +42,8 @@ def damage_newer(run: RunDir) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed_and_resumed(tmp_path_factory, launch, recipe_arguments, learning_model_dir):
-    """(run, its metrics when it was killed, output of the resumed run) of the real command line, killed in step 4."""
+def killed_and_resumed(tmp_path_factory, launch, recipe, recipe_arguments, learning_model_dir):
+    """(run, its metrics when it was killed, output of the resumed run): a process of its own, killed in step 4."""
     run = RunDir(tmp_path_factory.mktemp("killed") / "run")
     arguments = recipe_arguments(learning_model_dir, run.path)
     process = launch(arguments)
@@ -52,10 +52,9 @@ def killed_and_resumed(tmp_path_factory, launch, recipe_arguments, learning_mode
     process.communicate()
     before = run.metrics_file.read_text()
     damage_newer(run)
-    resumed = launch([*arguments, "--resume"])
-    out, err = resumed.communicate(timeout=240)
-    assert resumed.returncode == 0, f"{out}\n{err}"
-    return run, before, out
+    resumed = recipe([*arguments, "--resume"])
+    assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
+    return run, before, resumed.out
 
 
 def test_the_run_was_killed_after_a_checkpoint_and_before_its_end(killed_and_resumed):
