@@ -326,9 +326,11 @@ class Up:
                         f"server {one.plan.url}: started (pid {one.process.pid}), log {_short(one.plan.log)}"
                     )
                 servers.wait_ready(config.rollout.server_wait_s, check)
-            yield servers
-            if found:
-                self.view.say("servers: asked to end")
+            try:
+                yield servers
+            finally:
+                if found:
+                    self.view.say("servers: asked to end")
 
     def cause(self, failed: JobFailed) -> Exception:
         """The trainer's failure, or that of a server that it followed."""
