@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from launch.compare import names
-from launch.metrics import MetricsLog, mean, median, phases, series
+from launch.metrics import MetricsLog, group, mean, median, phases, series
 from recipes.parts.rundir import RunDir
 
 SMOOTH = 10  # steps of the running mean drawn over the raw values
@@ -109,7 +109,7 @@ def _mismatch(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
 
 
 def _parts(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
-    found = dict.fromkeys(name for row in rows for name in (row.get("rewards") or {}))
+    found = dict.fromkeys(name for row in rows for name in group(row, "rewards"))
     for color, name in zip(COLORS, found, strict=False):
         axes.plot(steps, smooth(series(rows, f"rewards.{name}")), color=color, linewidth=1.6, label=name)
     axes.set_title(f"reward by function (mean of {SMOOTH} steps)")
@@ -161,7 +161,7 @@ def panels(rows: Sequence[dict]) -> dict[str, Panel]:
     """The panels of one run by name, in reading order, an even number; of a sampler and of several rewards if any."""
     found = {"reward": _reward, "kl": _kl, "entropy": _entropy, "shares": _shares, "seconds": _seconds}
     found |= {"gradient": _gradient}
-    has_parts = any(isinstance(row.get("rewards"), dict) and len(row["rewards"]) > 1 for row in rows)
+    has_parts = any(len(group(row, "rewards")) > 1 for row in rows)
     has_sampler = any(math.isfinite(value) for value in series(rows, "sampler_k3"))
     if has_parts or has_sampler:
         found |= {"mismatch": _mismatch} if has_sampler else {"speed": speed}

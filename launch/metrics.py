@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
@@ -17,6 +17,7 @@ from recipes.parts.rundir import RunDir
 RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary and in the health rules
 # A run is called silent after this many step times, and never before this many seconds.
 SILENT_STEPS, SILENT_S = 5, 60.0
+LARGEST = 1e100
 WITHIN_ROLLOUT = ("wake", "sync", "sleep")  # parts of seconds.rollout with a server
 LOCKS = Path("/proc/locks")
 
@@ -83,12 +84,23 @@ class MetricsLog:
         self.rows.append(row)
 
 
+def read_json_line(text: str) -> Any:
+    """`json.loads`, whose integers all fit a float: one of four hundred digits becomes infinite."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
+
+
+def group(values: Any, key: str) -> dict:
+    """The group of keys at `key`; nothing where there is none, as in a log of another version."""
+    found = values.get(key) if isinstance(values, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
 def _parse(line: bytes) -> dict | None:
     text = line.decode(errors="replace")
     # A run killed in mid-line and resumed leaves half a line with a whole one behind it.
     for start in (0, text.rfind('{"step"')):
         try:
-            row = json.loads(text[max(start, 0) :])
+            row = read_json_line(text[max(start, 0) :])
         except json.JSONDecodeError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool):
@@ -105,9 +117,9 @@ def number(row: dict, key: str) -> float | None:
 
 
 def series(rows: Sequence[dict], key: str) -> list[float]:
-    """One value a step, NaN where there is none or where it is not finite."""
+    """One value a step, NaN where there is none, where it is not finite or beyond what can be drawn."""
     values = (number(row, key) for row in rows)
-    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
+    return [value if value is not None and abs(value) < LARGEST else math.nan for value in values]
 
 
 def phases(row: dict) -> dict[str, float]:
@@ -115,8 +127,7 @@ def phases(row: dict) -> dict[str, float]:
 
     Empty when the step has no times. In the order in which the phases run.
     """
-    seconds = row.get("seconds")
-    known = {name: number(row, f"seconds.{name}") for name in seconds} if isinstance(seconds, dict) else {}
+    known = {name: number(row, f"seconds.{name}") for name in group(row, "seconds")}
     known = {name: value for name, value in known.items() if value is not None and math.isfinite(value) and value > 0}
     whole = known.pop("step", None)
     inside = {name: known.pop(name) for name in WITHIN_ROLLOUT if name in known}
@@ -150,7 +161,7 @@ def median(values: Sequence[float]) -> float | None:
 def total_steps(rows: Sequence[dict]) -> int | None:
     """The planned number of steps, None when the log does not say."""
     total = number(rows[-1], "total_steps") if rows else None
-    return int(total) if total is not None and math.isfinite(total) and total > 0 else None
+    return int(total) if total is not None and 0 < total < 1e12 else None
 
 
 def step_seconds(rows: Sequence[dict]) -> float | None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.health import alerts
-from launch.metrics import RECENT, MetricsLog, last_known, mean, number, phases, progress, series
+from launch.metrics import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
 from launch.samples import latest_group, one_line
 from recipes.parts.rundir import RunDir
 
@@ -135,13 +135,12 @@ def header(run: RunDir, state: dict) -> Group:
 
 def _curves(rows: Sequence[dict]) -> dict[str, str]:
     """Label and key of the curves that this run has; a reward of several functions is taken apart below it."""
-    parts = rows[-1].get("rewards")
-    curves = {}
+    parts, curves = group(rows[-1], "rewards"), {}
     for label, key in TRENDS.items():
         values = [value for value in series(rows, key) if math.isfinite(value)] if key in OPTIONAL else ()
         if key not in OPTIONAL or (any(values) if key == "clip_fraction" else values):
             curves[label] = key
-        if key == "reward" and isinstance(parts, dict) and len(parts) > 1:
+        if key == "reward" and len(parts) > 1:
             curves |= {f"· {name}"[:14]: f"rewards.{name}" for name in parts}
     return curves
 
@@ -218,7 +217,7 @@ def facts(row: dict) -> Table:
             "corrected": "corrected_token_fraction",
             "canary": "canary_delta",
         },
-        "sync s": {part: f"sync_seconds.{part}" for part in row.get("sync_seconds") or {}},
+        "sync s": {part: f"sync_seconds.{part}" for part in group(row, "sync_seconds")},
         "update": {
             "loss": "loss",
             "learning rate": "learning_rate",
@@ -237,13 +236,13 @@ def facts(row: dict) -> Table:
 
 def samples(run: RunDir, width: int) -> Group | None:
     """Best, median and worst answer of one group of the newest completions, a line each; None before there are any."""
-    group = latest_group(run)
-    if group is None:
+    found = latest_group(run)
+    if found is None:
         return None
-    title = Text(f" step {group.step}, one group of {len(group.samples)}: ", style="dim", no_wrap=True)
-    title.append(one_line(group.prompt, max(10, width - title.cell_len - 1)), style="")
+    title = Text(f" step {found.step}, one group of {len(found.samples)}: ", style="dim", no_wrap=True)
+    title.append(one_line(found.prompt, max(10, width - title.cell_len - 1)), style="")
     table = Table.grid(padding=(0, 1))
-    for name, sample in group.picks().items():
+    for name, sample in found.picks().items():
         known = [value for value in sample.rewards.values() if isinstance(value, int | float)]
         reward = show(float(sum(known))) if known else "unknown"
         room = max(10, width - 2 - 8 - len(reward) - 2)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from launch.metrics import group, number, read_json_line
 from recipes.parts.rundir import RunDir
 
 
@@ -42,8 +43,8 @@ def latest_group(run: RunDir) -> SampleGroup | None:
             status = file.stat()
         except OSError:
             continue
-        if group := _read(file, status.st_mtime_ns, status.st_size):
-            return group
+        if found := _read(file, status.st_mtime_ns, status.st_size):
+            return found
     return None
 
 
@@ -58,21 +59,21 @@ def _read(file: Path, changed: int, size: int) -> SampleGroup | None:
     groups: dict[Any, list[dict]] = {}
     for line in lines:
         try:
-            row = json.loads(line)
+            row = read_json_line(line)
         except json.JSONDecodeError:
             continue
         if isinstance(row, dict) and isinstance(row.get("completion"), str):
             groups.setdefault(str(row.get("problem_id")), []).append(row)
     made = [_group(int(step), rows) for rows in groups.values()] if step.isdigit() else []
-    return max(made, key=lambda group: group.samples[0].advantage - group.samples[-1].advantage, default=None)
+    return max(made, key=lambda one: one.samples[0].advantage - one.samples[-1].advantage, default=None)
 
 
 def _group(step: int, rows: list[dict]) -> SampleGroup:
     samples = [
         Sample(
             row["completion"],
-            row["rewards"] if isinstance(row.get("rewards"), dict) else {},
-            float(advantage) if isinstance(advantage := row.get("advantage"), int | float) else 0.0,
+            group(row, "rewards"),
+            number(row, "advantage") or 0.0,
         )
         for row in rows
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch import health_plot
 from launch.compare import Compared, common_step, compared
 from launch.health import alerts
-from launch.metrics import RECENT, MetricsLog, last_known, mean, number, progress, series
+from launch.metrics import RECENT, MetricsLog, group, last_known, mean, number, progress, series
 from launch.page import SHARES, TRENDS, duration, percent, show
 from launch.samples import latest_group
 from recipes.parts.errors import BadInput
@@ -100,14 +100,15 @@ def _facts(run: RunDir) -> str:
         known = read_json(run.config_file)
     except BadInput:
         return ""
-    config, machine = known.get("config") or {}, known.get("machine") or {}
-    model, train = config.get("model") or {}, config.get("train") or {}
+    config, machine = group(known, "config"), group(known, "machine")
+    model, train = group(config, "model"), group(config, "train")
+    revision = known.get("git_revision") if isinstance(known, dict) else None
     shown = [
         model.get("path") or model.get("id"),
         f"{train['loss_type']}, learning rate {train.get('learning_rate')}" if "loss_type" in train else None,
         ", ".join(machine.get("gpus") or []) or (f"{machine['cores']} CPU cores" if "cores" in machine else None),
-        *(f"{name} {version}" for name, version in (known.get("versions") or {}).items() if name in ("torch", "trl")),
-        f"commit {str(known['git_revision'])[:12]}" if known.get("git_revision") else None,
+        *(f"{name} {version}" for name, version in group(known, "versions").items() if name in ("torch", "trl")),
+        f"commit {revision[:12]}" if isinstance(revision, str) else None,
     ]
     return f'<p class="dim">{_text(" · ".join(str(fact) for fact in shown if fact))}</p>'
 
@@ -148,7 +149,7 @@ def _figures(rows: Sequence[dict]) -> str:
         "update tokens/s": "update_tokens_per_s",
         "completion length": "completion_length",
     }
-    keys |= {f"peak GiB, {name}": f"peak_gib.{name}" for name in (rows[-1].get("peak_gib") or {})}
+    keys |= {f"peak GiB, {name}": f"peak_gib.{name}" for name in group(rows[-1], "peak_gib")}
     lines = []
     for label, key in keys.items():
         known = [value for value in series(rows, key) if value == value]
@@ -162,11 +163,11 @@ def _figures(rows: Sequence[dict]) -> str:
 
 
 def _samples(run: RunDir) -> str:
-    group = latest_group(run)
-    if group is None:
+    found = latest_group(run)
+    if found is None:
         return ""
-    parts = [f"<h2>Answers at step {group.step}</h2><pre>{_text(_shortened(group.prompt))}</pre>"]
-    for name, sample in group.picks().items():
+    parts = [f"<h2>Answers at step {found.step}</h2><pre>{_text(_shortened(found.prompt))}</pre>"]
+    for name, sample in found.picks().items():
         rewards = ", ".join(
             f"{function} {show(value) if isinstance(value, int | float) else 'unknown'}"
             for function, value in sample.rewards.items()

@@ -382,6 +382,13 @@ def test_a_held_lock_names_the_process_and_a_free_one_does_not(tmp_path):
     lock_run(RunDir(run)).close()  # looking took nothing from a trainer
 
 
+@pytest.mark.parametrize("value", [None, True, "x", [1], {}, {"a": "b"}, 10**400, math.nan, 1e308, 5])
+def test_values_of_another_kind_break_no_page(tmp_path, value):
+    odd = {key: value for key in step_row(1) if key != "step"}
+    run = make_run(tmp_path / "run", [*rows_of(12), *(step_row(step) | odd for step in (13, 14))])
+    assert any("step 14" in line for line in rendered(run, 80))
+
+
 def test_fail_on_alert_exits_1_when_a_rule_fires(tmp_path):
     sound, ill = make_run(tmp_path / "sound", rows_of(30)), make_run(tmp_path / "ill", rows_of(30, kl=2.0))
     assert watch(sound, "--once", "--json", "--fail_on_alert").returncode == 0
