@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import PrinterCallback, Trainer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from recipes.parts.checkpoint import (
     SAVE_ERRORS,
@@ -42,6 +41,7 @@ from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers
+from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer
 
 # TRL metric -> key of metrics.jsonl
 METRICS = {

@@ -18,6 +18,7 @@ from safetensors.numpy import save
 
 from launch.adapter_file import checkpoint_shapes
 from launch.replicas import members
+from merge.export import main as merge_base
 from recipes.parts.canary import write_canary
 from recipes.parts.replica import Replica, ReplicaError
 
@@ -89,9 +90,7 @@ class Started:
 def base(tmp_path_factory, tiny_model_dir) -> Path:
     out = tmp_path_factory.mktemp("served") / "base"
     config = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", "--model.path", str(tiny_model_dir)]
-    command = [sys.executable, "-m", "merge", "base", *config, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert merge_base([*config, "--out", str(out)]) == 0
     return out
 
 

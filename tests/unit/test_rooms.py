@@ -211,12 +211,10 @@ def test_the_foundation_and_the_data_readers_import_no_heavy_library():
         assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-def test_the_trainer_needs_no_vllm():
-    # None in sys.modules is how Python remembers that a module cannot be imported. trl asks only whether it is there.
+def test_the_trainer_imports_no_vllm():
     program = (
-        "import sys; sys.modules['vllm'] = None\n"
-        "import recipes.grpo_qlora, recipes.parts.trainer, recipes.parts.rollout, recipes.parts.scorer\n"
-        "print(sorted(name for name in sys.modules if name.startswith('vllm.')))"
+        "import sys, recipes.grpo_qlora, recipes.parts.trainer, recipes.parts.rollout, recipes.parts.scorer\n"
+        "print(sorted(name for name in sys.modules if name.partition('.')[0] == 'vllm'))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
