@@ -112,7 +112,7 @@ def main() -> None:
             + ", ".join("/".join(f"{value:.1f}" for value in values) or "–" for values in (before, during, after))
         )
         if fact["code"] != code:
-            problems.append(f"{name}: exit code {fact['code']}, not {code}: {(work / 'whole.log')}")
+            problems.append(f"{name}: exit code {fact['code']}, not {code}; see the logs in {work}")
         if fact["left"]:
             problems.append(f"{name}: {fact['left']} live")
         if wanted and fact["gpus"] != wanted:
