@@ -12,6 +12,7 @@ import pytest
 from recipes.parts.config import load_config
 from recipes.parts.data import load_problems
 from recipes.parts.rundir import RunDir
+from tests.conftest import make_base
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml"
@@ -33,12 +34,8 @@ def data() -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A model whose context holds the longest question: its tokenizer has no English, so a prompt has 1,000 tokens."""
-    folder = tmp_path_factory.mktemp("models") / "untrained"
-    size = ["--hidden", "64", "--layers", "1", "--problems", "200", "--heldout", "40", "--context", "1280"]
-    command = [sys.executable, "recipes/tiny_base.py", "--out", str(folder), "--steps", "0", *size]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return folder
+    size = ("--hidden", 64, "--layers", 1, "--problems", 200, "--heldout", 40, "--context", 1280)
+    return make_base(tmp_path_factory.mktemp("models") / "untrained", "--steps", 0, *size)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.unit.test_merge_fixture import shared_model
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 80 << 20
-LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 60, "layer_types": None}
+LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 36, "layer_types": None}
 WIDE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1, "layer_types": None}
 BYTES = 12  # a weight of the largest layer, at most; 8 to 10 were measured, 19 when its values are held in float32
 PEAKS = """
@@ -87,10 +87,10 @@ def peaks(tmp_path_factory):
     """{what: bytes above what the process held before} of every way to write a checkpoint."""
     folder = tmp_path_factory.mktemp("memory")
     small = shutil.copytree(shared_model(), folder / "small")
-    # Many layers with tensors of at most 1 MiB, 202 MB in one file; then one layer with tensors of 32 MiB.
+    # Many layers with tensors of at most 1 MiB, 121 MB in one file; then one layer with tensors of 32 MiB.
     large = make(folder / "large", LARGE)
     wide = make(folder / "wide", WIDE)
-    assert (large / "model.safetensors").stat().st_size > 200 * 10**6
+    assert (large / "model.safetensors").stat().st_size > 1.4 * LIMIT
     done = subprocess.run(
         [sys.executable, "-c", PEAKS, str(small), str(large), str(wide)],
         cwd=ROOT,
