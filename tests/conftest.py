@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,16 @@ def make_base(folder: Path, *arguments: Any) -> Path:
         patch.setattr(sys, "argv", ["tiny_base.py", "--out", str(folder), *map(str, arguments)])
         main()
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_server_left():
+    """A server thread whose socket was closed under it spins, and takes a core from every file that follows."""
+    yield
+    for thread in threading.enumerate():
+        if "serve_forever" in thread.name:
+            thread.join(5)
+            assert not thread.is_alive(), f"{thread.name} goes on; stop its server with shutdown()"
 
 
 @pytest.fixture(scope="session")

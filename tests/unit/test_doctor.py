@@ -7,7 +7,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -189,10 +188,9 @@ def test_ports_taken_free_or_served_by_the_kit(tmp_path):
         (taken,) = rows(url)
     assert taken.status == "fail" and f"pid {os.getpid()}" in taken.found and fix_problem(taken.fix) is None
     assert [row.status for row in rows(url)] == ["ok"]
-    with FakeReplica() as replica:
-        threading.Thread(target=replica.serve_forever, daemon=True).start()
-        (served,) = rows(f"http://127.0.0.1:{replica.server_port}")
-        replica.shutdown()
+    replica = FakeReplica()
+    (served,) = rows(replica.url)
+    replica.stop()
     assert served.status == "ok" and "served by the kit already: base abababababab as fp8_per_channel" in served.found
     (elsewhere,) = rows("http://10.255.0.1:8000")
     assert elsewhere.status == "skip" and "another machine" in elsewhere.found
