@@ -25,6 +25,7 @@ from rich.console import Console
 
 from launch.jobs import Job, JobFailed, kill_trees, leash
 from launch.metrics import MetricsLog, mean, series
+from launch.plan import fits
 from launch.replicas import Replicas, Stopped, read_end
 from launch.server import differences
 from launch.trainer_command import (
@@ -73,6 +74,7 @@ class Start:
     base: Command | None  # None: it is there, or nothing needs it
     trainer: Command
     servers: list[Plan]  # without a base, less what follows from its files
+    memory: str = ""  # what launch.plan expects
 
     @property
     def check(self) -> Command | None:
@@ -94,7 +96,9 @@ def server_plans(config: Config, vllm: Installed | None, placement: Placement) -
     return plans(unlisted, vllm, list(placement.servers), gpu_gib())
 
 
-def prepare(config_path: str, overrides: list[str], launcher_path: str | None, resume: bool) -> Start:
+def prepare(
+    config_path: str, overrides: list[str], launcher_path: str | None, resume: bool, ignore_plan: bool = False
+) -> Start:
     """Every check that takes no time; `BadInput` says what cannot work."""
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
@@ -116,7 +120,19 @@ def prepare(config_path: str, overrides: list[str], launcher_path: str | None, r
     check_ports(servers)
     if is_served and not base:
         check_base(config, config_path)
-    return Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers)
+    memory = plan_memory(config, ignore_plan)
+    return Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
+
+
+def plan_memory(config: Config, ignore_plan: bool) -> str:
+    """What launch.plan expects of this machine; `BadInput` when the run does not fit, unless that is to be ignored."""
+    try:
+        does_fit, told = fits(config)
+    except BadInput as unknown:
+        return f"not planned: {unknown}"
+    if not does_fit and not ignore_plan:
+        raise BadInput(f"{told}\n`python -m launch.plan` says more; --ignore_plan starts all the same.")
+    return told.splitlines()[1]
 
 
 def describe(start: Start) -> str:
@@ -124,7 +140,7 @@ def describe(start: Start) -> str:
     placement, config = start.placement, start.config
     on = f"GPU {', '.join(placement.trainer)}" if placement.trainer else "the CPU"
     count = process_count(start.launcher, len(placement.trainer))
-    lines = [f"run      {config.run.name} -> {start.run.path}"]
+    lines = [f"run      {config.run.name} -> {start.run.path}", f"memory   {start.memory}"]
     if start.vllm:
         what = "is written first, as it is missing" if start.base else "is there"
         lines.append(f"base     {base_directory(config)} {what}")
@@ -419,8 +435,9 @@ def main() -> int:
     )
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, start nothing")
+    parser.add_argument("--ignore_plan", action="store_true", help="start also when launch.plan says it does not fit")
     flags, overrides = parser.parse_known_args()
-    start = prepare(flags.config, overrides, flags.launcher, flags.resume)
+    start = prepare(flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan or flags.dry_run)
     print(describe(start), flush=True)
     if flags.dry_run:
         print_commands(start)

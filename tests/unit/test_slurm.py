@@ -124,7 +124,9 @@ def test_the_summary_tells_a_step_that_the_number_of_gpus_makes():
     assert describe(Job(ALONE, gpus=1), load_config(ROOT / ALONE)) == (
         "nodes: 1 with 1 GPUs each; trainer processes: 1, 128 completions a step"
     )
-    assert "trainer processes: 8, 1,024 completions a step" in describe(Job(ALONE), load_config(ROOT / ALONE))
+    assert "trainer processes: 1, 128 completions" in describe(Job(ALONE), load_config(ROOT / ALONE)), "train.gpus [0]"
+    all_gpus = load_config(ROOT / ALONE, ["--train.gpus", "null"])
+    assert "trainer processes: 8, 1,024 completions a step" in describe(Job(ALONE), all_gpus)
     assert describe(Job(EIGHT, nodes=3), load_config(ROOT / EIGHT)) == (
         "nodes: 3 with 8 GPUs each; trainer processes: 16, 256 completions a step, 8 replicas"
     )

@@ -179,6 +179,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(up, "visible_gpus", lambda: gpus)
         monkeypatch.setattr(up, "gpu_gib", lambda: 80.0)
         monkeypatch.setattr(up, "check_ports", lambda found: None)
+        monkeypatch.setattr(up, "fits", lambda config: (True, "8 x h100\nIt fits."))
         monkeypatch.setattr(up, "check_base", lambda *_: {})
         if base:
             monkeypatch.setattr(up, "base_directory", lambda config: ROOT)
@@ -235,6 +236,25 @@ def test_an_existing_run_is_refused_before_anything_starts_and_resumed_when_aske
         up.prepare(TINY, keys, None, resume=True)
     with pytest.raises(BadInput, match=r"train.learning_rate was 0.001, is 0.5"):
         up.prepare(TINY, [*keys, "--train.learning_rate=0.5"], None, resume=True)
+
+
+def test_a_run_that_does_not_fit_the_card_is_refused_before_anything_starts(machine, monkeypatch):
+    machine(["0"])
+    told = "1 x rtx4090\nIt does not fit. GPU 0: 35.6 of 23.5 GiB.\nThis would fit: --server.sleep true"
+    monkeypatch.setattr(up, "fits", lambda config: (False, told))
+    with pytest.raises(BadInput, match=r"35.6 of 23.5 GiB.\nThis would fit: --server.sleep true\n.*--ignore_plan"):
+        up.prepare(ONE_CARD, [], None, resume=False)
+    start = up.prepare(ONE_CARD, [], None, resume=False, ignore_plan=True)
+    assert "memory   It does not fit. GPU 0: 35.6 of 23.5 GiB." in up.describe(start)
+
+
+def test_a_model_that_no_plan_can_be_made_of_is_started(machine, monkeypatch):
+    def unknown(config):
+        raise BadInput("experts are not covered")
+
+    machine(["0"])
+    monkeypatch.setattr(up, "fits", unknown)
+    assert "memory   not planned: experts" in up.describe(up.prepare(ONE_CARD, [], None, resume=False))
 
 
 def test_a_batch_that_the_processes_do_not_fit_is_refused(machine):
