@@ -326,7 +326,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
         "has no manifest.json",
     ),
     "gpu launcher, no gpu": (
-        lambda t: doctor_run.gpus_needed(machine(BIG, launcher="accelerate_configs/ddp.yaml")),
+        lambda t: doctor_run.gpus_needed(machine(BIG, {"train.gpus": "null"}, "accelerate_configs/ddp.yaml")),
         "fail",
         "is for GPUs and CUDA shows none here",
     ),
