@@ -7,7 +7,7 @@ from typing import Any
 
 from eval import plots
 from eval.compare import p_value, points
-from launch.metrics import MetricsLog
+from launch.watching.metrics import MetricsLog
 from recipes.parts.rundir import MANIFEST, RunDir, read_json
 
 NONE = "–"

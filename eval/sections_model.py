@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from eval import plots
 from eval.document import Block, Bullets, Missing, Picture, Section, Table, Text
 from eval.found import NONE, Found, number, policy_name, rank, share
-from launch.metrics import mean, series
+from launch.watching.metrics import mean, series
 
 CURVES = {
     "reward": ("reward", "mean reward of a step"),

@@ -24,39 +24,39 @@ from typing import Any
 if sys.version_info < (3, 11):  # noqa: UP036  what is imported below does not load in older ones
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
 
-from launch import doctor_gpu, doctor_host, doctor_packages, doctor_run
-from launch.doctor_children import stopped
-from launch.doctor_machine import Machine, Row, cores, fail
+from launch.checks import gpu, host, packages, run
+from launch.checks.children import stopped
+from launch.checks.machine import Machine, Row, cores, fail
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 
 Check = Callable[[Machine], Iterator[Row]]
 # In the order of the report. The second entry: it takes seconds (child processes, the network) and runs beside others.
 CHECKS: dict[str, tuple[Check, bool, str]] = {
-    "python": (doctor_host.python, False, "version of the interpreter"),
-    "platform": (doctor_host.platform, False, "system, cores, vector instructions"),
-    "memory": (doctor_host.memory, False, "free memory of the host or container"),
-    "limits": (doctor_host.limits, False, "ulimits: open files, locked memory, core dumps"),
-    "shm": (doctor_host.shm, False, "free space of /dev/shm, for the number of processes of the run"),
+    "python": (host.python, False, "version of the interpreter"),
+    "platform": (host.platform, False, "system, cores, vector instructions"),
+    "memory": (host.memory, False, "free memory of the host or container"),
+    "limits": (host.limits, False, "ulimits: open files, locked memory, core dumps"),
+    "shm": (host.shm, False, "free space of /dev/shm, for the number of processes of the run"),
     "disk": (
-        lambda machine: doctor_host.disk(machine, doctor_run.disk_needs(machine)),
+        lambda machine: host.disk(machine, run.disk_needs(machine)),
         False,
         "space, inodes, writing and locking for run directory, base, hub cache, temporary files",
     ),
-    "environment": (doctor_host.environment, False, "variables that slow a run down or lead it elsewhere"),
-    "compiler": (doctor_host.compiler, False, "g++, Python.h, ninja, a lock that a killed compile left"),
-    "packages": (doctor_packages.packages, False, "installed versions against requirements*.txt"),
-    "conflicts": (doctor_packages.conflicts, False, "what the packages ask of each other; packages that break others"),
-    "gpu": (doctor_gpu.gpu, False, "BF16, FP8, NVFP4 by capability; MIG; other processes"),
-    "config": (doctor_run.settings, False, "keys that contradict each other; what the run directory holds"),
-    "servers": (doctor_run.servers, False, "keys, GPUs, API key and base of the rollout servers"),
-    "gpus": (doctor_run.gpus_needed, False, "GPUs of trainer and servers against those that are there"),
-    "ports": (doctor_run.ports, False, "free, or served by this run's replicas already"),
-    "hub": (doctor_run.hub, True, "model and data: local, cached, or given out by the hub"),
-    "torch": (doctor_gpu.torch, True, "build against driver; a product on every device, in BF16 and FP8"),
-    "imports": (doctor_packages.imports, True, "every pinned package, in a child process"),
-    "bitsandbytes": (doctor_gpu.bitsandbytes, True, "NF4 round trip, layer, adapter gradient"),
-    "vllm": (doctor_gpu.vllm, True, "one token from a small model in the server's weights, log-probs compared"),
-    "nccl": (doctor_gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
+    "environment": (host.environment, False, "variables that slow a run down or lead it elsewhere"),
+    "compiler": (host.compiler, False, "g++, Python.h, ninja, a lock that a killed compile left"),
+    "packages": (packages.packages, False, "installed versions against requirements*.txt"),
+    "conflicts": (packages.conflicts, False, "what the packages ask of each other; packages that break others"),
+    "gpu": (gpu.gpu, False, "BF16, FP8, NVFP4 by capability; MIG; other processes"),
+    "config": (run.settings, False, "keys that contradict each other; what the run directory holds"),
+    "servers": (run.servers, False, "keys, GPUs, API key and base of the rollout servers"),
+    "gpus": (run.gpus_needed, False, "GPUs of trainer and servers against those that are there"),
+    "ports": (run.ports, False, "free, or served by this run's replicas already"),
+    "hub": (run.hub, True, "model and data: local, cached, or given out by the hub"),
+    "torch": (gpu.torch, True, "build against driver; a product on every device, in BF16 and FP8"),
+    "imports": (packages.imports, True, "every pinned package, in a child process"),
+    "bitsandbytes": (gpu.bitsandbytes, True, "NF4 round trip, layer, adapter gradient"),
+    "vllm": (gpu.vllm, True, "one token from a small model in the server's weights, log-probs compared"),
+    "nccl": (gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
 }
 # The order in which those start: the longest first.
 LONGEST = ("vllm", "imports", "bitsandbytes", "nccl", "torch", "hub")

@@ -13,10 +13,10 @@ import argparse
 import json
 from typing import Any
 
-from launch.cost import can_estimate
-from launch.fitting import Layout, lay_out, splits
-from launch.gpus import Card, parse_gpus
-from launch.shapes import Shape, config_shape, find_shape, shape_by_size
+from launch.planning.cost import can_estimate
+from launch.planning.fitting import Layout, lay_out, splits
+from launch.planning.gpus import Card, parse_gpus
+from launch.planning.shapes import Shape, config_shape, find_shape, shape_by_size
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 
@@ -39,11 +39,11 @@ def main() -> int:
     parser.add_argument("--check", metavar="JSON", help="compare with measured points (tests/gpu/memory_points.py)")
     flags, overrides = parser.parse_known_args()
     if flags.check is not None:
-        from launch.plan_check import check
+        from launch.planning.compare_points import check
 
         return check(flags.check, flags.json)
     if flags.matrix:
-        from launch.matrix import print_matrix
+        from launch.planning.matrix import print_matrix
 
         return print_matrix(flags.json)
     if flags.config is None:
@@ -51,11 +51,11 @@ def main() -> int:
     config = load_config(flags.config, overrides)
     layout = make_layout(config, choose_shape(config, flags.params, flags.model), *parse_gpus(flags.gpu))
     if flags.json:
-        from launch.plan_report import as_json
+        from launch.planning.report import as_json
 
         print(json.dumps(as_json(layout), indent=2))
     else:
-        from launch.plan_report import report
+        from launch.planning.report import report
 
         report(layout)
     return DONE if layout.fits else CHECK_FAILED
@@ -90,7 +90,7 @@ def make_layout(config: Config, shape: Shape, card: Card, count: int) -> Layout:
 def fits(config: Config, model_config: dict[str, Any] | None = None, gpus: str = "auto") -> tuple[bool, str]:
     """Whether a run fits, and a summary of a few lines; `model_config` is the model's config.json when it was read
     already, `gpus` is as --gpu takes it. `BadInput` when the model or the cards are not known."""
-    from launch.plan_report import summary
+    from launch.planning.report import summary
 
     layout = make_layout(config, config_shape(config, model_config), *parse_gpus(gpus))
     return layout.fits, summary(layout)

@@ -23,12 +23,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launch.jobs import Job, JobFailed, kill_trees, leash
-from launch.metrics import MetricsLog, mean, series
 from launch.plan import fits
 from launch.replicas import Replicas, Stopped, read_end
 from launch.server import differences
-from launch.trainer_command import (
+from launch.starting.jobs import Job, JobFailed, kill_trees, leash
+from launch.starting.trainer_command import (
     Command,
     Launcher,
     Placement,
@@ -39,7 +38,7 @@ from launch.trainer_command import (
     read_launcher,
     trainer_command,
 )
-from launch.up_view import Status, View
+from launch.starting.view import Status, View
 from launch.vllm_command import (
     Installed,
     Plan,
@@ -50,6 +49,7 @@ from launch.vllm_command import (
     plans,
     visible_gpus,
 )
+from launch.watching.metrics import MetricsLog, mean, series
 from recipes.parts.checks import check_config, check_run_directory
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command

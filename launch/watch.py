@@ -21,11 +21,11 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from launch.compare import common_step, frame_of_runs
-from launch.health import alerts
-from launch.metrics import RECENT, MetricsLog, mean, number, open_run, progress, series
-from launch.page import TRENDS, frame, show
-from launch.samples import latest_group
+from launch.watching.compare import common_step, frame_of_runs
+from launch.watching.health import alerts
+from launch.watching.metrics import RECENT, MetricsLog, mean, number, open_run, progress, series
+from launch.watching.page import TRENDS, frame, show
+from launch.watching.samples import latest_group
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 from recipes.parts.rundir import RunDir
 
@@ -145,7 +145,7 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
 
 def write_pictures(arguments: argparse.Namespace, runs: list[RunDir], logs: list[MetricsLog]) -> list[Path]:
     """What --plot and --html write; `BadInput` when there is no step to draw."""
-    from launch import health_plot, web_page  # matplotlib takes a second to import
+    from launch.watching import plot, web_page  # matplotlib takes a second to import
 
     if not any(log.rows for log in logs):
         raise BadInput(f"{runs[0].metrics_file} has no complete step yet, so there is nothing to plot.")
@@ -155,9 +155,9 @@ def write_pictures(arguments: argparse.Namespace, runs: list[RunDir], logs: list
     written = []
     if arguments.plot:
         if len(runs) == 1:
-            written.append(health_plot.draw(runs[0], logs[0].rows, folder))
+            written.append(plot.draw(runs[0], logs[0].rows, folder))
         else:
-            written.append(health_plot.draw_comparison(runs, logs, folder))
+            written.append(plot.draw_comparison(runs, logs, folder))
     if arguments.html:
         written.append(web_page.write(runs, logs, folder))
     return written

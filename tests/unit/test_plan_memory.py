@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import cost, memory
-from launch.coefficients import TABLE
-from launch.fitting import lay_out
-from launch.gpus import CARDS
-from launch.plan_check import LIMIT, check, compare, point_config, point_shape, rows_of
-from launch.shapes import shape_by_size
+from launch.planning import cost, memory
+from launch.planning.coefficients import TABLE
+from launch.planning.compare_points import LIMIT, check, compare, point_config, point_shape, rows_of
+from launch.planning.fitting import lay_out
+from launch.planning.gpus import CARDS
+from launch.planning.shapes import shape_by_size
 from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput
 from tests.conftest import ROOT

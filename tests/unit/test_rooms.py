@@ -24,11 +24,18 @@ MAY_IMPORT = {
     "recipes.parts": ("reward", "merge"),
     "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
-    "eval": ("recipes.parts.data", "reward", "merge", "launch.metrics", "launch.replicas", "launch.vllm_command"),
+    "eval": (
+        "recipes.parts.data",
+        "reward",
+        "merge",
+        "launch.watching.metrics",
+        "launch.replicas",
+        "launch.vllm_command",
+    ),
     # Jobs are checked before they wait in a queue; an export translates the data and the rewards too.
     "launch": ("recipes.parts.checks", "recipes.parts.data", "reward"),
     # What the doctor tries in child processes: the policy as the trainer loads it.
-    "launch.doctor_steps": ("launch", "merge.base"),
+    "launch.checks.steps": ("launch", "merge.base"),
 }
 NOT_ROOMS = {"tests", "runs", "models"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch import up
-from launch.jobs import Job, message
-from launch.trainer_command import (
+from launch.starting.jobs import Job, message
+from launch.starting.trainer_command import (
     CPU,
     DDP,
     ONE_GPU,

@@ -17,9 +17,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launch import jobs, leash, up
-from launch.trainer_command import CPU, Command, Placement, read_launcher
-from launch.up_view import Status, StepLines, View, process_table
+from launch import up
+from launch.starting import jobs, leash
+from launch.starting.trainer_command import CPU, Command, Placement, read_launcher
+from launch.starting.view import Status, StepLines, View, process_table
 from launch.vllm_command import Plan
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
@@ -88,7 +89,7 @@ def run(folder: Path, port: int, programs: dict[str, str]) -> int:
 DRIVER = """
 import json, sys
 from pathlib import Path
-from launch import jobs
+from launch.starting import jobs
 from recipes.parts.errors import run_command
 from tests.unit.test_up_processes import run
 folder, port, programs, jobs.STOP_S = json.loads(sys.argv[1])

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from launch import watch
-from launch.compare import common_step, compared, frame_of_runs
-from launch.metrics import MetricsLog
+from launch.watching.compare import common_step, compared, frame_of_runs
+from launch.watching.metrics import MetricsLog
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
 from tests.unit.metric_rows import log_of, make_run, recorded, rows_of, step_row

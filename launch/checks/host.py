@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.doctor_machine import (
+from launch.checks.machine import (
     GIB,
     Machine,
     Row,

@@ -11,9 +11,9 @@ peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape var
 
 from dataclasses import dataclass
 
-from launch.coefficients import value
-from launch.gpus import Card
-from launch.shapes import Shape
+from launch.planning.coefficients import value
+from launch.planning.gpus import Card
+from launch.planning.shapes import Shape
 from launch.vllm_command import FOLD_GIB
 from recipes.parts.config import Config
 from recipes.parts.replica import SERVED_RANKS

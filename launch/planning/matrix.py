@@ -5,10 +5,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from launch.fitting import lay_out, with_keys
-from launch.gpus import CARDS, Card
-from launch.memory import full_cache_gib
-from launch.shapes import Shape, shape_by_size
+from launch.planning.fitting import lay_out, with_keys
+from launch.planning.gpus import CARDS, Card
+from launch.planning.memory import full_cache_gib
+from launch.planning.shapes import Shape, shape_by_size
 from recipes.parts.config import Config, config_from_dict
 from recipes.parts.errors import DONE
 

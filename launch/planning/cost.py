@@ -8,10 +8,10 @@ machines, waiting for the longest completion of a step where lengths differ.
 import math
 from dataclasses import dataclass
 
-from launch.coefficients import value
-from launch.gpus import Card
-from launch.memory import kv_token_bytes, kv_width, layer_bytes, nf4_bytes, sequence_gib
-from launch.shapes import Shape
+from launch.planning.coefficients import value
+from launch.planning.gpus import Card
+from launch.planning.memory import kv_token_bytes, kv_width, layer_bytes, nf4_bytes, sequence_gib
+from launch.planning.shapes import Shape
 from recipes.parts.config import Config
 
 MEASURED_CARD = "h200"

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch import cost, memory
-from launch.gpus import CARDS, Card
-from launch.memory import Estimate
-from launch.shapes import Shape
-from launch.trainer_command import place
+from launch.planning import cost, memory
+from launch.planning.gpus import CARDS, Card
+from launch.planning.memory import Estimate
+from launch.planning.shapes import Shape
+from launch.starting.trainer_command import place
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
 

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from launch.compare import names
-from launch.metrics import MetricsLog, group, mean, median, phases, series
+from launch.watching.compare import names
+from launch.watching.metrics import MetricsLog, group, mean, median, phases, series
 from recipes.parts.rundir import RunDir
 
 SMOOTH = 10  # steps of the running mean drawn over the raw values

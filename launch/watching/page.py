@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.health import alerts
-from launch.metrics import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
-from launch.samples import latest_group, one_line
+from launch.watching.health import alerts
+from launch.watching.metrics import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
+from launch.watching.samples import latest_group, one_line
 from recipes.parts.rundir import RunDir
 
 TRENDS = {

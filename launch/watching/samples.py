@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launch.metrics import group, number, read_json_line
+from launch.watching.metrics import group, number, read_json_line
 from recipes.parts.rundir import RunDir
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from launch.doctor_children import reason, run_steps
-from launch.doctor_machine import GIB, Machine, Row, fail, ok, skip, warn
+from launch.checks.children import reason, run_steps
+from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, warn
 
 if TYPE_CHECKING:
-    from launch.trainer_command import Placement
+    from launch.starting.trainer_command import Placement
     from recipes.parts.config import Config
     from recipes.parts.errors import KitError
 
@@ -170,7 +170,7 @@ def gpus_needed(machine: Machine) -> Iterator[Row]:
 def placed(machine: Machine) -> tuple["Placement", int]:
     """(who gets which GPUs of this machine, trainer processes over all machines), as launch.up decides it; `BadInput`
     when they do not suffice."""
-    from launch.trainer_command import choose_launcher, place, process_count, read_launcher
+    from launch.starting.trainer_command import choose_launcher, place, process_count, read_launcher
     from launch.vllm_command import installed_vllm
     from recipes.parts.errors import BadInput
 

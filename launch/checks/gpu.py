@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launch.doctor_children import Outcome, reason, run_steps
-from launch.doctor_machine import Gpu, Machine, Row, fail, ok, skip, warn
-from launch.doctor_packages import install_command
+from launch.checks.children import Outcome, reason, run_steps
+from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, warn
+from launch.checks.packages import install_command
 
 BF16, FP8, NVFP4 = (8, 0), (8, 9), (10, 0)
 # The oldest driver of each CUDA version; within one, newer builds run on older drivers.

@@ -1,4 +1,4 @@
-"""Runs steps of `launch.doctor_steps` in child processes: a crash or a hang there ends the child, not the doctor."""
+"""Runs steps of `launch.checks.steps` in child processes: a crash or a hang there ends the child, not the doctor."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.doctor_machine import ROOT
+from launch.checks.machine import ROOT
 
 POLL_S = 0.2
 LOG_CHARACTERS = 20_000
@@ -52,7 +52,7 @@ def run_steps(
     environment: Mapping[str, str] | None = None,
     keep_log: Path | None = None,
 ) -> list[Outcome]:
-    """One outcome per step, in order; a step is the name of a function of `launch.doctor_steps` and its arguments.
+    """One outcome per step, in order; a step is the name of a function of `launch.checks.steps` and its arguments.
 
     The steps share a child for as long as it lives. One that raises is recorded and the next goes on; one that takes
     longer than `limit_s` or brings the child down is recorded, and the rest go on in a new child. What the children
@@ -92,7 +92,7 @@ def _one_child(
         try:
             with open(log, "wb") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "launch.doctor_steps", str(writer), json.dumps(list(steps))],
+                    [sys.executable, "-m", "launch.checks.steps", str(writer), json.dumps(list(steps))],
                     env={**environment, "PYTHONPATH": _import_path(environment)},
                     stdin=subprocess.PIPE,  # closes when this process ends, which ends the child
                     stdout=output,

@@ -6,9 +6,9 @@ import math
 import shlex
 from typing import Any
 
-from launch import cost, fitting, memory
-from launch.fitting import Layout, Split
-from launch.memory import Estimate
+from launch.planning import cost, fitting, memory
+from launch.planning.fitting import Layout, Split
+from launch.planning.memory import Estimate
 
 
 def spell(keys: dict[str, Any]) -> str:

@@ -8,9 +8,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.health import alerts
-from launch.metrics import RECENT, MetricsLog, last_known, mean, median, progress, series
-from launch.page import SHARES, duration, held, percent, show, sparkline
+from launch.watching.health import alerts
+from launch.watching.metrics import RECENT, MetricsLog, last_known, mean, median, progress, series
+from launch.watching.page import SHARES, duration, held, percent, show, sparkline
 from recipes.parts.rundir import RunDir
 
 CURVES = {"reward": "reward", "held-out": "heldout_accuracy", "KL": "kl", "entropy": "entropy"}

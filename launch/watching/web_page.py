@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import health_plot
-from launch.compare import Compared, common_step, compared
-from launch.health import alerts
-from launch.metrics import RECENT, MetricsLog, group, last_known, mean, number, progress, series
-from launch.page import SHARES, TRENDS, duration, percent, show
-from launch.samples import latest_group
+from launch.watching import plot
+from launch.watching.compare import Compared, common_step, compared
+from launch.watching.health import alerts
+from launch.watching.metrics import RECENT, MetricsLog, group, last_known, mean, number, progress, series
+from launch.watching.page import SHARES, TRENDS, duration, percent, show
+from launch.watching.samples import latest_group
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, read_json
 
@@ -64,7 +64,7 @@ def _text(value: object) -> str:
 
 def _run(run: RunDir, log: MetricsLog) -> str:
     rows = log.rows
-    found = [(name, health_plot.svg(health_plot.run_panel(panel, rows))) for name, panel in _panels(rows).items()]
+    found = [(name, plot.svg(plot.run_panel(panel, rows))) for name, panel in _panels(rows).items()]
     return "\n".join(
         [
             _state(progress(log)),
@@ -80,8 +80,8 @@ def _run(run: RunDir, log: MetricsLog) -> str:
     )
 
 
-def _panels(rows: Sequence[dict]) -> dict[str, health_plot.Panel]:
-    return health_plot.panels(rows) | {"speed": health_plot.speed}
+def _panels(rows: Sequence[dict]) -> dict[str, plot.Panel]:
+    return plot.panels(rows) | {"speed": plot.speed}
 
 
 def _state(state: dict) -> str:
@@ -189,13 +189,13 @@ def _comparison(runs: Sequence[RunDir], logs: Sequence[MetricsLog]) -> str:
 
     def panel(key: str, title: str) -> bytes:
         def fill(axes: object) -> None:
-            health_plot.compare_panel(axes, runs, logs, key, title)
+            plot.compare_panel(axes, runs, logs, key, title)
             if key == "reward":
                 axes.legend(fontsize=8, framealpha=0.85)
 
-        return health_plot.svg(fill)
+        return plot.svg(fill)
 
-    pictures = [(title, panel(key, title)) for title, key in health_plot.compared_keys(logs).items()]
+    pictures = [(title, panel(key, title)) for title, key in plot.compared_keys(logs).items()]
     return "\n".join(
         [
             f'<p class="dim">Best reward first; figures are means of the {RECENT} steps up to step {step}, the last '

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import memory
-from launch.gpus import CARDS, recognize
-from launch.shapes import Shape, shape_from_facts
+from launch.planning import memory
+from launch.planning.gpus import CARDS, recognize
+from launch.planning.shapes import Shape, shape_from_facts
 from recipes.parts.config import Config, config_from_dict
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
 from recipes.parts.rundir import read_json
