@@ -4,9 +4,11 @@ Resuming under DDP is not here: transformers 5.17 loads the optimizer of several
 refuses.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -38,7 +40,14 @@ def rows(run: RunDir, name: str) -> list[dict]:
 def launch(arguments: list[str], **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *arguments]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        try:
+            said, errors = process.communicate(timeout=280)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # one that waits for a lock would be found by later tests
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
 def train(arguments: list[str]) -> subprocess.CompletedProcess:
@@ -184,9 +193,13 @@ def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
         runs[1] |= {"copy": [str(whole), str(resumed)], "remove": str(resumed / "checkpoints" / "step-000002")}
         plan += [{**run, "environment": environment} for run in runs]
     (folder / "plan.json").write_text(json.dumps(plan))
-    done = launch(["tests/smoke/sharded_worker.py", str(folder / "plan.json")])
-    for replica in replicas.values():
-        replica.stop()
+    try:
+        # A killed compile of DeepSpeed's helper leaves a lock in the shared place, for which every later start waits.
+        extensions = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+        done = launch(["tests/smoke/sharded_worker.py", str(folder / "plan.json")], **extensions)
+    finally:
+        for replica in replicas.values():
+            replica.stop()
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
     return Split(folder, done, replicas)
 

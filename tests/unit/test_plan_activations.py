@@ -112,8 +112,10 @@ def config(targets: Any, checkpointing: bool = True) -> Any:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    # peft asks about the GPU's autocast and would convert its inputs to float32 under the CPU's.
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: True)
+    # peft asks about the GPU's autocast and would convert its inputs to float32 under the CPU's. Who names a device is
+    # told the truth: autocast itself asks, to put back what was before.
+    asked = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
     # Small tiles, so that the layers are the peak.
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
     monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 64)
