@@ -118,17 +118,24 @@ def stand_ins(tmp_path, port, monkeypatch):
     return make
 
 
+@pytest.fixture
+def left():
+    """`left()`: the processes below this one that the test started; other tests keep reward workers alive."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    return lambda: [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
+
+
 def note(path: Path, name: str) -> str:
     return f"open({str(path)!r}, 'a').write('{name} ')\n"
 
 
-def test_everything_starts_in_order_and_is_gone_at_the_end(stand_ins, tmp_path, capsys):
+def test_everything_starts_in_order_and_is_gone_at_the_end(stand_ins, tmp_path, capsys, left):
     order = tmp_path / "order"
     serves = note(order, "server") + SERVES
     trainer = note(order, "trainer") + "assert SERVER()\n" + STEPS
     code = stand_ins(check=note(order, "check"), base=note(order, "base"), server=serves, trainer=trainer)
     assert code == 0 and order.read_text().split() == ["check", "base", "server", "trainer"]
-    assert psutil.Process().children(recursive=True) == []
+    assert left() == []
     said = capsys.readouterr().out
     for part in ("check: done", "base: done", "ready after", "step 1/3 reward 0.5", "step 3/3", "trainer: done"):
         assert part in said, said
@@ -156,25 +163,25 @@ def test_a_step_that_fails_keeps_what_follows_from_starting(stand_ins, tmp_path,
     ],
 )
 def test_a_trainer_that_dies_ends_the_servers_with_its_reason_and_code(
-    stand_ins, tmp_path, end, exit_code, told, monkeypatch
+    stand_ins, tmp_path, end, exit_code, told, monkeypatch, left
 ):
     monkeypatch.setattr(up, "FOLLOWED_S", 0.1)
     with pytest.raises(jobs.JobFailed) as failed:
         stand_ins(server=SERVES, trainer=f"import os, sys; print('last words', flush=True); {end}")
     assert failed.value.exit_code == exit_code and told in str(failed.value)
     assert str(tmp_path / "logs" / "trainer.log") in str(failed.value)
-    assert psutil.Process().children(recursive=True) == []
+    assert left() == []
 
 
 DIES_LATER = "import os, threading; threading.Timer(SECONDS, lambda: os._exit(3)).start()\n" + SERVES
 
 
-def test_a_server_that_dies_ends_the_trainer(stand_ins, port):
+def test_a_server_that_dies_ends_the_trainer(stand_ins, port, left):
     began = time.monotonic()
     with pytest.raises(CheckFailed, match=rf"the server at http://127.0.0.1:{port} ended with exit code 3"):
         stand_ins(server=DIES_LATER.replace("SECONDS", "1.5"), trainer=NOTES)
     assert time.monotonic() - began < 20
-    assert psutil.Process().children(recursive=True) == []
+    assert left() == []
 
 
 def test_a_server_that_dies_behind_a_failing_trainer_is_named_as_the_cause(stand_ins):
