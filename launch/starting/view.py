@@ -49,7 +49,8 @@ class View:
     def __enter__(self) -> "View":
         if self.console.is_terminal:
             self._live = Live(console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-            self._live.start()
+            with contextlib.suppress(OSError):
+                self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:

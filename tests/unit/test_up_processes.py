@@ -359,13 +359,24 @@ def test_in_a_terminal_events_stand_above_the_page_with_the_runs_curves(tmp_path
     assert "server: ready" in text and "4712" in text and f"{run.metrics_file}"[-20:] in text
 
 
-def test_an_output_that_is_gone_does_not_end_the_run(tmp_path):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_output_that_is_gone_does_not_end_the_run(tmp_path, is_terminal):
+    tried = []
+
     class Gone(StringIO):
         def write(self, text: str) -> int:
+            tried.append(text)
             raise OSError(5, "Input/output error")
 
-    view = View(RunDir(tmp_path), lambda: [], Console(width=100, file=Gone()))
-    view.say("x")
+    log = tmp_path / "trainer.log"
+    with View(RunDir(tmp_path), lambda: [], Console(width=100, file=Gone(), force_terminal=is_terminal)) as view:
+        view.follow_steps(log)
+        view.say("server: ready")
+        said = len(tried)
+        log.write_text("step 1/9 reward 0.5\n")
+        view.update(at_once=True)
+        assert 0 < said < len(tried), "the event and then the step, or the page, were to be written"
+        assert is_terminal or "step 1/9 reward 0.5" in tried[-1]
 
 
 def test_steps_are_told_once_and_whole(tmp_path):
