@@ -57,7 +57,7 @@ class Plan:
         return wanted if wanted in self.formats else self.formats[0]
 
     def engine(self, policy: str, name: str) -> str:
-        """Who generates a cell. vLLM has no loader for nf4, whose cells transformers computes unless a server does."""
+        """Who generates a cell. Those of nf4 are the NF4 base, which transformers computes unless a server does."""
         backend = self.config.eval.backend
         if name == "nf4" and (policy, name) not in self.endpoints:
             return "transformers"

@@ -1,7 +1,7 @@
 """Completions by vLLM's offline engine, in a child process that takes its GPU memory with it.
 
 Covers: every format that vLLM loads on the machine, several GPUs (`server.tensor_parallel`), vLLM's own error line
-when it does not. Not covered: nf4, for which vLLM 0.28 and later have no loader: its cells go through transformers.
+when it does not. Not covered: nf4, which vLLM 0.28 and later leave to a plugin: its cells go through transformers.
 """
 
 import importlib.metadata

@@ -142,7 +142,7 @@ def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
         )
         return stored, compressor.decompress(dict(stored), scheme)["weight"].float()
 
-    # compressed-tensors compiles its rounding: for that inductor starts a process per core, of 0.4 GiB each.
+    # compressed-tensors has its rounding compiled, for which torch starts worker processes that import it again.
     with torch.compiler.set_stance("force_eager"):
         return _by_rows(weight, use, 1, compress)
 

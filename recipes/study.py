@@ -81,7 +81,7 @@ class Study:
         if not is_evaluated(run, self.formats):
             yield f"seed {seed}: eval", ["-m", "eval", "--run", place, "--formats", *self.formats], (DONE,)
         yield f"seed {seed}: gate", ["-m", "eval", "gate", "--run", place], (DONE, CHECK_FAILED)
-        served = [name for name in self.formats if name != "nf4"]  # vLLM has no loader of its own for nf4
+        served = [name for name in self.formats if name != "nf4"]  # its cells are the run's NF4 base, no checkpoint
         if self.options.serving and seed == self.options.seeds[0] and not is_served(run, served):
             serve = ["-m", "eval.serving", "--run", place, "--formats", *served, "--batches", *self.options.batches]
             # A format that this machine's vLLM does not serve is told and left out.
