@@ -65,6 +65,12 @@ class PolicyConfig:
     adapter_dtype: Literal["float32", "bfloat16"] = _option(
         "float32", "type of the trained adapter weights; DeepSpeed keeps bfloat16 ones with float32 masters"
     )
+    compute: Literal["plain", "fused", "fp8"] = _option(
+        "plain",
+        "products with the frozen base: plain is peft's path; fused is one function for base and adapter; fp8 is that "
+        "with the base's products in FP8, as the server quantizes them",
+    )
+    kernels: Literal["torch", "liger"] = _option("torch", "norms, rotary embedding and SwiGLU; liger needs a GPU")
     reference: str = _option("adapter_off", "KL reference; adapter_off is the same model without the adapter")
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
 
@@ -75,6 +81,7 @@ class RolloutConfig:
     group_size: int = _option(8, "completions per prompt (num_generations)")
     max_prompt_length: int = _option(512, "longest prompt in tokens, chat template included; longer ones are errors")
     max_completion_length: int = _option(256, "longest completion in tokens; cut ones count as truncated")
+    overlap: bool = _option(False, "generate the next batch during the update: one step off-policy, corrected")
     temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature")
     top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy")
     top_k: int = _option(0, "0 = off")
@@ -169,6 +176,10 @@ class TrainConfig:
     mask_truncated: bool = _option(False, "leave truncated completions out of the loss")
     per_device_train_batch_size: int = _option(8, "completions per forward on one device")
     gradient_accumulation_steps: int = _option(1, "forwards per optimizer step")
+    micro_batch_tokens: int | None = _option(
+        None, "tokens per forward, without padding, instead of per_device_train_batch_size completions"
+    )
+    share_prompts: bool = _option(True, "with micro_batch_tokens: compute the prompt of a group once")
     max_grad_norm: float = _option(1.0, "gradient clipping norm")
     weight_decay: float = _option(0.0, "AdamW weight decay")
     optimizer: str = _option("adamw_torch", "optimizer, as transformers names it")
