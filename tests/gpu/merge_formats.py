@@ -52,6 +52,7 @@ class Case:
     reader: str = ""  # the checkpoint that transformers reads, when it is another
     backend: str = "auto"  # vLLM's --linear-backend
     on_cpu: bool = True
+    policy: str = "grpo"
 
     @property
     def label(self) -> str:
@@ -62,6 +63,8 @@ def cases(capability: tuple[int, int] | None) -> list[Case]:
     """What to serve on a GPU of this compute capability, or (None) on a CPU."""
     found = [Case("bf16", 0.05), Case("fp8", 0.15), Case("fp8_block", 0.15, on_cpu=False), Case("w4a16", 0.05)]
     found += [Case("awq", 0.05), Case("nvfp4a16", 0.05, on_cpu=False)]
+    # NF4 of a policy is refused, so the base's. vLLM's loader of bitsandbytes checkpoints needs a GPU.
+    found += [Case("nf4", 0.05, on_cpu=False, policy="base")]
     if capability is None:
         return [case for case in found if case.on_cpu]
     if capability >= FP4_GPU:
@@ -136,7 +139,7 @@ def transformers_log_probs(directory: Path, rows: list[dict]) -> list[list[float
 def served(case: Case, merged: Path, prompts: Path, folder: Path) -> tuple[int, Path, Path]:
     """(exit code of vLLM on the checkpoint, its answers, its log)."""
     result, log_file = folder / f"{case.label}.json", folder / f"{case.label}.log"
-    directory = str(merged / case.format)
+    directory = str(merged / case.policy / case.format)
     command = [sys.executable, __file__, "--serve", directory, str(prompts), str(result), case.backend]
     with open(log_file, "w") as log:
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -153,12 +156,12 @@ def measure(case: Case, merged: Path, status: int, result: Path, log_file: Path)
 
     from recipes.parts.rundir import read_manifest
 
-    label, directory = case.label, merged / case.format
+    label, directory = case.label, merged / case.policy / case.format
     if status:
         return "\n".join([f"{label:16} vLLM failed, exit {status}:", *log_file.read_text().splitlines()[-15:]]), False
     found = json.loads(result.read_text())
     theirs = torch.cat([torch.tensor(row["logprobs"]) for row in found["rows"]])
-    reader = merged / (case.reader or case.format)
+    reader = merged / case.policy / (case.reader or case.format)
     ours = torch.cat([torch.tensor(scores) for scores in transformers_log_probs(reader, found["rows"])])
     gaps = (ours - theirs).abs()
     manifest = read_manifest(directory)
@@ -217,7 +220,7 @@ def main() -> int:
     failures, lines = int(code != 1), []
     wanted = cases(torch.cuda.get_device_capability() if device == "cuda" else None)
     wanted = [case for case in wanted if case.format in formats]
-    merged = run.merged / "grpo"
+    merged = run.merged
     with ThreadPoolExecutor(4 if device == "cuda" else 1) as pool:
         answers = list(pool.map(lambda case: served(case, merged, prompts, folder), wanted))
     for case, answer in zip(wanted, answers, strict=True):
