@@ -2,7 +2,7 @@
 
     python tests/gpu/first_run.py [--steps 3] [--layers 36]
 
-The recipe is recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml; only its model (that shape, random weights) and its
+The recipe is recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml; its model (that shape, random weights) and
 problems (the quickstart's, which the small tokenizer can read) are others, because neither can be downloaded here.
 Claims, exit 1 when one fails: every command exits with 0; each step is recorded, sampled from the newest version; no
 process and no memory is left on the GPUs; no phase takes more of a card than the plan's high estimate. Prints a table
