@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from recipes.parts import sharding
+from recipes.parts import overlap, recompute, sharding
 from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.replica import SERVED_RANKS
@@ -33,6 +33,7 @@ FREE_ON_RESUME = (
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
     *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
     *("rollout.max_canary_delta", "server", "train.max_gpu_gib", "train.gpus"),
+    *("train.recompute", "train.recompute_fraction"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
 )
 
@@ -58,6 +59,8 @@ def check_config(config: Config, processes: int) -> None:
         *_adapter(config),
         *_lists(config),
         *_servers(config),
+        *overlap.problems(config),
+        *recompute.problems(config, sharding.announced()),
         *_parallelism(config),
     ]
     if problems:

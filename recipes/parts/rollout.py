@@ -7,12 +7,14 @@ packed bytes. The trainer's process needs no vLLM.
 
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 from recipes.parts.adapter_file import AdapterFile
 from recipes.parts.config import Config
 from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
 from recipes.parts.errors import BadInput, CheckFailed, KitError
+from recipes.parts.overlap import Ahead
 from recipes.parts.replica import (
     PROTOCOL,
     VLLM_BELOW,
@@ -36,6 +38,7 @@ class ServerRollout:
 
     After `generate`, `versions` holds the adapter version behind each of this process's completions and `report` what
     the main process knows about the sync: `sync_seconds` by part, `canary_delta` and `canary_k3` (the worst replica).
+    `hidden_s` are the seconds of generation behind `begin`, before `generate` waited for the rest.
     """
 
     def __init__(self, config: Config, tokenizer: Any, run: RunDir):
@@ -47,6 +50,8 @@ class ServerRollout:
         self.scorer = CanaryScorer(rollout.canary_prompts, self.context)
         self.versions: list[int] = []
         self.report: dict[str, Any] = {}
+        self.hidden_s = 0.0
+        self._ahead: Ahead | None = None
         self._infos: dict[str, dict] = {}
         self._dispatcher: Dispatcher | None = None
         self._adapter: AdapterFile | None = None
@@ -202,34 +207,67 @@ class ServerRollout:
         The main process syncs the adapter and asks for all processes' groups; a prompt stands `group` (default
         `group_size`) times in a row, so it is sent once with n = group. Every process gets its share.
         """
-        from accelerate.utils import broadcast_object_list, gather_object
+        from accelerate.utils import gather_object
 
         everything = gather_object(prompt_ids)
-        outcome: list[Any] = [None, None, None]
-        self.report = {}
-        if self.config.server.sleep:
-            # Every process, before the replicas wake: the update's cached blocks are memory that they need.
-            free_gpu_cache()
-            trainer.accelerator.wait_for_everyone()
-        if trainer.sharding:
-            outcome[2] = self._ask_policy(trainer, everything)
-        if trainer.accelerator.is_main_process and outcome[2] is None:
-            # The other processes wait for the outcome, so no error may pass them by.
+        self.report, self.hidden_s = {}, 0.0
+        if group is None and self._ahead is not None:
+            samples, version = self._take(trainer, everything)
+        else:
+            if self.config.server.sleep:
+                # Every process, before the replicas wake: the update's cached blocks are memory that they need.
+                free_gpu_cache()
+                trainer.accelerator.wait_for_everyone()
+            error = self._ask_policy(trainer, everything) if trainer.sharding else None
+            samples = self._in_main_process(trainer, lambda: self._step(trainer, everything, group), error)
+            version = self._served
+        self.scorer.extend([ids for ids, _ in samples])
+        start = trainer.accelerator.process_index * len(prompt_ids)
+        mine = samples[start : start + len(prompt_ids)]
+        self.versions = [version] * len(mine)
+        return [ids for ids, _ in mine], [logps for _, logps in mine]
+
+    def begin(self, trainer: Any, prompt_ids: list[list[int]]) -> None:
+        """Sync the adapter, then start to generate for this process's prompts; the next `generate` must be for the
+        same and takes what was made. Without prompts, only the sync. Called by all processes together."""
+        from accelerate.utils import gather_object
+
+        ahead, self.report = Ahead(gather_object(prompt_ids)), {}
+        error = self._ask_policy(trainer, ahead.prompts) if trainer.sharding else None
+        self._in_main_process(trainer, lambda: self._start(trainer, ahead), error)
+        ahead.version = self._served
+        self._ahead = ahead if ahead.prompts else None
+
+    def _take(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[tuple], int]:
+        """The samples that `begin` asked for and the version that made them."""
+        ahead, self._ahead = self._ahead, None
+        if ahead.prompts != prompts:
+            raise CheckFailed(
+                f"the {len(prompts)} prompts of this step are not the {len(ahead.prompts)} that were generated ahead: "
+                "the trainer no longer draws its batches as rollout.overlap expects. Set it to false."
+            )
+        samples = self._in_main_process(trainer, ahead.take)
+        self.hidden_s = ahead.hidden_s
+        return samples, ahead.version
+
+    def _in_main_process(self, trainer: Any, work: Callable[[], Any], error: KitError | None = None) -> Any:
+        """What `work` returns, in every process; also its error, since the others wait for the outcome."""
+        from accelerate.utils import broadcast_object_list
+
+        outcome: list[Any] = [None, None, error]
+        if trainer.accelerator.is_main_process and error is None:
             try:
-                outcome[:2] = self._step(trainer, everything, group)
-            except KitError as error:
-                outcome[2] = error
-            except Exception as error:
-                outcome[2] = CheckFailed(f"the rollout failed: {type(error).__name__}: {error}")
+                outcome[0] = work()
+            except KitError as found:
+                outcome[2] = found
+            except Exception as found:
+                outcome[2] = CheckFailed(f"the rollout failed: {type(found).__name__}: {found}")
+            outcome[1] = self.sync.served
         broadcast_object_list(outcome)
         if outcome[2] is not None:
             raise outcome[2]
         self._served = outcome[1]
-        self.scorer.extend([ids for ids, _ in outcome[0]])
-        start = trainer.accelerator.process_index * len(prompt_ids)
-        mine = outcome[0][start : start + len(prompt_ids)]
-        self.versions = [outcome[1]] * len(mine)
-        return [ids for ids, _ in mine], [logps for _, logps in mine]
+        return outcome[0]
 
     def close(self) -> None:
         """Leave the replicas awake; called once, however the run ends, by the main process."""
@@ -243,8 +281,8 @@ class ServerRollout:
         for url, reason in reasons.items():
             print(f"{url} may be left asleep: {reason}. The next start of a trainer wakes it.", flush=True)
 
-    def _step(self, trainer: Any, prompts: list[list[int]], group: int | None = None) -> tuple[list[tuple], int]:
-        """Wake, sync, generate, sleep; the samples of all processes and the version that made them."""
+    def _step(self, trainer: Any, prompts: list[list[int]], group: int | None = None) -> list[tuple]:
+        """Wake, sync, generate, sleep; the samples of all processes."""
         if self._may_be_asleep:
             with trainer.timed("wake"):
                 self._all_or_fail(lambda replica: replica.wake(), "wake up")
@@ -258,9 +296,26 @@ class ServerRollout:
                 self._may_be_asleep = True
                 self.sync.settle()  # a replica that sleeps cannot forget an adapter
                 self._all_or_fail(lambda replica: replica.sleep(), "go to sleep")
+        self._drop_connections()
+        return samples
+
+    def _start(self, trainer: Any, ahead: Ahead) -> None:
+        """Sync, then generate in the background."""
+        with trainer.timed("sync"):
+            self._sync(trainer)
+        stop = trainer.eos_token_ids
+
+        def generate() -> list[tuple]:
+            samples = self._generate_groups(ahead.prompts, stop)
+            self._drop_connections()
+            return samples
+
+        if ahead.prompts:
+            ahead.start(generate)
+
+    def _drop_connections(self) -> None:
         for replica in self.replicas:
             replica.close()
-        return samples, self.sync.served
 
     def _ask_policy(self, trainer: Any, prompts: list[list[int]]) -> KitError | None:
         """Where the base is split, all that a sync needs of the policy, in every process together and before any
@@ -293,6 +348,8 @@ class ServerRollout:
         version = trainer.adapter_version
         if version == self.sync.served:
             return
+        if self._ahead is not None:
+            raise RuntimeError("a new version while requests of the one before are under way, which it would abort")
         if self._adapter is None:
             self._adapter = self._adapter_file(trainer)
         score = (lambda: self._scores) if trainer.sharding else (lambda: self._score(trainer))

@@ -36,6 +36,7 @@ from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.mismatch import measure
+from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
 from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
@@ -167,7 +168,7 @@ class FiniteGradients(TrainerCallback):
             )
 
 
-class PolicyTrainer(GRPOTrainer):
+class PolicyTrainer(OverlappedRollouts, GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
     `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
@@ -374,6 +375,7 @@ class PolicyTrainer(GRPOTrainer):
         seconds["update"] = max(0.0, seconds["step"] - others)
         self._peak["update"] = _peak_gib()
         counts = self._counts
+        generation_s = seconds["rollout"] + seconds.get("rollout_hidden", 0.0)
         return {
             "step": step,
             "total_steps": self.state.max_steps,
@@ -387,11 +389,12 @@ class PolicyTrainer(GRPOTrainer):
             **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy")),
             **self._sampler,
             "completion_tokens": int(counts["completion_tokens"]),
-            "rollout_tokens_per_s": counts["completion_tokens"] / seconds["rollout"] if seconds["rollout"] else None,
+            "rollout_tokens_per_s": counts["completion_tokens"] / generation_s if generation_s else None,
             "update_tokens_per_s": counts["tokens"] / seconds["update"] if counts["tokens"] else None,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "peak_gib": {name: round(value, 4) for name, value in self._peak.items()},
             "adapter_version": self._rollout_version,
+            "policy_lag": step - 1 - self._rollout_version,
         }
 
     def _completion_rows(self) -> list[dict]:

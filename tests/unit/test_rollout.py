@@ -341,11 +341,11 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
     found = served(rollout(1, {"sleep_enabled": True}, "--server.sleep=true"))
     order = []
 
-    def step(trainer: SimpleNamespace, prompts: list, group: int | None) -> tuple[list, int]:
+    def step(trainer: SimpleNamespace, prompts: list, group: int | None) -> list:
         order.append("step")
         if fails:
             raise CheckFailed("the replica did not wake up")
-        return [([1], [-0.5])] * len(prompts), 1
+        return [([1], [-0.5])] * len(prompts)
 
     def broadcast(outcome: list) -> None:
         order.append("broadcast")

@@ -1,0 +1,129 @@
+"""`rollout.overlap`: the servers generate the next batch while the update runs, one step off-policy.
+
+    step k:  take batch k | sync version k-1, ask for batch k+1 | rewards, reference, update k -> version k
+                                  servers: batch k+1 from version k-1 ------------------------|
+    step k+1: take batch k+1 (wait for what is left) | sync version k, ask for batch k+2 | ...
+
+Batch k+1 is sampled from version k-1 and learned from by version k, a lag of one. The importance correction compares
+the policy of step k+1 with the sampler's own log-probs, so it corrects for the lag as it does for the servers' other
+numerics. The first step of a process, and of each pass over the data, finds nothing generated ahead, generates as
+without overlap and has no lag. A checkpoint holds nothing of the batch under way, the ledger only what a step took.
+
+The background thread does HTTP and nothing else: collective operations, tokenizing, the sync and its canary stay on
+the main thread, in the same order in every process. It is a daemon, so it keeps no process alive.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from recipes.parts.config import Config
+
+
+def problems(config: Config) -> list[str]:
+    """Why this configuration cannot generate ahead; nothing without `rollout.overlap`."""
+    rollout, found = config.rollout, []
+    if not rollout.overlap:
+        return found
+    if rollout.backend != "server":
+        found.append(
+            "rollout.overlap is true and rollout.backend in_process: the trainer's process would generate and update "
+            "with the same weights on the same device, so neither can run behind the other. Set rollout.backend to "
+            "server, or rollout.overlap to false."
+        )
+    if rollout.correction == "none":
+        found.append(
+            "rollout.overlap is true and rollout.correction none: every batch is sampled by the policy of one update "
+            "before, and nothing would correct for it. Set rollout.correction to token_truncate."
+        )
+    if config.train.num_iterations > 1:
+        found.append(
+            f"rollout.overlap is true and train.num_iterations {config.train.num_iterations}: a batch would be up to "
+            f"{config.train.num_iterations} updates old. Set train.num_iterations to 1, or rollout.overlap to false."
+        )
+    if config.server.sleep:
+        found.append(
+            "rollout.overlap is true and server.sleep too: a replica that sleeps during the update cannot generate "
+            "then. Set one of them to false."
+        )
+    return found
+
+
+class Ahead:
+    """A batch that is generated in a background thread.
+
+    `prompts` are the token ids of all processes, `version` the adapter's that samples; `hidden_s` is, once it was
+    taken, for how many seconds it was generated before anyone waited for it. Only the main process starts it.
+    """
+
+    def __init__(self, prompts: list[list[int]]):
+        self.prompts, self.version, self.hidden_s = prompts, None, 0.0
+        self._samples: Any = None
+        self._error: BaseException | None = None
+        self._started = self._ended = 0.0
+
+    def start(self, generate: Callable[[], Any]) -> None:
+        """Run `generate` in a thread of its own; it must bound its own time."""
+
+        def run() -> None:
+            try:
+                self._samples = generate()
+            except BaseException as error:  # for the thread that takes it
+                self._error = error
+            self._ended = time.perf_counter()
+
+        self._started = time.perf_counter()
+        self._thread = threading.Thread(target=run, name="rollout-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Any:
+        """What `generate` returned, or its error; waits for it."""
+        asked = time.perf_counter()
+        self._thread.join()
+        self.hidden_s = min(asked, self._ended) - self._started
+        if self._error is not None:
+            raise self._error
+        return self._samples
+
+
+class OverlappedRollouts:
+    """The part of `PolicyTrainer` that looks one batch ahead and has it generated during the update.
+
+    Written for transformers 5.17, whose loop draws the batches of one optimizer step through `get_batch_samples`, and
+    for trl 1.16, which generates for the first of them and makes prompt ids by `_tokenize_prompts`.
+    """
+
+    _lookahead: tuple[Any, tuple] | None = None  # (iterator, what get_batch_samples returned for the next step)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
+        """The step's batches; with overlap those of the next step are drawn too, if the pass over the data has any."""
+        if not self.config.rollout.overlap:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        iterator, drawn = self._lookahead or (None, None)
+        if iterator is not epoch_iterator:
+            drawn = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._lookahead = None
+        if self.state.global_step + 1 < self.state.max_steps:
+            following = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._lookahead = (epoch_iterator, following) if following[0] else None
+        return drawn
+
+    def _generate(self, prompts: list) -> tuple:
+        output = super()._generate(prompts)
+        if self.config.rollout.overlap:
+            self._rollout_version = self.rollout.versions[0]
+            self._seconds["rollout_hidden"] += self.rollout.hidden_s
+            try:
+                self.rollout.begin(self, self._next_prompt_ids())
+            finally:
+                self._sampler |= self.rollout.report
+        return output
+
+    def _next_prompt_ids(self) -> list[list[int]]:
+        """Token ids of this process's prompts of the next step, as trl will make them; empty when there is none."""
+        if self._lookahead is None:
+            return []
+        rows = self._lookahead[1][0][0]
+        return self._tokenize_prompts(copy.deepcopy([row["prompt"] for row in rows]))[0]
