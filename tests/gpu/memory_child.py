@@ -89,9 +89,10 @@ def parameters(shape: str) -> int:
         return sum(p.numel() for p in Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape])).parameters())
 
 
-def random_nf4(config: Any) -> Any:
+def random_nf4(config: Any, branches: float = 1.0) -> Any:
     """What `recipes.parts.policy.load_policy_base` returns, with random weights and no file: every linear layer but
-    the output embedding is NF4, by transformers' own steps around loading."""
+    the output embedding is NF4, by transformers' own steps around loading. `branches` scales what attention and MLP
+    add to the residual stream."""
     import torch
     from accelerate import PartialState
     from bitsandbytes.nn import Params4bit
@@ -113,10 +114,11 @@ def random_nf4(config: Any) -> Any:
         model = AutoModelForCausalLM.from_config(facts, dtype=dtype, attn_implementation=attention)
     quantizer.preprocess_model(model=model, device_map={"": device}, dtype=dtype)
     model.hf_quantizer = quantizer
-    for module in model.modules():
+    for path, module in model.named_modules():
+        std = 0.02 * (branches if path.endswith(("o_proj", "down_proj")) else 1)
         for name, parameter in module.named_parameters(recurse=False):
             value = torch.empty(parameter.shape, dtype=dtype, device=device)
-            value = value.normal_(std=0.02) if value.ndim > 1 else value.fill_(1)
+            value = value.normal_(std=std) if value.ndim > 1 else value.fill_(1)
             if isinstance(parameter, Params4bit):
                 made = Params4bit(value, requires_grad=False, **parameter.__dict__).to(device)
             else:
