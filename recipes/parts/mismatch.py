@@ -68,6 +68,27 @@ def measure(
     return figures
 
 
+def importance_ratio(
+    policy: "torch.Tensor",
+    sampler: "torch.Tensor",
+    mask: "torch.Tensor",
+    correction: str,
+    cap: float,
+    floor: float | None = None,
+) -> "torch.Tensor":
+    """What the loss of a token is multiplied with, as trl 1.16 does it: policy/sampler by token (N, T) or, for whole
+    sequences, by the product over the row (N, 1). `*_truncate` puts what is outside [floor, cap] to its edge, `*_mask`
+    to 0. A token whose sampler log-prob is NaN has the ratio 1.
+    """
+    difference = ((policy - sampler) * mask).nan_to_num(nan=0.0)
+    if correction.startswith("sequence"):
+        difference = difference.sum(dim=1, keepdim=True)
+    ratio = difference.exp()
+    if correction.endswith("truncate"):
+        return ratio.clamp(min=floor, max=cap)
+    return ratio.masked_fill((ratio > cap) | (ratio < (floor if floor is not None else -math.inf)), 0.0)
+
+
 def _percentile(ordered: "torch.Tensor", share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed (torch.quantile stops at 16M values)."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)].item()

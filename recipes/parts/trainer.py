@@ -35,7 +35,6 @@ from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
 from recipes.parts.mismatch import KEYS as MISMATCH
-from recipes.parts.mismatch import measure
 from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
 from recipes.parts.record import Recorder
@@ -43,6 +42,7 @@ from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers
 from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer
+from recipes.parts.update import PackedUpdate
 
 # TRL metric -> key of metrics.jsonl
 METRICS = {
@@ -68,6 +68,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     """TRL's `GRPOConfig` for a checked configuration; `BadInput` for a wrong or reserved key of `train.trl`."""
     train, rollout = config.train, config.rollout
     scale = train.scale_rewards or ("none" if train.loss_type == "dr_grpo" else "group")
+    # With micro-batches by tokens all rows of a process come at once (update.py).
+    whole = train.gradient_accumulation_steps if train.micro_batch_tokens else 1
     ours = {
         "output_dir": str(staging_directory(run)),
         "seed": config.run.seed,
@@ -82,8 +84,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "epsilon_high": train.epsilon_high,
         "num_iterations": train.num_iterations,
         "mask_truncated_completions": train.mask_truncated,
-        "per_device_train_batch_size": train.per_device_train_batch_size,
-        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "per_device_train_batch_size": train.per_device_train_batch_size * whole,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps // whole,
         "max_grad_norm": train.max_grad_norm,
         "weight_decay": train.weight_decay,
         "optim": train.optimizer,
@@ -168,7 +170,7 @@ class FiniteGradients(TrainerCallback):
             )
 
 
-class PolicyTrainer(OverlappedRollouts, GRPOTrainer):
+class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
     `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
@@ -260,52 +262,7 @@ class PolicyTrainer(OverlappedRollouts, GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         versions = self.rollout.versions if self.rollout is not None else [self._rollout_version] * len(inputs)
         self._row_versions = gather_object(versions)
-        if "sampling_per_token_logps" in output:
-            self._log_mismatch(output)
         return output
-
-    def _log_mismatch(self, output: dict) -> None:
-        """Record how far the sampler is from the policy; `CheckFailed` above `rollout.max_sampler_k3` or when a
-        sampler's log-prob is not a number."""
-        policy = output.get("old_per_token_logps")  # (B, C)
-        if policy is None:
-            with torch.no_grad():
-                policy = self._get_per_token_logps_and_entropies(
-                    self.model,
-                    torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                    torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                    output["completion_ids"].size(1),
-                    batch_size=self.args.per_device_train_batch_size,
-                )[0]
-        local = torch.stack([policy, output["sampling_per_token_logps"], output["completion_mask"].to(policy.dtype)])
-        local = local.transpose(0, 2).contiguous()  # (C, B, 3)
-        # Completions are padded per process; percentiles need the tokens of all of them.
-        everywhere = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0))
-        width = len(everywhere) // self.accelerator.num_processes
-        rows = torch.cat(everywhere.split(width), dim=1)  # (C, N, 3)
-        rollout = self.config.rollout
-        floor = self.args.vllm_importance_sampling_clip_min
-        figures = measure(*rows.permute(2, 1, 0), rollout.correction, rollout.correction_cap, floor)
-        self._sampler |= figures
-        for key, value in figures.items():
-            if value is not None:  # for the trackers
-                self._metrics["train"][f"sampler/{key.removeprefix('sampler_')}"].append(value)
-        k3, limit, step = figures["sampler_k3"], rollout.max_sampler_k3, self.state.global_step + 1
-        if count := figures["sampler_nan_count"]:
-            problem = (
-                f"{count} log-probs of the sampler are not finite: the weights that it serves are damaged. Restart "
-                "the replicas, then continue with --resume."
-            )
-        elif k3 is not None and not k3 <= limit:
-            problem = (
-                f"the sampler is not the policy: k3 KL {k3:.4f} a token, limit rollout.max_sampler_k3 {limit}. Serve "
-                "the dequantized base of this model (python -m merge base, python -m launch.server)."
-            )
-        else:
-            return
-        if self.recorder:
-            self.recorder.step(self._record({}, step))
-        raise CheckFailed(f"step {step}: {problem}")
 
     def _generate(self, prompts: list) -> tuple:
         with self.timed("rollout"):
@@ -371,7 +328,7 @@ class PolicyTrainer(OverlappedRollouts, GRPOTrainer):
     def _record(self, logs: dict, step: int) -> dict:
         seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | dict(self._seconds)
         seconds["step"] = time.perf_counter() - (self._step_started or time.perf_counter())
-        others = seconds["rollout"] + seconds["reward"] + seconds.get("heldout", 0.0)
+        others = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "heldout", "reference"))
         seconds["update"] = max(0.0, seconds["step"] - others)
         self._peak["update"] = _peak_gib()
         counts = self._counts

@@ -1,0 +1,225 @@
+"""The loss of an optimizer step: in micro-batches of real tokens, and with no forward pass over the batch for what the
+update's own forward gives.
+
+Written for trl 1.16 and transformers 5.17 to 5.23; `tests/unit/test_trl_seams.py` holds what is relied on. The loss of
+some rows stays TRL's `_compute_loss`, the step around it transformers' `training_step`.
+
+- Old log-probs, the importance ratio against the sampler's and the figures of `mismatch.measure` come from the first
+  forward that the update makes over a row. The policy has not moved by then, so it is what TRL's own pass would give.
+- With `train.micro_batch_tokens` a process gets all rows of its step at once (`trainer.trainer_arguments`), and their
+  loss is the sum of the losses of micro-batches, weighted.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from recipes.parts.errors import CheckFailed
+from recipes.parts.mismatch import importance_ratio, measure
+
+# What the first forward leaves with the rows, by TRL's names.
+FROM_FORWARD = ("old_per_token_logps", "importance_sampling_ratio")
+
+
+class Unheard:
+    """An accelerator whose processes say nothing to each other: for TRL's metrics of one micro-batch, which nobody
+    reads. So processes may have different numbers of micro-batches, and the host does not wait for the device."""
+
+    def __init__(self, accelerator: Any):
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        return torch.zeros(tensor.shape)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+class PackedUpdate:
+    """Stands before `GRPOTrainer` among the bases of `trainer.PolicyTrainer`, whose attributes it uses."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._rows: dict | None = None  # whose loss TRL is computing
+        self._scores: list[tuple] = []  # log-probs and entropies of the forwards since the update's start
+        self._whole: tuple | None = None  # those of all rows, for TRL to compute from instead of a forward
+        self._compared: list[tuple] = []  # policy, sampler and mask (b, C) of the step's rows
+
+    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
+        correction, iterations = self.vllm_importance_sampling_correction, self.num_iterations
+        # By these two TRL decides whether it passes over the batch for old log-probs.
+        self.vllm_importance_sampling_correction, self.num_iterations = False, 1
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction, self.num_iterations = correction, iterations
+
+    def compute_loss(
+        self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of a step's rows, or of those of one accumulation step. `CheckFailed` after the step's last forward
+        and before its last backward, so before the update, when the sampler is not the policy."""
+        if self.config.train.micro_batch_tokens is None:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        else:
+            loss = self._loss_in_micro_batches(model, inputs)
+        if self.accelerator.sync_gradients:
+            self._judge_sampler()
+        return loss
+
+    def _loss_in_micro_batches(self, model: Any, inputs: dict) -> torch.Tensor:
+        """The loss of all rows in `inputs`. Its value is that of all, its gradient that of the last micro-batch: the
+        others' is in the parameters already, and transformers calls backward for what is returned."""
+        plan, parts, total = self._plan(inputs), [], 0.0
+        self._scores = []
+        for number, rows in enumerate(plan, start=1):
+            part = _take(inputs, rows)
+            # DDP exchanges the sum of the gradients once, in the last backward.
+            with contextlib.nullcontext() if number == len(plan) else self.accelerator.no_sync(model):
+                with self._unheard():
+                    loss = self._compute_loss(model, part)
+                if self.config.train.loss_type != "dapo":  # which divides by the tokens of the whole batch
+                    loss = loss * (len(rows) / len(inputs["completion_ids"]))
+                if number < len(plan):
+                    self.accelerator.backward(loss)
+            total += loss.detach()
+            parts.append(part)
+        order = torch.tensor([row for rows in plan for row in rows]).argsort()
+        for key in FROM_FORWARD:
+            if key in parts[0]:
+                inputs[key] = torch.cat([part[key] for part in parts])[order]
+        logps, entropies = (torch.cat(each)[order] for each in zip(*self._scores, strict=True))
+        self._log_metrics(model, inputs, logps, entropies)
+        return loss + (total - loss.detach())
+
+    def _plan(self, inputs: dict) -> list[list[int]]:
+        """The rows of each micro-batch."""
+        from recipes.parts.packing import plan_micro_batches
+
+        prompts = zip(inputs["prompt_ids"].tolist(), inputs["prompt_mask"].sum(dim=1).tolist(), strict=True)
+        return plan_micro_batches(
+            [tuple(ids[len(ids) - length :]) for ids, length in prompts],  # padded on the left
+            inputs["completion_mask"].sum(dim=1).tolist(),
+            self.config.train.micro_batch_tokens,
+            self.config.train.share_prompts,
+        )
+
+    def _log_metrics(self, model: Any, inputs: dict, logps: torch.Tensor, entropies: torch.Tensor) -> None:
+        """TRL's metrics of all rows (B, C), over all processes: its loss once more, without a forward."""
+        self._whole = logps, entropies, None
+        try:
+            with torch.no_grad():
+                self._compute_loss(model, inputs)
+        finally:
+            self._whole = None
+
+    @contextlib.contextmanager
+    def _unheard(self) -> Iterator[None]:
+        """Keep TRL's metrics of the block to itself."""
+        accelerator, metrics = self.accelerator, self._metrics
+        self.accelerator, self._metrics = Unheard(accelerator), {"train": defaultdict(list)}
+        try:
+            yield
+        finally:
+            self.accelerator, self._metrics = accelerator, metrics
+
+    def _compute_loss(self, model: Any, inputs: dict) -> torch.Tensor:
+        self._rows = inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._rows = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if self._whole is not None:
+            return self._whole
+        args, train = (model, input_ids, attention_mask, logits_to_keep), self.config.train
+        with contextlib.nullcontext() if self._rows is not None else self.timed("reference"):
+            if train.micro_batch_tokens is None:
+                logps, entropies, aux = super()._get_per_token_logps_and_entropies(
+                    *args, batch_size, compute_entropy, **others
+                )
+            else:
+                from recipes.parts.packing import packed_logps
+
+                logps, entropies = packed_logps(
+                    self, *args, train.micro_batch_tokens, train.share_prompts, compute_entropy
+                )
+                aux = None
+        if self._rows is not None:
+            self._scored(self._rows, logps.detach(), entropies.detach())
+        return logps, entropies, aux
+
+    def _scored(self, rows: dict, logps: torch.Tensor, entropies: torch.Tensor) -> None:
+        """Leave with `rows` what the first forward over them gives. TRL's `_compute_loss`, which called for the
+        forward, reads both from there only after it, and so do later updates with the same batch."""
+        self._scores.append((logps, entropies))
+        if "old_per_token_logps" in rows:
+            return
+        rows["old_per_token_logps"] = logps
+        sampler, mask = rows.get("sampling_per_token_logps"), rows["completion_mask"]
+        if sampler is None:
+            return
+        rollout = self.config.rollout
+        if rollout.correction != "none":
+            rows["importance_sampling_ratio"] = importance_ratio(
+                *(logps, sampler, mask, rollout.correction, rollout.correction_cap),
+                self.args.vllm_importance_sampling_clip_min,
+            )
+        self._compared.append((logps, sampler, mask))
+
+    def _judge_sampler(self) -> None:
+        """Record how far the sampler is from the policy on the step's rows; `CheckFailed` above
+        `rollout.max_sampler_k3` or when a sampler's log-prob is not a number. Nothing where none was compared."""
+        if not self._compared:
+            return
+        policy, sampler, mask = (torch.cat(each) for each in zip(*self._compared, strict=True))  # (B, C)
+        self._compared = []
+        local = torch.stack([policy, sampler, mask.to(policy.dtype)]).transpose(0, 2).contiguous()  # (C, B, 3)
+        # Completions are padded per process; percentiles need the tokens of all of them.
+        everywhere = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0))
+        width = len(everywhere) // self.accelerator.num_processes
+        rows = torch.cat(everywhere.split(width), dim=1)  # (C, N, 3)
+        rollout = self.config.rollout
+        floor = self.args.vllm_importance_sampling_clip_min
+        figures = measure(*rows.permute(2, 1, 0), rollout.correction, rollout.correction_cap, floor)
+        self._sampler |= figures
+        for key, value in figures.items():
+            if value is not None:  # for the trackers
+                self._metrics["train"][f"sampler/{key.removeprefix('sampler_')}"].append(value)
+        k3, limit, step = figures["sampler_k3"], rollout.max_sampler_k3, self.state.global_step + 1
+        if count := figures["sampler_nan_count"]:
+            problem = (
+                f"{count} log-probs of the sampler are not finite: the weights that it serves are damaged. Restart "
+                "the replicas, then continue with --resume."
+            )
+        elif k3 is not None and not k3 <= limit:
+            problem = (
+                f"the sampler is not the policy: k3 KL {k3:.4f} a token, limit rollout.max_sampler_k3 {limit}. Serve "
+                "the dequantized base of this model (python -m merge base, python -m launch.server)."
+            )
+        else:
+            return
+        if self.recorder:
+            self.recorder.step(self._record({}, step))
+        raise CheckFailed(f"step {step}: {problem}")
+
+
+def _take(inputs: dict, rows: list[int]) -> dict:
+    """Some rows of TRL's dictionary of a batch; what is of the whole batch stays."""
+    return {key: value[rows] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
