@@ -136,7 +136,7 @@ def _model(config: Config, found: Translation, dequantized_base: bool) -> None:
         f"{MODEL}.lora_rank": policy.lora_rank,
         f"{MODEL}.lora_alpha": int(_alpha(config)),
         f"{MODEL}.target_modules": policy.target_modules,
-        f"{MODEL}.enable_gradient_checkpointing": config.train.gradient_checkpointing,
+        f"{MODEL}.enable_gradient_checkpointing": config.train.recompute != "none",
         # One type for adapter and base, as FSDP wants it; the forward pass computes in bfloat16 in both cases.
         f"{ACTOR}.fsdp_config.model_dtype": "fp32" if policy.adapter_dtype == "float32" else "bf16",
     }

@@ -13,6 +13,7 @@ from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
 from recipes.parts.rundir import read_json
 
 LIMIT = 0.10
+AS_EVER = ("plain", "torch")  # what needs no word in a point's name
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Row:
         return self.predicted / self.measured - 1
 
 
+def recompute_of(point: dict[str, Any]) -> str:
+    """`train.recompute` of a point; those measured before it had a name say gradient_checkpointing, true or false."""
+    return point.get("recompute", "full" if point.get("gradient_checkpointing", True) else "none")
+
+
 def point_config(point: dict[str, Any]) -> Config:
     """The configuration that a point was measured with, as far as the plan reads it."""
     given = {key: point[key] for key in ("micro_batch", "completions") if key in point}
@@ -36,7 +42,8 @@ def point_config(point: dict[str, Any]) -> Config:
     values: dict[str, Any] = {
         "run": {"name": "point"},
         "model": {"id": "point"},
-        "policy": {"lora_rank": point["lora_rank"], "adapter_dtype": point.get("adapter_dtype", "float32")},
+        "policy": {"lora_rank": point["lora_rank"], "adapter_dtype": point.get("adapter_dtype", "float32")}
+        | {key: point[key] for key in ("compute", "kernels") if key in point},
         "rollout": {
             "backend": "in_process" if point["kind"] == "rollout" else "server",
             "max_prompt_length": point.get("prompt_tokens", 256),
@@ -48,7 +55,9 @@ def point_config(point: dict[str, Any]) -> Config:
             "max_steps": 1,
             "per_device_train_batch_size": micro,
             "gradient_accumulation_steps": given.get("completions", micro) // micro,
-            "gradient_checkpointing": point.get("gradient_checkpointing", True),
+            "recompute": recompute_of(point),
+            "recompute_fraction": point.get("recompute_fraction", 1.0),
+            "micro_batch_tokens": point.get("micro_batch_tokens"),
             "beta": point.get("beta", 0.01),
         },
     }
@@ -74,7 +83,12 @@ def rows_of(point: dict[str, Any], card_name: str) -> list[Row]:
     found = max(memory.allocated(phases[phase]) for phase in ("log-probs", "update"))
     length = f"{point['prompt_tokens']} + {point['completion_tokens']}"
     name = f"trainer {point['shape']}, {point['micro_batch']} x ({length})"
-    name += "" if config.train.gradient_checkpointing else ", no checkpointing"
+    name += {"none": ", no checkpointing", "selective": ", selective"}.get(config.train.recompute, "")
+    share = config.train.recompute_fraction
+    name += f" of {100 * share:.0f} % of the layers" if share < 1 else ""
+    if (packed := config.train.micro_batch_tokens) is not None:
+        name += f", packs of {packed}"
+    name += "".join(f", {one}" for one in (config.policy.compute, config.policy.kernels) if one not in AS_EVER)
     name += f", rank {point['lora_rank']}" if point["lora_rank"] != 16 else ""
     name += ", bf16 adapter" if config.policy.adapter_dtype == "bfloat16" else ""
     rows = [Row(name, found, point["peak_gib"])]

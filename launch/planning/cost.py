@@ -54,7 +54,7 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     a fast host that starts the kernels, 1 a slow one."""
     rollout, train = config.rollout, config.train
     micro = min(train.per_device_train_batch_size, completions)
-    learning = 3 if train.gradient_checkpointing else 2
+    learning = 3 if train.recompute != "none" else 2
     # Once per batch of rollouts: the reference, and with a server the policy that the sampler is compared with.
     scoring = (train.beta != 0) + (rollout.backend == "server" or train.num_iterations > 1)
     passes = learning + scoring / train.num_iterations

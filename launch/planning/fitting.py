@@ -266,8 +266,10 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
         found.append((micro_batch_keys(config, sizes[-1]), "more, smaller passes over the same batch"))
         if len(sizes) > 1:
             found.append((micro_batch_keys(config, 1), "one completion at a time: the card is used less well"))
-    if not train.gradient_checkpointing:
-        found.append(({"train.gradient_checkpointing": True}, "one forward pass more in the update"))
+    if train.recompute != "full" or train.recompute_fraction < 1:
+        found.append(
+            ({"train.recompute": "full", "train.recompute_fraction": 1.0}, "one forward pass more in the update")
+        )
     if layout.server is not None:
         found += _server_candidates(layout, shared)
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:

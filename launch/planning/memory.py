@@ -1,9 +1,10 @@
 """GPU memory of the trainer and of a rollout server before anything is loaded: arithmetic on a shape and a
 configuration, GiB throughout. Imports no torch.
 
-Covers the NF4 base, the adapter with gradients and optimizer, activations with and without checkpointing, TRL's tiled
-log-prob head, the reference and old-policy passes, in-process generation; on the server weights, KV cache, CUDA
-graphs, LoRA slots, the NF4 copy. Not covered: experts, sharded bases, host memory.
+Covers the NF4 base, the adapter with gradients and optimizer, activations with every `train.recompute`, fused and FP8
+linear layers, liger's kernels, micro-batches of rows and of tokens, TRL's tiled log-prob head, the reference pass,
+in-process generation; on the server weights, KV cache, CUDA graphs, LoRA slots, the NF4 copy. Not covered: experts,
+sharded bases, host memory.
 
 Bytes a token were counted by following every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.
@@ -16,6 +17,7 @@ from launch.planning.gpus import Card
 from launch.planning.shapes import Shape
 from launch.vllm_command import FOLD_GIB
 from recipes.parts.config import Config
+from recipes.parts.recompute import recomputed_layers
 from recipes.parts.replica import SERVED_RANKS
 
 GIB = 2**30
@@ -52,19 +54,21 @@ def optimizer_bytes(optimizer: str, adapter_bytes: int) -> int:
 
 def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
     """Bytes a token that one decoder layer keeps for its backward pass."""
-    wide, narrow = 4, 4 if config.model.dtype == "float32" else 2
+    liger, narrow = config.policy.kernels == "liger", 4 if config.model.dtype == "float32" else 2
+    # torch's norms keep their input in float32, liger's as it is; liger's SwiGLU makes silu(gate) again.
+    normed = narrow if liger else 4
     targets = shape.targeted(config.policy.target_modules)
-    # Both norms compute in float32; an adapter keeps its input.
-    hidden = 2 * wide + narrow * (bool({"q_proj", "k_proj", "v_proj"} & set(targets)))
+    # An adapter keeps its input.
+    hidden = 2 * normed + narrow * (bool({"q_proj", "k_proj", "v_proj"} & set(targets)))
     hidden += narrow * bool({"gate_proj", "up_proj"} & set(targets))
-    intermediate = narrow * (3 + ("down_proj" in targets))
-    query = 2 * narrow + (wide if shape.qk_norm else 0)
-    key = wide if shape.qk_norm else 0
+    intermediate = narrow * ((2 if liger else 3) + ("down_proj" in targets))
+    query = 2 * narrow + (normed if shape.qk_norm else 0)
+    key = normed if shape.qk_norm else 0
     if padded and shape.kv_heads < shape.heads:
         query += 2 * narrow  # with a padding mask keys and values are repeated for every head
     else:
         key += 2 * narrow
-    rank = 2 * narrow * len(targets) * config.policy.lora_rank
+    rank = (2 if config.policy.compute == "plain" else 1) * narrow * len(targets) * config.policy.lora_rank
     return (
         hidden * shape.hidden + intermediate * shape.intermediate + query * shape.q_size + key * shape.kv_size + rank
     )
@@ -74,7 +78,41 @@ def backward_bytes(shape: Shape, config: Config, padded: bool) -> float:
     """Bytes a token at the peak of one layer's backward pass with checkpointing: what it keeps, the gradients of the
     hidden states and those of the MLP."""
     narrow = 4 if config.model.dtype == "float32" else 2
-    return layer_bytes(shape, config, padded) + 3 * narrow * shape.hidden + 2 * narrow * shape.intermediate
+    kept = layer_bytes(shape, config, padded) + 3 * narrow * shape.hidden + 2 * narrow * shape.intermediate
+    # What the first pass kept of it is counted with the checkpoints.
+    return kept - (checkpoint_bytes(shape, config) - narrow * shape.hidden)
+
+
+def checkpoint_bytes(shape: Shape, config: Config) -> float:
+    """Bytes a token that a layer which is run again keeps until then: its input; with selective also what attention
+    and the products with the base answered, but for the last product."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    if config.train.recompute != "selective":
+        return narrow * shape.hidden
+    products = shape.q_size + 2 * shape.kv_size + shape.hidden + 2 * shape.intermediate
+    # FlexAttention, which packs take, is run again.
+    attention = 0 if config.train.micro_batch_tokens else narrow * shape.q_size + 4 * shape.heads
+    return narrow * (shape.hidden + products) + attention
+
+
+def run_again(shape: Shape, config: Config) -> int:
+    """Decoder layers that the backward pass runs again."""
+    if config.train.recompute == "none":
+        return 0
+    return len(recomputed_layers(shape.layers, config.train.recompute_fraction))
+
+
+def micro_batch(config: Config) -> tuple[int, int]:
+    """Tokens of a forward pass and how many of them are scored, at most."""
+    train, rollout = config.train, config.rollout
+    length = rollout.max_prompt_length + rollout.max_completion_length
+    if train.micro_batch_tokens is None:
+        return train.per_device_train_batch_size * length, (
+            train.per_device_train_batch_size * rollout.max_completion_length
+        )
+    everything = train.per_device_train_batch_size * train.gradient_accumulation_steps * length
+    tokens = max(length, min(train.micro_batch_tokens, everything))  # a row that is longer has a pack of its own
+    return tokens, tokens
 
 
 def resident(shape: Shape, config: Config) -> dict[str, float]:
@@ -106,6 +144,15 @@ def dequantized_gib(shape: Shape, narrow: int) -> float:
     return shape.largest_linear * (narrow + 8 / NF4_BLOCK) / GIB
 
 
+def weight_gib(shape: Shape, config: Config, tokens: int) -> float:
+    """What a product with the base makes of its weight: the largest layer in the compute dtype; with FP8 in a byte
+    each, and the widest input, whose tokens become FP8 too."""
+    if config.policy.compute != "fp8":
+        return dequantized_gib(shape, 4 if config.model.dtype == "float32" else 2)
+    widest = max(max(sizes) for sizes in shape.linears.values())
+    return (shape.largest_linear * (1 + 8 / NF4_BLOCK) + tokens * widest) / GIB
+
+
 def update_parts(
     shape: Shape, config: Config, card: Card, processes: int = 1, padded: bool = True
 ) -> dict[str, float]:
@@ -116,22 +163,28 @@ def update_parts(
     rollout, train = config.rollout, config.train
     narrow = 4 if config.model.dtype == "float32" else 2
     length = rollout.max_prompt_length + rollout.max_completion_length
-    tokens = train.per_device_train_batch_size * length
-    scored = train.per_device_train_batch_size * rollout.max_completion_length
+    tokens, scored = micro_batch(config)
+    packed = train.micro_batch_tokens is not None
+    padded = padded and not packed
     kept, hidden = layer_bytes(shape, config, padded), shape.hidden
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     gradient = trained * (2 if config.policy.adapter_dtype == "bfloat16" else 4) / GIB
     found = resident(shape, config) | {"gradients": gradient * (2 if processes > 1 else 1)}
     mask = train.per_device_train_batch_size * length**2 * (1 + narrow) / GIB if padded else 0.0
-    if train.gradient_checkpointing:
-        found["checkpoints"] = tokens * shape.layers * narrow * hidden / GIB
+    if packed and card.is_cpu:  # on a GPU blocks of 128 x 128 tokens are one entry
+        mask = tokens**2 * (1 + narrow) / GIB
+    again = run_again(shape, config)
+    whole = shape.layers - again
+    if again:
+        found["checkpoints"] = tokens * again * checkpoint_bytes(shape, config) / GIB
         layers = tokens * backward_bytes(shape, config, padded) / GIB
     else:
-        found["activations"] = tokens * shape.layers * kept / GIB
-        if padded:
-            found["activations"] += (shape.layers - 1) * mask * narrow / (1 + narrow)
         layers = tokens * max(10 * narrow * hidden, 2 * narrow * shape.intermediate) / GIB
-    layers += dequantized_gib(shape, narrow)
+    if whole:
+        found["activations"] = tokens * whole * kept / GIB
+        if padded:
+            found["activations"] += (whole - (again == 0)) * mask * narrow / (1 + narrow)
+    layers += weight_gib(shape, config, tokens)
     head = (tokens + scored) * (4 + narrow) * hidden / GIB + tile_gib(shape, scored, narrow, card)
     name = "one layer's backward pass" if layers > head else "log-prob head"
     found |= {name: max(layers, head), "padding mask": mask, "workspace": workspace_gib(card)}
@@ -139,14 +192,11 @@ def update_parts(
 
 
 def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """What is allocated at the peak of a pass without gradients: reference, and old log-probs with a server."""
+    """What is allocated at the peak of a pass without gradients: the reference's."""
     narrow = 4 if config.model.dtype == "float32" else 2
-    micro, rollout = config.train.per_device_train_batch_size, config.rollout
-    tokens = micro * (rollout.max_prompt_length + rollout.max_completion_length)
-    layer = tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB + dequantized_gib(shape, narrow)
-    head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(
-        shape, micro * rollout.max_completion_length, narrow, card
-    )
+    tokens, scored = micro_batch(config)
+    layer = tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB + weight_gib(shape, config, tokens)
+    head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(shape, scored, narrow, card)
     name = "one layer's forward pass" if layer > head else "log-prob head"
     return resident(shape, config) | {name: max(layer, head), "workspace": workspace_gib(card)}
 

@@ -18,6 +18,8 @@ import yaml
 
 from recipes.parts.errors import BadInput
 
+# Keys that have a successor, and how each value is written there.
+REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
 # The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
 FORMATS = ("bf16", "fp8", "fp8_block", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
@@ -187,7 +189,12 @@ class TrainConfig:
         None, "GPUs of the trainer under launch.up, one process each; default those that no replica uses"
     )
     max_gpu_gib: float | None = _option(None, "GPU memory that a trainer process may take; default the whole card")
-    gradient_checkpointing: bool = _option(True, "recompute activations in the backward pass: less memory, slower")
+    recompute: Literal["full", "selective", "none", "auto"] = _option(
+        "full",
+        "what the backward pass computes again: full, decoder layers; selective, all but products and attention; "
+        "none; auto, the least for which the plan's high memory figure fits the card",
+    )
+    recompute_fraction: float = _option(1.0, "share of the decoder layers that recompute applies to, evenly spread")
     save_steps: int = _option(50, "steps between checkpoints and published adapters")
     keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept")
     trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")
@@ -374,7 +381,10 @@ def _build(kind: type, values: Any, prefix: str, where: str, problems: list[str]
         return None
     hints, known, arguments = typing.get_type_hints(kind), _names(kind), {}
     for key in values:
-        if key not in known:
+        if replaced := REPLACED.get(f"{prefix}{key}"):
+            now = replaced.get(values[key]) if isinstance(values[key], bool) else " or ".join(replaced.values())
+            problems.append(f"{where}: {prefix}{key} no longer exists. Write {now} in its place.")
+        elif key not in known:
             problems.append(f"{where}: unknown key {prefix}{key}.{_nearest(f'{prefix}{key}', known)}")
     for item in dataclasses.fields(kind):
         name, hint = item.name, hints[item.name]

@@ -39,7 +39,7 @@ FSDP_SETTINGS = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": (*("false", "false"), "only one process would load the base that each hashes"),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         *("false", "false"),
-        "it renames the base's tensors, and train.gradient_checkpointing does the same",
+        "it renames the base's tensors, and train.recompute does the same",
     ),
 }
 # The optimizers that step a part of a tensor as they step the whole.

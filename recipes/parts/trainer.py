@@ -37,6 +37,7 @@ from recipes.parts.heldout import HeldOut
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
+from recipes.parts.recompute import use_recompute
 from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
@@ -89,7 +90,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "max_grad_norm": train.max_grad_norm,
         "weight_decay": train.weight_decay,
         "optim": train.optimizer,
-        "gradient_checkpointing": train.gradient_checkpointing,
+        "gradient_checkpointing": train.recompute != "none",
         "num_generations": rollout.group_size,
         "max_completion_length": rollout.max_completion_length,
         "temperature": rollout.temperature,
@@ -198,6 +199,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         set_adapter_dtype(self.model, config.policy.adapter_dtype)
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)
+        use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
         self.add_callback(FiniteGradients())
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None

@@ -89,7 +89,7 @@ def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", pr
         "train.save_steps": 3,
         "train.per_device_train_batch_size": 8,
         "train.gradient_accumulation_steps": 8 // processes,
-        "train.gradient_checkpointing": "true",
+        "train.recompute": "full",
         "train.learning_rate": "1e-5",
         "rollout.max_completion_length": 256,
     }

@@ -9,7 +9,7 @@ train() {
   accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 recipes/grpo_qlora.py \
     --config recipes/configs/grpo-tiny-nf4-cpu.yaml --model.path "$base" --data.path "$base" --model.dtype bfloat16 \
     --train.per_device_train_batch_size 16 --train.gradient_accumulation_steps 2 \
-    --train.gradient_checkpointing true --train.save_steps 5 --run.name "$1" --run.output_dir "$work/$1" "${@:2}"
+    --train.recompute full --train.save_steps 5 --run.name "$1" --run.output_dir "$work/$1" "${@:2}"
 }
 base=$1
 train whole --train.max_steps 10

@@ -251,7 +251,7 @@ def one_card(work: Path, limit_gib: float, sleep: bool, further: list[str], out:
     changes |= {"server.weights": "fp8_per_channel", "server.kv_cache": "fp8", "server.kv_cache_gib": 1.4}
     changes |= {"server.max_num_seqs": GROUP, "server.nf4_copy": "host", "server.sleep": str(sleep).lower()}
     changes |= {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": GROUP}
-    changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 2, "train.save_steps": 2}
+    changes |= {"train.recompute": "full", "train.max_steps": 2, "train.save_steps": 2}
     directory = work / f"onecard-{time.time_ns()}"
     changes |= {"train.max_gpu_gib": 9, "run.name": "onecard", "run.output_dir": directory}
     changes |= {"server.enforce_eager": "true"}  # as in the recipe for such a card
@@ -284,7 +284,7 @@ def split(work: Path, out: Path | None) -> None:
     directory = work / f"split-{time.time_ns()}"
     changes = MODES["fp8 remerge"] | {"server.gpus": "[1]", "server.max_num_seqs": SIZES[0], "server.kv_cache_gib": 10}
     changes |= {"train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 8}
-    changes |= {"train.gradient_checkpointing": "true", "train.max_steps": 3, "train.save_steps": 3}
+    changes |= {"train.recompute": "full", "train.max_steps": 3, "train.save_steps": 3}
     changes |= {"run.name": "split", "run.output_dir": directory}
     cards = [MemoryWatch(0), MemoryWatch(1)]
     for card in cards:

@@ -16,6 +16,7 @@ from launch.planning.gpus import CARDS
 from launch.planning.memory import backward_bytes, layer_bytes, update_parts
 from launch.planning.shapes import Shape
 from recipes.parts.config import config_from_dict
+from recipes.parts.recompute import use_recompute
 
 SEQUENCES, TOKENS = 2, 256
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -44,7 +45,7 @@ class Allocations(TorchDispatchMode):
         self.now -= self.sizes.pop(key, 0)
 
 
-def nf4_policy(shape: Shape, targets: Any, checkpointing: bool) -> torch.nn.Module:
+def nf4_policy(shape: Shape, config: Any) -> torch.nn.Module:
     """A random NF4 model with an adapter and TRL's log-prob head, as the recipe builds them."""
     import bitsandbytes as bnb
     from peft import LoraConfig, get_peft_model
@@ -68,17 +69,24 @@ def nf4_policy(shape: Shape, targets: Any, checkpointing: bool) -> torch.nn.Modu
     model.is_loaded_in_4bit = True
     model.requires_grad_(False)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
-    if checkpointing:
+    policy = config.policy
+    model = get_peft_model(
+        model, LoraConfig(r=policy.lora_rank, target_modules=policy.target_modules, task_type="CAUSAL_LM")
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at the start, and then A's gradient is
+            torch.nn.init.normal_(parameter, std=0.1)
+    use_recompute(model, config)
+    if config.train.recompute != "none":
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
     return model.train()
 
 
-def follow(shape: Shape, targets: Any, checkpointing: bool, padded: bool, backward: bool) -> tuple[float, float]:
+def follow(shape: Shape, config: Any, padded: bool, backward: bool) -> tuple[float, float]:
     """Bytes a token after a forward pass and at the peak of the backward pass."""
     torch.manual_seed(0)
-    model = nf4_policy(shape, targets, checkpointing)
+    model = nf4_policy(shape, config)
     known = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     for parameter in model.parameters():
         if (state := getattr(parameter, "quant_state", None)) is not None:
@@ -102,8 +110,9 @@ def shape(layers: int, **changes: Any) -> Shape:
     return Shape("small", layers=layers, tied=False, positions=4096, **(sizes | {"qk_norm": True} | changes))
 
 
-def config(targets: Any, checkpointing: bool = True) -> Any:
-    train = {"max_steps": 1, "per_device_train_batch_size": SEQUENCES, "gradient_checkpointing": checkpointing}
+def config(targets: Any, recompute: str = "full", fraction: float = 1.0) -> Any:
+    train = {"max_steps": 1, "per_device_train_batch_size": SEQUENCES, "recompute": recompute}
+    train |= {"recompute_fraction": fraction}
     rollout = {"max_prompt_length": 1, "max_completion_length": TOKENS - 1}
     policy = {"target_modules": targets, "lora_rank": 4}
     groups = {"run": {"name": "x"}, "model": {"id": "x"}, "train": train, "rollout": rollout, "policy": policy}
@@ -134,7 +143,8 @@ def as_on_a_gpu(monkeypatch):
     ids=str,
 )
 def test_a_layer_keeps_what_the_plan_says_for_its_backward_pass(changes, targets, padded):
-    small, large = (follow(shape(n, **changes), targets, False, padded, backward=False)[0] for n in (2, 4))
+    keeping = config(targets, "none")
+    small, large = (follow(shape(n, **changes), keeping, padded, backward=False)[0] for n in (2, 4))
     predicted = layer_bytes(shape(2, **changes), config(targets), padded) + (2 * TOKENS if padded else 0)
     assert (large - small) / 2 == pytest.approx(predicted, rel=0.05)
 
@@ -142,7 +152,7 @@ def test_a_layer_keeps_what_the_plan_says_for_its_backward_pass(changes, targets
 @pytest.mark.parametrize(("changes", "targets"), [({}, "all-linear"), ({"intermediate": 512}, "all-linear")], ids=str)
 def test_the_backward_pass_with_checkpointing_peaks_where_the_plan_says(changes, targets):
     model = shape(4, **changes)
-    _, peak = follow(model, targets, True, False, backward=True)
+    _, peak = follow(model, config(targets), False, backward=True)
     found = update_parts(model, config(targets), CARDS["h200"], padded=False)
     checkpoints = found["checkpoints"] * 2**30 / (SEQUENCES * TOKENS)
     predicted = checkpoints + backward_bytes(model, config(targets), padded=False)

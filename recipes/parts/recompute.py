@@ -1,0 +1,192 @@
+"""What a backward pass computes again: `train.recompute` and `train.recompute_fraction`.
+
+`full` keeps a decoder layer's input and runs the layer again (torch's non-reentrant checkpoint, as transformers and
+TRL do). `selective` also keeps what matrix products and attention answered, so that norms, SwiGLU, rotary embedding
+and casts are run again and no product of the base. `none` keeps everything. In the second run nobody reads the answer
+of a layer's last product, `down_proj`, where the layer ends with a residual sum; it is not computed. Gradients are
+those of `none`, bit for bit.
+
+What a layer keeps, and which operations of its products and attention are done again, counted (no seconds) for a Qwen3
+layer of hidden size 512 (MLP 1,536; 8 heads of 64, 2 of keys and values) on an NF4 base with LoRA of rank 16 on all
+linear layers, bfloat16 autocast, 256 tokens; `tests/unit/test_recompute.py` counts them again:
+
+    recompute    kept a token    done again, share of a forward pass
+    none             24,448 B     0 %
+    selective        10,784 B     5 %, the adapter's products
+    full              1,024 B    76 %, all but down_proj
+
+Attention compiled by FlexAttention (`train.micro_batch_tokens` on a GPU) is no operator that torch shows here:
+`selective` runs it again.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from recipes.parts.config import Config
+
+if TYPE_CHECKING:
+    import torch
+
+# The layer's answer is a residual plus the MLP's: nothing between them would need down_proj's answer once more.
+ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
+ATTENTION = ("flash", "efficient", "cudnn")
+_now = threading.local()  # backward passes run in threads of their own
+
+
+def problems(config: Config, splits: str | None) -> list[str]:
+    """What of `train.recompute` cannot work; `splits` is how the base is split over processes (sharding.announced)."""
+    train, found = config.train, []
+    if not 0 < train.recompute_fraction <= 1:
+        found.append(
+            f"train.recompute_fraction ({train.recompute_fraction:g}) must be above 0 and at most 1. For no layer at "
+            "all set train.recompute to none."
+        )
+    given = train.trl.get("gradient_checkpointing_kwargs") or {}
+    if not isinstance(given, dict):
+        return [*found, f"train.trl.gradient_checkpointing_kwargs must be a group of keys, it is {given!r:.60}."]
+    if "every_n_layers" in given:
+        found.append("train.trl.gradient_checkpointing_kwargs.every_n_layers: set train.recompute_fraction instead.")
+    if train.recompute == "selective" and (given.get("use_reentrant") or splits == "ZeRO-3"):
+        why = "ZeRO-3" if splits == "ZeRO-3" else "use_reentrant"
+        found.append(f"train.recompute is selective, and {why} takes the checkpoint that cannot choose. Use full.")
+    return found
+
+
+def recomputed_layers(layers: int, fraction: float) -> list[int]:
+    """Which of the decoder layers are run again: the share `fraction` of them, rounded up, evenly spread."""
+    chosen = -int(-layers * fraction // 1)
+    return [n for n in range(layers) if (n + 1) * chosen // layers > n * chosen // layers]
+
+
+def use_recompute(model: Any, config: Config) -> int:
+    """Make `model.gradient_checkpointing_enable` do what `train.recompute` says, and return the number of layers.
+
+    transformers' Trainer and TRL turn checkpointing on through that method, TRL again after every pass without
+    gradients (`trl.models.utils.disable_gradient_checkpointing`, trl 1.16, which hands it keys that transformers
+    takes out of the group at the start: offload, every_n_layers). Changes this model alone. `ValueError` for `auto`,
+    which `launch.planning.recompute` resolves before anything is loaded.
+    """
+    mode = config.train.recompute
+    if mode == "auto":
+        raise ValueError("train.recompute auto was not resolved")
+    if mode == "none":
+        return 0
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
+    chosen = recomputed_layers(len(layers), config.train.recompute_fraction)
+    skips = inner.config.model_type in ENDS_WITH_RESIDUAL
+    for number in chosen if skips else ():
+        _skip_unread(layers[number].mlp.down_proj, config.policy.lora_rank)
+    enable, context = inner.gradient_checkpointing_enable, _contexts(mode, config.policy.lora_rank)
+
+    def enable_chosen(gradient_checkpointing_kwargs: dict | None = None, **others: Any) -> None:
+        given = dict(gradient_checkpointing_kwargs or {})
+        others |= {key: given.pop(key) for key in ("offload", "every_n_layers") if key in given}
+        enable(given or None, **others)
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number in chosen
+            if not given.get("use_reentrant"):  # which takes no contexts
+                function = layer._gradient_checkpointing_func
+                layer._gradient_checkpointing_func = functools.partial(function, context_fn=context)
+
+    inner.gradient_checkpointing_enable = enable_chosen
+    return len(chosen)
+
+
+def _contexts(mode: str, rank: int) -> Callable[[], tuple]:
+    """What torch's checkpoint calls for every layer: a context of its first run and one of its second."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    def full() -> tuple:
+        return contextlib.nullcontext(), _second_run()
+
+    def selective() -> tuple:
+        first, second = create_selective_checkpoint_contexts(functools.partial(_policy, rank))
+        return first, _second_run(second, rank)
+
+    return {"full": full, "selective": selective}[mode]
+
+
+@contextlib.contextmanager
+def _second_run(kept: Any = None, rank: int = 0) -> Iterator[None]:
+    """The layer is run again. Below torch's mode, which counts every operator, is the one that skips products."""
+    _now.again, _now.kept = True, kept
+    try:
+        with _unread_mode(rank) if kept else contextlib.nullcontext(), kept or contextlib.nullcontext():
+            yield
+    finally:
+        _now.again, _now.kept = False, None
+
+
+def _policy(rank: int, context: Any, operator: Any, *args: Any, **keys: Any) -> Any:
+    """torch's policy: keep answers of attention and of products, but for the adapter's, which are small, and for the
+    last one, which is not read."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    name = str(operator)
+    attends = "scaled_dot_product" in name and any(kind in name for kind in ATTENTION)
+    keeps = attends or (_product(operator, args, rank) is not None and not getattr(_now, "last", False))
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _product(operator: Any, args: tuple, rank: int) -> "torch.Size | tuple | None":
+    """The shape of what a product with the base's weights answers; None for every other operator.
+
+    Products with the adapter's factors have its rank as one of their sizes.
+    """
+    import torch
+
+    aten, name = torch.ops.aten, str(operator)
+    if operator in (aten.mm.default, aten._scaled_mm.default):
+        left, right = args[0].shape, args[1].shape
+    elif operator is aten.addmm.default:
+        left, right = args[1].shape, args[2].shape
+    elif name.startswith("bitsandbytes.gemm_4bit"):  # input (.., in), packed weight, shape (out, in)
+        left, right = args[0].shape, tuple(args[2])[::-1]
+    else:
+        return None
+    return (*left[:-1], right[-1]) if min(right) > rank else None
+
+
+def _unread_mode(rank: int) -> Any:
+    """A mode in which products of a layer's last linear layer are not computed: memory of the right shape, unset."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Unread(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            keys = kwargs or {}
+            if getattr(_now, "last", False) and (shape := _product(operator, args, rank)) is not None:
+                source = args[1] if str(operator).startswith("aten.addmm") else args[0]
+                return source.new_empty(shape, dtype=keys.get("out_dtype") or _answer_dtype(operator, args))
+            return operator(*args, **keys)
+
+    return Unread()
+
+
+def _answer_dtype(operator: Any, args: tuple) -> "torch.dtype":
+    # _scaled_mm(x, w, scale_x, scale_w, bias, scale_result, out_dtype): FP8 in, 16 bits out.
+    if "_scaled_mm" in str(operator) and len(args) > 6 and args[6] is not None:
+        return args[6]
+    return args[0].dtype
+
+
+def _skip_unread(module: Any, rank: int) -> None:
+    """Wrap the forward of a layer's last linear layer (this module alone)."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def marked(*args: Any, **keys: Any) -> Any:
+        _now.last = True
+        try:
+            alone = getattr(_now, "again", False) and not _now.kept
+            with _unread_mode(rank) if alone else contextlib.nullcontext():
+                return forward(*args, **keys)
+        finally:
+            _now.last = False
+
+    module.forward = marked
