@@ -19,6 +19,7 @@ RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary a
 SILENT_STEPS, SILENT_S = 5, 60.0
 LARGEST = 1e100
 WITHIN_ROLLOUT = ("wake", "sync", "sleep")  # parts of seconds.rollout with a server
+BEHIND_UPDATE = "rollout_hidden"  # no part of the step: the servers generate while it updates
 LOCKS = Path("/proc/locks")
 
 
@@ -127,13 +128,14 @@ def phases(row: dict) -> dict[str, float]:
 
     Empty when the step has no times. In the order in which the phases run.
     """
-    known = {name: number(row, f"seconds.{name}") for name in group(row, "seconds")}
+    known = {name: number(row, f"seconds.{name}") for name in group(row, "seconds") if name != BEHIND_UPDATE}
     known = {name: value for name, value in known.items() if value is not None and math.isfinite(value) and value > 0}
     whole = known.pop("step", None)
     inside = {name: known.pop(name) for name in WITHIN_ROLLOUT if name in known}
     if "rollout" in known:
         known["rollout"] = max(0.0, known["rollout"] - sum(inside.values()))
-    found = inside | {name: known.pop(name) for name in ("rollout", "heldout", "reward", "update") if name in known}
+    order = ("rollout", "heldout", "reference", "reward", "update")
+    found = inside | {name: known.pop(name) for name in order if name in known}
     found |= known
     if found and whole is not None and (rest := whole - sum(found.values())) > 0.01 * whole:
         found["other"] = rest

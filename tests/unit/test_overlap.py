@@ -1,0 +1,313 @@
+"""Rollouts that are generated behind the update: what runs when, from which version, and that nothing else changes.
+
+The stand-in replica answers a prompt always alike, whatever adapter it serves. So an overlapped run must learn bit for
+bit what a strict run learns, and a resumed one what an uninterrupted one does, unless a batch is skipped, repeated or
+taken for another.
+"""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, Trainer, TrainerCallback
+
+from launch.watching.metrics import phases
+from recipes.parts.checks import check_config
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.overlap import Ahead, OverlappedRollouts
+from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
+from recipes.parts.rundir import RunDir
+from tests.conftest import CONFIG
+from tests.unit.fake_replica import FakeReplica
+from tests.unit.test_heldout import learned
+from tests.unit.test_rollout import GROUP, rollout, served, tokenizer  # noqa: F401
+from tests.unit.test_trl_seams import shape
+
+STEPS, GROUPS, WAIT_S = 6, 4, 20
+# A pass over the data is four steps: 16 problems, 4 a step, in two forwards of 8 completions.
+KEYS = {"data.max_train_problems": 16, "train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 2}
+KEYS |= {"train.max_steps": STEPS, "train.keep_checkpoints": 3, "watch.completions_every": 1}
+KEYS |= {"rollout.backend": "server", "rollout.canary_prompts": 0, "rollout.max_sampler_k3": 1e6}
+KEYS |= {"rollout.server_wait_s": 5, "server.base": "/none", "reward.functions": "[boxed_format]"}
+# What an overlapped run has of its own.
+OVERLAP_ONLY = ("adapter_version", "policy_lag", "sync_seconds")
+
+
+@pytest.fixture(scope="module")
+def replica(learning_model_dir) -> Iterator[FakeReplica]:
+    """Answers some samples of every prompt in a box; `started` and `ended` are the requests in order."""
+    from merge.base import hash_nf4_model, load_nf4
+
+    names = AutoTokenizer.from_pretrained(learning_model_dir)
+    base = hash_nf4_model(load_nf4(learning_model_dir, dtype="float32", double_quantization=True, device="cpu"))
+    found = FakeReplica(base_hash=base["hash"], tokenizer_hash=tokenizer_hash(names), vocab_size=len(names))
+    end = [names.eos_token_id]
+    plain, boxed = (names.encode(text, add_special_tokens=False) + end for text in ("4", "\\boxed{4}"))
+
+    def answer(body: dict) -> dict:
+        right = sum(decode_ids(body["token_ids"]).tolist()) % body["n"]
+        chosen = [boxed if index <= right else plain for index in range(body["n"])]
+        samples = [
+            {"token_ids": encode_ids(ids), "logprobs": encode_floats([-1.0] * len(ids)), "finish_reason": "stop"}
+            for ids in chosen
+        ]
+        return {"version": body["version"], "samples": samples}
+
+    found.answer_all = found.before["generate"] = answer
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def train(build_trainer, recipe_arguments, learning_model_dir, replica) -> Callable[..., Any]:
+    """`train(folder, overlap, changes, callback)`: one run against the replica; the trainer that ran."""
+
+    def run(folder: Path, overlap: bool, changes: dict | None = None, callback: Any = None, resume=False) -> Any:
+        keys = {**KEYS, "rollout.server_urls": f"['{replica.url}']", "rollout.overlap": str(overlap).lower()}
+        flags = ("--resume",) if resume else ()
+        trainer = build_trainer(recipe_arguments(learning_model_dir, folder, keys | (changes or {}), flags))
+        if callback:
+            trainer.add_callback(callback)
+        try:
+            trainer.train_run(resume=resume)
+        finally:
+            trainer.rollout.close()
+        return trainer
+
+    return run
+
+
+class Interleaved(TrainerCallback):
+    """Lets update k end only when a request of batch k + 1 has arrived, and answers those only when it has ended.
+
+    So a run without overlap stops at `WAIT_S`. `events` is what happened, in order.
+    """
+
+    def __init__(self, replica: FakeReplica, ahead: set[int]):
+        self.replica, self.ahead, self.events, self.requests = replica, ahead, [], 0
+        self.lock = threading.Lock()
+        self.arrived, self.updated = ([threading.Event() for _ in range(STEPS + 2)] for _ in range(2))
+        replica.before["generate"] = self.generate
+        replica.before["activate"] = lambda body: self.events.append(("sync", body["version"]))
+
+    def generate(self, body: dict) -> dict:
+        with self.lock:
+            batch = 1 + self.requests // GROUPS
+            self.requests += 1
+            self.events.append(("asked", batch, body["version"]))
+        self.arrived[batch].set()
+        if batch in self.ahead:
+            assert self.updated[batch - 1].wait(WAIT_S), f"batch {batch} is waited for before update {batch - 1} ends"
+        return self.replica.answer_all(body)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step = state.global_step + 1
+        if step + 1 in self.ahead:
+            assert self.arrived[step + 1].wait(WAIT_S), f"batch {step + 1} is not asked for while update {step} runs"
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(("updated", state.global_step + 1))
+        self.updated[state.global_step + 1].set()
+
+
+@dataclass
+class Runs:
+    overlapped: RunDir
+    strict: RunDir
+    resumed: RunDir  # after step 2
+    events: list[tuple]
+
+
+AHEAD = {2, 3, 4, 6}  # 5 is the first batch of the second pass over the data
+
+
+@pytest.fixture(scope="module")
+def runs(train, replica, tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("overlap")
+    order = Interleaved(replica, AHEAD)
+    try:
+        train(folder / "overlapped", True, callback=order)
+    finally:
+        replica.before = {"generate": replica.answer_all}
+    shutil.copytree(folder / "overlapped", folder / "resumed")
+    for step in (4, 6):
+        shutil.rmtree(folder / "resumed" / "checkpoints" / f"step-{step:06d}")
+    train(folder / "resumed", True, resume=True)
+    train(folder / "strict", False)
+    return Runs(*(RunDir(folder / name) for name in ("overlapped", "strict", "resumed")), order.events)
+
+
+def test_the_next_batch_is_asked_for_after_the_sync_and_before_the_update_ends(runs):
+    events = runs.events
+    for step in range(1, STEPS + 1):
+        sync, updated = events.index(("sync", step - 1)), events.index(("updated", step))
+        assert sync < updated
+        if step + 1 in AHEAD:
+            asked = [place for place, event in enumerate(events) if event[:2] == ("asked", step + 1)]
+            assert len(asked) == GROUPS and all(events[place][2] == step - 1 for place in asked)
+            assert sync < asked[0] < updated
+    assert [event for event in events if event[0] == "sync"] == [("sync", version) for version in range(STEPS)]
+    assert sum(event[0] == "asked" for event in events) == STEPS * GROUPS, "nothing is generated that no step takes"
+
+
+def test_the_lag_is_one_but_where_nothing_was_generated_ahead(runs, read_jsonl):
+    rows = read_jsonl(runs.overlapped.metrics_file)
+    assert [row["policy_lag"] for row in rows] == [0, 1, 1, 1, 0, 1]
+    assert [row["adapter_version"] for row in rows] == [0, 0, 1, 2, 4, 4]
+    for row in rows:
+        sampled = read_jsonl(runs.overlapped.completions / f"step-{row['step']:06d}.jsonl")
+        assert {line["adapter_version"] for line in sampled} == {row["adapter_version"]}
+    assert [row["policy_lag"] for row in read_jsonl(runs.strict.metrics_file)] == [0] * STEPS
+    assert [row["policy_lag"] for row in read_jsonl(runs.resumed.metrics_file)] == [0, 1, 0, 1, 0, 1]
+
+
+def only_learned(run: RunDir, read_jsonl: Callable) -> list[dict]:
+    rows = learned(read_jsonl(run.metrics_file))
+    return [{key: value for key, value in row.items() if key not in OVERLAP_ONLY} for row in rows]
+
+
+@pytest.mark.parametrize("other", ["strict", "resumed"])
+def test_given_the_same_completions_it_learns_what_a_strict_and_an_uninterrupted_run_learn(runs, other, read_jsonl):
+    rows, others = (only_learned(run, read_jsonl) for run in (runs.overlapped, getattr(runs, other)))
+    assert rows == others and any(row["grad_norm"] > 0 for row in rows)
+    hashes = {
+        json.loads((run.adapter_dir(STEPS) / "manifest.json").read_text())["tensor_hash"]
+        for run in (runs.overlapped, getattr(runs, other))
+    }
+    assert len(hashes) == 1
+
+
+def test_the_ledger_has_every_step_once_and_no_problem_twice_in_a_pass(runs, read_jsonl):
+    lines = read_jsonl(runs.overlapped.ledger_file)
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    first = [problem for line in lines[:4] for problem in line["problem_ids"]]
+    assert len(set(first)) == len(first) == 16
+    assert lines == read_jsonl(runs.strict.ledger_file) == read_jsonl(runs.resumed.ledger_file)
+
+
+def test_what_is_hidden_is_told_apart_from_what_is_waited_for(runs, read_jsonl):
+    for row in read_jsonl(runs.overlapped.metrics_file):
+        seconds = row["seconds"]
+        assert (seconds["rollout_hidden"] > 0) == (row["policy_lag"] == 1)
+        made_in = seconds["rollout"] + seconds["rollout_hidden"]
+        assert row["rollout_tokens_per_s"] == pytest.approx(row["completion_tokens"] / made_in, rel=1e-2)
+        assert sum(phases(row).values()) == pytest.approx(seconds["step"], rel=0.02), "phases add up to the step"
+    assert all("rollout_hidden" not in row["seconds"] for row in read_jsonl(runs.strict.metrics_file))
+
+
+def test_a_replica_that_fails_behind_the_update_ends_the_next_step_as_a_strict_run(
+    train, replica, read_jsonl, tmp_path
+):
+    requests = []
+
+    def fail(body: dict) -> Any:
+        requests.append(body["version"])
+        return replica.answer_all(body) if len(requests) <= 2 * GROUPS else (500, {"error": "out of blocks"})
+
+    replica.before = {"generate": fail}
+    started = time.monotonic()
+    try:
+        with pytest.raises(CheckFailed, match=rf"server at {replica.url} failed on a prompt .* 500: out of blocks"):
+            train(tmp_path / "run", True, {"data.max_train_problems": 200, "rollout.retries": 0})
+    finally:
+        replica.before = {"generate": replica.answer_all}
+    assert time.monotonic() - started < 30
+    assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2], "update 2 was made"
+    assert [line["step"] for line in read_jsonl(tmp_path / "run/ledger.jsonl")] == [1, 2, 3]
+
+
+# The rollout's side, without a trainer
+
+
+PROMPTS = [[number] * 3 for number in (7, 8) for _ in range(GROUP)]
+
+
+@pytest.fixture
+def begun(rollout, monkeypatch) -> tuple[Any, Any]:  # noqa: F811
+    """A rollout on version 1 that has begun to generate for `PROMPTS`, and its trainer."""
+    found = served(rollout(1, None, "--rollout.overlap=true", "--rollout.backend=server"))
+    trainer = SimpleNamespace(
+        adapter_version=1,
+        sharding=None,
+        eos_token_ids=[0],
+        accelerator=SimpleNamespace(is_main_process=True, process_index=0),
+        timed=lambda phase: threading.Lock(),
+    )
+    found.fakes[0].seconds_per_request = 0.3
+    found.begin(trainer, PROMPTS)
+    return found, trainer
+
+
+def test_what_was_begun_is_taken_once(begun):
+    found, trainer = begun
+    time.sleep(0.1)
+    ids, logps = found.generate(trainer, PROMPTS)
+    assert ids == [[number, index] for number in (7, 8) for index in range(GROUP)] and len(logps) == len(ids)
+    assert found.versions == [1] * len(PROMPTS)
+    assert 0.1 <= found.hidden_s < 0.3, "only until someone waited"
+    assert found.fakes[0].calls == ["generate"] * 2
+    found.generate(trainer, PROMPTS)
+    assert found.hidden_s == 0 and found.fakes[0].calls == ["generate"] * 4
+
+
+def test_other_prompts_than_those_begun_are_an_error(begun):
+    found, trainer = begun
+    with pytest.raises(CheckFailed, match="the 2 prompts of this step are not the 4 that were generated ahead"):
+        found.generate(trainer, PROMPTS[:GROUP])
+
+
+def test_held_out_problems_may_be_asked_for_meanwhile(begun):
+    found, trainer = begun
+    assert found.generate(trainer, [[9, 9]], group=1)[0] == [[9, 0]]
+    assert found.generate(trainer, PROMPTS)[0][0] == [7, 0]
+
+
+def test_no_version_is_changed_while_requests_are_under_way(begun):
+    found, trainer = begun
+    trainer.adapter_version = 2
+    with pytest.raises(CheckFailed, match="a new version while requests of the one before are under way"):
+        found.begin(trainer, PROMPTS)
+    assert "stage" not in found.fakes[0].calls
+
+
+def test_the_end_of_a_run_does_not_wait_for_what_was_begun(begun):
+    found, _ = begun
+    started = time.monotonic()
+    found.close()
+    assert time.monotonic() - started < 0.2
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "rollout-ahead")
+
+
+def test_an_error_of_the_background_is_raised_where_it_is_taken():
+    ahead = Ahead([[1]])
+    ahead.start(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        ahead.take()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["--rollout.backend=in_process"], "rollout.overlap is true and rollout.backend in_process"),
+        (["--rollout.correction=none"], "nothing would correct for it"),
+        (["--train.num_iterations=2"], "a batch would be up to 2 updates old"),
+        (["--server.sleep=true"], "a replica that sleeps during the update cannot generate"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(changes, reason):
+    keys = ["--rollout.backend=server", "--rollout.overlap=true"]
+    check_config(load_config(CONFIG, keys), 1)
+    with pytest.raises(BadInput, match=reason):
+        check_config(load_config(CONFIG, [*keys, *changes]), 1)
+
+
+def test_the_seam_in_transformers_is_the_one_it_was_written_for():
+    assert shape(Trainer.get_batch_samples) == shape(OverlappedRollouts.get_batch_samples)
