@@ -1,0 +1,145 @@
+"""Attention over a packed row: several sequences one after the other, some behind a prompt that they share.
+
+A position sees itself and what is before it in its own segment and, behind a shared prompt, all of that prompt. On a
+GPU this is torch's FlexAttention with a `BlockMask`, on a CPU sdpa with a dense boolean mask. Either travels through
+transformers as the attention mask, which a layer that is recomputed in the backward pass gets once more.
+
+`torch.nn.attention.varlen.varlen_attn` (FlashAttention) is not used: it knows no shared prompt, so it could serve
+`train.share_prompts: false` only, and the same update would then have two kernels with two roundings to be kept equal.
+FlexAttention computes that layout too. `tests/gpu/packing_check.py` prints the time of both.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "sdpa_packed"
+# Of the block mask. A packed row on a GPU is a multiple of it long: blocks are whole, and their number is that of
+# positions divided by it, which is what lets one compiled kernel serve every length.
+BLOCK = 128
+
+
+class Segments(NamedTuple):
+    """What each position of a packed row of T tokens sees: [own, itself] and [shared_from, shared_to)."""
+
+    own: torch.Tensor  # (T,) int32: first position of the segment that the position is in
+    shared_from: torch.Tensor  # (T,) int32
+    shared_to: torch.Tensor  # (T,) int32, equal to shared_from where there is no shared prompt
+
+
+def use_packed_attention(model: "PreTrainedModel") -> None:
+    """Let a transformers `model` on a GPU take a `BlockMask` as its attention mask; all else stays with sdpa."""
+    if model.device.type != "cuda":
+        return
+    register()
+    model.set_attn_implementation(NAME)
+
+
+def register() -> None:
+    """Make the attention known to transformers under `NAME`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention_mask(segments: Segments) -> torch.Tensor | BlockMask:
+    """The mask of a packed row, on the device of `segments`: boolean (1, 1, T, T) on a CPU, else a `BlockMask`."""
+    if segments.own.device.type == "cpu":
+        return dense_mask(segments)
+    return block_mask(segments)
+
+
+def dense_mask(segments: Segments) -> torch.Tensor:
+    """Boolean (1, 1, T, T): whether the position of the row sees that of the column."""
+    own, start, end = (one[:, None] for one in segments)
+    position = torch.arange(len(own), device=own.device)
+    query, key = position[:, None], position[None, :]
+    return (((key >= own) & (key <= query)) | ((key >= start) & (key < end)))[None, None]
+
+
+def block_mask(segments: Segments) -> BlockMask:
+    """The same as a `BlockMask` of blocks of `BLOCK`; T must be a multiple of it. Takes memory of T x T / 128.
+
+    `create_block_mask` would make T x T booleans unless it is compiled, for every mask anew.
+    """
+    own, start, end = segments
+    length = len(own)
+    first = torch.arange(0, length, BLOCK, device=own.device, dtype=torch.int32)  # (T / 128,)
+    until = torch.arange(1, length + 1, device=own.device, dtype=torch.int32)  # (T,)
+    seen = _overlap(own, until, first) + _overlap(start, end, first)  # (T, T / 128): positions of the block
+    by_block = seen.view(len(first), BLOCK, len(first))
+    whole = (by_block == BLOCK).all(1)
+    some = (by_block > 0).any(1) & ~whole
+
+    def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return ((key >= own[query]) & (key <= query)) | ((key >= start[query]) & (key < end[query]))
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(some), *_ordered(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+    )
+
+
+def _overlap(start: torch.Tensor, end: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """How many positions of [start, end), per entry, lie in each block that begins at `first`: (T, T / 128)."""
+    low = torch.maximum(start[:, None], first)
+    return (torch.minimum(end[:, None], first + BLOCK) - low).clamp_(min=0)
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number (1, 1, Q) of the chosen key blocks of each query block, and their indices (1, 1, Q, K), chosen first."""
+    counts = blocks.sum(-1, dtype=torch.int32)
+    indices = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], indices[None, None]
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: query (B, H, T, D), key and value (B, G, T, D), output (B, T, H, D).
+
+    FlexAttention where the mask is a `BlockMask`; everything else, generation too, is transformers' sdpa unchanged.
+    """
+    if not isinstance(attention_mask, BlockMask):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    # autocast casts what sdpa gets, and does not know FlexAttention, which wants one type.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    parts = [one.to(dtype) for one in (query, key, value)]
+    output = _compiled(scaling)(*parts, attention_mask)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def _compiled(scaling: float | None) -> Callable[..., torch.Tensor]:
+    """FlexAttention, compiled at its first call for every length; a scale that is an argument would be traced too."""
+    import torch._inductor.config as inductor
+
+    # torch splits what it compiles inside DDP's forward at the borders of DDP's buckets; here is no parameter.
+    torch._dynamo.config.optimize_ddp = False
+    # Two kernels are compiled: not worth a pool of processes that each import torch.
+    inductor.compile_threads = 1
+
+    def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+        torch._check(query.shape[2] % BLOCK == 0)  # the kernel then needs no bounds checks
+        return flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+
+    return torch.compile(flex, dynamic=True)

@@ -1,0 +1,273 @@
+"""Only real tokens: log-probs of padded rows from packed ones, the prompt of a group computed once.
+
+TRL hands over a batch padded to its longest prompt and completion. Here the real tokens of the rows become one row,
+
+    prompt without its last token | last prompt token, completion 1 | last prompt token, completion 2 | next prompt ...
+
+in which every position has at most one label, positions count on from the prompt, and `packed_attention` keeps the
+sequences apart. A completion's last token has no label and is left out. The model runs once per packed row, through
+TRL's fused head; what it returns goes back to where the padded pass has it.
+
+Covered: causal language models of transformers with full attention in every layer (`MODELS`), with autograd and
+gradient checkpointing, under DDP, with the adapter off. Not covered, and refused before weights load (`check_packing`,
+`sharding.problems`): sliding windows, attention dropout, experts, images, a base split over processes.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+# `model_type` of transformers 5.17 whose forward takes a mask of four dimensions as it is and scores positions one by
+# one; tests/unit/test_packing.py compares each with the padded pass.
+MODELS = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+
+
+def check_packing(config: Config, model_config: Any) -> None:
+    """`BadInput` unless a model with the transformers config `model_config` gives the same log-probs packed."""
+    if config.train.micro_batch_tokens is None:
+        return
+    facts, attention = model_config.get_text_config(), config.model.attn_implementation
+    layers = getattr(facts, "layer_types", None)
+    windowed = any(kind != "full_attention" for kind in layers) if layers else getattr(facts, "sliding_window", None)
+    if facts.model_type not in MODELS or facts is not model_config:
+        problem = f"{model_config.model_type} was not compared with the padded pass; {', '.join(MODELS)} were"
+    elif windowed:
+        problem = (
+            f"{config.model.source} has layers that see a window of the sequence, and packing has one mask for all"
+        )
+    elif getattr(facts, "attention_dropout", 0.0):
+        problem = f"{config.model.source} drops attention ({facts.attention_dropout:g}), which packed rows would not"
+    elif attention != "sdpa":
+        problem = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
+    else:
+        return
+    raise BadInput(
+        f"train.micro_batch_tokens: {problem}. Leave it out, and set train.per_device_train_batch_size to what fits."
+    )
+
+
+def plan_micro_batches(
+    prompts: Sequence[tuple],
+    completion_lengths: Sequence[int],
+    budget: int,
+    share_prompts: bool,
+    at_least: int = 1,
+) -> list[list[int]]:
+    """Row indices of each micro-batch, the one with the most tokens first; every row is in exactly one.
+
+    `prompts` are the rows' prompts (equal ones are found by content), `completion_lengths` their tokens. A micro-batch
+    has at most `budget` tokens as they are packed, or it is one row that has more. With `share_prompts` the rows of a
+    prompt stay together; those that exceed the budget are split into parts, each with a copy of the prompt. There are
+    `at_least` micro-batches if there are as many rows. The same rows give the same plan.
+    """
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for row, prompt in enumerate(prompts):
+        if completion_lengths[row]:
+            groups[prompt if share_prompts else row].append(row)
+    parts: list[list[int]] = []
+    for rows in groups.values():
+        room = budget - (len(prompts[rows[0]]) - 1)
+        fits = _first_fit([completion_lengths[row] for row in rows], room)
+        parts += [[rows[number] for number in part] for part in fits]
+
+    def tokens(part: list[int]) -> int:
+        copies = 1 if share_prompts else len(part)
+        return copies * (len(prompts[part[0]]) - 1) + sum(completion_lengths[row] for row in part)
+
+    packs = [[parts[number] for number in pack] for pack in _first_fit([tokens(part) for part in parts], budget)]
+    # Rows without a completion cost nothing: they go where they do not make a micro-batch of their own.
+    empty = [[row] for row, length in enumerate(completion_lengths) if not length]
+    packs = [[*packs[0], *empty], *packs[1:]] if packs else ([empty] if empty else [])
+
+    def size(pack: list[list[int]]) -> int:
+        return sum(tokens(part) for part in pack if completion_lengths[part[0]])
+
+    while len(packs) < min(at_least, len(prompts)):
+        largest = max((pack for pack in packs if sum(map(len, pack)) > 1), key=size)
+        packs.remove(largest)
+        filled = [part for part in largest if completion_lengths[part[0]]]
+        if len(filled) == 1 and len(filled[0]) > 1:  # one prompt: its completions are divided
+            filled = [[row] for row in filled[0]]
+            halves = _halve(filled, lambda part: completion_lengths[part[0]])
+            halves = [[sorted(row for part in half for row in part)] for half in halves]
+            halves[1] += [part for part in largest if not completion_lengths[part[0]]]
+        else:
+            halves = _halve(largest, lambda part: tokens(part) if completion_lengths[part[0]] else 0)
+        packs += halves
+    packs.sort(key=size, reverse=True)
+    return [sorted(row for part in pack for row in part) for pack in packs]
+
+
+def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Numbers of the sizes that go into each bin of `room`, largest first; one that is larger has a bin of its own."""
+    bins: list[list[int]] = []
+    left: list[int] = []
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        where = next((index for index, space in enumerate(left) if sizes[number] <= space), None)
+        if where is None:
+            where = len(bins)
+            bins.append([])
+            left.append(room)
+        bins[where].append(number)
+        left[where] -= sizes[number]
+    return bins
+
+
+def _halve(parts: list[list[int]], size: Any) -> list[list[list[int]]]:
+    """Two lists of about the same size, none of them empty."""
+    halves: list[list[list[int]]] = [[], []]
+    for part in sorted(parts, key=size, reverse=True):
+        min(halves, key=lambda half: (sum(map(size, half)), len(half))).append(part)
+    return halves
+
+
+class _Rows(NamedTuple):
+    """Where the real tokens of a padded batch (B, W) are, as indices into it laid flat."""
+
+    prompts: list[np.ndarray]
+    completions: list[np.ndarray]
+    contents: list[tuple]  # the tokens of each prompt
+
+
+class _Packed(NamedTuple):
+    """One packed row of T positions, N of which have a label."""
+
+    tokens: "torch.Tensor"  # (1, T) token ids
+    labels: "torch.Tensor"  # (1, T) token ids, -100 where there is none
+    positions: "torch.Tensor"  # (1, T)
+    mask: Any  # of the attention, packed_attention.attention_mask
+    scored: "torch.Tensor"  # (N,) positions with a label
+    label_index: np.ndarray  # (N,) where each label is in the padded batch laid flat
+
+
+def packed_logps(
+    trainer: Any,
+    model: "torch.nn.Module",
+    input_ids: "torch.Tensor",
+    attention_mask: "torch.Tensor",
+    logits_to_keep: int,
+    budget: int,
+    share_prompts: bool,
+    compute_entropy: bool,
+) -> tuple["torch.Tensor", "torch.Tensor | None"]:
+    """Log-probs (B, C) of the last C = `logits_to_keep` columns and, if asked for, entropies (B, C), in nats.
+
+    As `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) of the same arguments within rounding: same type,
+    temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first W - C
+    columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head.
+
+    While gradients are recorded all rows are one forward, as DDP wants it: choose them with `plan_micro_batches`.
+    Without, as many forwards as the budget of tokens takes. Under FSDP2 and ZeRO-3 processes would call differently
+    many.
+    """
+    import torch
+
+    rows = _read(input_ids, attention_mask, logits_to_keep)
+    lengths = [len(one) for one in rows.completions]
+    if torch.is_grad_enabled():
+        packs = [list(range(len(lengths)))]
+    else:
+        packs = plan_micro_batches(rows.contents, lengths, budget, share_prompts)
+    found, entropies, labels = [], [], []
+    for pack in packs:
+        packed = _pack(rows, pack, share_prompts, input_ids)
+        with trainer.accelerator.autocast():
+            output = model(
+                input_ids=packed.tokens,
+                attention_mask=packed.mask,
+                position_ids=packed.positions,
+                shift_labels=packed.labels,
+                fused_lm_head=True,
+            )
+        found.append(output.log_probs[0, packed.scored])
+        if compute_entropy:
+            entropies.append(output.entropy[0, packed.scored])
+        labels.append(packed.label_index)
+    # From the padded (B, W) laid flat to its last C columns laid flat.
+    line, column = np.divmod(np.concatenate(labels), input_ids.size(1))
+    target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
+    target = target.to(input_ids.device)
+
+    def unpacked(values: list[torch.Tensor]) -> torch.Tensor:
+        flat = torch.cat(values)  # (N,)
+        padded = flat.new_zeros(input_ids.size(0) * logits_to_keep).index_copy(0, target, flat)
+        return padded.view(input_ids.size(0), logits_to_keep)
+
+    return unpacked(found), unpacked(entropies) if compute_entropy else None
+
+
+def _read(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_keep: int) -> _Rows:
+    ids, real = input_ids.cpu().numpy(), attention_mask.bool().cpu().numpy()
+    first, width = input_ids.size(1) - logits_to_keep, input_ids.size(1)
+    prompts, completions, contents = [], [], []
+    for row, seen in enumerate(real):
+        columns = np.flatnonzero(seen)
+        prompt, completion = columns[columns < first], columns[columns >= first]
+        if not len(prompt):
+            raise BadInput(f"row {row} of the batch has no prompt token, so nothing predicts its first token.")
+        contents.append(tuple(ids[row, prompt].tolist()))
+        prompts.append(prompt + row * width)
+        completions.append(completion + row * width)
+    return _Rows(prompts, completions, contents)
+
+
+def _pack(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor") -> _Packed:
+    """The packed row of the chosen rows, on the device of `input_ids` (B, W)."""
+    import torch
+
+    from recipes.parts.packed_attention import BLOCK, Segments, attention_mask
+
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for row in chosen:
+        if len(rows.completions[row]):
+            groups[rows.contents[row] if share_prompts else row].append(row)
+    none = np.empty(0, dtype=np.int64)
+    tokens, labels, segments, length = [none], [none], [np.empty((4, 0), dtype=np.int64)], 0
+
+    def add(ids: np.ndarray, following: np.ndarray, position: int, shared: tuple[int, int]) -> None:
+        nonlocal length
+        tokens.append(ids)
+        labels.append(np.concatenate([np.full(len(ids) - len(following), -1), following]))
+        facts = np.empty((4, len(ids)), dtype=np.int64)
+        facts[0] = np.arange(position, position + len(ids))
+        facts[1], facts[2], facts[3] = length, *shared
+        segments.append(facts)
+        length += len(ids)
+
+    for members in groups.values():
+        prompt, shared = rows.prompts[members[0]], (0, 0)
+        lead = prompt
+        if len(members) > 1:
+            shared, lead = (length, length + len(prompt) - 1), prompt[-1:]
+            add(prompt[:-1], none, 0, (0, 0))
+        for row in members:
+            completion = rows.completions[row]
+            add(np.concatenate([lead, completion[:-1]]), completion, len(prompt) - len(lead), shared)
+    # Blocks of the GPU's attention are whole, and there are two or more: torch compiles a size of one apart. A
+    # position that fills up sees itself. A pack without tokens still takes part in the backward pass.
+    wanted = 1 if input_ids.device.type == "cpu" else BLOCK * max(2, -(-length // BLOCK))
+    if filling := max(0, wanted - length):
+        add(np.zeros(filling, dtype=np.int64), none, 0, (0, 0))
+        segments[-1][1] = np.arange(length - filling, length)
+
+    label_index = np.concatenate(labels)
+    scored = np.flatnonzero(label_index >= 0)
+    facts = np.concatenate([np.stack([np.concatenate(tokens), label_index]), np.concatenate(segments, axis=1)])
+    source, label, position, *segment = torch.from_numpy(facts).to(input_ids.device)  # each (T,)
+    flat = input_ids.reshape(-1)
+    return _Packed(
+        tokens=flat[source][None],
+        labels=flat[label.clamp(min=0)].masked_fill(label < 0, -100)[None],
+        positions=position[None],
+        mask=attention_mask(Segments(*(one.to(torch.int32) for one in segment))),
+        scored=torch.from_numpy(scored).to(input_ids.device),
+        label_index=label_index[scored],
+    )

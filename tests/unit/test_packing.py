@@ -1,0 +1,318 @@
+"""Packed rows give the log-probs, entropies and gradients of TRL's padded pass, and compute every prompt once."""
+
+import contextlib
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput
+from recipes.parts.packed_attention import BLOCK, NAME, Segments, block_mask, dense_mask, register
+from recipes.parts.packing import MODELS, check_packing, packed_logps, plan_micro_batches
+from tests.conftest import CONFIG
+
+PAD, VOCABULARY, TEMPERATURE = 0, 89, 0.7
+SIZE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "sliding_window": None,
+}
+CLOSE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def one_seed():
+    torch.manual_seed(0)
+
+
+def tiny(model_type: str = "qwen3", **changes):
+    """A random model with TRL's head and an adapter that is not zero."""
+    config = AutoConfig.for_model(model_type, **{**SIZE, **changes})
+    return adapted(AutoModelForCausalLM.from_config(config))
+
+
+def adapted(base):
+    add_fused_lm_head(base, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def batch(rows: list[tuple[list[int], list[int]]]):
+    """TRL's padded tensors: input ids and mask (B, W) and the number C of completion columns."""
+    before, after = max(len(p) for p, _ in rows), max(1, *(len(c) for _, c in rows))
+    ids = [[PAD] * (before - len(p)) + p + c + [PAD] * (after - len(c)) for p, c in rows]
+    real = [[0] * (before - len(p)) + [1] * (len(p) + len(c)) + [0] * (after - len(c)) for p, c in rows]
+    return torch.tensor(ids), torch.tensor(real), after
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1, VOCABULARY), k=count)
+
+
+def rows_of(prompts: list[int], completions: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    """A group for each length of a prompt, its completions of the lengths given, in an order as after a shuffle."""
+    made = [
+        (tokens(length, seed), tokens(size, 100 * seed + number))
+        for seed, (length, sizes) in enumerate(zip(prompts, completions, strict=True))
+        for number, size in enumerate(sizes)
+    ]
+    random.Random(1).shuffle(made)
+    return made
+
+
+ROWS = {
+    "groups": rows_of([7, 12, 3], [[5, 9, 1, 12], [4, 4, 8], [6, 11]]),
+    "an empty completion": rows_of([6, 4], [[5, 0, 3], [0, 0]]),
+    "prompts of one token": rows_of([1, 1, 5], [[4, 7, 2], [3], [1, 1]]),
+    "no group": rows_of([5, 8, 2, 9], [[6], [3], [9], [1]]),
+    "a completion of one token": rows_of([4], [[1, 1, 1]]),
+    "nothing to score": rows_of([4, 6], [[0, 0], [0]]),
+}
+
+
+@pytest.fixture(scope="module")
+def stub():
+    """What both passes need of a trainer."""
+    return SimpleNamespace(accelerator=SimpleNamespace(autocast=contextlib.nullcontext))
+
+
+def padded_pass(stub, model, data):
+    method = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__
+    return method(stub, model, *data, compute_entropy=True)[:2]
+
+
+def packed_pass(stub, model, data, share: bool, budget: int = 10_000):
+    return packed_logps(stub, model, *data, budget, share, True)
+
+
+def gradients(model, logps, entropies, data) -> torch.Tensor:
+    """Of a loss in which every position has a weight of its own; positions that are padding count as well."""
+    model.zero_grad()
+    weight = torch.linspace(-1, 2, logps.numel()).view_as(logps) * data[1][:, -data[2] :]
+    ((logps * weight).exp().sum() + (entropies * weight.sin()).sum()).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+def assert_equal_passes(stub, model, data, share: bool) -> None:
+    wanted, got = padded_pass(stub, model, data), packed_pass(stub, model, data, share)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+        assert not ours[data[1][:, -data[2] :] == 0].any()
+    ours, theirs = (gradients(model, *values, data) for values in (got, wanted))
+    assert (ours - theirs).norm() <= CLOSE * theirs.norm()
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_log_probs_entropies_and_gradients_are_those_of_the_padded_pass(stub, model_type, rows, share):
+    assert_equal_passes(stub, tiny(model_type).train(), batch(rows), share)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(MODELS) - {"qwen3", "llama"}))
+def test_every_model_that_is_not_refused_gives_the_padded_pass(stub, model_type):
+    assert_equal_passes(stub, tiny(model_type).train(), batch(ROWS["groups"]), True)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers_see_the_same_mask(stub, reentrant):
+    model, data = tiny().train(), batch(ROWS["groups"])
+    wanted = gradients(model, *packed_pass(stub, model, data, True), data)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_equal_passes(stub, model, data, True)
+    got = gradients(model, *packed_pass(stub, model, data, True), data)
+    assert (got - wanted).norm() <= CLOSE * wanted.norm()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_reference_pass_in_several_forwards(stub, share):
+    model, data = tiny().eval(), batch(ROWS["groups"])
+    sizes = count_tokens(model)
+    with torch.no_grad(), model.disable_adapter():
+        wanted = padded_pass(stub, model, data)
+        sizes.clear()
+        got = packed_pass(stub, model, data, share, budget=20)
+    assert len(sizes) > 2 and max(sizes) <= 20
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+    with torch.no_grad():
+        assert not torch.allclose(packed_pass(stub, model, data, share)[0], got[0], atol=1e-3), "the adapter is on"
+
+
+def test_a_row_longer_than_the_budget_is_a_forward_of_its_own(stub):
+    model, data = tiny().eval(), batch(rows_of([4, 3], [[30, 5], [6]]))
+    sizes = count_tokens(model)
+    with torch.no_grad():
+        got = packed_pass(stub, model, data, True, budget=12)
+        assert sizes == [33, 8, 8]
+        torch.testing.assert_close(got, padded_pass(stub, model, data), rtol=CLOSE, atol=CLOSE)
+
+
+def test_without_entropies_there_are_none(stub):
+    with torch.no_grad():
+        assert packed_logps(stub, tiny(), *batch(ROWS["groups"]), 100, True, False)[1] is None
+
+
+def test_a_row_without_a_prompt_is_refused(stub):
+    ids, real, width = batch(ROWS["no group"])
+    real[2, :-width] = 0
+    with pytest.raises(BadInput, match="row 2 of the batch has no prompt token"):
+        packed_pass(stub, tiny(), (ids, real, width), True)
+
+
+def count_tokens(model) -> list[int]:
+    """Tokens of each call of the first layer from here on."""
+    sizes: list[int] = []
+    layer = model.get_base_model().model.layers[0]
+    layer.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[0] * args[0].shape[1]))
+    return sizes
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(True, 2 * 19 + 16 * 10), (False, 16 * (19 + 10))])
+def test_with_eight_completions_a_prompt_the_model_sees_each_prompt_once(stub, share, wanted):
+    model, data = tiny(), batch(rows_of([20, 20], [[10] * 8, [10] * 8]))
+    sizes = count_tokens(model)
+    packed_pass(stub, model, data, share)
+    assert sizes == [wanted]
+    padded_pass(stub, model, data)
+    assert sizes[1] == 16 * 30
+
+
+def test_an_nf4_base(stub, tiny_model_dir):
+    from merge.base import load_nf4
+
+    model = adapted(load_nf4(tiny_model_dir, dtype="float32", device="cpu")).train()
+    assert_equal_passes(stub, model, batch(ROWS["groups"]), True)
+
+
+def random_segments(length: int, seed: int) -> Segments:
+    """Groups of a shared prompt and up to four completions, and single rows, cut at `length`."""
+    draw, facts = random.Random(seed), []
+    while len(facts) < length:
+        start, prompt = len(facts), draw.randint(1, 300)
+        facts += [(start, 0, 0)] * prompt
+        for _ in range(draw.randint(0, 4)):
+            facts += [(len(facts), start, start + prompt)] * draw.randint(1, 300)
+    return Segments(*torch.tensor(facts[:length], dtype=torch.int32).T.contiguous())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_block_mask_of_the_gpu_is_the_dense_mask_of_the_cpu(seed):
+    length = BLOCK * (3 + 4 * seed)
+    segments = random_segments(length, seed)
+    mask, dense = block_mask(segments), dense_mask(segments)[0, 0]
+    position = torch.arange(length)
+    assert torch.equal(mask.mask_mod(0, 0, position[:, None], position[None, :]), dense)
+    blocks = dense.view(length // BLOCK, BLOCK, length // BLOCK, BLOCK).transpose(1, 2).sum((2, 3))
+    for counts, indices, chosen in (
+        (mask.kv_num_blocks, mask.kv_indices, (blocks > 0) & (blocks < BLOCK**2)),
+        (mask.full_kv_num_blocks, mask.full_kv_indices, blocks == BLOCK**2),
+    ):
+        for query, row in enumerate(chosen):
+            listed = indices[0, 0, query, : counts[0, 0, query]].tolist()
+            assert listed == row.nonzero().flatten().tolist()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch):
+    """What a GPU does, uncompiled, which on a CPU has no backward pass."""
+    from recipes.parts import packed_attention
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def uncompiled(scaling):
+        return lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask, scale=scaling, enable_gqa=True)
+
+    model = tiny(head_dim=16).eval()
+    data = batch(rows_of([60, 50], [[30, 40, 10], [20, 48]]))  # 256 positions with shared prompts
+    with torch.no_grad():
+        before = padded_pass(stub, model, data)
+        register()
+        model.get_base_model().set_attn_implementation(NAME)
+        assert torch.equal(padded_pass(stub, model, data)[0], before[0]), "sdpa is no longer sdpa"
+        monkeypatch.setattr(packed_attention, "attention_mask", block_mask)
+        monkeypatch.setattr(packed_attention, "_compiled", uncompiled)
+        got = packed_pass(stub, model, data, True)
+    torch.testing.assert_close(got, before, rtol=CLOSE, atol=CLOSE)
+
+
+def packed_size(plan: list[int], prompts: list[tuple], lengths: list[int], share: bool) -> int:
+    filled = [row for row in plan if lengths[row]]
+    copies = {prompts[row] for row in filled} if share else [prompts[row] for row in filled]
+    return sum(len(prompt) - 1 for prompt in copies) + sum(lengths[row] for row in filled)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_a_plan_has_every_row_once_keeps_the_budget_and_repeats_itself(seed, share):
+    draw = random.Random(seed)
+    prompts, lengths = [], []
+    for number in range(draw.randint(1, 6)):
+        prompt = (number, *tokens(draw.randint(0, 40), seed))
+        for _ in range(draw.choice([1, 2, 8])):
+            prompts.append(prompt)
+            lengths.append(draw.choice([0, 1, draw.randint(1, 60), draw.randint(1, 200)]))
+    budget, at_least = draw.choice([1, 50, 120, 400]), draw.choice([1, 1, 3, 7, 100])
+    plan = plan_micro_batches(prompts, lengths, budget, share, at_least)
+    assert plan == plan_micro_batches(prompts, lengths, budget, share, at_least)
+    assert sorted(row for rows in plan for row in rows) == list(range(len(prompts)))
+    assert all(plan) and len(plan) >= min(at_least, len(prompts))
+    sizes = [packed_size(rows, prompts, lengths, share) for rows in plan]
+    assert all(
+        size <= budget or sum(1 for row in rows if lengths[row]) == 1 for size, rows in zip(sizes, plan, strict=True)
+    )
+    needed = plan_micro_batches(prompts, lengths, budget, share)
+    assert len(needed) <= max(1, sum(1 for n in lengths if n))
+    if len(needed) > 1:  # first-fit decreasing leaves at most one micro-batch half empty
+        sizes = sorted(packed_size(rows, prompts, lengths, share) for rows in needed)
+        assert sizes[0] + sizes[1] > budget
+
+
+def test_a_group_that_fits_stays_together_and_a_larger_one_is_split():
+    prompts, lengths = [(1, 2, 3)] * 4 + [(4, 5)] * 4, [10] * 4 + [30] * 4
+    assert plan_micro_batches(prompts, lengths, 62, True) == [[4, 5], [6, 7], [0, 1, 2, 3]]
+    assert plan_micro_batches(prompts, lengths, 62, True, at_least=4) == [[6, 7], [0, 1, 2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "said"),
+    [
+        ("gemma3_text", {}, "gemma3_text was not compared with the padded pass"),
+        ("qwen3_moe", {}, "qwen3_moe was not compared"),
+        ("mistral", {"sliding_window": 64}, "layers that see a window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "see a window"),
+        ("llama", {"attention_dropout": 0.1}, r"drops attention \(0.1\)"),
+        ("qwen3", {"attn": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'"),
+    ],
+)
+def test_a_model_that_packing_would_change_is_refused(model_type, changes, said):
+    attention = changes.pop("attn", "sdpa")
+    config = load_config(CONFIG, [f"--model.attn_implementation={attention}", "--train.micro_batch_tokens=512"])
+    facts = AutoConfig.for_model(model_type, **{**SIZE, **changes})
+    with pytest.raises(BadInput, match=f"train.micro_batch_tokens: .*{said}.*Leave it out"):
+        check_packing(config, facts)
+    config.train.micro_batch_tokens = None
+    check_packing(config, facts)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_that_packs_is_let_through(model_type):
+    config = load_config(CONFIG, ["--train.micro_batch_tokens=512"])
+    check_packing(config, AutoConfig.for_model(model_type, **SIZE))
