@@ -43,6 +43,7 @@ PHASES = {
     "rollout": ("cyan", "█"),
     "reward": ("green", "▚"),
     "heldout": ("magenta", "▒"),
+    "reference": ("cyan", "▞"),
     "update": ("blue", "▓"),
     "other": ("bright_black", "░"),
 }

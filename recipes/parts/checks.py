@@ -24,6 +24,8 @@ OWN_GENERATION_FIELDS = ("cache_implementation", "use_transformers_paged", "use_
 OWN_GENERATION_FIELDS += ("transformers_continuous_batching_config",)
 # The one field of trl's vLLM client that the kit's loss reads and has no key for.
 FLOOR_FIELD = "vllm_importance_sampling_clip_min"
+# Terms of the loss that are of a whole batch, and their values that are none: no sum over micro-batches gives them.
+WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
 TRACKERS = ("trackio", "tensorboard", "wandb")
 LOCK = ".lock"
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
@@ -62,6 +64,7 @@ def check_config(config: Config, processes: int) -> None:
         *overlap.problems(config),
         *recompute.problems(config, sharding.announced()),
         *_parallelism(config),
+        *_micro_batches(config),
     ]
     if problems:
         raise BadInput("\n".join(problems))
@@ -73,6 +76,7 @@ def _positive(config: Config) -> list[str]:
         "train.per_device_train_batch_size": config.train.per_device_train_batch_size,
         "train.gradient_accumulation_steps": config.train.gradient_accumulation_steps,
         "train.num_iterations": config.train.num_iterations,
+        "train.micro_batch_tokens": config.train.micro_batch_tokens,
         "train.save_steps": config.train.save_steps,
         "train.keep_checkpoints": config.train.keep_checkpoints,
         "policy.lora_rank": config.policy.lora_rank,
@@ -295,6 +299,34 @@ def _parallelism(config: Config) -> list[str]:
             "bfloat16. Set model.dtype to bfloat16, or pass --mixed_precision no to accelerate launch."
         ]
     return sharding.problems(config)
+
+
+def _micro_batches(config: Config) -> list[str]:
+    """What of the configuration `train.micro_batch_tokens` does not go with."""
+    budget, rollout, found = config.train.micro_batch_tokens, config.rollout, []
+    if budget is None:
+        return found
+    longest = rollout.max_prompt_length + rollout.max_completion_length
+    if 1 <= budget < longest:
+        found.append(
+            f"train.micro_batch_tokens ({budget}) is below rollout.max_prompt_length + max_completion_length "
+            f"({rollout.max_prompt_length} + {rollout.max_completion_length} = {longest}): one completion may not "
+            f"fit. Use {longest} or more."
+        )
+    for key, nothing in WHOLE_BATCH_FIELDS.items():
+        if (value := config.train.trl.get(key, nothing[0])) not in nothing:
+            found.append(
+                f"train.trl.{key} is {value!r} with train.micro_batch_tokens {budget}: it looks at a whole batch, so "
+                "micro-batches of different lengths do not add up to it. Remove one of them."
+            )
+    kind = sharding.announced()
+    if kind or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        found.append(
+            f"train.micro_batch_tokens ({budget}) under {kind or 'DeepSpeed'}: processes have different numbers of "
+            "micro-batches, and there each forward or backward waits for the other processes. Use accelerate launch "
+            "with accelerate_configs/ddp.yaml, or leave it out."
+        )
+    return found
 
 
 def replicas_beside_trainer(config: Config) -> int:

@@ -175,12 +175,8 @@ class PackedUpdate:
         sampler, mask = rows.get("sampling_per_token_logps"), rows["completion_mask"]
         if sampler is None:
             return
-        rollout = self.config.rollout
-        if rollout.correction != "none":
-            rows["importance_sampling_ratio"] = importance_ratio(
-                *(logps, sampler, mask, rollout.correction, rollout.correction_cap),
-                self.args.vllm_importance_sampling_clip_min,
-            )
+        if self.config.rollout.correction != "none":
+            rows["importance_sampling_ratio"] = self._importance_ratio(logps, sampler, mask)
         self._compared.append((logps, sampler, mask))
 
     def _judge_sampler(self) -> None:
@@ -199,9 +195,7 @@ class PackedUpdate:
         floor = self.args.vllm_importance_sampling_clip_min
         figures = measure(*rows.permute(2, 1, 0), rollout.correction, rollout.correction_cap, floor)
         self._sampler |= figures
-        for key, value in figures.items():
-            if value is not None:  # for the trackers
-                self._metrics["train"][f"sampler/{key.removeprefix('sampler_')}"].append(value)
+        self._log_sampler(figures, *rows.permute(2, 1, 0))
         k3, limit, step = figures["sampler_k3"], rollout.max_sampler_k3, self.state.global_step + 1
         if count := figures["sampler_nan_count"]:
             problem = (
@@ -218,6 +212,23 @@ class PackedUpdate:
         if self.recorder:
             self.recorder.step(self._record({}, step))
         raise CheckFailed(f"step {step}: {problem}")
+
+    def _log_sampler(self, figures: dict, policy: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> None:
+        """The figures, and what TRL logs of the ratios, for the trackers; tensors (N, T) of all processes."""
+        found = {f"sampler/{key.removeprefix('sampler_')}": value for key, value in figures.items()}
+        correction = self.config.rollout.correction
+        if correction != "none" and mask.any():
+            ratio = self._importance_ratio(policy, sampler, mask)
+            ratio = ratio if correction.startswith("sequence") else ratio[mask.bool()]
+            for name in ("min", "mean", "max"):
+                found[f"sampling/importance_sampling_ratio/{name}"] = getattr(ratio, name)().item()
+        for key, value in found.items():
+            if value is not None:
+                self._metrics["train"][key].append(value)
+
+    def _importance_ratio(self, policy: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rollout, floor = self.config.rollout, self.args.vllm_importance_sampling_clip_min
+        return importance_ratio(policy, sampler, mask, rollout.correction, rollout.correction_cap, floor)
 
 
 def _take(inputs: dict, rows: list[int]) -> dict:
