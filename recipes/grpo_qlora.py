@@ -129,6 +129,7 @@ def main() -> None:
     from accelerate import PartialState
 
     from recipes.parts.heldout import HeldOut
+    from recipes.parts.packing import check_packing
     from recipes.parts.policy import (
         check_base,
         check_base_unchanged,
@@ -146,6 +147,7 @@ def main() -> None:
 
     model_config = check_base(config)
     check_context(config, model_config)
+    check_packing(config, model_config)
     check_init_adapter(config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)

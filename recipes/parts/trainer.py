@@ -36,6 +36,7 @@ from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.overlap import OverlappedRollouts
+from recipes.parts.packed_attention import use_packed_attention
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
 from recipes.parts.recompute import use_recompute
 from recipes.parts.record import Recorder
@@ -191,6 +192,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         self.sharding = prepare(self.accelerator, self.model)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
+        if config.train.micro_batch_tokens is not None:
+            use_packed_attention(self.model.get_base_model())
         self.config, self.run, self.base_hash, self.rollout, self.heldout = config, run, base_hash, rollout, heldout
         if rollout is not None:
             # TRL reads these where it corrects for the sampler's mismatch; its own server client is never made.

@@ -234,8 +234,9 @@ def test_the_block_mask_of_the_gpu_is_the_dense_mask_of_the_cpu(seed):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch):
     """What a GPU does, uncompiled, which on a CPU has no backward pass."""
-    from recipes.parts import packed_attention
     from torch.nn.attention.flex_attention import flex_attention
+
+    from recipes.parts import packed_attention
 
     def uncompiled(scaling):
         return lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask, scale=scaling, enable_gqa=True)
