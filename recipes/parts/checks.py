@@ -64,6 +64,7 @@ def check_config(config: Config, processes: int) -> None:
         *overlap.problems(config),
         *recompute.problems(config, sharding.announced()),
         *_parallelism(config),
+        *_compute(config),
         *_micro_batches(config),
     ]
     if problems:
@@ -325,6 +326,23 @@ def _micro_batches(config: Config) -> list[str]:
             f"train.micro_batch_tokens ({budget}) under {kind or 'DeepSpeed'}: processes have different numbers of "
             "micro-batches, and there each forward or backward waits for the other processes. Use accelerate launch "
             "with accelerate_configs/ddp.yaml, or leave it out."
+        )
+    return found
+
+
+def _compute(config: Config) -> list[str]:
+    policy, found = config.policy, []
+    if policy.compute == "plain":
+        return found
+    if policy.lora_dropout:
+        found.append(
+            f"policy.lora_dropout ({policy.lora_dropout}) with policy.compute {policy.compute}: its backward pass "
+            "keeps the input of a layer and no mask of it. Set policy.lora_dropout to 0, or policy.compute to plain."
+        )
+    if kind := sharding.announced():
+        found.append(
+            f"policy.compute is {policy.compute} under {kind}, which leaves each process a part of the packed weights "
+            "that it multiplies with. Use plain, or accelerate_configs/ddp.yaml."
         )
     return found
 
