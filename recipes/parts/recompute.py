@@ -23,12 +23,9 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.parts.config import Config
-
-if TYPE_CHECKING:
-    import torch
 
 # The layer's answer is a residual plus the MLP's: nothing between them would need down_proj's answer once more.
 ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
@@ -100,93 +97,126 @@ def use_recompute(model: Any, config: Config) -> int:
 
 def _contexts(mode: str, rank: int) -> Callable[[], tuple]:
     """What torch's checkpoint calls for every layer: a context of its first run and one of its second."""
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    def full() -> tuple:
-        return contextlib.nullcontext(), _second_run()
+    if mode == "full":
+        return lambda: (contextlib.nullcontext(), _second_run(None))
 
     def selective() -> tuple:
-        first, second = create_selective_checkpoint_contexts(functools.partial(_policy, rank))
-        return first, _second_run(second, rank)
+        kept: list[tuple] = []
+        first, second = _modes()
+        return first(kept, rank), _second_run(second(kept, rank))
 
-    return {"full": full, "selective": selective}[mode]
+    return selective
 
 
 @contextlib.contextmanager
-def _second_run(kept: Any = None, rank: int = 0) -> Iterator[None]:
-    """The layer is run again. Below torch's mode, which counts every operator, is the one that skips products."""
-    _now.again, _now.kept = True, kept
+def _second_run(mode: Any) -> Iterator[None]:
+    """The layer is run again, in selective's mode or in none."""
+    _now.again, _now.mode = True, mode
     try:
-        with _unread_mode(rank) if kept else contextlib.nullcontext(), kept or contextlib.nullcontext():
+        with mode or contextlib.nullcontext():
             yield
     finally:
-        _now.again, _now.kept = False, None
-
-
-def _policy(rank: int, context: Any, operator: Any, *args: Any, **keys: Any) -> Any:
-    """torch's policy: keep answers of attention and of products, but for the adapter's, which are small, and for the
-    last one, which is not read."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    name = str(operator)
-    attends = "scaled_dot_product" in name and any(kind in name for kind in ATTENTION)
-    keeps = attends or (_product(operator, args, rank) is not None and not getattr(_now, "last", False))
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _product(operator: Any, args: tuple, rank: int) -> "torch.Size | tuple | None":
-    """The shape of what a product with the base's weights answers; None for every other operator.
-
-    Products with the adapter's factors have its rank as one of their sizes.
-    """
-    import torch
-
-    aten, name = torch.ops.aten, str(operator)
-    if operator in (aten.mm.default, aten._scaled_mm.default):
-        left, right = args[0].shape, args[1].shape
-    elif operator is aten.addmm.default:
-        left, right = args[1].shape, args[2].shape
-    elif name.startswith("bitsandbytes.gemm_4bit"):  # input (.., in), packed weight, shape (out, in)
-        left, right = args[0].shape, tuple(args[2])[::-1]
-    else:
-        return None
-    return (*left[:-1], right[-1]) if min(right) > rank else None
-
-
-def _unread_mode(rank: int) -> Any:
-    """A mode in which products of a layer's last linear layer are not computed: memory of the right shape, unset."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Unread(TorchDispatchMode):
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            keys = kwargs or {}
-            if getattr(_now, "last", False) and (shape := _product(operator, args, rank)) is not None:
-                source = args[1] if str(operator).startswith("aten.addmm") else args[0]
-                return source.new_empty(shape, dtype=keys.get("out_dtype") or _answer_dtype(operator, args))
-            return operator(*args, **keys)
-
-    return Unread()
-
-
-def _answer_dtype(operator: Any, args: tuple) -> "torch.dtype":
-    # _scaled_mm(x, w, scale_x, scale_w, bias, scale_result, out_dtype): FP8 in, 16 bits out.
-    if "_scaled_mm" in str(operator) and len(args) > 6 and args[6] is not None:
-        return args[6]
-    return args[0].dtype
+        _now.again, _now.mode = False, None
 
 
 def _skip_unread(module: Any, rank: int) -> None:
-    """Wrap the forward of a layer's last linear layer (this module alone)."""
+    """Wrap the forward of a layer's last linear layer (this module alone): its product is not read in a second run."""
     forward = module.forward
 
     @functools.wraps(forward)
     def marked(*args: Any, **keys: Any) -> Any:
         _now.last = True
         try:
-            alone = getattr(_now, "again", False) and not _now.kept
-            with _unread_mode(rank) if alone else contextlib.nullcontext():
+            alone = getattr(_now, "again", False) and _now.mode is None
+            with _modes()[1]([], rank) if alone else contextlib.nullcontext():
                 return forward(*args, **keys)
         finally:
             _now.last = False
 
     module.forward = marked
+
+
+def _is_last() -> bool:
+    return getattr(_now, "last", False)
+
+
+def _product(operator: Any, args: tuple, rank: int) -> tuple | None:
+    """The shape of what a product with the base's weights answers; None for every other operator.
+
+    Products with the adapter's factors have its rank as one of their sizes.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    if operator in (aten.mm.default, aten._scaled_mm.default):
+        left, right = args[0].shape, args[1].shape
+    elif operator is aten.addmm.default:
+        left, right = args[1].shape, args[2].shape
+    elif str(operator).startswith("bitsandbytes.gemm_4bit"):  # input (.., in), packed weight, shape (out, in)
+        left, right = args[0].shape, tuple(args[2])[::-1]
+    else:
+        return None
+    return (*left[:-1], right[-1]) if min(right) > rank else None
+
+
+def _is_kept(operator: Any, args: tuple, rank: int) -> bool:
+    """Whether selective keeps an answer: of attention, and of products but for the adapter's, which are small, and
+    for the last one, which is not read."""
+    name = str(operator)
+    if "scaled_dot_product" in name:
+        return any(kind in name for kind in ATTENTION)
+    return _product(operator, args, rank) is not None and not _is_last()
+
+
+@functools.cache
+def _modes() -> tuple[type, type]:
+    """The modes of a layer's first and second run. torch's own (create_selective_checkpoint_contexts) refuse an answer
+    that is changed in place, as `linear.py` adds the adapter's product to the base's."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    aten = torch.ops.aten
+    adds = (aten.addmm_.default, aten.add_.Tensor)
+
+    def is_same(one: Any, other: Any) -> bool:
+        tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return tensors and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+    class Mode(TorchDispatchMode):
+        def __init__(self, kept: list[tuple], rank: int):
+            super().__init__()
+            self.kept, self.rank, self.latest = kept, rank, None
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True  # else torch would not run compiled FlexAttention in it
+
+    class First(Mode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            answer = operator(*args, **(kwargs or {}))
+            if _is_kept(operator, args, self.rank):
+                self.kept.append((operator, tree_map_only(torch.Tensor, torch.Tensor.detach, answer)))
+            elif operator._schema.is_mutable and args:
+                number = next((n for n, (_, one) in enumerate(self.kept) if is_same(one, args[0])), None)
+                if number is not None and (operator not in adds or number != len(self.kept) - 1):
+                    raise RuntimeError(f"train.recompute selective: {operator} changes what is kept. Use full.")
+            return answer
+
+    class Second(Mode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            keys = kwargs or {}
+            if self.kept and _is_kept(operator, args, self.rank):
+                made_by, self.latest = self.kept.pop(0)
+                if made_by is not operator:
+                    raise RuntimeError(f"train.recompute selective: {operator} in the place of {made_by}. Use full.")
+                return self.latest
+            if _is_last() and (shape := _product(operator, args, self.rank)) is not None:
+                source = args[1] if operator is aten.addmm.default else args[0]
+                self.latest = source.new_empty(shape, dtype=keys.get("out_dtype") or source.dtype)
+                return self.latest
+            if operator in adds and is_same(self.latest, args[0]):
+                return args[0]  # it is in what was kept
+            return operator(*args, **keys)
+
+    return First, Second
