@@ -34,6 +34,7 @@ from recipes.parts.checks import split_problem
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
+from recipes.parts.linear import check_compute, use_fused_linears
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.packed_attention import use_packed_attention
@@ -137,7 +138,9 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
 
 
 def check_card(config: Config) -> None:
-    """`BadInput` when the GPU, if there is one, is too small for the trainer's limit and the replicas beside it."""
+    """`BadInput` when the GPU, if there is one, is too small for the trainer's limit and the replicas beside it, or
+    cannot compute as `policy.compute` says."""
+    check_compute(config.policy.compute, config.model.dtype)
     if torch.cuda.is_available() and (problem := split_problem(config, torch.cuda.mem_get_info()[1] / 2**30)):
         raise BadInput(problem)
 
@@ -202,6 +205,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         set_adapter_dtype(self.model, config.policy.adapter_dtype)
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)
+        if config.policy.compute != "plain":
+            use_fused_linears(self.model, config.policy.compute)
         use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
         self.add_callback(FiniteGradients())

@@ -1,0 +1,142 @@
+"""GPU kernels of the linear layers: NF4 to BF16 or FP8 in one pass, and FP8 rows of activations and gradients.
+
+What each computes is defined in PyTorch in `recipes/parts/linear.py`, bit for bit; `tests/gpu/linear_check.py`
+compares them. Written in Triton, for compute capability 8.9 and above (the BF16 weight: any). Imported on a GPU only.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_SIZE, NESTED_BLOCK = 64, 256  # of NF4, and of double quantization's second level
+WIDEST = 1 << 15  # columns of a row that one program holds in registers
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _to_e4m3(value, scale, inverse):
+    """value / scale rounded to float32 and then to FP8, as PyTorch rounds it.
+
+    `inverse` is 1 / scale, correctly rounded: a quotient corrected once by its remainder is then correctly rounded
+    itself (Markstein's theorem), and a row needs one division instead of one per value. No `clamp`: it would turn what
+    is not a number into one.
+    """
+    quotient = value * inverse
+    quotient = tl.fma(tl.fma(-quotient, scale, value), inverse, quotient)
+    quotient = tl.where(quotient > 448.0, 448.0, quotient)
+    quotient = tl.where(quotient < -448.0, -448.0, quotient)
+    return quotient.to(tl.float8e4nv)
+
+
+@triton.jit
+def _unpack(
+    out, packed, absmax, code, nested_absmax, nested_code, offset, scale, rows, columns, bytes_, blocks,
+    IS_NESTED: tl.constexpr, IS_FP8: tl.constexpr, IS_TRANSPOSED: tl.constexpr, WEIGHT_TYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+):  # fmt: skip
+    # 64-bit for where the tile starts, 32-bit offsets inside it.
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    first_column = tl.program_id(1) * COLUMNS
+    left_rows = rows - tl.program_id(0) * ROWS
+    row = tl.arange(0, ROWS)  # (R,)
+    column = tl.arange(0, COLUMNS)  # (C,)
+    byte = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)  # (C / 2,)
+    block = tl.program_id(1) * (COLUMNS // BLOCK_SIZE) + tl.arange(0, COLUMNS // BLOCK_SIZE)  # (C / 64,)
+    is_row = row[:, None] < left_rows
+    packed += first_row * bytes_
+    pairs = tl.load(packed + row[:, None] * bytes_ + byte[None, :], mask=is_row & (byte[None, :] < bytes_), other=0)
+    pairs = pairs.to(tl.int32)
+    # The first of two weights is in the upper half of their byte.
+    value = tl.interleave(tl.load(code + (pairs >> 4)), tl.load(code + (pairs & 15)))  # (R, C)
+    # One load per block of 64: one per weight makes the kernel several times slower.
+    is_block = is_row & (block[None, :] < blocks)
+    number = first_row * blocks + row[:, None] * blocks + block[None, :]
+    if IS_NESTED:
+        index = tl.load(absmax + number, mask=is_block, other=0).to(tl.int32)
+        peak = tl.load(nested_code + index) * tl.load(nested_absmax + number // NESTED_BLOCK, mask=is_block, other=0.0)
+        peak = peak + tl.load(offset)
+    else:
+        peak = tl.load(absmax + number, mask=is_block, other=0.0)
+    value = tl.reshape(value, (ROWS, COLUMNS // BLOCK_SIZE, BLOCK_SIZE)) * peak[:, :, None]
+    # The dequantized weight is a number of the storage type before anything else is done with it.
+    value = tl.reshape(value, (ROWS, COLUMNS)).to(WEIGHT_TYPE)
+    if IS_FP8:
+        by_row = tl.load(scale + first_row + row, mask=row < left_rows, other=1.0)  # (R,)
+        value = _to_e4m3(value.to(tl.float32), by_row[:, None], tl.div_rn(1.0, by_row)[:, None])
+    is_inside = is_row & (first_column + column[None, :] < columns)
+    if IS_TRANSPOSED:
+        out += first_column.to(tl.int64) * rows + first_row
+        tl.store(out + column[None, :] * rows + row[:, None], value, mask=is_inside)
+    else:
+        out += first_row * columns + first_column
+        tl.store(out + row[:, None] * columns + column[None, :], value, mask=is_inside)
+
+
+def unpack(packed: torch.Tensor, state: Any, scale: torch.Tensor | None = None, transposed: bool = False) -> Any:
+    """The weight (out, in) of NF4 bytes with the bitsandbytes quant state `state`, in the state's dtype; with `scale`
+    (out, 1) float32, weight / scale in FP8 (e4m3), stored as (in, out) when `transposed`.
+
+    Blocks of 64, `in` a multiple of 64; double quantization (blocks of 256) is undone on the way.
+    """
+    rows, columns = state.shape
+    shape = (columns, rows) if transposed else (rows, columns)
+    dtype = state.dtype if scale is None else torch.float8_e4m3fn
+    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    nested = state.state2 if state.nested else None
+    tile_rows, tile_columns = (128, 64) if transposed else (64, 128)
+    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns))
+    with _on(out):
+        _unpack[grid](
+            out, packed.view(torch.uint8), state.absmax, state.code,
+            nested.absmax if nested else state.absmax, nested.code if nested else state.code,
+            state.offset if nested else state.absmax, scale if scale is not None else state.absmax, rows, columns,
+            columns // 2, columns // BLOCK_SIZE,
+            IS_NESTED=nested is not None, IS_FP8=scale is not None, IS_TRANSPOSED=transposed,
+            WEIGHT_TYPE=TYPES[state.dtype], ROWS=tile_rows, COLUMNS=tile_columns, BLOCK_SIZE=BLOCK_SIZE,
+            NESTED_BLOCK=NESTED_BLOCK, num_warps=4,
+            enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _quantize_rows(
+    out, scale, x, by_column, columns, stride, floor,
+    IS_SCALED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    is_inside = column < columns
+    value = tl.load(x + row * stride + column, mask=is_inside, other=0.0).to(tl.float32)
+    if IS_SCALED:
+        value = value * tl.load(by_column + column, mask=is_inside, other=0.0)
+    by_row = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), 448.0), floor)
+    tl.store(scale + row, by_row)
+    tl.store(out + row * columns + column, _to_e4m3(value, by_row, tl.div_rn(1.0, by_row)), mask=is_inside)
+
+
+def quantize_rows(
+    x: torch.Tensor, floor: float, by_column: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes (T, n) in FP8 (e4m3), scale (T, 1) float32) of x (T, n) times `by_column` (n values, float32): one read
+    of x, one write. n is at most `WIDEST`; `floor` is the least scale.
+    """
+    rows, columns = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(columns)
+    with _on(x):
+        _quantize_rows[(rows,)](
+            out, scale, x, by_column if by_column is not None else scale, columns, x.stride(0), floor,
+            IS_SCALED=by_column is not None, COLUMNS=width,
+            num_warps=min(16, max(4, width // 1024)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, scale
+
+
+def _on(tensor: torch.Tensor) -> Any:
+    return torch.cuda.device(tensor.device)

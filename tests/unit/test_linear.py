@@ -1,0 +1,409 @@
+"""Fused and FP8 linear layers against peft's path and against numbers computed here."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bitsandbytes as bnb
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import bnb as peft_bnb
+from torch.utils.checkpoint import checkpoint
+
+from merge.base import dequantize, hash_nf4_model, load_nf4
+from recipes.parts import linear
+from recipes.parts.checks import check_config
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput
+from recipes.parts.linear import FusedBase, FusedLora, quantize_rows, use_fused_linears, weight_of
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def make_layer(dtype=torch.float32, double=True, inputs=128, outputs=96, bias=False, seed=0) -> bnb.nn.Linear4bit:
+    torch.manual_seed(seed)
+    plain = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    layer = bnb.nn.Linear4bit(
+        inputs, outputs, bias=bias, compute_dtype=dtype, compress_statistics=double, quant_type="nf4"
+    )
+    layer.weight.data, layer.bias = plain.weight.data, plain.bias  # quantized, from this dtype, by the move below
+    layer.support_avx512bf16_for_cpu = False
+    return layer.to("cpu").requires_grad_(False)
+
+
+def add_adapter(layer, dtype=torch.float32, rslora=False, dropout=0.0) -> peft_bnb.Linear4bit:
+    config = LoraConfig(r=8, lora_alpha=24, use_rslora=rslora, lora_dropout=dropout)
+    module = peft_bnb.Linear4bit(layer, "default", config=config, r=8, lora_alpha=24)
+    torch.nn.init.normal_(module.lora_B["default"].weight, std=0.05)
+    return module.to(dtype) if dtype != torch.float32 else module
+
+
+def fuse(module, compute="fused"):
+    holder = torch.nn.ModuleDict({"layer": copy.deepcopy(module)})
+    assert use_fused_linears(holder, compute) == 1
+    return holder["layer"]
+
+
+def factors(module):
+    return module.lora_A["default"].weight, module.lora_B["default"].weight
+
+
+def run(module, x, g):
+    """(y, dx, dA, dB) for an input and the gradient of the output."""
+    x = x.clone().requires_grad_()
+    for parameter in module.parameters():
+        parameter.grad = None
+    y = module(x)
+    y.backward(g)
+    return y.detach(), x.grad, *(factor.grad for factor in factors(module))
+
+
+def relative(found, expected) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("rslora", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_layer_gives_what_peft_gives_in_float32_within_1e_5(double, rslora, bias):
+    module = add_adapter(make_layer(double=double, bias=bias), rslora=rslora)
+    x, g = torch.randn(3, 7, 128), torch.randn(3, 7, 96)
+    for found, expected in zip(run(fuse(module), x, g), run(module, x, g), strict=True):
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        assert relative(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+def test_fused_layer_is_nearer_to_the_exact_sum_in_bfloat16_than_peft(adapter):
+    module = add_adapter(make_layer(torch.bfloat16)).to(adapter)
+    x, g = torch.randn(5, 40, 128).bfloat16(), torch.randn(5, 40, 96).bfloat16()
+    exact = exact_results(module, x, g)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = run(fuse(module), x, g), run(module, x, g)
+    for name, fused, plain, expected in zip(("y", "dx", "dA", "dB"), *results, exact, strict=True):
+        assert fused.dtype == plain.dtype
+        assert relative(fused, expected) < 0.005, name
+        assert relative(fused, expected) < 1.1 * relative(plain, expected), name
+
+
+def exact_results(module, x, g):
+    """y, dx, dA, dB in float64 of the numbers that the layer computes with: its factors in the compute dtype."""
+    weight = dequantize(module).double()
+    a, b = (factor.detach().to(x.dtype).double() for factor in factors(module))
+    rows, g, s = x.double().flatten(0, 1), g.double().flatten(0, 1), module.scaling["default"]
+    y = rows @ weight.t() + s * (rows @ a.t()) @ b.t()
+    dx = g @ weight + s * (g @ b) @ a
+    return y.view(*x.shape[:-1], -1), dx.view(x.shape), s * (g @ b).t() @ rows, s * g.t() @ (rows @ a.t())
+
+
+def test_gradients_are_those_of_finite_differences():
+    layer = make_layer(inputs=64, outputs=16)
+    layer.compute_dtype = torch.float64
+    module = fuse(add_adapter(layer, torch.float64))
+    a, b = (factor.detach().requires_grad_() for factor in factors(module))
+    x = torch.randn(2, 3, 64, dtype=torch.float64, requires_grad=True)
+
+    def call(x, a, b):
+        return linear._Linear.apply(x, a, b, module.scaling["default"], module.product, torch.float64)
+
+    assert torch.autograd.gradcheck(call, (x, a, b))
+
+
+@pytest.mark.parametrize("compute", ["fused", "fp8"])
+def test_shapes_strides_and_frozen_inputs_change_nothing(compute):
+    module = fuse(add_adapter(make_layer()), compute)
+    x, g = torch.randn(6, 128), torch.randn(6, 96)
+    expected = run(module, x, g)
+    wide = torch.randn(6, 192)
+    wide[:, ::2] = g
+    for input_, gradient in ((x, wide[:, ::2]), (x.view(2, 3, 128), g.view(2, 3, 96)), (x.t().contiguous().t(), g)):
+        for found, value in zip(run(module, input_, gradient), expected, strict=True):
+            torch.testing.assert_close(found.flatten(), value.flatten())
+    module(x).sum().backward()  # an expanded gradient
+    ones = run(module, x, torch.ones(6, 96))
+    assert torch.isfinite(ones[2]).all()
+    for factor in factors(module):
+        factor.grad = None
+    module(x).backward(g)  # x needs no gradient in the first layer
+    torch.testing.assert_close(factors(module)[0].grad, expected[2])
+    empty = run(module, torch.randn(0, 4, 128), torch.randn(0, 4, 96))
+    assert empty[0].shape == (0, 4, 96) and empty[1].shape == (0, 4, 128)
+    assert not empty[2].any() and not empty[3].any()
+
+
+def test_nothing_but_the_input_and_its_product_with_a_is_kept_for_the_backward_pass():
+    kept = []
+    module = fuse(add_adapter(make_layer()), "fp8")
+    x = torch.randn(50, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        module(x)
+    ours = {factor.data_ptr() for factor in factors(module)}
+    kept = [tensor for tensor in kept if tensor.data_ptr() not in ours]
+    assert [tuple(tensor.shape) for tensor in kept] == [(50, 128), (50, 8)]
+    assert kept[0].data_ptr() == x.data_ptr()
+
+
+# FP8, by numbers computed in numpy from the format's definition.
+
+# Non-negative values by code: 4 bits of exponent, 3 of mantissa; code 127 is NaN.
+E4M3 = np.array([(m if e == 0 else 8 + m) * 2.0 ** (max(e, 1) - 10) for e in range(16) for m in range(8)][:127])
+
+
+def fp8_rows(value: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+    """FP8 values and scales of the rows of `value` (float32), one scale per row; ties go to the even code."""
+    scale = np.maximum(np.abs(value).max(1, keepdims=True) / np.float32(448), np.float32(floor))
+    quotient = np.abs(value / scale)
+    middle = (E4M3[1:] + E4M3[:-1]) / 2
+    code = np.searchsorted(middle, quotient)
+    is_tie = quotient == middle[np.minimum(code, len(middle) - 1)]
+    return np.copysign(E4M3[code + (is_tie & (code % 2 == 1))], value).astype(np.float32), scale
+
+
+def test_fp8_rows_are_what_the_format_defines_also_for_zeros_tiny_and_broken_values():
+    x = torch.randn(40, 96) * torch.logspace(-12, 3, 40)[:, None]
+    x[3] = 0
+    for floor in (linear.LEAST_SCALE, linear.LEAST_GRADIENT_SCALE):
+        codes, scale = quantize_rows(x, floor)
+        expected, scales = fp8_rows(x.numpy(), floor)
+        assert np.array_equal(codes.float().numpy(), expected) and np.array_equal(scale.numpy(), scales)
+    x[5, 7], x[6, 7] = torch.nan, torch.inf
+    codes, scale = quantize_rows(x)
+    assert not torch.isfinite((codes.float() * scale)[5:7].sum(1)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fp8_layer_multiplies_the_codes_that_are_its_definition(dtype, bias):
+    module = add_adapter(make_layer(dtype, bias=bias))
+    fp8 = fuse(module, "fp8")
+    x, g = torch.randn(9, 128).to(dtype), torch.randn(9, 96).to(dtype)
+    y, dx, da, db = run(fp8, x, g)
+    weight, by_channel = fp8_rows(dequantize(module).float().numpy(), linear.LEAST_SCALE)
+    codes, by_token = fp8_rows(x.float().numpy(), linear.LEAST_SCALE)
+    a, b = (factor.detach().to(dtype).double().numpy() for factor in factors(module))
+    s, rows, gradient = module.scaling["default"], x.double().numpy(), g.double().numpy()
+    expected = (codes @ weight.T) * by_token * by_channel.T + s * (rows @ a.T) @ b.T
+    if bias:
+        expected = expected + module.base_layer.bias.double().numpy()
+    codes, by_token = fp8_rows(g.float().numpy() * by_channel.T, linear.LEAST_GRADIENT_SCALE)
+    down = (codes @ weight) * by_token + s * (gradient @ b) @ a
+    bound = 1e-6 if dtype == torch.float32 else 0.004
+    assert relative(y, torch.from_numpy(expected)) < bound
+    assert relative(dx, torch.from_numpy(down)) < bound
+    for found, value in zip((da, db), exact_results(module, x[None], g[None])[2:], strict=True):
+        assert relative(found, value) < bound  # the adapter's gradients are not quantized
+
+
+def test_fp8_products_are_within_5_percent_of_the_unquantized_ones_both_ways():
+    module = make_layer(torch.bfloat16, inputs=512, outputs=256)
+    x, g = torch.randn(64, 512).bfloat16(), (1e-7 * torch.randn(64, 256)).bfloat16()
+    product = fuse(module, "fp8").product
+    weight = dequantize(module)
+    assert 0.02 < relative(product.forward(x, x), x @ weight.t()) < 0.05
+    assert 0.02 < relative(product.backward(g), g @ weight) < 0.05
+
+
+def test_fp8_weight_has_the_bytes_that_vllm_makes_of_the_dequantized_base(learning_model_dir):
+    model = load_nf4(learning_model_dir, dtype="bfloat16", device="cpu")
+    from vllm.model_executor.layers.quantization.online.fp8 import _fp8_channel_scale, _fp8_quant_per_channel
+
+    use_fused_linears(model, "fp8")
+    layers = [module for module in model.modules() if isinstance(module, FusedBase)]
+    assert len(layers) == 14
+    for layer in layers:
+        weight = dequantize(layer)
+        scale = _fp8_channel_scale(weight.abs().amax(1, keepdim=True))
+        served = _fp8_quant_per_channel(weight, scale)
+        ours = weight_of(layer, layer.product.scale())
+        assert torch.equal(layer.product.scale(), scale)
+        assert torch.equal(ours.view(torch.uint8), served.view(torch.uint8))
+        turned = weight_of(layer, scale, transposed=True)
+        assert torch.equal(turned.view(torch.uint8), ours.view(torch.uint8).t())
+
+
+def test_layers_called_with_one_tensor_quantize_it_once_and_a_changed_tensor_again(monkeypatch):
+    holder = torch.nn.ModuleDict({name: make_layer() for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
+    use_fused_linears(holder, "fp8")
+    calls = []
+    plain = linear.quantize_rows
+    monkeypatch.setattr(linear, "quantize_rows", lambda *a: calls.append(len(a[0])) or plain(*a))
+    x = torch.randn(4, 128)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        holder[name](x)
+    memo = holder["q_proj"].product._memo
+    assert calls == [4] and memo._kept is None
+    holder["q_proj"](x)
+    before = holder["k_proj"](x)
+    assert calls == [4, 4]
+    x.mul_(2)
+    torch.testing.assert_close(holder["k_proj"](x), 2 * before)
+    assert calls == [4, 4, 4]
+    holder["v_proj"](x.clone())
+    with torch.inference_mode():
+        y = torch.randn(4, 128)
+        holder["q_proj"](y)
+        holder["k_proj"](y)  # such a tensor has no version to tell a change by
+    assert calls == [4] * 6
+
+
+def test_layers_that_16_does_not_divide_are_computed_as_fused_and_counted():
+    holder = torch.nn.ModuleDict({"good": make_layer(), "odd": make_layer(inputs=72, outputs=40)})
+    with pytest.warns(UserWarning, match=r"1 of 2 linear layers .* 16 does not divide .*first: odd"):
+        assert use_fused_linears(holder, "fp8") == 2
+    x = torch.randn(3, 72)
+    torch.testing.assert_close(holder["odd"](x), x @ dequantize(holder["odd"]).t())
+
+
+def test_an_adapter_with_dropout_is_refused():
+    with pytest.raises(BadInput, match=r"layer has LoRA dropout.*Set policy.compute to plain"):
+        fuse(add_adapter(make_layer(), dropout=0.1))
+
+
+# A whole model.
+
+
+@pytest.fixture(scope="module")
+def small(learning_model_dir):
+    """`small(compute, dtype, adapter dtype)`: the policy as the trainer makes it; the same adapter each time."""
+
+    def make(compute="plain", dtype="float32", adapter=torch.float32, double=True, targets=TARGETS):
+        base = load_nf4(learning_model_dir, dtype=dtype, device="cpu", double_quantization=double)
+        torch.manual_seed(1)
+        model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(adapter)
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter.data, std=0.02)
+        if compute != "plain":
+            assert use_fused_linears(model, compute) == 14
+        return model
+
+    return make
+
+
+def loss_and_gradients(model, autocast=False, checkpointing=False):
+    torch.manual_seed(2)
+    ids = torch.randint(0, 300, (3, 20))
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.train().zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_fused_model_has_the_loss_and_gradients_of_the_plain_one(small, double, checkpointing):
+    loss, gradients = loss_and_gradients(small(double=double))
+    found, ours = loss_and_gradients(small("fused", double=double), checkpointing=checkpointing)
+    assert abs(found - loss) < 1e-5 * loss and relative(ours, gradients) < 1e-5
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+def test_a_fused_model_in_bfloat16_differs_as_rounding_does(small, adapter):
+    exact, truth = loss_and_gradients(small())
+    _, gradients = loss_and_gradients(small(dtype="bfloat16", adapter=adapter), autocast=True)
+    found, ours = loss_and_gradients(small("fused", "bfloat16", adapter), autocast=True)
+    assert abs(found - exact) < 0.01 * exact
+    assert relative(ours, truth) < 1.2 * relative(gradients, truth)
+
+
+def test_an_fp8_model_repeats_itself_under_checkpointing_and_stays_near_the_plain_one(small):
+    loss, gradients = loss_and_gradients(small())
+    found, ours = loss_and_gradients(small("fp8"))
+    again, recomputed = loss_and_gradients(small("fp8"), checkpointing=True)
+    assert found == again and torch.equal(ours, recomputed)
+    assert abs(found - loss) < 0.02 * loss and 0.005 < relative(ours, gradients) < 0.15
+
+
+@pytest.mark.parametrize("compute", ["fused", "fp8"])
+def test_the_base_its_hash_the_names_and_the_reference_are_those_of_the_plain_model(small, compute, tmp_path):
+    plain, model = small(), small(compute)
+    assert hash_nf4_model(model)["hash"] == hash_nf4_model(plain)["hash"]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    ids = torch.randint(0, 300, (2, 9))
+    with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
+        reference, expected = model(input_ids=ids).logits, plain(input_ids=ids).logits
+    assert relative(reference, expected) < (1e-5 if compute == "fused" else 0.2)
+    with torch.no_grad():
+        assert not torch.equal(model(input_ids=ids).logits, reference)
+    assert type(model.get_base_model().lm_head) is torch.nn.Linear
+    model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(saved) == 28 and all(torch.isfinite(value).all() for value in saved.values())
+
+
+def test_layers_without_an_adapter_are_fused_too(small):
+    model = small("fused", targets=["q_proj", "v_proj"])
+    kinds = [type(module) for module in model.modules()]
+    assert kinds.count(FusedLora) == 4 and kinds.count(FusedBase) == 10
+    loss, gradients = loss_and_gradients(small(targets=["q_proj", "v_proj"]))
+    found, ours = loss_and_gradients(model)
+    assert abs(found - loss) < 1e-5 * loss and relative(ours, gradients) < 1e-5
+
+
+def test_the_layer_works_in_a_checkpoint_of_its_own_and_forgets_its_input():
+    modules = torch.nn.ModuleDict({"q_proj": add_adapter(make_layer()), "k_proj": add_adapter(make_layer(seed=1))})
+    use_fused_linears(modules, "fp8")
+    x = torch.randn(6, 128, requires_grad=True)
+    checkpoint(lambda x: modules["q_proj"](x) + modules["k_proj"](x), x * 1, use_reentrant=False).sum().backward()
+    inside = x.grad.clone()
+    x.grad = None
+    (modules["q_proj"](x) + modules["k_proj"](x)).sum().backward()
+    assert torch.equal(inside, x.grad)
+
+
+# What is refused, and the kernels.
+
+
+@pytest.mark.parametrize("compute", ["fused", "fp8"])
+def test_dropout_and_a_base_that_is_split_are_refused_before_anything_loads(compute, monkeypatch):
+    keys = {"policy.compute": compute, "policy.lora_dropout": 0.1}
+    with pytest.raises(BadInput, match=rf"policy.lora_dropout \(0.1\) with policy.compute {compute}"):
+        check_config(load_config(CONFIG, overrides(keys)), 1)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(BadInput, match=rf"policy.compute is {compute} under ZeRO-3"):
+        check_config(load_config(CONFIG, overrides({"policy.compute": compute})), 1)
+
+
+def overrides(keys: dict) -> list[str]:
+    return [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+
+
+def test_a_gpu_without_fp8_arithmetic_and_a_float32_model_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    linear.check_compute("fused", "bfloat16")
+    with pytest.raises(BadInput, match=r"A100.* has no FP8 arithmetic \(compute capability 8\.0, needed 8\.9\)"):
+        linear.check_compute("fp8", "bfloat16")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(BadInput, match=r"model.dtype is float32: .* bfloat16 only"):
+        linear.check_compute("fp8", "float32")
+    linear.check_compute("fp8", "bfloat16")
+
+
+def test_the_gpu_kernels_give_the_bits_of_their_definitions_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, "tests/gpu/linear_check.py", "--rehearse", "--part", "kernels"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "missed" not in result.stdout
