@@ -149,6 +149,10 @@ def main() -> None:
     check_context(config, model_config)
     check_packing(config, model_config)
     check_init_adapter(config)
+    if config.train.recompute == "auto":
+        from launch.planning.recompute import resolve
+
+        say(resolve(config, model_config.to_dict(), processes))
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)

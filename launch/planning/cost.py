@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launch.planning.coefficients import value
 from launch.planning.gpus import Card
-from launch.planning.memory import kv_token_bytes, kv_width, layer_bytes, nf4_bytes, sequence_gib
+from launch.planning.memory import kv_token_bytes, kv_width, layer_bytes, nf4_bytes, run_again, sequence_gib
 from launch.planning.shapes import Shape
 from recipes.parts.config import Config
 
@@ -19,7 +19,8 @@ MEASURED_CARD = "h200"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of a step by phase, and the whole step at least and at most; `completions` of all processes."""
+    """Expected seconds of a step by phase, and the whole step at least and at most; `completions` of all processes.
+    With `overlaps` the rollout runs behind the update (`rollout.overlap`)."""
 
     rollout: float
     update: float
@@ -27,10 +28,16 @@ class StepTime:
     completions: int
     low: float
     high: float
+    overlaps: bool = False
 
     @property
     def step(self) -> float:
-        return self.rollout + self.update + self.other
+        return whole_step(self.rollout, self.update, self.other, self.overlaps)
+
+
+def whole_step(rollout: float, update: float, other: float, overlaps: bool) -> float:
+    """Seconds of a step: its phases one after the other, or rollout and update at the same time."""
+    return (max(rollout, update) if overlaps else rollout + update) + other
 
 
 def can_estimate(card: Card) -> bool:
@@ -42,31 +49,60 @@ def spread(card: Card) -> float:
     return value("time_spread" if card.name == MEASURED_CARD else "time_spread_other")
 
 
-def pass_flops(shape: Shape, length: int, scored: int) -> float:
-    """Operations of one forward pass over a sequence of `length` tokens with `scored` log-probs; a backward pass
-    through frozen weights takes as many."""
-    attention = 2 * length * length * shape.q_size * shape.layers  # causal: half of both products
-    return 2 * shape.linear_weights * length + 2 * shape.vocabulary * shape.hidden * scored + attention
+@dataclass(frozen=True)
+class Forwards:
+    """The forward passes that a process makes over its completions once: how many, and for each of them tokens, scored
+    tokens, and operations of attention. A backward pass through frozen weights takes as many operations."""
+
+    count: int
+    tokens: float
+    scored: float
+    attention: float
+
+
+def forwards(shape: Shape, config: Config, completions: int) -> Forwards:
+    """Micro-batches of rows, or of tokens (`train.micro_batch_tokens`), where a group's prompt may be there once."""
+    rollout, train = config.rollout, config.train
+    prompt, completion = rollout.max_prompt_length, rollout.max_completion_length
+    # Causal: half of both products.
+    pairs = 2 * shape.q_size * shape.layers
+    if train.micro_batch_tokens is None:
+        micro, length = min(train.per_device_train_batch_size, completions), prompt + completion
+        count = math.ceil(completions / micro)
+        return Forwards(count, micro * length, micro * completion, micro * pairs * length**2)
+    shared = min(rollout.group_size, completions) if train.share_prompts else 1
+    prompts = completions / shared
+    tokens = completions * completion + prompts * prompt
+    attention = pairs * (completions * (completion**2 + 2 * prompt * completion) + prompts * prompt**2)
+    count = math.ceil(tokens / max(train.micro_batch_tokens, prompt + completion))
+    return Forwards(count, tokens / count, completions * completion / count, attention / count)
 
 
 def update_seconds(shape: Shape, config: Config, card: Card, completions: int, sign: int = 0) -> float:
-    """Log-prob passes, loss and backward pass of one process for its `completions`, per optimizer step; `sign` -1 is
-    a fast host that starts the kernels, 1 a slow one."""
-    rollout, train = config.rollout, config.train
-    micro = min(train.per_device_train_batch_size, completions)
-    learning = 3 if train.recompute != "none" else 2
-    # Once per batch of rollouts: the reference, and with a server the policy that the sampler is compared with.
-    scoring = (train.beta != 0) + (rollout.backend == "server" or train.num_iterations > 1)
-    passes = learning + scoring / train.num_iterations
-    flops = pass_flops(shape, rollout.max_prompt_length + rollout.max_completion_length, rollout.max_completion_length)
-    arithmetic = micro * flops / (value("update_efficiency") * card.bf16_tflops * 1e12)
+    """The reference's pass, loss and backward pass of one process for its `completions`, per optimizer step; `sign` -1
+    is a fast host that starts the kernels, 1 a slow one."""
+    train, policy = config.train, config.policy
+    one = forwards(shape, config, completions)
+    # Forward and backward, and once per batch of rollouts the reference.
+    passes = 2 + (train.beta != 0) / train.num_iterations
+    again = run_again(shape, config) / shape.layers
+    is_full = train.recompute == "full"
+    # The last product of a layer is not computed again.
+    layer = shape.linear_weights / shape.layers
+    products = passes + again * is_full * (1 - shape.intermediate * shape.hidden / layer)
+    attending = passes + again * (is_full or train.micro_batch_tokens is not None)
+    fp8 = policy.compute == "fp8" and card.fp8_tflops is not None
+    reached = value("update_efficiency") * card.bf16_tflops * 1e12
+    linear = 2 * shape.linear_weights * one.tokens / (value("fp8_products") if fp8 else 1)
+    head = 2 * shape.vocabulary * shape.hidden * one.scored
+    arithmetic = (products * linear + passes * head + attending * one.attention) / reached
     kept = layer_bytes(shape, config, padded=False) * shape.layers
-    traffic = micro * (rollout.max_prompt_length + rollout.max_completion_length) * kept * value("update_traffic")
-    moved = (2 + nf4_bytes(config.policy.double_quantization)) * shape.linear_weights
-    memory = (traffic + moved / value("dequantize_bandwidth")) / (card.gb_per_s * 1e9)
+    moved = (2 + nf4_bytes(policy.double_quantization)) * shape.linear_weights / value("dequantize_bandwidth")
+    traffic = one.tokens * kept * value("update_traffic") + moved
+    memory = (passes + again) * traffic / (card.gb_per_s * 1e9)
     # The host starts kernels while the card computes: the slower of the two is what a pass takes.
-    launch = shape.layers * value("launch_s") * (1 + sign * value("launch_spread"))
-    return math.ceil(completions / micro) * passes * max(arithmetic + memory, launch)
+    launch = (passes + again) * shape.layers * value("launch_s") * (1 + sign * value("launch_spread"))
+    return one.count * max(arithmetic + memory, launch)
 
 
 def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -> float:
@@ -116,7 +152,9 @@ def step_time(
         _seconds(shape, config, card, completions, trainers, replicas, cache_gib, sign) for sign in (0, -1, 1)
     )
     share = spread(card)
-    return StepTime(*expected, completions, sum(low) * (1 - share), sum(high) * (1 + share))
+    overlaps = config.rollout.overlap and replicas > 0
+    least, most = whole_step(*low, overlaps) * (1 - share), whole_step(*high, overlaps) * (1 + share)
+    return StepTime(*expected, completions, least, most, overlaps)
 
 
 def _seconds(

@@ -12,6 +12,7 @@ from typing import Any
 from launch.planning import cost, memory
 from launch.planning.gpus import CARDS, Card
 from launch.planning.memory import Estimate
+from launch.planning.recompute import least, set_recompute
 from launch.planning.shapes import Shape
 from launch.starting.trainer_command import place
 from recipes.parts.config import Config
@@ -54,6 +55,7 @@ class Layout:
     problems: list[str]
     trainer: dict[str, dict[str, float]]
     server: dict[str, float] | None
+    chose: bool = False  # train.recompute was auto; `config` has what was taken
 
     @property
     def fits(self) -> bool:
@@ -83,9 +85,12 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
             f"{count} ({card.name}). Name more with --gpu {card.name}:{replicas * each + 1}, or use fewer replicas."
         )
     processes = max(1, len(where.trainer))
+    if chose := config.train.recompute == "auto":
+        beside = max((where.servers.count(name) for name in where.trainer), default=0)
+        config = set_recompute(config, *least(shape, config, card, processes, beside))
     trainer = memory.trainer_phases(shape, config, card, processes)
     server = memory.server_parts(shape, config, card) if serving else None
-    layout = Layout(shape, config, card, count, processes, replicas, [], [], trainer, server)
+    layout = Layout(shape, config, card, count, processes, replicas, [], [], trainer, server, chose)
     layout.problems = _problems(layout)
     if count == 0:
         phases = _phases(layout, replicas)
@@ -165,7 +170,8 @@ def with_keys(config: Config, keys: dict[str, Any]) -> Config:
 def changed(layout: Layout, keys: dict[str, Any]) -> Layout | None:
     """The layout with some keys changed; None when that cannot be placed on the cards."""
     try:
-        return lay_out(layout.shape, with_keys(layout.config, keys), layout.card, layout.count)
+        again = {"train.recompute": "auto"} if layout.chose else {}
+        return lay_out(layout.shape, with_keys(layout.config, again | keys), layout.card, layout.count)
     except BadInput:
         return None
 
@@ -261,12 +267,17 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
         keys = {"train.gpus": apart, "train.gradient_accumulation_steps": batches // len(apart), "server.sleep": False}
         found.append((keys, "fewer cards for the trainer"))
     micro = train.per_device_train_batch_size
-    if micro > 1:
+    if train.micro_batch_tokens is not None:
+        longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        if train.micro_batch_tokens > longest:
+            half = max(longest, train.micro_batch_tokens // 2)
+            found.append(({"train.micro_batch_tokens": half}, "more, smaller passes over the same batch"))
+    elif micro > 1:
         sizes = [size for size in micro_batches(micro * train.gradient_accumulation_steps) if size < micro]
         found.append((micro_batch_keys(config, sizes[-1]), "more, smaller passes over the same batch"))
         if len(sizes) > 1:
             found.append((micro_batch_keys(config, 1), "one completion at a time: the card is used less well"))
-    if train.recompute != "full" or train.recompute_fraction < 1:
+    if not layout.chose and (train.recompute != "full" or train.recompute_fraction < 1):
         found.append(
             ({"train.recompute": "full", "train.recompute_fraction": 1.0}, "one forward pass more in the update")
         )

@@ -9,6 +9,7 @@ from typing import Any
 from launch.planning import cost, fitting, memory
 from launch.planning.fitting import Layout, Split
 from launch.planning.memory import Estimate
+from launch.planning.recompute import describe_recompute
 
 
 def spell(keys: dict[str, Any]) -> str:
@@ -41,9 +42,10 @@ def title(layout: Layout) -> str:
     trainer = f"{layout.processes} trainer process{'es' * (layout.processes > 1)}"
     server = f", {layout.replicas} server{'s' * (layout.replicas > 1)}" if layout.replicas else ", rollouts in process"
     length = f"{config.rollout.max_prompt_length} + {config.rollout.max_completion_length} tokens"
+    chosen = f"; {describe_recompute(config)} (auto)" if layout.chose else ""
     return (
         f"{shape.name} ({shape.parameters / 1e9:.2f} B weights) on {cards}: {trainer}{server}; "
-        f"{layout.completions} completions a step, {length}"
+        f"{layout.completions} completions a step, {length}{chosen}"
     )
 
 

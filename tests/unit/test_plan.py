@@ -234,7 +234,7 @@ TOO_LARGE = [
     (ONE_CARD, "rtx4090", [], "14b"),
     (ONE_CARD, "rtx4080", ["--server.sleep", "false"], "8b"),
     (EIGHT, "rtx4090:8", ["--train.per_device_train_batch_size", "64"], None),
-    (EIGHT, "l40s:8", ["--train.gradient_checkpointing", "false"], None),
+    (EIGHT, "l40s:8", ["--train.recompute", "none"], None),
     (EIGHT, "a100-40g:8", [], None),
     (OWN, "l4", ["--rollout.max_completion_length", "8192"], None),
     (OWN, "rtx4080", ["--train.per_device_train_batch_size", "128"], "8b"),

@@ -1,0 +1,71 @@
+"""`train.recompute: auto`: the least that the backward pass computes again and that fits the card.
+
+Fits means that the plan's high figure of the update is within the card's memory, or `train.max_gpu_gib`; what replicas
+on the same card take is taken off. Only sizes that every process sees alike are used (the card's memory, not what is
+free of it now), so all processes of a run come to the same answer.
+"""
+
+import copy
+import os
+from typing import Any
+
+from launch.planning import cost, memory
+from launch.planning.gpus import CARDS, Card, parse_gpus
+from launch.planning.shapes import Shape, config_shape
+from recipes.parts.checks import replicas_beside_trainer
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+CHOICES = [("none", 1.0), *((mode, fraction) for mode in ("selective", "full") for fraction in FRACTIONS)]
+
+
+def least(shape: Shape, config: Config, card: Card, processes: int, replicas: int) -> tuple[str, float]:
+    """Mode and fraction with the fewest expected seconds among those that fit; full where none does. `replicas` are
+    on the trainer's card."""
+    if card.is_cpu:
+        return "none", 1.0
+    room = card.gib
+    if replicas:
+        parts = memory.server_parts(shape, config, card)
+        server = memory.asleep_memory(parts) if config.server.sleep else memory.server_memory(parts, config)
+        room -= replicas * server.high
+    speed = card if cost.can_estimate(card) else CARDS[cost.MEASURED_CARD]
+    found = []
+    for mode, fraction in CHOICES:
+        made = set_recompute(config, mode, fraction)
+        parts = memory.update_parts(shape, made, card, processes)
+        high = memory.process_memory(parts, card, processes).high
+        limit = config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
+        context = memory.process_memory(parts, card, processes).low - memory.allocated(parts)
+        if high <= room and (limit is None or high - context <= limit):
+            completions = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+            found.append((cost.update_seconds(shape, made, speed, completions), mode, fraction))
+    return min(found)[1:] if found else ("full", 1.0)
+
+
+def set_recompute(config: Config, mode: str, fraction: float) -> Config:
+    """A copy of the configuration with another `train.recompute`."""
+    made = copy.deepcopy(config)
+    made.train.recompute, made.train.recompute_fraction = mode, fraction
+    return made
+
+
+def resolve(config: Config, facts: dict[str, Any], processes: int) -> str:
+    """Put a mode and a fraction in the place of `auto`, and return what they are in one line. `facts` is the model's
+    config.json. A model that the plan does not know gets full."""
+    card, _ = parse_gpus("cpu" if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" else "auto")
+    try:
+        shape = config_shape(config, facts)
+        mode, fraction = least(shape, config, card, processes, replicas_beside_trainer(config))
+        why = f"{card.name}, {card.gib:g} GiB"
+    except BadInput as error:
+        mode, fraction, why = "full", 1.0, f"the plan does not know the model: {error}"
+    config.train.recompute, config.train.recompute_fraction = mode, fraction
+    return f"{describe_recompute(config)} (auto: {why})"
+
+
+def describe_recompute(config: Config) -> str:
+    """Mode and share of the layers, in a few words."""
+    mode, fraction = config.train.recompute, config.train.recompute_fraction
+    return f"recompute {mode}" + (f" in {100 * fraction:g} % of the layers" if mode != "none" and fraction < 1 else "")
