@@ -129,6 +129,7 @@ def main() -> None:
     from accelerate import PartialState
 
     from recipes.parts.heldout import HeldOut
+    from recipes.parts.kernels import check_gpu, check_kernels
     from recipes.parts.packing import check_packing
     from recipes.parts.policy import (
         check_base,
@@ -149,6 +150,7 @@ def main() -> None:
     check_context(config, model_config)
     check_packing(config, model_config)
     check_init_adapter(config)
+    check_kernels(config, model_config.model_type)
     if config.train.recompute == "auto":
         from launch.planning.recompute import resolve
 
@@ -169,6 +171,7 @@ def main() -> None:
     if state.is_main_process:
         write_config(config, run, processes)
 
+    check_gpu(config)
     limit_gpu_memory(config)
     with loading_whole(arguments):
         rollout = make_rollout(config, tokenizer, model_config, run)

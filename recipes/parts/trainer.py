@@ -34,6 +34,7 @@ from recipes.parts.checks import split_problem
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
+from recipes.parts.kernels import use_kernels
 from recipes.parts.linear import check_compute, use_fused_linears
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.overlap import OverlappedRollouts
@@ -207,6 +208,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
             load_adapter_weights(self.model, config.policy.init_adapter)
         if config.policy.compute != "plain":
             use_fused_linears(self.model, config.policy.compute)
+        use_kernels(self.model, config)
         use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
         self.add_callback(FiniteGradients())
