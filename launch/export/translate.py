@@ -253,6 +253,8 @@ def _rollout(config: Config, found: Translation) -> None:
         found.notes.append(
             "vLLM serves the adapter unmerged: there is no rollout.sync remerge, which makes rollouts slower."
         )
+    if rollout.overlap:
+        found.notes.append("Generation and update take turns, strictly on-policy: rollout.overlap is not exported.")
 
 
 def _data(config: Config, found: Translation, directory: Path) -> None:

@@ -103,7 +103,9 @@ class RolloutConfig:
     max_in_flight: int = _option(256, "prompts under way at once, over all replicas")
     canary_prompts: int = _option(4, "training prompts that trainer and replicas score after each sync; 0 = no check")
     max_canary_delta: float = _option(0.25, "stop when the mean |Δlogp| on the canary, nats a token, exceeds this")
-    max_sampler_k3: float = _option(0.1, "stop when KL(sampler || policy) per token, nats, exceeds this")
+    max_sampler_k3: float = _option(
+        0.1, "stop when KL(sampler || policy) per token, nats, exceeds this; with overlap it includes the lag"
+    )
     server_wait_s: float = _option(300.0, "longest wait for a server to answer at the start")
 
 
