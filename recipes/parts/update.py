@@ -19,6 +19,7 @@ import torch
 
 from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import importance_ratio, measure
+from recipes.parts.packing import packed_logps, plan_micro_batches
 
 # What the first forward leaves with the rows, by TRL's names.
 FROM_FORWARD = ("old_per_token_logps", "importance_sampling_ratio")
@@ -47,7 +48,7 @@ class PackedUpdate:
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self._rows: dict | None = None  # whose loss TRL is computing
-        self._scores: list[tuple] = []  # log-probs and entropies of the forwards since the update's start
+        self._scores: tuple = ()  # log-probs and entropies (b, C) of the last forward for a loss
         self._whole: tuple | None = None  # those of all rows, for TRL to compute from instead of a forward
         self._compared: list[tuple] = []  # policy, sampler and mask (b, C) of the step's rows
 
@@ -76,8 +77,7 @@ class PackedUpdate:
     def _loss_in_micro_batches(self, model: Any, inputs: dict) -> torch.Tensor:
         """The loss of all rows in `inputs`. Its value is that of all, its gradient that of the last micro-batch: the
         others' is in the parameters already, and transformers calls backward for what is returned."""
-        plan, parts, total = self._plan(inputs), [], 0.0
-        self._scores = []
+        plan, parts, scores, total = self._plan(inputs), [], [], 0.0
         for number, rows in enumerate(plan, start=1):
             part = _take(inputs, rows)
             # DDP exchanges the sum of the gradients once, in the last backward.
@@ -90,18 +90,17 @@ class PackedUpdate:
                     self.accelerator.backward(loss)
             total += loss.detach()
             parts.append(part)
+            scores.append(self._scores)
         order = torch.tensor([row for rows in plan for row in rows]).argsort()
         for key in FROM_FORWARD:
             if key in parts[0]:
                 inputs[key] = torch.cat([part[key] for part in parts])[order]
-        logps, entropies = (torch.cat(each)[order] for each in zip(*self._scores, strict=True))
+        logps, entropies = (torch.cat(each)[order] for each in zip(*scores, strict=True))
         self._log_metrics(model, inputs, logps, entropies)
         return loss + (total - loss.detach())
 
     def _plan(self, inputs: dict) -> list[list[int]]:
         """The rows of each micro-batch."""
-        from recipes.parts.packing import plan_micro_batches
-
         prompts = zip(inputs["prompt_ids"].tolist(), inputs["prompt_mask"].sum(dim=1).tolist(), strict=True)
         return plan_micro_batches(
             [tuple(ids[len(ids) - length :]) for ids, length in prompts],  # padded on the left
@@ -155,8 +154,6 @@ class PackedUpdate:
                     *args, batch_size, compute_entropy, **others
                 )
             else:
-                from recipes.parts.packing import packed_logps
-
                 logps, entropies = packed_logps(
                     self, *args, train.micro_batch_tokens, train.share_prompts, compute_entropy
                 )
@@ -168,7 +165,7 @@ class PackedUpdate:
     def _scored(self, rows: dict, logps: torch.Tensor, entropies: torch.Tensor) -> None:
         """Leave with `rows` what the first forward over them gives. TRL's `_compute_loss`, which called for the
         forward, reads both from there only after it, and so do later updates with the same batch."""
-        self._scores.append((logps, entropies))
+        self._scores = logps, entropies
         if "old_per_token_logps" in rows:
             return
         rows["old_per_token_logps"] = logps
@@ -233,4 +230,5 @@ class PackedUpdate:
 
 def _take(inputs: dict, rows: list[int]) -> dict:
     """Some rows of TRL's dictionary of a batch; what is of the whole batch stays."""
-    return {key: value[rows] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
+    index = torch.tensor(rows, device=inputs["completion_ids"].device)
+    return {key: value[index] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
