@@ -27,13 +27,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/gpu"), str(ROOT / "tests/gpu/bench")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(1, str(Path(__file__).parent / "bench"))
 
 from kernel_groups import show
-from memory_child import make_checkpoint, make_directory, nvidia_smi
+from memory_child import make_directory, nvidia_smi
 from update_child import LEVERS, PLAIN, STOCK
-from workload import TARGETS
+from workload import ROOT, TARGETS
 
 from recipes.parts.rundir import write_json
 

@@ -4,7 +4,7 @@ Operations a token, counted as useful (recomputed activations and a second pass 
 a forward is 2 N + 2 L d T, with N the weights of all linear layers and the output layer (the embedding is a lookup),
 L layers, d = heads x head_dim and T tokens of context, of which causal attention sees half (QK^T and PV are each
 2 d T / 2). The base is frozen, so a backward needs the gradient of the activations only: 2 N + 4 L d T. An update is
-therefore 4 N + 6 L d T, the forward of the KL reference 2 N + 2 L d T. LoRA, norms and the sampler's work are left out.
+therefore 4 N + 6 L d T, the forward of the KL reference 2 N + 2 L d T. LoRA, norms and sampling are left out.
 """
 
 import math
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/gpu")]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(1, str(ROOT / "tests/gpu"))
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 PEAK_FLOPS = 989e12  # H200, BF16 without sparsity

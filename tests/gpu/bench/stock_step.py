@@ -1,0 +1,174 @@
+"""Whole steps of stock TRL against a stock vLLM server, timed by phase; one line "ROW {json}" a step.
+
+GRPOTrainer of trl 1.16 as its documentation sets it up for LoRA: BF16 base, rank 16 on all linear layers, server mode,
+gradient checkpointing, micro-batch of one group. Seconds by wrapping its own methods; a step ends where the next
+begins. On a CPU (`--rehearse`) the weights are not sent: that needs NCCL.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipe import pay
+from workload import TARGETS, TINY_WORKS, WORKS
+
+seconds: dict[str, float] = defaultdict(float)
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(holder: Any, name: str, phase: Callable[[], str | None]) -> None:
+    """Add the seconds of a method to the phase that `phase` names when it is called."""
+    method = getattr(holder, name)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **keys: Any) -> Any:
+        label = phase()
+        if label is None:
+            return method(*args, **keys)
+        synchronize()
+        started = time.perf_counter()
+        try:
+            return method(*args, **keys)
+        finally:
+            synchronize()
+            seconds[label] += time.perf_counter() - started
+
+    setattr(holder, name, wrapped)
+
+
+def watch_phases() -> None:
+    """Wrap what a step consists of. `training_step` holds the scoring of the batch, so the update is what is left."""
+    import torch
+    import trl.trainer.grpo_trainer as module
+
+    timed(module.VLLMGeneration, "sync_weights", lambda: "sync")
+    timed(module.VLLMGeneration, "generate", lambda: "generate")
+    timed(module.GRPOTrainer, "_generate_and_score_completions", lambda: "score")
+    timed(module.GRPOTrainer, "training_step", lambda: "training_step")
+    # With gradients it is the update's own forward.
+    extra = "_get_per_token_logps_and_entropies"
+    timed(module.GRPOTrainer, extra, lambda: None if torch.is_grad_enabled() else "logps")
+    generate = module.VLLMGeneration.generate
+
+    def counted(*args: Any, **keys: Any) -> Any:
+        output = generate(*args, **keys)
+        seconds["completion_tokens"] += sum(map(len, output[1]))
+        seconds["prompt_tokens"] += sum(map(len, output[0]))
+        return output
+
+    module.VLLMGeneration.generate = counted
+
+
+def send_nothing() -> None:
+    """Leave the server with the weights that it has."""
+    import trl.trainer.grpo_trainer as module
+    from trl.generation.vllm_client import VLLMClient
+
+    for holder, name in ((VLLMClient, "init_communicator"), (module.VLLMGeneration, "sync_weights")):
+        setattr(holder, name, lambda *args, **keys: None)
+
+
+def recorder() -> Any:
+    """A callback that prints a row at the end of every step."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Record(TrainerCallback):
+        ended = time.perf_counter()
+
+        def on_pre_optimizer_step(self, *args: Any, **keys: Any) -> None:
+            synchronize()
+            self.optimizer_from = time.perf_counter()
+
+        def on_optimizer_step(self, *args: Any, **keys: Any) -> None:
+            synchronize()
+            seconds["optimizer"] += time.perf_counter() - self.optimizer_from
+
+        def on_step_end(self, args: Any, state: Any, *others: Any, **keys: Any) -> None:
+            synchronize()
+            now = time.perf_counter()
+            found = {name: round(value, 3) for name, value in seconds.items()}
+            cuda = torch.cuda.is_available()
+            found |= {"number": state.global_step, "step": round(now - self.ended, 3)}
+            found["update"] = found["training_step"] - found["score"] + found["optimizer"]
+            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+            print("ROW", json.dumps(found), flush=True)
+            self.ended = now
+            seconds.clear()
+
+    return Record()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--url", required=True, help="the stock server")
+    parser.add_argument("--load", choices=WORKS, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args()
+    load = (TINY_WORKS if options.rehearse else WORKS)[options.load]
+
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    if options.rehearse:
+        send_nothing()
+    watch_phases()
+    rows = [json.loads(line) for line in (options.model / "train.jsonl").read_text().splitlines()]
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}]} for row in rows])
+    arguments = GRPOConfig(
+        output_dir=str(options.model.parent / "stock-output"),
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=options.url,
+        vllm_server_timeout=120,
+        num_generations=load.group,
+        per_device_train_batch_size=load.group,
+        gradient_accumulation_steps=load.completions // load.group,
+        max_completion_length=load.longest,
+        beta=0.01,
+        learning_rate=1e-5,
+        gradient_checkpointing=True,
+        bf16=not options.rehearse,
+        use_cpu=options.rehearse,
+        max_steps=options.steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        model_init_kwargs={
+            "dtype": torch.float32 if options.rehearse else torch.bfloat16,
+            "attn_implementation": "sdpa",
+        },
+    )
+    layers = TARGETS["all"].strip("[]").split(", ")
+    trainer = GRPOTrainer(
+        model=str(options.model),
+        reward_funcs=[pay],
+        args=arguments,
+        train_dataset=data,
+        peft_config=LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM", target_modules=layers),
+    )
+    trainer.add_callback(recorder())
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
