@@ -1,0 +1,251 @@
+"""Recomputing less: the same gradients bit for bit, what is kept and done again, the way through TRL, auto."""
+
+import collections
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launch.planning import cost, memory
+from launch.planning.gpus import CARDS
+from launch.planning.recompute import least, resolve, set_recompute
+from launch.planning.shapes import shape_by_size
+from recipes.parts.config import config_from_dict
+from recipes.parts.errors import BadInput
+from recipes.parts.recompute import problems, recomputed_layers, use_recompute
+from tests.unit.test_plan_activations import config as layer_config
+from tests.unit.test_plan_activations import follow, nf4_policy, shape
+
+WIDE = {"hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64}
+TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    asked = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
+
+
+class Operations(TorchDispatchMode):
+    """Operations of products and causal attention by operator: 2 · m · k · n, and half of attention's two products."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: collections.Counter = collections.Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(operator)
+        if name.startswith("bitsandbytes.gemm_4bit"):
+            self.found["base", tuple(args[2])] += 2 * args[0].numel() * args[2][0]
+        elif name == "aten.mm.default":
+            self.found["adapter", None] += 2 * args[0].numel() * args[1].shape[1]
+        elif "scaled_dot_product" in name and "backward" not in name:
+            self.found["attention", None] += 2 * args[0].numel() * args[0].shape[2]
+        return operator(*args, **(kwargs or {}))
+
+
+def policy(recompute: str, layers: int, compute: str = "plain", fraction: float = 1.0, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    made = layer_config(changes.pop("targets", "all-linear"), "none")
+    made.policy.lora_rank = 16
+    model = nf4_policy(shape(layers, **changes), made)
+    made.train.recompute, made.train.recompute_fraction, made.policy.compute = recompute, fraction, compute
+    if compute != "plain":
+        from recipes.parts.linear import use_fused_linears
+
+        use_fused_linears(model, compute)
+    use_recompute(model, made)
+    if recompute != "none":
+        model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    return model
+
+
+def score(model: Any) -> torch.Tensor:
+    ids = torch.randint(0, 200, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum()
+
+
+def gradients(*args: Any, **keys: Any) -> dict[str, torch.Tensor]:
+    model = policy(*args, **keys)
+    score(model).backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+QWEN2, LLAMA = {"qk_norm": False, "qkv_bias": True}, {"qk_norm": False, "targets": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("compute", "model"),
+    [("plain", {}), ("plain", QWEN2), ("plain", LLAMA), ("fused", {}), ("fused", QWEN2), ("fp8", QWEN2)],
+    ids=["qwen3", "qwen2", "llama", "qwen3, fused", "qwen2, fused", "qwen2, fp8"],
+)
+def test_gradients_are_those_of_keeping_everything_bit_for_bit(compute, model):
+    wanted = gradients("none", 2, compute, **model)
+    assert min(one.abs().max() for one in wanted.values()) > 0
+    for recompute, fraction in (("full", 1.0), ("selective", 1.0), ("selective", 0.5)):
+        found = gradients(recompute, 2, compute, fraction, **model)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), (recompute, fraction)
+
+
+def again(recompute: str) -> dict:
+    """What the backward pass of a layer does more than without recomputation, as a share of the forward pass."""
+
+    def backward(layers: int, mode: str) -> tuple[collections.Counter, collections.Counter]:
+        model = policy(mode, layers, **WIDE)
+        with Operations() as forward:
+            loss = score(model)
+        with Operations() as seen:
+            loss.backward()
+        return forward.found, seen.found
+
+    (first, none), (_, more) = backward(1, "none"), backward(1, recompute)
+    total = sum(first.values())
+    return {key: (more[key] - none[key]) / total for key in more.keys() | none.keys() if more[key] != none[key]}
+
+
+def test_what_is_done_again_is_what_the_docstring_says():
+    full, selective = again("full"), again("selective")
+    assert ("base", (512, 1536)) not in full and ("base", (1536, 512)) in full  # down_proj's answer is not read
+    assert set(selective) == {("adapter", None)}
+    # 64 tokens here, 256 there: attention is a small share of both.
+    assert sum(full.values()) == pytest.approx(0.76, abs=0.02)
+    assert sum(selective.values()) == pytest.approx(0.05, abs=0.01)
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("none", 24448), ("selective", 10784), ("full", 1024)])
+def test_what_a_layer_keeps_is_what_the_docstring_and_the_plan_say(recompute, kept):
+    made = layer_config("all-linear", recompute)
+    made.policy.lora_rank = 16
+    small, large = (follow(shape(n, **WIDE), made, False, backward=False)[0] for n in (2, 3))
+    assert large - small == pytest.approx(kept, rel=0.001)
+    planned = memory.layer_bytes if recompute == "none" else lambda *args: memory.checkpoint_bytes(*args[:2])
+    assert planned(shape(2, **WIDE), made, False) == pytest.approx(kept, rel=0.03)
+
+
+def test_a_share_of_the_layers_is_evenly_spread_and_rounded_up():
+    assert recomputed_layers(4, 1.0) == [0, 1, 2, 3]
+    assert recomputed_layers(4, 0.5) == [1, 3]
+    assert recomputed_layers(36, 0.25) == [3, 7, 11, 15, 19, 23, 27, 31, 35]
+    assert recomputed_layers(3, 0.01) == [2]
+    for layers in (2, 7, 36):
+        for fraction in (0.1, 0.3, 0.75, 0.99):
+            assert layers * fraction <= len(recomputed_layers(layers, fraction)) < layers * fraction + 1
+
+
+def test_trl_turns_it_off_for_a_pass_without_gradients_and_on_again_as_it_was():
+    from trl.models.utils import disable_gradient_checkpointing
+
+    model = policy("selective", 4, fraction=0.5)
+    layers = model.get_base_model().model.layers
+    with torch.no_grad(), disable_gradient_checkpointing(model, {"offload": False}):
+        assert not any(layer.gradient_checkpointing for layer in layers)
+        score(model)
+    assert [layer.gradient_checkpointing for layer in layers] == [False, True, False, True]
+    assert "context_fn" in layers[1]._gradient_checkpointing_func.keywords
+
+
+def test_without_the_residual_at_its_end_a_layers_last_product_is_done_again(monkeypatch):
+    monkeypatch.setattr("recipes.parts.recompute.ENDS_WITH_RESIDUAL", ())
+    assert ("base", (512, 1536)) in again("full")
+
+
+def test_what_is_kept_must_not_be_changed_by_others():
+    model = policy("selective", 2)
+    layer = model.get_base_model().model.layers[1]
+    layer.self_attn.k_proj.base_layer.register_forward_hook(lambda module, args, out: out.mul_(2))
+    with pytest.raises(RuntimeError, match="changes what is kept"):
+        score(model)
+
+
+def config(**keys: Any) -> Any:
+    values: dict = {"run": {"name": "x"}, "model": {"id": "x"}, "train": {"max_steps": 1}}
+    for key, value in keys.items():
+        group, _, name = key.partition("__")
+        values.setdefault(group, {})[name] = value
+    return config_from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("keys", "splits", "said"),
+    [
+        ({"train__recompute_fraction": 0.0}, None, "above 0 and at most 1"),
+        ({"train__recompute_fraction": 1.5}, None, "above 0 and at most 1"),
+        ({"train__recompute": "selective"}, "ZeRO-3", "Use full"),
+        (
+            {
+                "train__recompute": "selective",
+                "train__trl": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            },
+            None,
+            "use_reentrant takes the checkpoint that cannot choose",
+        ),
+        ({"train__trl": {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}}, None, "recompute_fraction instead"),
+        ({"train__trl": {"gradient_checkpointing_kwargs": "x"}}, None, "must be a group of keys"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_loads(keys, splits, said):
+    (found,) = problems(config(**keys), splits)
+    assert said in found
+    assert problems(config(), splits) == []
+
+
+def test_the_key_that_was_there_before_is_refused_with_the_one_to_write():
+    for value, now in ((True, "train.recompute: full"), (False, "train.recompute: none")):
+        with pytest.raises(BadInput, match=f"gradient_checkpointing no longer exists. Write {now} in its place"):
+            config(train__gradient_checkpointing=value)
+
+
+EIGHT = {"rollout__max_prompt_length": 1, "rollout__max_completion_length": 2047, "rollout__backend": "server"}
+
+
+@pytest.mark.parametrize(
+    ("card", "gib", "wanted"),
+    [("h200", None, "none"), ("h200", 13.0, "full"), ("h200", 60.0, "selective"), ("rtx4090", None, "full")],
+)
+def test_auto_takes_the_fastest_whose_high_figure_fits(card, gib, wanted):
+    made = config(**EIGHT, train__max_gpu_gib=gib, train__per_device_train_batch_size=4)
+    shape, card = shape_by_size("8b"), CARDS[card]
+    mode, fraction = least(shape, made, card, 1, 0)
+    assert mode == wanted
+
+    def high(mode, fraction):
+        parts = memory.update_parts(shape, set_recompute(made, mode, fraction), card)
+        one = memory.process_memory(parts, card)
+        return one.high - (one.low - memory.allocated(parts) if gib else 0)
+
+    def seconds(mode, fraction):
+        return cost.update_seconds(shape, set_recompute(made, mode, fraction), card, 4)
+
+    assert high(mode, fraction) <= (gib or card.gib)
+    for other in (("none", 1.0), ("selective", 0.5), ("selective", 1.0), ("full", 0.25), ("full", 0.5), ("full", 1.0)):
+        assert high(*other) > (gib or card.gib) or seconds(*other) >= seconds(mode, fraction), other
+
+
+def test_auto_leaves_room_for_the_replicas_of_its_card_and_is_the_same_in_every_process():
+    made = config(**EIGHT, server__kv_cache_gib=40.0)
+    order = [("none", 1.0), ("selective", 0.5), ("full", 1.0)]
+    alone, beside = (least(shape_by_size("8b"), made, CARDS["h200"], 2, replicas) for replicas in (0, 1))
+    assert alone != beside and order.index(("none", 1.0)) == 0
+    assert least(shape_by_size("8b"), made, CARDS["h200"], 2, 1) == beside
+
+
+def test_auto_is_resolved_in_the_configuration_and_said(monkeypatch):
+    facts = {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    facts |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    made = config(**EIGHT, train__recompute="auto")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert "recompute none (auto: cpu" in resolve(made, facts, 1)
+    assert made.train.recompute == "none"
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setattr("launch.planning.recompute.parse_gpus", lambda text: (CARDS["rtx4090"], 1))
+    made = config(**EIGHT, train__recompute="auto")
+    assert resolve(made, facts, 1).startswith(f"recompute {made.train.recompute}")
+    assert made.train.recompute == "full"
+    assert "does not know the model" in resolve(config(train__recompute="auto"), {"num_experts": 8}, 1)
+    with pytest.raises(ValueError, match="not resolved"):
+        use_recompute(SimpleNamespace(), config(train__recompute="auto"))
