@@ -186,6 +186,26 @@ def test_the_server_holds_the_trainers_base(served_run, dequantized, served):
     assert manifest["base_hash"] == read_json(served_run.base_file)["hash"] == served.replica.info()["base_hash"]
 
 
+def test_the_next_batch_is_generated_behind_the_update(
+    served, recipe, recipe_arguments, learning_model_dir, tmp_path, read_jsonl
+):
+    run, steps = RunDir(tmp_path / "run"), 6
+    keys = {**served.keys, "run.name": "overlapped", "rollout.overlap": "true", "watch.eval_every": 3}
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys | {"train.learning_rate": "1e-3"}))
+    assert done.code == 0, done.err
+    rows = read_jsonl(run.metrics_file)
+    assert [row["policy_lag"] for row in rows] == [0] + [1] * (steps - 1)
+    assert [row["adapter_version"] for row in rows] == [0, 0, 1, 2, 3, 4]
+    assert all(row["reward"] is not None and 0 <= row["sampler_k3"] < 1e-2 for row in rows), rows
+    # Every step syncs the newest adapter, also the last, for which nothing is generated ahead.
+    assert all(0 < row["canary_delta"] < 0.1 for row in rows)
+    assert served.replica.info()["served"]["version"] == steps - 1
+    assert [row["heldout_accuracy"] is not None for row in rows] == [True, False, True, False, False, True]
+    assert [row["seconds"]["rollout_hidden"] > 0 for row in rows] == [row["policy_lag"] == 1 for row in rows]
+    for row in rows:
+        print({name: row["seconds"].get(name) for name in ("step", "rollout", "rollout_hidden", "update", "heldout")})
+
+
 def test_a_server_of_another_base_is_refused(served, recipe, recipe_arguments, learning_model_dir, tmp_path):
     # The same architecture and tokenizer: only the hash of the base can tell before the first rollout.
     other = shutil.copytree(learning_model_dir, tmp_path / "other")
