@@ -18,6 +18,7 @@ from recipes.parts.checks import (
 from recipes.parts.config import Config, config_from_dict, load_config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, write_json, write_manifest
+from tests.unit.test_accelerate_configs import announces
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -44,6 +45,20 @@ def test_a_group_that_does_not_divide_the_batch_is_refused_with_the_numbers_and_
     check_config(configuration(rollout__group_size=8, **changes), 2)
 
 
+@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
+def test_micro_batches_by_tokens_are_refused_where_processes_wait_for_each_other(monkeypatch, name):
+    for variable, value in announces(ROOT / f"accelerate_configs/{name}.yaml").items():
+        monkeypatch.setenv(variable, value)
+    longest = configuration().rollout.max_prompt_length + configuration().rollout.max_completion_length
+    kind = {"zero2": "DeepSpeed", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}[name]
+    changes = {"model__dtype": "bfloat16", "train__micro_batch_tokens": longest}
+    assert f"train.micro_batch_tokens ({longest}) under {kind}: processes have different" in refusal(2, **changes)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
+    check_config(configuration(**changes), 2)
+
+
 def test_the_number_of_processes_counts():
     changes = {"train__per_device_train_batch_size": 4, "rollout__group_size": 8}
     assert "4 per device x 1 processes x 1 steps = 4" in refusal(1, **changes)
@@ -58,6 +73,16 @@ def test_the_number_of_processes_counts():
         ({"rollout__top_k": 20}, "rollout.top_k is 20 with rollout.correction token_truncate"),
         ({"rollout__top_p": 1.5, "rollout__correction": "none"}, "rollout.top_p (1.5) must be between 0 and 1."),
         ({"rollout__correction_cap": 1.0}, "rollout.correction_cap (1.0) must be above 1"),
+        ({"train__micro_batch_tokens": 0}, "train.micro_batch_tokens (0) must be at least 1."),
+        ({"train__micro_batch_tokens": 80}, "train.micro_batch_tokens (80) is below rollout.max_prompt_length"),
+        (
+            {"train__micro_batch_tokens": 512, "train__trl": "{entropy_coef: 0.01}"},
+            "train.trl.entropy_coef is 0.01 with train.micro_batch_tokens 512: it looks at a whole batch",
+        ),
+        (
+            {"train__micro_batch_tokens": 512, "train__trl": "{top_entropy_quantile: 0.2}"},
+            "train.trl.top_entropy_quantile is 0.2 with train.micro_batch_tokens 512",
+        ),
         ({"rollout__correction_cap": "nan"}, "rollout.correction_cap (nan) must be above 1"),
         ({"rollout__temperature": 0}, "rollout.temperature (0.0) must be a number above 0."),
         ({"train__beta": -0.1}, "train.beta (-0.1) must be 0 or more."),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from recipes.parts.mismatch import KEYS, measure
+from recipes.parts.mismatch import KEYS, importance_ratio, measure
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -54,6 +54,17 @@ def test_the_corrected_shares_are_those_of_trl(mode, floor, nan):
     expected = changed.any(dim=1).sum() / mask.any(dim=1).sum()
     assert figures["corrected_sequence_fraction"] == pytest.approx(expected.item())
     assert 0 < figures["corrected_token_fraction"] < 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("floor", [None, 0.5])
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
+def test_the_importance_ratio_is_that_of_trl(mode, floor, value):
+    policy, sampler, mask = batch()
+    sampler[0, 0] += value
+    expected = ratios_of_trl(policy, sampler, mask, mode, 1.5, floor)
+    assert torch.equal(importance_ratio(policy, sampler, mask, mode, 1.5, floor), expected)
+    assert expected.isfinite().all()
 
 
 def test_the_figures_are_those_of_the_formulas():

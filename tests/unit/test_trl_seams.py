@@ -17,6 +17,7 @@ from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
 from recipes.parts.trainer import INEXACT_ON_RESUME, METRICS, FiniteGradients, PolicyTrainer, trainer_arguments
+from recipes.parts.update import FROM_FORWARD, PackedUpdate
 
 ROOT = Path(__file__).parents[2]
 # Method of transformers' Trainer that the kit overrides -> its parameters in transformers 5.17.
@@ -31,6 +32,14 @@ OVERRIDDEN = {
     "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "log": "(self, logs, start_time=None)",
     "_save_checkpoint": "(self, model, trial)",
+}
+# The same for what recipes/parts/update.py overrides.
+OVERRIDDEN_IN_UPDATE = {
+    "__init__": None,
+    "_generate_and_score_completions": "(self, inputs)",
+    "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
+    "_compute_loss": "(self, model, inputs)",
+    "_get_per_token_logps_and_entropies": None,  # its first six parameters are checked below
 }
 KEYWORDS = {"model", "reward_funcs", "args", "train_dataset", "processing_class", "peft_config"}
 SOURCE = inspect.getsource(inspect.getmodule(GRPOTrainer))
@@ -57,6 +66,63 @@ def test_every_override_is_known_here():
     assert ours & upstream == {*OVERRIDDEN, *OVERRIDDEN_IN_TRAINER}
     for name, parameters in OVERRIDDEN_IN_TRAINER.items():
         assert name not in vars(GRPOTrainer) and shape(getattr(Trainer, name)) == parameters
+
+
+def test_every_override_of_the_update_is_known_here():
+    upstream = {name for base in GRPOTrainer.__mro__[:-1] for name in vars(base)}
+    ours = {name for name, value in vars(PackedUpdate).items() if inspect.isfunction(value)}
+    assert ours & upstream == OVERRIDDEN_IN_UPDATE.keys()
+    for name, parameters in OVERRIDDEN_IN_UPDATE.items():
+        assert parameters is None or shape(vars(GRPOTrainer)[name]) == parameters
+    first = "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False"
+    assert shape(GRPOTrainer._get_per_token_logps_and_entropies).startswith(first)
+
+
+def test_transformers_calls_backward_once_for_what_compute_loss_returns():
+    step = inspect.getsource(Trainer.training_step)
+    assert step.count("self.compute_loss(") == step.count("self.accelerator.backward(") == 1
+    assert step.index("self._prepare_inputs(") < step.index("self.compute_loss(") < step.index(".backward(")
+    assert "super().training_step(model, inputs, num_items_in_batch)" in inspect.getsource(GRPOTrainer.training_step)
+    # Whose gradient is not divided by the accumulation steps once more: TRL's loss is already.
+    assert GRPOTrainer.loss_is_scaled_for_ga is True
+    assert "_set_sync_gradients(do_sync_step)" in inspect.getsource(Trainer._run_epoch)
+
+
+def test_trls_loss_reads_what_the_forward_leaves_only_after_it():
+    loss = inspect.getsource(GRPOTrainer._compute_loss)
+    forward = loss.index("self._get_per_token_logps_and_entropies(")
+    assert loss.count("self._get_per_token_logps_and_entropies(") == 1
+    for name in FROM_FORWARD:
+        assert 0 < forward < loss.index(f'"{name}"'), name
+    assert "return self._compute_loss(model, inputs)" in inspect.getsource(GRPOTrainer.compute_loss)
+
+
+def test_trl_decides_by_two_attributes_whether_it_makes_a_pass_for_old_log_probs():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    condition = "if self.args.gradient_accumulation_steps % generate_every != 0 or ("
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
+    before, after = source.split(condition)
+    assert after.lstrip().startswith("self.use_vllm and self.vllm_importance_sampling_correction\n")
+    # Nothing else there asks for the passes over the batch, but the reference's, of one model or the other.
+    assert source.count("self.num_iterations") == 1
+    assert before.count("self._get_per_token_logps_and_entropies(") == 0
+    assert after.count("self._get_per_token_logps_and_entropies(") == 3
+
+
+def test_what_trls_loss_asks_of_other_processes_is_for_metrics():
+    loss = inspect.getsource(GRPOTrainer._compute_loss)
+    asked = set(re.findall(r"self\.accelerator\.(\w+)", loss))
+    # sync_gradients and a reduction are also of the adaptive entropy bonus, and one gathering of the experts' loss.
+    assert asked == {"num_processes", "sync_gradients", "reduce", "gather", "gather_for_metrics"}
+    assert "use_adaptive_entropy" in INEXACT_ON_RESUME
+
+
+def test_how_trl_divides_the_losses_that_the_kit_has():
+    loss = inspect.getsource(GRPOTrainer._compute_loss)
+    # By rows (grpo, dr_grpo): a micro-batch weighs as many as it has. By the tokens of the whole batch (dapo): one.
+    assert "((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()" in loss
+    assert "(per_token_loss * mask).sum() / (per_token_loss.size(0) * self.max_completion_length)" in loss
+    assert 'inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes' in loss
 
 
 @pytest.mark.parametrize("name", [name for name, parameters in OVERRIDDEN.items() if parameters])

@@ -1,0 +1,286 @@
+"""The update against TRL's own: the same loss, gradients and metrics, from fewer forwards and from micro-batches.
+
+TRL's own is the kit's trainer without `PackedUpdate`: one padded forward of 16 rows, another one before it for the old
+log-probs, and the importance ratio from that.
+"""
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from recipes.parts.errors import CheckFailed
+from recipes.parts.trainer import trainer_arguments
+from recipes.parts.update import PackedUpdate
+
+BATCH = 16
+# Four groups of four; of 88 tokens that a row may have, the longest here has about 45.
+PACKED = {"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4}
+PACKED |= {"train.micro_batch_tokens": 88}
+METRICS = ("kl", "entropy", *(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min")))
+
+
+class Sampler:
+    """Stands in for the replicas: completions of 1 to 24 ids, with log-probs around those of an untrained policy."""
+
+    def __init__(self, spread: float = 1.0):
+        self.spread, self.versions, self.report = spread, [], {}
+
+    def generate(self, trainer: Any, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        self.versions = [trainer.adapter_version] * len(prompt_ids)
+        ids = [[random.randint(5, 15) for _ in range(random.randint(1, 24))] for _ in prompt_ids]
+        return ids, [[-5.8 + self.spread * random.uniform(-1, 1) for _ in one] for one in ids]
+
+
+def by_length(completions: list, **others: Any) -> list[float]:
+    """A reward with a spread in every group."""
+    return [len(one[0]["content"]) % 7 / 7 for one in completions]
+
+
+def serve(trainer: Any, sampler: Sampler | None = None) -> Any:
+    """The trainer with a sampler, and an adapter that changes what the base says."""
+    trainer.rollout, trainer.use_vllm = sampler or Sampler(), True
+    torch.manual_seed(0)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.05 * torch.randn_like(parameter)
+    return set_loss(trainer)
+
+
+def set_loss(trainer: Any, loss: str = "dr_grpo", beta: float = 0.01, correction: str = "token_truncate") -> Any:
+    """What the configuration says of the loss, also where TRL has it."""
+    trainer.config.train.loss_type = trainer.loss_type = loss
+    trainer.config.train.beta = trainer.beta = beta
+    trainer.config.rollout.correction = correction
+    trainer.vllm_importance_sampling_correction = correction != "none"
+    trainer.vllm_importance_sampling_mode = correction
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def build(build_trainer, recipe_arguments, tiny_model_dir, tmp_path_factory):
+    """`build({key: value})`: a trainer of 16 rows a step, mismatch far below its limit."""
+
+    def make(changes: dict | None = None) -> Any:
+        keys = {"rollout.max_sampler_k3": 1e6, "rollout.correction_cap": 1.5, "train.max_steps": 4, **(changes or {})}
+        folder = tmp_path_factory.mktemp("update") / "run"
+        return serve(build_trainer(recipe_arguments(tiny_model_dir, folder, keys), rewards=[by_length]))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(build):
+    return build()
+
+
+@pytest.fixture(scope="module")
+def packed(build):
+    return build(PACKED)
+
+
+@contextlib.contextmanager
+def trls_own() -> Iterator[None]:
+    """Take everything that `PackedUpdate` overrides away."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(vars(PackedUpdate)) & set(dir(GRPOTrainer)) - {"__init__", "__doc__", "__module__"}:
+            if callable(getattr(PackedUpdate, name)):
+                patch.delattr(PackedUpdate, name)
+        yield
+
+
+def update(trainer: Any, times: int = 1) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradients and TRL's metrics of an optimizer step, called as transformers' loop calls it; of the last step
+    where the batch is used several times, with another adapter each time."""
+    random.seed(1)
+    torch.manual_seed(1)
+    trainer._step, trainer._buffered_inputs = 0, None
+    rows = next(iter(trainer.get_train_dataloader()))
+    torch.manual_seed(1)  # drawing the rows took random numbers; how many depends on the batch
+    steps = trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    start = {name: one.detach().clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
+    for _ in range(times):
+        trainer.model.zero_grad()
+        trainer._metrics["train"].clear()
+        loss = 0.0
+        for number in range(steps):
+            trainer.accelerator.gradient_state._set_sync_gradients(number + 1 == steps)
+            loss += trainer.training_step(trainer.model, rows, None).item()
+        gradients = {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
+        for name, one in trainer.model.named_parameters():
+            if one.requires_grad:
+                one.data -= 20 * gradients[name]
+    for name, one in trainer.model.named_parameters():
+        if one.requires_grad:
+            one.data = start[name]
+    assert rows_of(trainer) == BATCH
+    metrics = {name: sum(values) / len(values) for name, values in trainer._metrics["train"].items()}
+    return loss, torch.cat([one.flatten() for one in gradients.values()]), metrics
+
+
+def rows_of(trainer: Any) -> int:
+    return sum(len(one["completion_ids"]) for one in trainer._buffered_inputs)
+
+
+def assert_same(found: tuple, expected: tuple, metrics: tuple[str, ...] = METRICS) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-7)
+    assert expected[1].norm() > 1e-4, "a gradient to compare with"
+    assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
+    for name in metrics:
+        assert found[2][name] == pytest.approx(expected[2][name], rel=1e-5, abs=1e-7), name
+
+
+CASES = [(loss, beta, "token_truncate") for loss in ("dr_grpo", "dapo", "grpo") for beta in (0.0, 0.01)]
+CASES += [
+    ("dr_grpo", 0.01, "token_mask"),
+    ("grpo", 0.01, "sequence_truncate"),
+    ("dapo", 0.01, "sequence_mask"),
+    ("dr_grpo", 0.0, "none"),
+]
+
+
+@pytest.mark.parametrize(("loss", "beta", "correction"), CASES)
+def test_an_update_is_trls_own_with_and_without_micro_batches(plain, packed, loss, beta, correction):
+    for trainer in (plain, packed):
+        set_loss(trainer, loss, beta, correction)
+    with trls_own():
+        expected = update(plain)
+    names = tuple(name for name in METRICS if beta or name != "kl")
+    ratios = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
+    names += ratios if correction != "none" else ()
+    assert_same(update(plain), expected, names)
+    assert_same(update(packed), expected, names)
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+def test_a_batch_used_twice_is_compared_with_its_first_forward(build, correction):
+    both = [build({"train.num_iterations": 2, **changes}) for changes in ({}, PACKED)]
+    for trainer in both:
+        set_loss(trainer, "dapo", 0.01, correction)
+    with trls_own():
+        expected = update(both[0], times=2)
+    assert expected[2]["clip_ratio/region_mean"] > 0.01, "the policy moved"
+    for trainer in both:
+        assert_same(update(trainer, times=2), expected)
+
+
+def test_accumulated_gradients_are_trls_own(build):
+    trainer = build({"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4})
+    with trls_own():
+        expected = update(trainer)
+    found = update(trainer)
+    assert_same(found, expected)
+    assert found[2]["sampler/k3"] == pytest.approx(update(build())[2]["sampler/k3"], rel=1e-5), "of all 16 rows"
+
+
+def test_completions_that_are_left_out_of_the_loss_are_left_out_of_micro_batches(build):
+    both = [build({"train.mask_truncated": True, **changes}) for changes in ({}, PACKED)]
+    for trainer in both:
+        trainer.eos_token_ids = [5, 6, 7, 8, 9]  # about half of the completions end with one of them
+        set_loss(trainer, "grpo", 0.01)
+    with trls_own():
+        expected = update(both[0])
+    for trainer in both:
+        assert_same(update(trainer), expected)
+        masked = [not mask.any() for one in trainer._buffered_inputs for mask in one["completion_mask"]]
+        assert 0 < sum(masked) < BATCH
+
+
+def forwards(trainer: Any) -> list[int]:
+    """Tokens of every forward of an update."""
+    seen: list[int] = []
+    hook = trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    update(trainer)
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.01])
+@pytest.mark.parametrize("correction", ["token_truncate", "none"])
+def test_no_pass_is_made_twice(plain, beta, correction):
+    set_loss(plain, beta=beta, correction=correction)
+    assert len(forwards(plain)) == (2 if beta else 1)
+    if correction != "none":
+        with trls_own():
+            assert len(forwards(plain)) == (3 if beta else 2)
+
+
+def test_micro_batches_hold_at_most_their_tokens(packed, monkeypatch):
+    plans = []
+    plan = PackedUpdate._plan
+    monkeypatch.setattr(PackedUpdate, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    set_loss(packed, beta=0.0)
+    tokens = forwards(packed)
+    (found,) = plans
+    assert sorted(row for rows in found for row in rows) == list(range(BATCH))
+    assert len(tokens) == len(found) > 3 and max(tokens) <= 88
+    assert len({len(rows) for rows in found}) > 1, "micro-batches of different sizes"
+
+
+def test_the_seconds_of_the_reference_pass_are_apart(build, read_jsonl):
+    for changes in ({"train.beta": 0.01}, {"train.beta": 0.0}, {**PACKED, "train.beta": 0.01}):
+        trainer = build({"train.max_steps": 1, **changes})
+        set_loss(trainer, beta=changes["train.beta"])
+        trainer.train_run(resume=False)
+        (row,) = read_jsonl(trainer.run.metrics_file)
+        seconds = row["seconds"]
+        assert ("reference" in seconds) == (changes["train.beta"] > 0)
+        parts = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "reference", "update"))
+        assert parts == pytest.approx(seconds["step"], abs=0.001) and seconds["update"] > 0
+
+
+def test_a_run_in_micro_batches_is_the_run_without(build, read_jsonl):
+    both = [build({"train.learning_rate": 1e-3, **changes}) for changes in ({}, PACKED)]
+    found = []
+    for trainer in both:
+        random.seed(2)
+        torch.manual_seed(2)
+        trainer.train_run(resume=False)
+        found.append(read_jsonl(trainer.run.metrics_file))
+    assert [row["step"] for row in found[1]] == [1, 2, 3, 4]
+    for one, other in zip(*found, strict=True):
+        for key in ("reward", "kl", "entropy", "loss", "grad_norm", "sampler_k3", "corrected_token_fraction"):
+            assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-7), key
+        assert one["completion_tokens"] == other["completion_tokens"]
+
+
+@pytest.mark.parametrize("changes", [{}, PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("fault", ["nan", "k3"])
+def test_what_damaged_rollouts_taught_is_not_applied(build, read_jsonl, changes, fault):
+    trainer = build({**changes, "train.learning_rate": 1e-2})
+    trainer.rollout = sampler = Sampler(0.1)
+    if fault == "nan":
+        generate = sampler.generate
+        sampler.generate = lambda *args: first_is_nan(*generate(*args))
+    else:
+        trainer.config.rollout.max_sampler_k3 = 1e-5
+    before = {name: one.clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
+    message = "1 log-probs of the sampler are not finite" if fault == "nan" else "the sampler is not the policy: k3 KL"
+    with pytest.raises(CheckFailed, match=f"step 1: {message}"):
+        trainer.train_run(resume=False)
+    for name, one in trainer.model.named_parameters():
+        assert not one.requires_grad or torch.equal(one, before[name]), name
+    (row,) = read_jsonl(trainer.run.metrics_file)
+    assert row["step"] == 1 and row["loss"] is None and row["sampler_k3"] > 0
+    assert row["sampler_nan_count"] == (fault == "nan")
+    assert not trainer.run.adapters.exists()
+
+
+def first_is_nan(ids: list[list[int]], logps: list[list[float]]) -> tuple[list, list]:
+    return ids, [[math.nan, *logps[0][1:]], *logps[1:]]
+
+
+def test_all_rows_of_a_step_come_at_once(plain, packed):
+    shapes = []
+    for trainer in (plain, packed):
+        arguments = trainer_arguments(trainer.config, trainer.run)
+        shapes.append((arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps))
+    assert shapes == [(16, 1), (16, 1)]
+    assert packed.args.steps_per_generation == 1
