@@ -199,11 +199,20 @@ def nvidia_smi(fields: str, form: str = "") -> str | None:
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
 
 
+def recompute_of(point: dict[str, Any]) -> str:
+    """`train.recompute` of a point; the older ones say gradient_checkpointing, true or false."""
+    from launch.planning.compare_points import recompute_of
+
+    return recompute_of(point)
+
+
 def setting(point: dict[str, Any]) -> list:
     """What tells a point from every other."""
-    names = ("kind", "shape", "micro_batch", "prompt_tokens", "completion_tokens", "gradient_checkpointing", "beta")
-    names += ("lora_rank", "adapter_dtype", "backend", "weights", "sync", "kv_cache_gib", "max_num_seqs")
-    return [point.get(name) for name in (*names, "enforce_eager")]
+    names = ("kind", "shape", "micro_batch", "prompt_tokens", "completion_tokens", "beta", "lora_rank")
+    names += ("adapter_dtype", "backend", "weights", "sync", "kv_cache_gib", "max_num_seqs", "enforce_eager")
+    found = [point.get(name) for name in (*names, "micro_batch_tokens")]
+    switches = {"compute": "plain", "kernels": "torch", "recompute_fraction": 1.0}
+    return [*found, recompute_of(point), *(point.get(name, default) for name, default in switches.items())]
 
 
 def add_point(file: Path, point: dict[str, Any]) -> None:
@@ -227,7 +236,9 @@ def flags(work: Path, point: dict[str, Any], device: str) -> list[str]:
     keys |= {"train.per_device_train_batch_size": micro, "train.max_steps": STEPS, "train.save_steps": STEPS}
     # At least two micro-batches, so that the second finds the gradients of the first.
     keys |= {"train.gradient_accumulation_steps": point["completions"] // micro, "train.beta": point["beta"]}
-    keys |= {"train.gradient_checkpointing": str(point["gradient_checkpointing"]).lower()}
+    keys |= {"train.recompute": recompute_of(point)}
+    groups = {"policy": ("compute", "kernels"), "train": ("recompute_fraction", "micro_batch_tokens")}
+    keys |= {f"{group}.{name}": point[name] for group, names in groups.items() for name in names if name in point}
     keys |= {"train.learning_rate": 1e-5, "watch.completions_every": 0}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
 

@@ -2,6 +2,7 @@
 
     python tests/gpu/memory_points.py --out memory_points.json                 # one GPU, every point
     python tests/gpu/memory_points.py --points trainer --shapes 8b --out x.json
+    python tests/gpu/memory_points.py --points faster --out memory_points.json # fused, FP8, packs, liger, recompute
     python tests/gpu/memory_points.py --tiny --out x.json                      # the same path on a CPU, no memory
 
 Qwen3 shapes with random weights. A trainer point is the second of two steps of the recipe itself on an NF4 base made
@@ -48,24 +49,39 @@ from recipes.parts.record import git_revision, versions
 from recipes.parts.rundir import read_json, write_json
 
 ROOT = Path(__file__).parents[2]
-# shape, micro-batch, completion tokens, gradient checkpointing, beta, rank; most wanted first
+# shape, micro-batch, completion tokens, recompute, beta, rank; most wanted first
 TRAINER = [
-    ("8b", 8, 1024, True, 0.01, 16),
-    ("8b", 1, 2048, True, 0.01, 16),
-    ("8b", 16, 256, True, 0.0, 16),
-    ("8b", 4, 1024, False, 0.01, 64),
-    ("32b", 1, 1024, True, 0.01, 16),
-    ("32b", 4, 1024, True, 0.01, 16),
-    ("1.7b", 4, 1024, False, 0.01, 16),
-    ("1.7b", 8, 2048, True, 0.0, 16),
-    ("14b", 4, 1024, True, 0.01, 32),
-    ("4b", 4, 1024, True, 0.01, 16),
-    ("4b", 1, 2048, False, 0.01, 16),
-    ("0.6b", 16, 1024, True, 0.01, 16),
-    ("0.6b", 8, 256, False, 0.0, 16),
+    ("8b", 8, 1024, "full", 0.01, 16),
+    ("8b", 1, 2048, "full", 0.01, 16),
+    ("8b", 16, 256, "full", 0.0, 16),
+    ("8b", 4, 1024, "none", 0.01, 64),
+    ("32b", 1, 1024, "full", 0.01, 16),
+    ("32b", 4, 1024, "full", 0.01, 16),
+    ("1.7b", 4, 1024, "none", 0.01, 16),
+    ("1.7b", 8, 2048, "full", 0.0, 16),
+    ("14b", 4, 1024, "full", 0.01, 32),
+    ("4b", 4, 1024, "full", 0.01, 16),
+    ("4b", 1, 2048, "none", 0.01, 16),
+    ("0.6b", 16, 1024, "full", 0.01, 16),
+    ("0.6b", 8, 256, "none", 0.0, 16),
 ]
-BF16_ADAPTER = ("8b", 8, 1024, True, 0.01, 16)
-IN_PROCESS = ("1.7b", 16, 256, True, 0.01, 16)
+BF16_ADAPTER = ("8b", 8, 1024, "full", 0.01, 16)
+IN_PROCESS = ("1.7b", 16, 256, "full", 0.01, 16)
+# Switches of a faster step; packs are filled by groups of four, 255 + 4 x 1,024 tokens
+FUSED = {"compute": "fused"}
+FASTER = [
+    (("8b", 8, 1024, "full", 0.01, 16), FUSED),
+    (("8b", 8, 1024, "full", 0.01, 16), {"compute": "fp8"}),
+    (("8b", 8, 1024, "full", 0.01, 16), FUSED | {"kernels": "liger"}),
+    (("8b", 4, 1024, "selective", 0.01, 16), {}),
+    (("8b", 4, 1024, "selective", 0.01, 16), FUSED | {"kernels": "liger"}),
+    (("8b", 4, 1024, "none", 0.01, 16), FUSED | {"kernels": "liger"}),
+    (("8b", 4, 1024, "full", 0.01, 16), FUSED | {"recompute_fraction": 0.5}),
+    (("8b", 8, 1024, "full", 0.01, 16), FUSED | {"micro_batch_tokens": 8704}),
+    (("8b", 8, 1024, "full", 0.01, 16), {"compute": "fp8", "kernels": "liger", "micro_batch_tokens": 8704}),
+    (("1.7b", 4, 1024, "selective", 0.01, 16), {}),
+    (("1.7b", 4, 1024, "none", 0.01, 16), FUSED | {"kernels": "liger"}),
+]
 # shape, weights, sync, KV cache GiB, sequences, eager
 SERVER = [
     ("32b", "fp8_per_channel", "adapter", 2, 128, True),
@@ -75,8 +91,13 @@ SERVER = [
     ("4b", "bf16", "adapter", 3, 512, False),
     ("1.7b", "fp8_per_channel", "remerge", 2, 256, False),
 ]
-TINY_TRAINER = [("tiny", 4, 32, True, 0.01, 8), ("tiny", 1, 16, False, 0.0, 4)]
+TINY_TRAINER = [("tiny", 4, 32, "full", 0.01, 8), ("tiny", 1, 16, "none", 0.0, 4)]
+TINY_FASTER = [  # liger needs a GPU
+    (("tiny", 4, 32, "selective", 0.01, 4), FUSED),
+    (("tiny", 4, 32, "full", 0.01, 4), {"compute": "fp8", "recompute_fraction": 0.5, "micro_batch_tokens": 640}),
+]
 TINY_SERVER = [("tiny", "fp8_per_channel", "adapter", 1, 8, True), ("tiny", "bf16", "remerge", 1, 8, True)]
+KINDS = ["trainer", "faster", "server"]
 PROMPT, PORT, RANK, START_S = 256, 8470, 16, 180
 LINEARS = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]"
 LOG = {
@@ -92,12 +113,23 @@ def trainer_points(tiny: bool) -> list[dict[str, Any]]:
     settings = [(one, "float32", "server") for one in (TINY_TRAINER if tiny else TRAINER)]
     settings += [(TINY_TRAINER[0] if tiny else IN_PROCESS, "float32", "in_process")]
     settings += [] if tiny else [(BF16_ADAPTER, "bfloat16", "server")]
+    return _points(settings)
+
+
+def faster_points(tiny: bool) -> list[dict[str, Any]]:
+    """The settings of the points with the switches of a faster step, without figures."""
+    rows = TINY_FASTER if tiny else FASTER
+    points = _points([(one, "float32", "server") for one, _ in rows])
+    return [point | switches for point, (_, switches) in zip(points, rows, strict=True)]
+
+
+def _points(settings: list[tuple]) -> list[dict[str, Any]]:
     found = []
-    for (shape, micro, tokens, checkpointing, beta, rank), dtype, backend in settings:
+    for (shape, micro, tokens, recompute, beta, rank), dtype, backend in settings:
         found.append(
             {"kind": "trainer" if backend == "server" else "rollout", "shape": shape, "model": SHAPES[shape]}
             | {"micro_batch": micro, "completions": max(4, 2 * micro), "prompt_tokens": PROMPT}
-            | {"completion_tokens": tokens, "gradient_checkpointing": checkpointing, "beta": beta}
+            | {"completion_tokens": tokens, "recompute": recompute, "beta": beta}
             | {"lora_rank": rank, "adapter_dtype": dtype, "backend": backend}
         )
     return found
@@ -134,7 +166,7 @@ class ServerPoint:
         keys |= {f"server.{key}": point[key] for key in ("kv_cache_gib", "max_num_seqs")}
         keys |= {"server.enforce_eager": str(point["enforce_eager"]).lower(), "train.max_steps": 2}
         keys |= {"train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 4}
-        keys |= {"train.save_steps": 2, "train.gradient_checkpointing": "true"}
+        keys |= {"train.save_steps": 2, "train.recompute": "full"}
         self.flags = ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
 
     def command(self, name: str, words: list[str]) -> None:
@@ -262,8 +294,19 @@ def table(points: list[dict[str, Any]]) -> None:
     """The points as two tables; a failed one shows its error."""
     kinds = {
         ("trainer", "rollout"): [
-            *("kind", "shape", "micro_batch", "completion_tokens", "gradient_checkpointing", "beta", "lora_rank"),
-            *("adapter_dtype", "peak_gib", "reserved_gib", "context_gib", "update_s", "update_tokens_per_s"),
+            *("kind", "shape", "micro_batch", "completion_tokens", "recompute", "recompute_fraction", "beta"),
+            *(
+                "lora_rank",
+                "compute",
+                "kernels",
+                "micro_batch_tokens",
+                "adapter_dtype",
+                "peak_gib",
+                "reserved_gib",
+                "context_gib",
+                "update_s",
+                "update_tokens_per_s",
+            ),
             "rollout_peak_gib",
         ],
         ("server",): [
@@ -293,7 +336,7 @@ def begin(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--points", nargs="+", choices=("trainer", "server"), default=["trainer", "server"])
+    parser.add_argument("--points", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: all but tiny")
     parser.add_argument("--tiny", action="store_true", help="the smallest shape, on a CPU: the path, no memory")
     parser.add_argument("--work", type=Path, default=Path("/tmp/memory_points"))
@@ -315,6 +358,7 @@ def main() -> None:
         return [one for one in points if one["shape"] in shapes] if kind in options.points else []
 
     trainers, servers = chosen(trainer_points(options.tiny), "trainer"), chosen(server_points(options.tiny), "server")
+    trainers += chosen(faster_points(options.tiny), "faster")
     shapes = list(dict.fromkeys(one["shape"] for one in trainers))
     children = [TrainerShape(work, s, [one for one in trainers if one["shape"] == s], out) for s in shapes]
     try:
