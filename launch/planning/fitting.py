@@ -138,6 +138,8 @@ def _problems(layout: Layout) -> list[str]:
         )
     if (length := rollout.max_prompt_length + rollout.max_completion_length) > shape.positions:
         found.append(f"Prompt and completion ({length} tokens) are longer than the model's {shape.positions}.")
+    if config.policy.compute == "fp8" and card.fp8_tflops is None and card.bf16_tflops:
+        found.append(f"A {card.name} has no FP8 arithmetic. Set policy.compute to fused.")
     if layout.server is None:
         return found
     one, cache = memory.sequence_gib(shape, config), layout.server["KV cache"]
@@ -277,10 +279,14 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
         found.append((micro_batch_keys(config, sizes[-1]), "more, smaller passes over the same batch"))
         if len(sizes) > 1:
             found.append((micro_batch_keys(config, 1), "one completion at a time: the card is used less well"))
+    if not layout.chose and train.recompute == "none":
+        keys = {"train.recompute": "selective", "train.recompute_fraction": 1.0}
+        found.append((keys, "norms and SwiGLU once more in the update"))
     if not layout.chose and (train.recompute != "full" or train.recompute_fraction < 1):
-        found.append(
-            ({"train.recompute": "full", "train.recompute_fraction": 1.0}, "one forward pass more in the update")
-        )
+        keys = {"train.recompute": "full", "train.recompute_fraction": 1.0}
+        found.append((keys, "one forward pass more in the update"))
+    if config.policy.compute == "fp8" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
+        found.append(({"policy.compute": "fused"}, "products in 16 bits"))
     if layout.server is not None:
         found += _server_candidates(layout, shared)
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:

@@ -45,11 +45,12 @@ def nf4_bytes(double_quantization: bool) -> float:
     return 0.5 + scale / NF4_BLOCK
 
 
-def optimizer_bytes(optimizer: str, adapter_bytes: int) -> int:
-    """Bytes of optimizer state a trained weight: two moments for Adam, one for momentum."""
+def optimizer_bytes(optimizer: str, adapter_bytes: int) -> float:
+    """Bytes of optimizer state a trained weight: two moments for Adam. bitsandbytes' 8-bit ones, paged or not, have a
+    float32 scale for 256 of them, and keep tensors below 4,096 weights in float32, which an adapter has few of."""
     if "sgd" in optimizer:
         return 0
-    return 2 if "8bit" in optimizer else 2 * adapter_bytes
+    return 2 * (1 + 4 / 256) if "8bit" in optimizer else 2 * adapter_bytes
 
 
 def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:

@@ -71,6 +71,22 @@ def test_the_bytes_of_nf4_are_those_that_bitsandbytes_stores():
         assert stored / weight.numel() == pytest.approx(memory.nf4_bytes(double))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
+def test_the_bytes_of_an_optimizer_are_those_that_it_keeps(optimizer, tmp_path):
+    import torch
+    from torch.utils._pytree import tree_leaves
+    from transformers import Trainer, TrainingArguments
+
+    weight = torch.nn.Linear(1024, 256, bias=False)
+    kind, keys = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(tmp_path, optim=optimizer, use_cpu=True))
+    made = kind(weight.parameters(), **keys)
+    weight(torch.ones(1, 1024)).sum().backward()
+    made.step()
+    kept = {one.data_ptr(): one for one in tree_leaves(made.state_dict()["state"]) if isinstance(one, torch.Tensor)}
+    stored = sum(one.nbytes for one in kept.values() if one.numel() > 256)  # without step and table of values
+    assert stored / weight.weight.numel() == pytest.approx(memory.optimizer_bytes(optimizer, 4))
+
+
 @pytest.mark.parametrize(
     ("less", "more"),
     [
