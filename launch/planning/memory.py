@@ -177,7 +177,9 @@ def update_parts(
     again = run_again(shape, config)
     whole = shape.layers - again
     if again:
-        found["checkpoints"] = tokens * again * checkpoint_bytes(shape, config) / GIB
+        offloaded = (train.trl.get("gradient_checkpointing_kwargs") or {}).get("offload", False)
+        on_card = checkpoint_bytes(shape, config) - (narrow * hidden if offloaded and not card.is_cpu else 0)
+        found["checkpoints"] = tokens * again * on_card / GIB
         layers = tokens * backward_bytes(shape, config, padded) / GIB
     else:
         layers = tokens * max(10 * narrow * hidden, 2 * narrow * shape.intermediate) / GIB

@@ -149,6 +149,24 @@ def test_trl_turns_it_off_for_a_pass_without_gradients_and_on_again_as_it_was():
     assert "context_fn" in layers[1]._gradient_checkpointing_func.keywords
 
 
+def test_inputs_of_layers_may_wait_in_host_memory(monkeypatch):
+    """`train.trl: {gradient_checkpointing_kwargs: {offload: true}}`; pinned memory needs a GPU."""
+    from torch.autograd.graph import save_on_cpu
+
+    moved = []
+
+    def pageable(pin_memory, device_type):
+        moved.append(pin_memory)
+        return save_on_cpu(pin_memory=False, device_type=device_type)
+
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", pageable)
+    wanted, model = gradients("none", 2), policy("full", 2)
+    model.gradient_checkpointing_enable({"offload": True})  # as transformers' Trainer; TRL hands on the same group
+    score(model).backward()
+    assert moved == [True, True]
+    assert all(torch.equal(one.grad, wanted[n]) for n, one in model.named_parameters() if one.grad is not None)
+
+
 def test_without_the_residual_at_its_end_a_layers_last_product_is_done_again(monkeypatch):
     monkeypatch.setattr("recipes.parts.recompute.ENDS_WITH_RESIDUAL", ())
     assert ("base", (512, 1536)) in again("full")
