@@ -1,6 +1,7 @@
 """Recomputing less: the same gradients bit for bit, what is kept and done again, the way through TRL, auto."""
 
 import collections
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,3 +268,23 @@ def test_auto_is_resolved_in_the_configuration_and_said(monkeypatch):
     assert "does not know the model" in resolve(config(train__recompute="auto"), {"num_experts": 8}, 1)
     with pytest.raises(ValueError, match="not resolved"):
         use_recompute(SimpleNamespace(), config(train__recompute="auto"))
+
+
+def test_a_run_learns_the_same_with_less_kept_and_says_what_auto_took(
+    recipe, recipe_arguments, learning_model_dir, tmp_path
+):
+    """Two steps of the recipe with packs and fused layers; the reference's pass turns checkpointing off and on."""
+    from safetensors.torch import load_file
+
+    adapters = {}
+    for recompute in ("auto", "selective"):
+        keys = {"train.max_steps": 2, "train.recompute": recompute, "train.recompute_fraction": 0.5}
+        keys |= {"policy.compute": "fused", "train.micro_batch_tokens": 256, "train.beta": 0.1}
+        done = recipe(recipe_arguments(learning_model_dir, tmp_path / recompute, keys))
+        assert done.code == 0, done.err
+        assert ("recompute none (auto: cpu" in done.out) == (recompute == "auto")
+        written = json.loads((tmp_path / recompute / "config.json").read_text())["config"]["train"]
+        assert written["recompute"] == ("none" if recompute == "auto" else recompute)
+        adapters[recompute] = load_file(tmp_path / recompute / "adapters/v000002/adapter_model.safetensors")
+    assert any(one.abs().max() > 0 for name, one in adapters["auto"].items() if "lora_B" in name)
+    assert all(torch.equal(one, adapters["selective"][name]) for name, one in adapters["auto"].items())
