@@ -124,22 +124,31 @@ def attention_forward(
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     parts = [one.to(dtype) for one in (query, key, value)]
-    output = _compiled(scaling)(*parts, attention_mask)
+    for one in parts:
+        # Else torch takes sizes that happen to be equal, as of heads and of blocks, for one variable.
+        torch._dynamo.mark_static(one, (0, 1, 3))
+        if (base := one._base) is not None:  # (B, T, ...), what a projection returned
+            torch._dynamo.mark_static(base, [n for n in range(base.dim()) if n != 1])
+    output = _compiled()(*parts, attention_mask, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
 @functools.cache
-def _compiled(scaling: float | None) -> Callable[..., torch.Tensor]:
-    """FlexAttention, compiled at its first call for every length; a scale that is an argument would be traced too."""
+def _compiled() -> Callable[..., torch.Tensor]:
+    """FlexAttention, compiled at its first call for rows of every length."""
     import torch._inductor.config as inductor
 
     # torch splits what it compiles inside DDP's forward at the borders of DDP's buckets; here is no parameter.
     torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.specialize_float = True  # the scale is a constant of the kernel
     # Two kernels are compiled: not worth a pool of processes that each import torch.
     inductor.compile_threads = 1
+    # fullgraph: an error where torch would otherwise compute T x T scores uncompiled.
+    return torch.compile(_flex, dynamic=True, fullgraph=True)
 
-    def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-        torch._check(query.shape[2] % BLOCK == 0)  # the kernel then needs no bounds checks
-        return flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
 
-    return torch.compile(flex, dynamic=True)
+def _flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scaling: float | None
+) -> torch.Tensor:
+    torch._check(query.shape[2] % BLOCK == 0)  # the kernel then needs no bounds checks
+    return flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)

@@ -183,13 +183,13 @@ def check_attention(share: bool) -> list[int]:
     data = make_batch(0, False, "cuda")
     rows, everything, scale = _read(*data), list(range(GROUPS * GROUP)), 128**-0.5
     packed = _pack(rows, everything, share, data[0])
-    length, flex = packed.tokens.size(1), _compiled(scale)
+    length, flex = packed.tokens.size(1), _compiled()
     made = [torch.randn(1, length, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8)]
     inputs = [one.transpose(1, 2).requires_grad_() for one in made]
     grad = torch.randn_like(inputs[0])
 
     def ours() -> list:
-        return both(lambda q, k, v: flex(q, k, v, packed.mask), inputs, grad)
+        return both(lambda q, k, v: flex(q, k, v, packed.mask, scale), inputs, grad)
 
     started = time.perf_counter()
     found = ours()

@@ -1,6 +1,7 @@
 """Packed rows give the log-probs, entropies and gradients of TRL's padded pass, and compute every prompt once."""
 
 import contextlib
+import functools
 import random
 from types import SimpleNamespace
 
@@ -166,6 +167,15 @@ def test_a_row_longer_than_the_budget_is_a_forward_of_its_own(stub):
         torch.testing.assert_close(got, padded_pass(stub, model, data), rtol=CLOSE, atol=CLOSE)
 
 
+def test_under_autocast_type_and_values_are_those_of_the_padded_pass():
+    stub = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: torch.autocast("cpu", torch.bfloat16)))
+    model, data = tiny().eval(), batch(ROWS["groups"])
+    with torch.no_grad():
+        for ours, theirs in zip(packed_pass(stub, model, data, True), padded_pass(stub, model, data), strict=True):
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)
+
+
 def test_without_entropies_there_are_none(stub):
     with torch.no_grad():
         assert packed_logps(stub, tiny(), *batch(ROWS["groups"]), 100, True, False)[1] is None
@@ -234,24 +244,44 @@ def test_the_block_mask_of_the_gpu_is_the_dense_mask_of_the_cpu(seed):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch):
     """What a GPU does, uncompiled, which on a CPU has no backward pass."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     from recipes.parts import packed_attention
-
-    def uncompiled(scaling):
-        return lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask, scale=scaling, enable_gqa=True)
 
     model = tiny(head_dim=16).eval()
     data = batch(rows_of([60, 50], [[30, 40, 10], [20, 48]]))  # 256 positions with shared prompts
     with torch.no_grad():
         before = padded_pass(stub, model, data)
+        said = model.generate(data[0], attention_mask=data[1], max_new_tokens=6, do_sample=False)
         register()
         model.get_base_model().set_attn_implementation(NAME)
         assert torch.equal(padded_pass(stub, model, data)[0], before[0]), "sdpa is no longer sdpa"
+        assert torch.equal(model.generate(data[0], attention_mask=data[1], max_new_tokens=6, do_sample=False), said)
         monkeypatch.setattr(packed_attention, "attention_mask", block_mask)
-        monkeypatch.setattr(packed_attention, "_compiled", uncompiled)
+        monkeypatch.setattr(packed_attention, "_compiled", lambda: packed_attention._flex)
         got = packed_pass(stub, model, data, True)
     torch.testing.assert_close(got, before, rtol=CLOSE, atol=CLOSE)
+
+
+def test_one_compiled_kernel_serves_rows_of_every_length(monkeypatch):
+    from recipes.parts import packed_attention
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_it = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **keys: compile_it(function, backend=backend, **keys))
+    monkeypatch.setattr(packed_attention, "_compiled", functools.cache(packed_attention._compiled.__wrapped__))
+    torch._dynamo.reset()
+    for seed, length in enumerate((512, 256, 384, 1024)):  # at first as many blocks as heads
+        q, k, v = (torch.randn(1, length, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
+        segments = random_segments(length, seed)
+        got = packed_attention.attention_forward(None, q, k, v, block_mask(segments), scaling=0.2)[0].transpose(1, 2)
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense_mask(segments), scale=0.2)
+        torch.testing.assert_close(got, wanted, rtol=CLOSE, atol=CLOSE)
+    assert len(graphs) == 1
 
 
 def packed_size(plan: list[int], prompts: list[tuple], lengths: list[int], share: bool) -> int:
