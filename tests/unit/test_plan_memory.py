@@ -254,6 +254,46 @@ def test_more_work_takes_longer():
     assert cost.update_seconds(SHAPE, slow, H200, 64) < cost.update_seconds(SHAPE, slow, CARDS["l4"], 64)
 
 
+@pytest.mark.parametrize(
+    ("fast", "slow"),
+    [
+        ({"train__recompute": "none"}, {"train__recompute": "selective"}),
+        ({"train__recompute": "selective"}, {"train__recompute": "full"}),
+        ({"train__recompute_fraction": 0.5}, {}),
+        ({"policy__compute": "fp8"}, {"policy__compute": "fused"}),
+        ({"policy__kernels": "liger"}, {}),
+        ({"train__micro_batch_tokens": 8192}, {"train__micro_batch_tokens": 8192, "train__share_prompts": False}),
+    ],
+    ids=str,
+)
+def test_switches_of_a_faster_step_take_less_time(fast, slow):
+    keys = {"rollout__max_completion_length": 1024, "rollout__backend": "server"}
+    faster, slower = (cost.update_seconds(SHAPE, config(**keys, **one), H200, 64) for one in (fast, slow))
+    assert faster < 0.99 * slower
+
+
+def test_packs_without_shared_prompts_count_what_rows_count():
+    rows, packs = (
+        cost.forwards(SHAPE, config(**keys), 64)
+        for keys in ({}, {"train__micro_batch_tokens": 8 * 768, "train__share_prompts": False})
+    )
+    assert rows == packs
+    shared = cost.forwards(SHAPE, config(train__micro_batch_tokens=8 * 768), 64)
+    assert shared.count * shared.tokens == pytest.approx(64 * 256 + 8 * 512)
+    assert shared.count * shared.scored == pytest.approx(64 * 256)
+
+
+def test_with_overlap_a_step_takes_the_longer_of_rollout_and_update():
+    keys = {"rollout__backend": "server", "rollout__max_completion_length": 1024}
+    alone, behind = (
+        cost.step_time(SHAPE, config(**keys, rollout__overlap=overlap), H200, 128, 1, 1, 40.0)
+        for overlap in (False, True)
+    )
+    assert (alone.rollout, alone.update) == (behind.rollout, behind.update)
+    assert behind.step == max(alone.rollout, alone.update) + alone.other < alone.step
+    assert behind.low < behind.step < behind.high < alone.high
+
+
 def test_every_coefficient_says_its_unit_and_source():
     for name, one in TABLE.items():
         assert one.value > 0 and one.unit and len(one.source) > 10, name
