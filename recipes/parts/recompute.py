@@ -117,6 +117,8 @@ def _second_run(mode: Any) -> Iterator[None]:
             yield
     finally:
         _now.again, _now.mode = False, None
+        if mode:
+            mode.latest = None  # torch holds the mode for as long as the layer's graph
 
 
 def _skip_unread(module: Any, rank: int) -> None:
