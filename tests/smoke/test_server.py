@@ -190,7 +190,13 @@ def test_the_next_batch_is_generated_behind_the_update(
     served, recipe, recipe_arguments, learning_model_dir, tmp_path, read_jsonl
 ):
     run, steps = RunDir(tmp_path / "run"), 6
-    keys = {**served.keys, "run.name": "overlapped", "rollout.overlap": "true", "watch.eval_every": 3}
+    keys = {
+        **served.keys,
+        "run.name": "overlapped",
+        "rollout.overlap": "true",
+        "watch.eval_every": 3,
+        "watch.eval_problems": 8,
+    }
     done = recipe(recipe_arguments(learning_model_dir, run.path, keys | {"train.learning_rate": "1e-3"}))
     assert done.code == 0, done.err
     rows = read_jsonl(run.metrics_file)

@@ -57,6 +57,10 @@ def train(arguments: list[str]) -> subprocess.CompletedProcess:
 ONE_STEP = ["stage", "activate", "score", *["generate"] * 4]  # what is asked of a replica
 # 8 completions on each process: two groups of 4.
 KEYS = {"train.per_device_train_batch_size": 8, "train.max_steps": 2}
+# The same 8 in micro-batches of tokens; a completion with its prompt may have 88.
+PACKED = {**KEYS, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2}
+PACKED |= {"train.micro_batch_tokens": 96}
+ON_A_CPU = {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}  # DDP then asks for no GPU of the worker's pretended ones
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +140,27 @@ def test_two_processes_share_one_sync_and_get_the_completions_of_their_own_promp
     assert first["sampler_nan_count"] == 0 and first["sampler_k3"] > 0 and second["sync_seconds"]["stage"] > 0
 
 
+def test_two_processes_take_what_was_generated_behind_their_update(
+    tmp_path, recipe_arguments, tiny_model_dir, replica
+):
+    run = RunDir(tmp_path / "run")
+    keys = server_keys(replica) | {"rollout.overlap": "true", "train.max_steps": 3}
+    done = train(recipe_arguments(tiny_model_dir, run.path, keys))
+    assert done.returncode == 0, done.stderr[-3000:]
+    generate, sync = ["generate"] * 4, ["stage", "activate", "score"]
+    calls = [call for call in replica.calls if call not in ("info", "discard")]
+    assert calls == [*sync, *generate, *generate, *sync, *generate, *sync]
+    assert [(row["adapter_version"], row["policy_lag"]) for row in rows(run, "metrics.jsonl")] == [
+        (0, 0),
+        (0, 1),
+        (1, 1),
+    ]
+    for step in (1, 2, 3):
+        for row in rows(run, f"completions/step-{step:06d}.jsonl"):
+            question = row["prompt"][-12:].replace(" ", "")
+            assert question in row["completion"].replace(" ", ""), (row["prompt"], row["completion"])
+
+
 def test_a_failed_sync_ends_both_processes(tmp_path, recipe_arguments, tiny_model_dir, replica):
     run = RunDir(tmp_path / "run")
     replica.before["activate"] = lambda body: replica.refuses.update(stage=(422, "no room for it"))
@@ -192,6 +217,8 @@ def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
         ]
         runs[1] |= {"copy": [str(whole), str(resumed)], "remove": str(resumed / "checkpoints" / "step-000002")}
         plan += [{**run, "environment": environment} for run in runs]
+    # First, before anything announces that the base is to be split.
+    plan.insert(0, {"arguments": recipe_arguments(untied, folder / "packed", PACKED), "environment": ON_A_CPU})
     (folder / "plan.json").write_text(json.dumps(plan))
     try:
         # A killed compile of DeepSpeed's helper leaves a lock in the shared place, for which every later start waits.
@@ -230,10 +257,21 @@ def test_each_process_holds_half_of_the_base_that_one_process_has(split, ddp, un
         assert facts == json.loads(ddp[0].base_file.read_text()) and facts["hash"] == base["hash"]
     total = sum(parameter.nbytes for parameter in model.parameters())
     for rank in (0, 1):
-        notes = [json.loads(line) for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines()]
-        assert len(notes) == 3 * len(SHARDED)
+        packed, *notes = [json.loads(line) for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+        assert len(notes) == 3 * len(SHARDED) and packed["bytes"] == total
         for note in notes:
             assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
+
+
+def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_batches_teach(split, ddp):
+    whole, run = ddp[0], split.run("packed")
+    for key in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss"):
+        found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
+    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
+    notes = [(split.folder / f"rank-{rank}.jsonl").read_text().splitlines()[0] for rank in (0, 1)]
+    first, second = (json.loads(note)["micro_batches"] for note in notes)
+    assert len(first) == len(second) == 2 and first != second and min(*first, *second) > 1
 
 
 def test_a_bit_that_changes_in_one_process_is_found_by_all(split):
