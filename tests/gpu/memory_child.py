@@ -259,7 +259,8 @@ def measure(work: Path, point: dict[str, Any], before_gib: float | None) -> None
     used = card_used_gib()
     known = cuda and used is not None and before_gib is not None
     point["context_gib"] = used - before_gib - torch.cuda.memory_reserved() / 2**30 if known else None
-    point |= {"update_s": last["seconds"]["update"], "update_tokens_per_s": last["update_tokens_per_s"]}
+    seconds = last["seconds"]["update"] + last["seconds"].get("reference", 0.0)  # what the plan estimates
+    point |= {"update_s": seconds, "update_tokens_per_s": last["update_tokens_per_s"]}
     point |= {"step_s": last["seconds"]["step"]}
     if point["backend"] == "in_process":
         point |= {"rollout_peak_gib": last["peak_gib"]["rollout"], "rollout_s": last["seconds"]["rollout"]}
