@@ -177,9 +177,9 @@ def update_parts(
     again = run_again(shape, config)
     whole = shape.layers - again
     if again:
-        offloaded = (train.trl.get("gradient_checkpointing_kwargs") or {}).get("offload", False)
-        on_card = checkpoint_bytes(shape, config) - (narrow * hidden if offloaded and not card.is_cpu else 0)
-        found["checkpoints"] = tokens * again * on_card / GIB
+        found["checkpoints"] = tokens * again * checkpoint_bytes(shape, config) / GIB
+        if train.recompute_offload and not card.is_cpu:  # one goes out or comes back, one is used
+            found["checkpoints"] -= tokens * max(0, again - 2) * narrow * hidden / GIB
         layers = tokens * backward_bytes(shape, config, padded) / GIB
     else:
         layers = tokens * max(10 * narrow * hidden, 2 * narrow * shape.intermediate) / GIB

@@ -35,7 +35,7 @@ FREE_ON_RESUME = (
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
     *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
     *("rollout.max_canary_delta", "server", "train.max_gpu_gib", "train.gpus"),
-    *("train.recompute", "train.recompute_fraction"),
+    *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
 )
 

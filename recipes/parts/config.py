@@ -197,6 +197,7 @@ class TrainConfig:
         "none; auto, the least for which the plan's high memory figure fits the card",
     )
     recompute_fraction: float = _option(1.0, "share of the decoder layers that recompute applies to, evenly spread")
+    recompute_offload: bool = _option(False, "with recompute: the layers' inputs wait in pinned host memory")
     save_steps: int = _option(50, "steps between checkpoints and published adapters")
     keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept")
     trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")

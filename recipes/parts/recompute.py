@@ -44,11 +44,17 @@ def problems(config: Config, splits: str | None) -> list[str]:
     given = train.trl.get("gradient_checkpointing_kwargs") or {}
     if not isinstance(given, dict):
         return [*found, f"train.trl.gradient_checkpointing_kwargs must be a group of keys, it is {given!r:.60}."]
-    if "every_n_layers" in given:
-        found.append("train.trl.gradient_checkpointing_kwargs.every_n_layers: set train.recompute_fraction instead.")
-    if train.recompute == "selective" and (given.get("use_reentrant") or splits == "ZeRO-3"):
+    for key, ours in (("every_n_layers", "recompute_fraction"), ("offload", "recompute_offload")):
+        if key in given:
+            found.append(f"train.trl.gradient_checkpointing_kwargs.{key}: set train.{ours} instead.")
+    if given.get("use_reentrant") or splits == "ZeRO-3":
         why = "ZeRO-3" if splits == "ZeRO-3" else "use_reentrant"
-        found.append(f"train.recompute is selective, and {why} takes the checkpoint that cannot choose. Use full.")
+        if train.recompute == "selective":
+            found.append(f"train.recompute is selective, and {why} takes the checkpoint that cannot choose. Use full.")
+        if train.recompute_offload:
+            found.append(f"train.recompute_offload was not tested with {why}. Remove it.")
+    if train.recompute_offload and train.recompute == "none":
+        found.append("train.recompute_offload moves what train.recompute keeps, which is none. Set it to full.")
     return found
 
 
@@ -62,9 +68,8 @@ def use_recompute(model: Any, config: Config) -> int:
     """Make `model.gradient_checkpointing_enable` do what `train.recompute` says, and return the number of layers.
 
     transformers' Trainer and TRL turn checkpointing on through that method, TRL again after every pass without
-    gradients (`trl.models.utils.disable_gradient_checkpointing`, trl 1.16, which hands it keys that transformers
-    takes out of the group at the start: offload, every_n_layers). Changes this model alone. `ValueError` for `auto`,
-    which `launch.planning.recompute` resolves before anything is loaded.
+    gradients (`trl.models.utils.disable_gradient_checkpointing`, trl 1.16). Changes this model alone. `ValueError` for
+    `auto`, which `launch.planning.recompute` resolves before anything is loaded.
     """
     mode = config.train.recompute
     if mode == "auto":
@@ -73,26 +78,39 @@ def use_recompute(model: Any, config: Config) -> int:
         return 0
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    from recipes.parts.offload import HostInputs
+
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
     chosen = recomputed_layers(len(layers), config.train.recompute_fraction)
     skips = inner.config.model_type in ENDS_WITH_RESIDUAL
     for number in chosen if skips else ():
         _skip_unread(layers[number].mlp.down_proj, config.policy.lora_rank)
+    inputs = HostInputs() if config.train.recompute_offload else None
     enable, context = inner.gradient_checkpointing_enable, _contexts(mode, config.policy.lora_rank)
 
     def enable_chosen(gradient_checkpointing_kwargs: dict | None = None, **others: Any) -> None:
-        given = dict(gradient_checkpointing_kwargs or {})
-        others |= {key: given.pop(key) for key in ("offload", "every_n_layers") if key in given}
-        enable(given or None, **others)
+        enable(gradient_checkpointing_kwargs, **others)
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number in chosen
-            if not given.get("use_reentrant"):  # which takes no contexts
-                function = layer._gradient_checkpointing_func
-                layer._gradient_checkpointing_func = functools.partial(function, context_fn=context)
+            if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):  # which takes no contexts
+                continue
+            function = functools.partial(layer._gradient_checkpointing_func, context_fn=context)
+            layer._gradient_checkpointing_func = _from_host(function, inputs) if inputs else function
 
     inner.gradient_checkpointing_enable = enable_chosen
     return len(chosen)
+
+
+def _from_host(function: Callable, inputs: Any) -> Callable:
+    """A checkpoint whose saved arguments wait where `inputs` puts them; what the layer saves is the checkpoint's."""
+    import torch
+
+    def checkpoint(run: Callable, *args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(inputs.pack, inputs.unpack):
+            return function(run, *args)
+
+    return checkpoint
 
 
 def _contexts(mode: str, rank: int) -> Callable[[], tuple]:

@@ -96,7 +96,7 @@ def test_the_bytes_of_an_optimizer_are_those_that_it_keeps(optimizer, tmp_path):
         ({}, {"train__recompute": "selective"}),
         ({"train__recompute": "selective"}, {"train__recompute": "none"}),
         ({"train__recompute_fraction": 1.0}, {"train__recompute_fraction": 0.5}),
-        ({"train__trl": {"gradient_checkpointing_kwargs": {"offload": True}}}, {}),
+        ({"train__recompute_offload": True}, {}),
         ({"policy__kernels": "liger", "train__recompute": "none"}, {"train__recompute": "none"}),
         ({"policy__compute": "fused", "train__recompute": "none"}, {"train__recompute": "none"}),
         ({"train__micro_batch_tokens": 2048}, {"train__micro_batch_tokens": 4096}),

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from launch.planning.recompute import least, resolve, set_recompute
 from launch.planning.shapes import shape_by_size
 from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput
+from recipes.parts.offload import HostInputs
 from recipes.parts.recompute import problems, recomputed_layers, use_recompute
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import follow, nf4_policy, shape
@@ -47,12 +49,15 @@ class Operations(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def policy(recompute: str, layers: int, compute: str = "plain", fraction: float = 1.0, **changes: Any) -> Any:
+def policy(
+    recompute: str, layers: int, compute: str = "plain", fraction: float = 1.0, offload: bool = False, **changes: Any
+) -> Any:
     torch.manual_seed(0)
     made = layer_config(changes.pop("targets", "all-linear"), "none")
     made.policy.lora_rank = 16
     model = nf4_policy(shape(layers, **changes), made)
     made.train.recompute, made.train.recompute_fraction, made.policy.compute = recompute, fraction, compute
+    made.train.recompute_offload = offload
     if compute != "plain":
         from recipes.parts.linear import use_fused_linears
 
@@ -143,29 +148,43 @@ def test_trl_turns_it_off_for_a_pass_without_gradients_and_on_again_as_it_was():
 
     model = policy("selective", 4, fraction=0.5)
     layers = model.get_base_model().model.layers
-    with torch.no_grad(), disable_gradient_checkpointing(model, {"offload": False}):
+    with torch.no_grad(), disable_gradient_checkpointing(model, None):
         assert not any(layer.gradient_checkpointing for layer in layers)
         score(model)
     assert [layer.gradient_checkpointing for layer in layers] == [False, True, False, True]
     assert "context_fn" in layers[1]._gradient_checkpointing_func.keywords
 
 
-def test_inputs_of_layers_may_wait_in_host_memory(monkeypatch):
-    """`train.trl: {gradient_checkpointing_kwargs: {offload: true}}`; pinned memory needs a GPU."""
-    from torch.autograd.graph import save_on_cpu
+@pytest.mark.parametrize(("recompute", "fraction"), [("full", 1.0), ("selective", 0.5)])
+def test_inputs_of_layers_may_wait_in_host_memory(recompute, fraction, monkeypatch):
+    away: list[Any] = []
+    pack = HostInputs.pack
 
-    moved = []
+    def packed(inputs, tensor):
+        away.append((tensor.data_ptr(), tensor.shape, pack(inputs, tensor)))
+        return away[-1][-1]
 
-    def pageable(pin_memory, device_type):
-        moved.append(pin_memory)
-        return save_on_cpu(pin_memory=False, device_type=device_type)
+    monkeypatch.setattr(HostInputs, "pack", packed)
+    wanted, model = gradients("none", 4), policy(recompute, 4, fraction=fraction, offload=True)
+    for _ in range(2):  # a second pass finds nothing of the first
+        model.zero_grad()
+        away.clear()
+        score(model).backward()
+        assert [shape for _, shape, _ in away] == [(2, TOKENS, 128)] * int(4 * fraction)
+        found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert all(one.fetched is None and one.host.data_ptr() != address for address, _, one in away)
 
-    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", pageable)
-    wanted, model = gradients("none", 2), policy("full", 2)
-    model.gradient_checkpointing_enable({"offload": True})  # as transformers' Trainer; TRL hands on the same group
-    score(model).backward()
-    assert moved == [True, True]
-    assert all(torch.equal(one.grad, wanted[n]) for n, one in model.named_parameters() if one.grad is not None)
+
+def test_an_input_comes_back_one_ahead_and_is_let_go():
+    inputs, tensors = HostInputs(), [torch.full((2,), float(n)) for n in range(3)]
+    waiting = [inputs.pack(one) for one in tensors]
+    assert inputs.unpack(waiting[2]).tolist() == [2, 2]
+    assert waiting[1].fetched is not None and waiting[0].fetched is None
+    gone = weakref.ref(waiting[0])
+    del waiting[0]
+    assert gone() is None  # nothing but the graph keeps it
+    assert inputs.unpack(waiting[0]).tolist() == [1, 1] and inputs.unpack(waiting[0]).tolist() == [1, 1]
 
 
 def test_without_the_residual_at_its_end_a_layers_last_product_is_done_again(monkeypatch):
@@ -204,6 +223,9 @@ def config(**keys: Any) -> Any:
             "use_reentrant takes the checkpoint that cannot choose",
         ),
         ({"train__trl": {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}}, None, "recompute_fraction instead"),
+        ({"train__trl": {"gradient_checkpointing_kwargs": {"offload": True}}}, None, "recompute_offload instead"),
+        ({"train__recompute": "none", "train__recompute_offload": True}, None, "Set it to full"),
+        ({"train__recompute_offload": True}, "ZeRO-3", "not tested with ZeRO-3"),
         ({"train__trl": {"gradient_checkpointing_kwargs": "x"}}, None, "must be a group of keys"),
     ],
 )
