@@ -59,14 +59,13 @@ def plan_micro_batches(
     completion_lengths: Sequence[int],
     budget: int,
     share_prompts: bool,
-    at_least: int = 1,
 ) -> list[list[int]]:
     """Row indices of each micro-batch, the one with the most tokens first; every row is in exactly one.
 
     `prompts` are the rows' prompts (equal ones are found by content), `completion_lengths` their tokens. A micro-batch
     has at most `budget` tokens as they are packed, or it is one row that has more. With `share_prompts` the rows of a
-    prompt stay together; those that exceed the budget are split into parts, each with a copy of the prompt. There are
-    `at_least` micro-batches if there are as many rows. The same rows give the same plan.
+    prompt stay together; those that exceed the budget are split into parts, each with a copy of the prompt. Rows
+    without a completion cost nothing and go with the first micro-batch. The same rows give the same plan.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
@@ -83,27 +82,12 @@ def plan_micro_batches(
         return copies * (len(prompts[part[0]]) - 1) + sum(completion_lengths[row] for row in part)
 
     packs = [[parts[number] for number in pack] for pack in _first_fit([tokens(part) for part in parts], budget)]
-    # Rows without a completion cost nothing: they go where they do not make a micro-batch of their own.
-    empty = [[row] for row, length in enumerate(completion_lengths) if not length]
-    packs = [[*packs[0], *empty], *packs[1:]] if packs else ([empty] if empty else [])
-
-    def size(pack: list[list[int]]) -> int:
-        return sum(tokens(part) for part in pack if completion_lengths[part[0]])
-
-    while len(packs) < min(at_least, len(prompts)):
-        largest = max((pack for pack in packs if sum(map(len, pack)) > 1), key=size)
-        packs.remove(largest)
-        filled = [part for part in largest if completion_lengths[part[0]]]
-        if len(filled) == 1 and len(filled[0]) > 1:  # one prompt: its completions are divided
-            filled = [[row] for row in filled[0]]
-            halves = _halve(filled, lambda part: completion_lengths[part[0]])
-            halves = [[sorted(row for part in half for row in part)] for half in halves]
-            halves[1] += [part for part in largest if not completion_lengths[part[0]]]
-        else:
-            halves = _halve(largest, lambda part: tokens(part) if completion_lengths[part[0]] else 0)
-        packs += halves
-    packs.sort(key=size, reverse=True)
-    return [sorted(row for part in pack for row in part) for pack in packs]
+    packs.sort(key=lambda pack: -sum(map(tokens, pack)))
+    plan = [[row for part in pack for row in part] for pack in packs]
+    empty = [row for row, length in enumerate(completion_lengths) if not length]
+    if empty:
+        plan = [[*plan[0], *empty], *plan[1:]] if plan else [empty]
+    return [sorted(rows) for rows in plan]
 
 
 def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
@@ -119,14 +103,6 @@ def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
         bins[where].append(number)
         left[where] -= sizes[number]
     return bins
-
-
-def _halve(parts: list[list[int]], size: Any) -> list[list[list[int]]]:
-    """Two lists of about the same size, none of them empty."""
-    halves: list[list[list[int]]] = [[], []]
-    for part in sorted(parts, key=size, reverse=True):
-        min(halves, key=lambda half: (sum(map(size, half)), len(half))).append(part)
-    return halves
 
 
 class _Rows(NamedTuple):

@@ -300,26 +300,23 @@ def test_a_plan_has_every_row_once_keeps_the_budget_and_repeats_itself(seed, sha
         for _ in range(draw.choice([1, 2, 8])):
             prompts.append(prompt)
             lengths.append(draw.choice([0, 1, draw.randint(1, 60), draw.randint(1, 200)]))
-    budget, at_least = draw.choice([1, 50, 120, 400]), draw.choice([1, 1, 3, 7, 100])
-    plan = plan_micro_batches(prompts, lengths, budget, share, at_least)
-    assert plan == plan_micro_batches(prompts, lengths, budget, share, at_least)
+    budget = draw.choice([1, 50, 120, 400])
+    plan = plan_micro_batches(prompts, lengths, budget, share)
+    assert plan == plan_micro_batches(prompts, lengths, budget, share)
     assert sorted(row for rows in plan for row in rows) == list(range(len(prompts)))
-    assert all(plan) and len(plan) >= min(at_least, len(prompts))
+    assert all(plan)
     sizes = [packed_size(rows, prompts, lengths, share) for rows in plan]
     assert all(
         size <= budget or sum(1 for row in rows if lengths[row]) == 1 for size, rows in zip(sizes, plan, strict=True)
     )
-    needed = plan_micro_batches(prompts, lengths, budget, share)
-    assert len(needed) <= max(1, sum(1 for n in lengths if n))
-    if len(needed) > 1:  # first-fit decreasing leaves at most one micro-batch half empty
-        sizes = sorted(packed_size(rows, prompts, lengths, share) for rows in needed)
-        assert sizes[0] + sizes[1] > budget
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(plan) == 1 or sizes[-1] + sizes[-2] > budget, "two of them fit into one"
 
 
 def test_a_group_that_fits_stays_together_and_a_larger_one_is_split():
     prompts, lengths = [(1, 2, 3)] * 4 + [(4, 5)] * 4, [10] * 4 + [30] * 4
     assert plan_micro_batches(prompts, lengths, 62, True) == [[4, 5], [6, 7], [0, 1, 2, 3]]
-    assert plan_micro_batches(prompts, lengths, 62, True, at_least=4) == [[6, 7], [0, 1, 2, 3], [4], [5]]
+    assert plan_micro_batches(prompts, [0, 10, 0, 10, 30, 30, 30, 30], 62, True)[0] == [0, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
