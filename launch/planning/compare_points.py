@@ -57,6 +57,7 @@ def point_config(point: dict[str, Any]) -> Config:
             "gradient_accumulation_steps": given.get("completions", micro) // micro,
             "recompute": recompute_of(point),
             "recompute_fraction": point.get("recompute_fraction", 1.0),
+            "recompute_offload": point.get("recompute_offload", False),
             "micro_batch_tokens": point.get("micro_batch_tokens"),
             "beta": point.get("beta", 0.01),
         },
@@ -86,6 +87,7 @@ def rows_of(point: dict[str, Any], card_name: str) -> list[Row]:
     name += {"none": ", no checkpointing", "selective": ", selective"}.get(config.train.recompute, "")
     share = config.train.recompute_fraction
     name += f" of {100 * share:.0f} % of the layers" if share < 1 else ""
+    name += ", offloaded" if config.train.recompute_offload else ""
     if (packed := config.train.micro_batch_tokens) is not None:
         name += f", packs of {packed}"
     name += "".join(f", {one}" for one in (config.policy.compute, config.policy.kernels) if one not in AS_EVER)

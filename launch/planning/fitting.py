@@ -292,6 +292,8 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:
         half = {"train.gradient_accumulation_steps": train.gradient_accumulation_steps // 2}
         found.append((half, "half the completions a step, so half the KV cache of the rollout"))
+    if train.recompute != "none" and not train.recompute_offload and not layout.card.is_cpu:
+        found.append(({"train.recompute_offload": True}, "inputs of layers copied to the host and back"))
     if config.policy.lora_rank > 8:
         found.append(({"policy.lora_rank": config.policy.lora_rank // 2}, "a smaller adapter"))
     if config.rollout.max_completion_length > STEP:

@@ -34,11 +34,11 @@ SHAPE = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads":
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 BATCHES, SMALL_BATCHES = [(8, 1024), (8, 2048)], [(2, 64)]
 SAME, HIDDEN, GRADIENT = 0.005, 0.02, 0.05
-# compute, kernels, recompute
+# compute, kernels, recompute; offload is full with the layers' inputs in host memory
 VARIANTS = [
     *(("plain", kernels, "none") for kernels in ("torch", "compile", "liger")),
     *(("fused", kernels, "none") for kernels in ("torch", "compile", "liger")),
-    *(("fused", "torch", recompute) for recompute in ("selective", "full")),
+    *(("fused", "torch", recompute) for recompute in ("selective", "full", "offload")),
     *(("fused", "liger", recompute) for recompute in ("selective", "full")),
 ]
 
@@ -46,7 +46,9 @@ VARIANTS = [
 def config(compute: str, kernels: str, recompute: str) -> Config:
     policy = {"compute": compute, "kernels": "liger" if kernels == "liger" else "torch", "lora_rank": RANK}
     values = {"run": {"name": "x"}, "model": {"id": "Qwen/Qwen3-8B"}, "policy": policy}
-    return config_from_dict(values | {"train": {"max_steps": 1, "recompute": recompute}})
+    offloads = recompute == "offload"
+    train = {"max_steps": 1, "recompute": "full" if offloads else recompute, "recompute_offload": offloads}
+    return config_from_dict(values | {"train": train})
 
 
 def make(sizes: dict[str, int], device: str) -> Any:

@@ -211,7 +211,7 @@ def setting(point: dict[str, Any]) -> list:
     names = ("kind", "shape", "micro_batch", "prompt_tokens", "completion_tokens", "beta", "lora_rank")
     names += ("adapter_dtype", "backend", "weights", "sync", "kv_cache_gib", "max_num_seqs", "enforce_eager")
     found = [point.get(name) for name in (*names, "micro_batch_tokens")]
-    switches = {"compute": "plain", "kernels": "torch", "recompute_fraction": 1.0}
+    switches = {"compute": "plain", "kernels": "torch", "recompute_fraction": 1.0, "recompute_offload": False}
     return [*found, recompute_of(point), *(point.get(name, default) for name, default in switches.items())]
 
 
@@ -237,8 +237,16 @@ def flags(work: Path, point: dict[str, Any], device: str) -> list[str]:
     # At least two micro-batches, so that the second finds the gradients of the first.
     keys |= {"train.gradient_accumulation_steps": point["completions"] // micro, "train.beta": point["beta"]}
     keys |= {"train.recompute": recompute_of(point)}
-    groups = {"policy": ("compute", "kernels"), "train": ("recompute_fraction", "micro_batch_tokens")}
-    keys |= {f"{group}.{name}": point[name] for group, names in groups.items() for name in names if name in point}
+    groups = {
+        "policy": ("compute", "kernels"),
+        "train": ("recompute_fraction", "recompute_offload", "micro_batch_tokens"),
+    }
+    keys |= {
+        f"{group}.{name}": json.dumps(point[name]).strip('"')
+        for group, names in groups.items()
+        for name in names
+        if name in point
+    }
     keys |= {"train.learning_rate": 1e-5, "watch.completions_every": 0}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
 
