@@ -23,12 +23,14 @@ It stops at --limit_s, ends what it started, and prints what is there. Exit 1 wh
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,7 @@ class Bench:
         self.shape = SHAPES["tiny" if options.rehearse else "8b"]
         self.cpu, self.rows, self.children = options.rehearse, [], []
         self.servers: dict[str, Any] = {}
+        self.broken: dict[str, str] = {}  # sides that cannot run, and why; the other one goes on
         self.server_gib: dict[str, float | None] = {}
         self.watch = CardWatch()
         self.runs, self.call = 0, int(self.started)  # the work directory holds the runs of other calls, too
@@ -121,11 +124,22 @@ class Bench:
             self.servers["stock"] = StockServer(self.work, self.load, None if self.cpu else 1, self.shape)
         if self.wants_ours and not (self.work / "base" / "manifest.json").is_file():
             words = ["-m", "merge", "base", *self.flags("base")]
-            self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else "0")
+            with self.going_on("ours"):
+                self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else "0")
         if with_stock:
-            self.servers["stock"].wait(min(READY_S, self.left))
-            self.server_gib["stock"] = self.grown(1, before)
-            self.say("the stock server is ready")
+            with self.going_on("stock"):
+                self.servers["stock"].wait(min(READY_S, self.left))
+                self.server_gib["stock"] = self.grown(1, before)
+                self.say("the stock server is ready")
+
+    @contextlib.contextmanager
+    def going_on(self, side: str) -> Iterator[None]:
+        """A failure in the block breaks one side only."""
+        try:
+            yield
+        except Failed as error:
+            self.broken[side] = str(error)
+            self.say(f"{side}: {error}")
 
     @property
     def wants_ours(self) -> bool:
@@ -155,6 +169,8 @@ class Bench:
         row: dict[str, Any] = {"side": side, "load": self.options.load}
         kind = "stock" if side == "stock" else "ours"
         try:
+            if kind in self.broken:
+                raise Failed(self.broken[kind])
             if self.left < (0 if self.cpu else LEAST_S[kind]):
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
             if kind == "ours":
@@ -323,10 +339,11 @@ def compare(bench: Bench) -> int:
     options = bench.options
     with_stock = options.stock is None
     bench.prepare(with_stock)
-    if options.variants:
+    if options.variants and "ours" not in bench.broken:
         bench.start_ours()
-        if bench.cpu or not with_stock:
-            bench.wait_ours()
+        if bench.cpu or not with_stock or "stock" in bench.broken:
+            with bench.going_on("ours"):
+                bench.wait_ours()
     sides = (["stock"] if with_stock else []) + options.variants
     for _ in range(options.rounds):
         for side in sides:

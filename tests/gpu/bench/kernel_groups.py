@@ -24,26 +24,28 @@ GROUPS = (
 TOP = 25
 TRL_CHUNK = 32768  # vocabulary entries that TRL 1.16 projects at once
 # The first that fits decides.
+ATTENTION = r"flash|fmha|attention|attn|flex|sdpa|cudnn.*sdp"
 BY_NAME = (
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|clip_grad|optimizer"),
     ("head", r"log_?prob|logsumexp|entropy|online_softmax|cross_entropy"),
     ("dequantization", r"quant|nf4|_4bit|to_fp8|fp8_cast|unpack"),
-    ("attention", r"flash|fmha|attention|attn|flex|sdpa|cudnn.*sdp"),
     ("norm, rope, activation", r"rms|norm|rope|rotary|silu|swiglu|glu_"),
 )
-PRODUCT = r"gemm|cutlass|nvjet|xmma|cublas|_mm\b|::mm|addmm|bmm|linear|matmul|scaled_mm|wgmma|gemv|splitk"
+PRODUCT = r"gemm|cutlass|nvjet|xmma|cublas|addmm|bmm|::mm|_mm\b|scaled_mm|wgmma|gemv|splitk"
 
 
 def group_of(kernel: str, operator: str, sizes: Iterable[int], rank: int, head: set[int]) -> str:
     """The group of a kernel, from its name, the operator that launched it and the sizes in that operator's shapes.
     `head` are the sizes that only the output layer has."""
-    name, sizes = f"{kernel} {operator}".lower(), {*sizes}
-    is_product = re.search(PRODUCT, name) is not None
-    for group, pattern in BY_NAME:
-        if re.search(pattern, name) and not (is_product and group != "attention"):
-            return group
-    if is_product:
+    kernel, sizes = kernel.lower(), {*sizes}
+    if re.search(ATTENTION, f"{kernel} {operator.lower()}"):
+        return "attention"
+    if re.search(PRODUCT, kernel) or (operator.startswith("aten::") and re.search(PRODUCT, operator)):
         return "head" if head & sizes else "LoRA" if rank in sizes else "base products"
+    for name in (kernel, operator.lower()):
+        for group, pattern in BY_NAME:
+            if re.search(pattern, name):
+                return group
     if head & sizes:
         return "head"
     if rank in sizes:
