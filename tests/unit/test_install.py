@@ -60,7 +60,8 @@ def third_party_imports() -> dict[str, str]:
 BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
 # merge/awq.py and launch/export/schema.py run in environments of their own, whose pins are in
 # requirements-llmcompressor.txt and requirements-verl.txt.
-OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf"}
+# tests/gpu/bench_update.py runs Unsloth beside the kit where it is installed.
+OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth"}
 # In requirements-cuda.txt alone: its kernels need a GPU.
 OF_GPUS = {"liger_kernel"}
 
