@@ -3,8 +3,8 @@
     python -m torch.distributed.run --nproc_per_node 2 tests/smoke/sharded_worker.py PLAN
 
 PLAN is JSON, a list of {"environment", "arguments"} and optionally {"copy": [from, to], "remove": path} before it. At
-the end of each run a process writes to rank-<n>.jsonl what it holds of the base, and what the check of the base says
-when a bit of the second process's part has changed.
+the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base says when
+a bit of the second process's part has changed, and how many micro-batches by tokens its updates so far had.
 accelerate 1.15 splits a model on GPUs only. Here it takes two gloo processes on a CPU for GPUs; the rest is its own.
 """
 
@@ -55,6 +55,20 @@ def change(model) -> None:
         parts(model)[name].reshape(-1).view(torch.uint8)[7] ^= 1
 
 
+def count_micro_batches() -> list[int]:
+    """A list that gets the number of micro-batches of every update in this process."""
+    from recipes.parts.update import PackedUpdate
+
+    plan, counts = PackedUpdate._plan, []
+
+    def note(self, inputs: dict) -> list[list[int]]:
+        counts.append(len(found := plan(self, inputs)))
+        return found
+
+    PackedUpdate._plan = note
+    return counts
+
+
 def main() -> None:
     take_cpu_for_gpus()
     import torch.distributed
@@ -71,6 +85,7 @@ def main() -> None:
     def check_and_note(model, facts: dict) -> None:
         check(model, facts)
         note = {"hash": facts["hash"], "bytes": sum(part.nbytes for part in parts(model).values())}
+        note["micro_batches"] = [*counts]
         change(model)
         try:
             check(model, facts)
@@ -81,6 +96,7 @@ def main() -> None:
             file.write(f"{json.dumps(note)}\n")
 
     recipes.parts.policy.check_base_unchanged = check_and_note
+    counts = count_micro_batches()
     for run in json.loads(plan.read_text()):
         os.environ.update(run["environment"])
         AcceleratorState._reset_state(reset_partial_state=True)

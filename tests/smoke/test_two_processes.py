@@ -123,26 +123,10 @@ def server_keys(replica: FakeReplica) -> dict:
     return {**keys, "train.per_device_train_batch_size": 8, "train.max_steps": 2, "watch.completions_every": 1}
 
 
-def test_two_processes_share_one_sync_and_get_the_completions_of_their_own_prompts(
+def test_two_processes_share_every_sync_and_get_the_completions_of_their_own_prompts(
     tmp_path, recipe_arguments, tiny_model_dir, replica
 ):
-    run = RunDir(tmp_path / "run")
-    done = train(recipe_arguments(tiny_model_dir, run.path, server_keys(replica)))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [call for call in replica.calls if call not in ("info", "discard")] == ONE_STEP * 2
-    for step in (1, 2):
-        sampled = rows(run, f"completions/step-{step:06d}.jsonl")
-        assert len(sampled) == 16 and {row["adapter_version"] for row in sampled} == {step - 1}
-        for row in sampled:
-            question = row["prompt"][-12:].replace(" ", "")
-            assert question in row["completion"].replace(" ", ""), (row["prompt"], row["completion"])
-    (first, second) = rows(run, "metrics.jsonl")
-    assert first["sampler_nan_count"] == 0 and first["sampler_k3"] > 0 and second["sync_seconds"]["stage"] > 0
-
-
-def test_two_processes_take_what_was_generated_behind_their_update(
-    tmp_path, recipe_arguments, tiny_model_dir, replica
-):
+    """The first step waits for its rollouts, the others take what was generated behind the update before."""
     run = RunDir(tmp_path / "run")
     keys = server_keys(replica) | {"rollout.overlap": "true", "train.max_steps": 3}
     done = train(recipe_arguments(tiny_model_dir, run.path, keys))
@@ -150,15 +134,16 @@ def test_two_processes_take_what_was_generated_behind_their_update(
     generate, sync = ["generate"] * 4, ["stage", "activate", "score"]
     calls = [call for call in replica.calls if call not in ("info", "discard")]
     assert calls == [*sync, *generate, *generate, *sync, *generate, *sync]
-    assert [(row["adapter_version"], row["policy_lag"]) for row in rows(run, "metrics.jsonl")] == [
-        (0, 0),
-        (0, 1),
-        (1, 1),
-    ]
-    for step in (1, 2, 3):
-        for row in rows(run, f"completions/step-{step:06d}.jsonl"):
-            question = row["prompt"][-12:].replace(" ", "")
-            assert question in row["completion"].replace(" ", ""), (row["prompt"], row["completion"])
+    metrics = rows(run, "metrics.jsonl")
+    assert [(row["adapter_version"], row["policy_lag"]) for row in metrics] == [(0, 0), (0, 1), (1, 1)]
+    for row in metrics:
+        sampled = rows(run, f"completions/step-{row['step']:06d}.jsonl")
+        assert len(sampled) == 16 and {line["adapter_version"] for line in sampled} == {row["adapter_version"]}
+        for line in sampled:
+            question = line["prompt"][-12:].replace(" ", "")
+            assert question in line["completion"].replace(" ", ""), (line["prompt"], line["completion"])
+    assert metrics[0]["sampler_nan_count"] == 0 and metrics[0]["sampler_k3"] > 0
+    assert metrics[1]["sync_seconds"]["stage"] > 0
 
 
 def test_a_failed_sync_ends_both_processes(tmp_path, recipe_arguments, tiny_model_dir, replica):
@@ -276,7 +261,7 @@ def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_bat
 
 def test_a_bit_that_changes_in_one_process_is_found_by_all(split):
     for rank in (0, 1):
-        for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines():
+        for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines()[1:]:  # of the splits
             assert "the frozen base changed" in json.loads(line)["error"]
             assert "1 of 25 tensors, first ['model.layers.0.mlp.down_proj.weight']" in json.loads(line)["error"]
 
