@@ -18,7 +18,7 @@ from launch.starting.trainer_command import place
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
 
-STEP = 128  # tokens; completion lengths are searched in multiples of it
+STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched in multiples of them
 
 
 @dataclass
@@ -194,6 +194,15 @@ def largest_micro_batch(layout: Layout) -> int | None:
     train = layout.config.train
     sizes = micro_batches(train.per_device_train_batch_size * train.gradient_accumulation_steps)
     return _largest(sizes, lambda size: _fits(layout, micro_batch_keys(layout.config, size)))
+
+
+def largest_pack(layout: Layout) -> int | None:
+    """The most `train.micro_batch_tokens`, a multiple of 1,024, that fits; None when a row does not."""
+    train, rollout = layout.config.train, layout.config.rollout
+    length = rollout.max_prompt_length + rollout.max_completion_length
+    everything = train.per_device_train_batch_size * train.gradient_accumulation_steps * length
+    sizes = range(math.ceil(length / PACK_STEP) * PACK_STEP, everything + PACK_STEP, PACK_STEP)
+    return _largest(sizes, lambda size: _fits(layout, {"train.micro_batch_tokens": size}))
 
 
 def largest_completion(layout: Layout) -> int | None:

@@ -133,10 +133,11 @@ def _parts_table(layout: Layout) -> Any:
 
 def largest(layout: Layout) -> dict[str, int | None]:
     """The largest micro-batch, completion and number of sequences that fit, each with the rest as configured."""
-    found: dict[str, int | None] = {
-        "micro_batch": fitting.largest_micro_batch(layout),
-        "completion_tokens": fitting.largest_completion(layout),
-    }
+    if layout.config.train.micro_batch_tokens is None:
+        found: dict[str, int | None] = {"micro_batch": fitting.largest_micro_batch(layout)}
+    else:
+        found = {"micro_batch_tokens": fitting.largest_pack(layout)}
+    found["completion_tokens"] = fitting.largest_completion(layout)
     if layout.server is not None:
         found |= {"sequences": fitting.largest_sequences(layout), "sequences_now": fitting.sequences(layout)}
     return found
@@ -144,8 +145,12 @@ def largest(layout: Layout) -> dict[str, int | None]:
 
 def _print_largest(console: Any, layout: Layout) -> None:
     found, config = largest(layout), layout.config
+    if "micro_batch" in found:
+        micro = f"micro-batch {found['micro_batch'] or 'none'} (now {config.train.per_device_train_batch_size})"
+    else:
+        micro = f"pack {found['micro_batch_tokens'] or 'none'} tokens (now {config.train.micro_batch_tokens})"
     named = [
-        f"micro-batch {found['micro_batch'] or 'none'} (now {config.train.per_device_train_batch_size})",
+        micro,
         f"completion {found['completion_tokens'] or 'none'} tokens (now {config.rollout.max_completion_length})",
     ]
     if layout.server is not None:

@@ -264,6 +264,18 @@ def test_most_of_what_does_not_fit_gets_a_remedy():
     assert sum(keys is not None for keys in found) >= 5
 
 
+def test_the_largest_pack_fits_and_a_larger_one_does_not():
+    from launch.planning.report import largest
+
+    layout = plan(EIGHT, "h100-80g:8", "--train.micro_batch_tokens", "8192", "--train.recompute", "none")
+    found = largest(layout)
+    assert "micro_batch" not in found
+    size = found["micro_batch_tokens"]
+    assert size >= 8192 and size % 1024 == 0
+    assert changed(layout, {"train.micro_batch_tokens": size}).fits
+    assert not changed(layout, {"train.micro_batch_tokens": size + 1024}).fits
+
+
 def test_a_full_card_is_told_to_sleep_first():
     layout = plan(ONE_CARD, "rtx4090", "--server.sleep", "false", "--server.nf4_copy", "gpu")
     first = changes(layout)[0]
