@@ -10,7 +10,8 @@ TRL's fused head; what it returns goes back to where the padded pass has it.
 
 Covered: causal language models of transformers with full attention in every layer (`MODELS`), with autograd and
 gradient checkpointing, under DDP, with the adapter off. Not covered, and refused before weights load (`check_packing`,
-`sharding.problems`): sliding windows, attention dropout, experts, images, a base split over processes.
+`checks.check_config`): sliding windows, attention dropout, experts, images, a base split over processes. On a CPU the
+attention of a packed row of T tokens costs T x T, also where its sequences do not see each other.
 """
 
 from collections import defaultdict

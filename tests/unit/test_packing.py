@@ -344,3 +344,11 @@ def test_a_model_that_packing_would_change_is_refused(model_type, changes, said)
 def test_a_model_that_packs_is_let_through(model_type):
     config = load_config(CONFIG, ["--train.micro_batch_tokens=512"])
     check_packing(config, AutoConfig.for_model(model_type, **SIZE))
+
+
+def test_the_recipe_refuses_before_weights_load(recipe, recipe_arguments, tiny_model_dir, tmp_path):
+    changes = {"train.micro_batch_tokens": 2048, "model.attn_implementation": "eager"}
+    done = recipe(recipe_arguments(tiny_model_dir, tmp_path / "run", changes, ("--dry_run",)))
+    assert done.code == 2 and "model.attn_implementation is 'eager', and packed rows need sdpa" in done.err
+    del changes["model.attn_implementation"]
+    assert recipe(recipe_arguments(tiny_model_dir, tmp_path / "run", changes, ("--dry_run",))).code == 0
