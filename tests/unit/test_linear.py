@@ -15,6 +15,7 @@ from peft.tuners.lora import bnb as peft_bnb
 from torch.utils.checkpoint import checkpoint
 
 from merge.base import dequantize, hash_nf4_model, load_nf4
+from merge.quantize import to_fp8
 from recipes.parts import linear
 from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
@@ -209,7 +210,7 @@ def test_fp8_products_are_within_5_percent_of_the_unquantized_ones_both_ways():
     assert 0.02 < relative(product.backward(g), g @ weight) < 0.05
 
 
-def test_fp8_weight_has_the_bytes_that_vllm_makes_of_the_dequantized_base(learning_model_dir):
+def test_fp8_weight_has_the_bytes_that_vllm_and_for_rounded_scales_the_merge_make_of_the_base(learning_model_dir):
     model = load_nf4(learning_model_dir, dtype="bfloat16", device="cpu")
     from vllm.model_executor.layers.quantization.online.fp8 import _fp8_channel_scale, _fp8_quant_per_channel
 
@@ -223,6 +224,10 @@ def test_fp8_weight_has_the_bytes_that_vllm_makes_of_the_dequantized_base(learni
         ours = weight_of(layer, layer.product.scale())
         assert torch.equal(layer.product.scale(), scale)
         assert torch.equal(ours.view(torch.uint8), served.view(torch.uint8))
+        merged = to_fp8(weight, lambda *_: None)  # stores its scales in bfloat16 and makes its codes for those
+        assert torch.equal(merged["weight_scale"], scale.bfloat16())
+        codes = linear.to_e4m3(weight, merged["weight_scale"].float())
+        assert torch.equal(merged["weight"].view(torch.uint8), codes.view(torch.uint8))
         turned = weight_of(layer, scale, transposed=True)
         assert torch.equal(turned.view(torch.uint8), ours.view(torch.uint8).t())
 
