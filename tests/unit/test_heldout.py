@@ -54,7 +54,7 @@ def test_it_is_measured_at_the_first_step_and_at_every_multiple_and_timed(measur
     for row in rows:
         seconds = row["seconds"]
         assert ("heldout" in seconds) == (row["heldout_accuracy"] is not None)
-        spent = sum(seconds.get(name, 0) for name in ("rollout", "reward", "heldout", "update"))
+        spent = sum(seconds.get(name, 0) for name in ("rollout", "reward", "heldout", "reference", "update"))
         assert spent == pytest.approx(seconds["step"], abs=0.001)
 
 
