@@ -256,7 +256,8 @@ RULES = (
         "The server's log-probs drift from the policy's: the correction cuts the loss, and beyond "
         "rollout.max_sampler_k3 the trainer stops.",
         "Compare canary_delta: a jump there is a replica that missed an adapter, restart it. Else server.weights "
-        "bf16; a sequence correction on long completions: use token_truncate.",
+        "bf16; a sequence correction on long completions: use token_truncate; with rollout.overlap, whose lag of one "
+        "update counts too, a lower train.learning_rate.",
     ),
     Rule(
         "unknown rewards",

@@ -204,6 +204,11 @@ class PackedUpdate:
                 f"the sampler is not the policy: k3 KL {k3:.4f} a token, limit rollout.max_sampler_k3 {limit}. Serve "
                 "the dequantized base of this model (python -m merge base, python -m launch.server)."
             )
+            if rollout.overlap and self._rollout_version < self.state.global_step:
+                problem += (
+                    " With rollout.overlap it also counts what one update changed: if k3 rose from small values, "
+                    "lower train.learning_rate or set rollout.overlap to false."
+                )
         else:
             return
         if self.recorder:
