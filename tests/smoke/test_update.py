@@ -47,6 +47,22 @@ def test_a_resume_between_steps_of_micro_batches_repeats_the_run(
         assert tensor.equal(expected[name]), name
 
 
+@pytest.mark.parametrize("budget", ["null", 400], ids=["padded", "larger"])
+def test_a_resume_may_take_other_micro_batches(
+    packed, tmp_path, recipe, recipe_arguments, learning_model_dir, read_jsonl, budget
+):
+    run = RunDir(shutil.copytree(packed.path, tmp_path / "run"))
+    shutil.rmtree(run.checkpoints / "step-000006")
+    changes = {**PACKED, "train.micro_batch_tokens": budget}
+    done = recipe(recipe_arguments(learning_model_dir, run.path, changes, ("--resume",)))
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert run.ledger_file.read_text() == packed.ledger_file.read_text()
+    for one, other in zip(*(read_jsonl(each.metrics_file) for each in (packed, run)), strict=True):
+        assert one["reward"] == other["reward"]
+        for key in ("grad_norm", "loss"):  # the KL of accumulated padded batches is TRL's mean over them
+            assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-6), (one["step"], key)
+
+
 def test_a_budget_that_no_completion_fits_is_refused_before_anything_heavy_is_imported(
     tmp_path, recipe, recipe_arguments
 ):
