@@ -44,7 +44,7 @@ from workload import PEAK_FLOPS, TINY_WORKS, WORKS, Work, step_flops
 from recipes.parts.rundir import write_json
 
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
-OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch"}
+OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS: dict[str, dict[str, str]] = {
     "plain": {},
     "packed": {"train.micro_batch_tokens": "16384"},
@@ -54,6 +54,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "liger": {"policy.kernels": "liger"},
     "none": {"train.recompute": "none"},
     "selective": {"train.recompute": "selective"},
+    "half": {"train.recompute_fraction": "0.5"},
+    "offload": {"train.recompute_offload": "true"},
     "overlap": {"rollout.overlap": "true"},
     "adamw_fused": {"train.optimizer": "adamw_torch_fused"},
     "adamw_8bit": {"train.optimizer": "adamw_bnb_8bit"},

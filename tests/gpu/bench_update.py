@@ -67,6 +67,8 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "fp8": (1e-2, 0.1, 0.95),  # each product is off by 3.8 %, forward and backward
     "liger": ROUNDING,
     "none": (1e-3, 0.01, 0.999),
+    "half": (1e-3, 0.01, 0.999),
+    "offload": (1e-3, 0.01, 0.999),
     "selective": (1e-3, 0.01, 0.999),
     "adamw_fused": (1e-3, 0.01, 0.999),  # the first gradient is there before the optimizer
     "adamw_8bit": (1e-3, 0.01, 0.999),
@@ -84,7 +86,7 @@ class Child:
         environment = dict(os.environ)
         if case == "unsloth" and options.unsloth_path:
             environment["PYTHONPATH"] = os.pathsep.join([options.unsloth_path, environment.get("PYTHONPATH", "")])
-        self.log = options.work / f"{case}-{targets}.log"
+        self.log = options.work / f"{case.replace('/', '_')}-{targets}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 *(words,),
@@ -127,7 +129,7 @@ def verdict(row: dict[str, Any], is_exact: bool) -> str | None:
         return None
     if "cosine" not in row:
         return "no gradient of the plain path to compare with"
-    bounds = [BOUNDS[lever] for lever in row["case"].split("+")]
+    bounds = [BOUNDS.get(lever, ROUNDING) for lever in row["case"].split("+")]
     loss, norm = (max(one[place] for one in bounds) for place in (0, 1))
     cosine = min(one[2] for one in bounds)
     found = []
@@ -178,17 +180,16 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Every case in turn, the next one's imports during it; rows are written after each."""
     todo = [(case, targets) for targets in options.targets for case in options.cases]
     deadline = options.started + options.limit_s
-    waiting = Child(*todo[0], options) if todo else None
+    children = [Child(*todo[0], options)]
     try:
+        prepare(options)
         for place in range(len(todo)):
-            child, waiting = waiting, None
             if (left := deadline - time.time()) < 5:
-                child.end()
                 print(f"no time left for {len(todo) - place} cases", flush=True)
                 break
             if place + 1 < len(todo):
-                waiting = Child(*todo[place + 1], options)
-            found = child.run(min(CASE_S, left))
+                children.append(Child(*todo[place + 1], options))
+            found = children[place].run(min(CASE_S, left))
             for row in found:
                 row["missed"] = verdict(row, options.rehearse)
                 if "profile" in row:
@@ -202,14 +203,15 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             head = {"card": nvidia_smi("name"), "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
             write_json(options.out, head | {"rows": rows})
     finally:
-        for child in (waiting,):
-            if child:
-                child.end()
+        for child in children:
+            child.end()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--cases", nargs="+", help=f"levers joined by +: {', '.join(LEVERS)}; default a list of 16")
+    parser.add_argument(
+        "--cases", nargs="+", help=f"levers (or key=value) joined by +: {', '.join(LEVERS)}; default a list of 16"
+    )
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["all", "qkvo"])
     parser.add_argument("--batches", nargs="+", help="rows x tokens, with r for ragged; default 8x2048 1x2048")
     parser.add_argument("--unsloth_path", help="directory that Unsloth is imported from")
@@ -224,7 +226,9 @@ def main() -> None:
     # liger's kernels need a GPU.
     options.cases = options.cases or [case for case in CASES if not (options.rehearse and "liger" in case)]
     known = {*LEVERS, *PLAIN, "unsloth"}
-    if unknown := [case for case in options.cases if not {*case.split("+")} <= known]:
+    if unknown := [
+        case for case in options.cases if any(one not in known and "=" not in one for one in case.split("+"))
+    ]:
         parser.error(f"unknown cases {', '.join(unknown)}; levers are {', '.join(sorted(known))}")
     ours = [case for case in options.cases if case not in (*STOCK, "unsloth")]
     if ours and "plain" not in options.cases:
@@ -237,7 +241,6 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("OMP_NUM_THREADS", "4")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    prepare(options)
     rows: list[dict[str, Any]] = []
     try:
         measure(options, rows)

@@ -1,9 +1,9 @@
 """One case of bench_update.py in a process of its own: a model, its update step on every batch, seconds and memory.
 
 A case is what is joined with + in its name: `stock_bf16` or `stock_nf4` (TRL's path: peft, transformers' full
-recomputation), `plain` (that on NF4 with the kit's FP32 adapter), `unsloth`, or levers of the kit (LEVERS), whatever
-they leave open as in `full`. The imports run at once; the card is touched only after a line on stdin, so that a case
-can get ready during the one before.
+recomputation), `plain` (that on NF4 with the kit's FP32 adapter), `unsloth`, or levers of the kit (LEVERS, or
+key=value), whatever they leave open as in `full`. The imports run at once; the card is touched only after a line on
+stdin, so that a case can get ready during the one before.
 """
 
 import argparse
@@ -34,6 +34,8 @@ LEVERS: dict[str, dict[str, str]] = {
     "liger": {"policy.kernels": "liger"},
     "none": {"train.recompute": "none"},
     "selective": {"train.recompute": "selective"},
+    "half": {"train.recompute_fraction": "0.5"},
+    "offload": {"train.recompute_offload": "true"},
     "adamw_fused": {"train.optimizer": "adamw_torch_fused"},
     "adamw_8bit": {"train.optimizer": "adamw_bnb_8bit"},
 }
@@ -111,7 +113,8 @@ class Case:
         if self.name not in PLAIN:
             keys |= {"train.recompute": "full"}
         for lever in self.levers:
-            keys |= LEVERS.get(lever, {})
+            key, is_key, value = lever.partition("=")
+            keys |= {key: value} if is_key else LEVERS.get(lever, {})
         return load_config(CONFIG, [f"--{key}={value}" for key, value in keys.items()])
 
     def build(self) -> Any:
