@@ -72,16 +72,28 @@ def test_the_bytes_of_nf4_are_those_that_bitsandbytes_stores():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
-def test_the_bytes_of_an_optimizer_are_those_that_it_keeps(optimizer, tmp_path):
+def test_the_bytes_of_an_optimizer_are_those_that_it_keeps_and_a_resume_finds(optimizer, tmp_path):
     import torch
     from torch.utils._pytree import tree_leaves
     from transformers import Trainer, TrainingArguments
 
-    weight = torch.nn.Linear(1024, 256, bias=False)
     kind, keys = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(tmp_path, optim=optimizer, use_cpu=True))
-    made = kind(weight.parameters(), **keys)
-    weight(torch.ones(1, 1024)).sum().backward()
-    made.step()
+
+    def train(weight, made, seeds):
+        for seed in seeds:
+            weight.weight.grad = torch.randn(256, 1024, generator=torch.Generator().manual_seed(seed))
+            made.step()
+
+    torch.manual_seed(0)
+    weight, again = (torch.nn.Linear(1024, 256, bias=False) for _ in range(2))
+    made, resumed = kind(weight.parameters(), **keys), kind(again.parameters(), **keys)
+    train(weight, made, range(2))
+    again.load_state_dict(weight.state_dict())
+    torch.save(made.state_dict(), tmp_path / "optimizer.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=False))
+    train(weight, made, range(2, 4))
+    train(again, resumed, range(2, 4))
+    assert torch.equal(again.weight, weight.weight)
     kept = {one.data_ptr(): one for one in tree_leaves(made.state_dict()["state"]) if isinstance(one, torch.Tensor)}
     stored = sum(one.nbytes for one in kept.values() if one.numel() > 256)  # without step and table of values
     assert stored / weight.weight.numel() == pytest.approx(memory.optimizer_bytes(optimizer, 4))
