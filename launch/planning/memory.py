@@ -91,8 +91,9 @@ def checkpoint_bytes(shape: Shape, config: Config) -> float:
     if config.train.recompute != "selective":
         return narrow * shape.hidden
     products = shape.q_size + 2 * shape.kv_size + shape.hidden + 2 * shape.intermediate
-    # FlexAttention, which packs take, is run again.
-    attention = 0 if config.train.micro_batch_tokens else narrow * shape.q_size + 4 * shape.heads
+    flex = config.train.packed_attention == "flex" or config.model.dtype == "float32"
+    # FlexAttention, a choice of packs, is run again.
+    attention = 0 if config.train.micro_batch_tokens and flex else narrow * shape.q_size + 4 * shape.heads
     return narrow * (shape.hidden + products) + attention
 
 

@@ -184,6 +184,9 @@ class TrainConfig:
         None, "tokens per forward, without padding, instead of per_device_train_batch_size completions"
     )
     share_prompts: bool = _option(True, "with micro_batch_tokens: compute the prompt of a group once")
+    packed_attention: Literal["flex", "flash"] = _option(
+        "flex", "with micro_batch_tokens on a GPU: attention by FlexAttention or, in half precision, FlashAttention"
+    )
     max_grad_norm: float = _option(1.0, "gradient clipping norm")
     weight_decay: float = _option(0.0, "AdamW weight decay")
     optimizer: str = _option("adamw_torch", "optimizer, as transformers names it")

@@ -1,20 +1,22 @@
 """Attention over a packed row: several sequences one after the other, some behind a prompt that they share.
 
 A position sees itself and what is before it in its own segment and, behind a shared prompt, all of that prompt. On a
-GPU this is torch's FlexAttention with a `BlockMask`, on a CPU sdpa with a dense boolean mask. Either travels through
-transformers as the attention mask, which a layer that is recomputed in the backward pass gets once more.
-
-`torch.nn.attention.varlen.varlen_attn` (FlashAttention) is not used: it knows no shared prompt, so it could serve
-`train.share_prompts: false` only, and the same update would then have two kernels with two roundings to be kept equal.
-FlexAttention computes that layout too. `tests/gpu/packing_check.py` prints the time of both.
+GPU this is torch's FlexAttention with a `BlockMask` or, in half precision, FlashAttention's kernels (`flash_packed`;
+`train.packed_attention` says which), on a CPU sdpa with a dense boolean mask. Each travels through transformers as the
+attention mask, which a layer that is recomputed in the backward pass gets once more. `tests/gpu/packing_check.py`
+compares them and prints their times.
 """
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from recipes.parts.errors import BadInput
+from recipes.parts.flash_packed import MULTIPLE, TYPES, FlashMask, flash_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,6 +25,17 @@ NAME = "sdpa_packed"
 # Of the block mask. A packed row on a GPU is a multiple of it long: blocks are whole, and their number is that of
 # positions divided by it, which is what lets one compiled kernel serve every length.
 BLOCK = 128
+
+
+Kind = Literal["dense", "flex", "flash"]
+
+
+class Sequences(NamedTuple):
+    """A packed row by lengths, none of them zero: shared prompts, what is behind each in the same order, the rest."""
+
+    lengths: list[int]  # of all segments
+    prompts: list[int]  # of the shared prompts, the first segments
+    behind: list[int]  # tokens of all segments behind each shared prompt
 
 
 class Segments(NamedTuple):
@@ -34,7 +47,7 @@ class Segments(NamedTuple):
 
 
 def use_packed_attention(model: "PreTrainedModel") -> None:
-    """Let a transformers `model` on a GPU take a `BlockMask` as its attention mask; all else stays with sdpa."""
+    """Let a transformers `model` on a GPU take a `BlockMask` or a `FlashMask`; all else stays with sdpa."""
     if model.device.type != "cuda":
         return
     register()
@@ -50,11 +63,44 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def attention_mask(segments: Segments) -> torch.Tensor | BlockMask:
-    """The mask of a packed row, on the device of `segments`: boolean (1, 1, T, T) on a CPU, else a `BlockMask`."""
-    if segments.own.device.type == "cpu":
-        return dense_mask(segments)
-    return block_mask(segments)
+def mask_kind(model: torch.nn.Module, device: torch.device, wanted: str) -> Kind:
+    """Of the mask that a forward of `model` on `device` takes, in the autocast of the moment; `wanted` is
+    `train.packed_attention`. FlashAttention's kernels know no float32."""
+    if device.type == "cpu":
+        return "dense"
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    return "flash" if wanted == "flash" and _attention_dtype(device.type, dtype) in TYPES else "flex"
+
+
+def _attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    # autocast casts what sdpa gets, and does not know the other two, which want one type.
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+def row_length(tokens: int, kind: Kind) -> int:
+    """How long a packed row of so many tokens is made."""
+    if kind == "flex":  # two blocks or more: torch compiles a size of one apart
+        return BLOCK * max(2, -(-tokens // BLOCK))
+    multiple = MULTIPLE if kind == "flash" else 1
+    return multiple * max(1, -(-tokens // multiple))
+
+
+def attention_mask(sequences: Sequences, kind: Kind, device: torch.device) -> torch.Tensor | BlockMask:
+    """The mask of a packed row for a model on `device`."""
+    if kind == "flash":
+        return FlashMask(*sequences, device)
+    segments = segments_of(sequences, device)
+    return dense_mask(segments) if kind == "dense" else block_mask(segments)
+
+
+def segments_of(sequences: Sequences, device: Any) -> Segments:
+    lengths, prompts, behind = (np.array(one, dtype=np.int32) for one in sequences)
+    first, then = prompts.sum(), prompts.sum() + behind.sum()
+    facts = np.zeros((3, lengths.sum()), dtype=np.int32)
+    facts[0] = np.repeat(lengths.cumsum() - lengths, lengths)
+    facts[1, first:then] = np.repeat(prompts.cumsum() - prompts, behind)
+    facts[2, first:then] = np.repeat(prompts.cumsum(), behind)
+    return Segments(*torch.from_numpy(facts).to(device))
 
 
 def dense_mask(segments: Segments) -> torch.Tensor:
@@ -112,7 +158,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: query (B, H, T, D), key and value (B, G, T, D), output (B, T, H, D).
 
-    FlexAttention where the mask is a `BlockMask`; everything else, generation too, is transformers' sdpa unchanged.
+    FlashAttention where the mask is a `FlashMask`, FlexAttention where it is another `BlockMask`; everything else,
+    generation too, is transformers' sdpa unchanged.
     """
     if not isinstance(attention_mask, BlockMask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -120,10 +167,14 @@ def attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    # autocast casts what sdpa gets, and does not know FlexAttention, which wants one type.
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    dtype = _attention_dtype(query.device.type, query.dtype)
     parts = [one.to(dtype) for one in (query, key, value)]
+    if isinstance(attention_mask, FlashMask):
+        if dtype not in TYPES:
+            raise BadInput(
+                f"train.packed_attention is flash, and the model's attention is in {dtype}. Set it to flex."
+            )
+        return flash_attention(*(one[0].transpose(0, 1) for one in parts), attention_mask, scaling)[None], None
     for one in parts:
         # Else torch takes sizes that happen to be equal, as of heads and of blocks, for one variable.
         torch._dynamo.mark_static(one, (0, 1, 3))

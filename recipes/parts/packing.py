@@ -2,11 +2,12 @@
 
 TRL hands over a batch padded to its longest prompt and completion. Here the real tokens of the rows become one row,
 
-    prompt without its last token | last prompt token, completion 1 | last prompt token, completion 2 | next prompt ...
+    prompts without their last token | last token of the first prompt, completion 1 | the same, completion 2 | ...
 
 in which every position has at most one label, positions count on from the prompt, and `packed_attention` keeps the
-sequences apart. A completion's last token has no label and is left out. The model runs once per packed row, through
-TRL's fused head; what it returns goes back to where the padded pass has it.
+sequences apart; a prompt with one completion is directly before it. A completion's last token has no label and is left
+out. The model runs once per packed row, through TRL's fused head; what it returns goes back to where the padded pass
+has it.
 
 Covered: causal language models of transformers with full attention in every layer (`MODELS`), with autograd and
 gradient checkpointing, under DDP, with the adapter off. Not covered, and refused before weights load (`check_packing`,
@@ -49,10 +50,21 @@ def check_packing(config: Config, model_config: Any) -> None:
     elif attention != "sdpa":
         problem = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
     else:
+        _check_flash(config, facts)
         return
     raise BadInput(
         f"train.micro_batch_tokens: {problem}. Leave it out, and set train.per_device_train_batch_size to what fits."
     )
+
+
+def _check_flash(config: Config, facts: Any) -> None:
+    if config.train.packed_attention != "flash":
+        return
+    from recipes.parts.flash_packed import problem
+
+    head_dim = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
+    if why := problem(head_dim):
+        raise BadInput(f"train.packed_attention is flash, FlashAttention, and {why}. Set it to flex.")
 
 
 def plan_micro_batches(
@@ -134,18 +146,22 @@ def packed_logps(
     budget: int,
     share_prompts: bool,
     compute_entropy: bool,
+    attention: str = "flex",
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
     """Log-probs (B, C) of the last C = `logits_to_keep` columns and, if asked for, entropies (B, C), in nats.
 
     As `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) of the same arguments within rounding: same type,
     temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first W - C
-    columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head.
+    columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head. `attention` is
+    `train.packed_attention`.
 
     While gradients are recorded all rows are one forward, as DDP wants it: choose them with `plan_micro_batches`.
     Without, as many forwards as the budget of tokens takes. Under FSDP2 and ZeRO-3 processes would call differently
     many.
     """
     import torch
+
+    from recipes.parts.packed_attention import mask_kind
 
     rows = _read(input_ids, attention_mask, logits_to_keep)
     lengths = [len(one) for one in rows.completions]
@@ -155,8 +171,9 @@ def packed_logps(
         packs = plan_micro_batches(rows.contents, lengths, budget, share_prompts)
     found, entropies, labels = [], [], []
     for pack in packs:
-        packed = _pack(rows, pack, share_prompts, input_ids)
         with trainer.accelerator.autocast():
+            kind = mask_kind(model, input_ids.device, attention)
+            packed = _pack(rows, pack, share_prompts, input_ids, kind)
             output = model(
                 input_ids=packed.tokens,
                 attention_mask=packed.mask,
@@ -196,55 +213,54 @@ def _read(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_k
     return _Rows(prompts, completions, contents)
 
 
-def _pack(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor") -> _Packed:
-    """The packed row of the chosen rows, on the device of `input_ids` (B, W)."""
+def _pack(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor", kind: str) -> _Packed:
+    """The packed row of the chosen rows, on the device of `input_ids` (B, W), for attention of the kind given."""
     import torch
 
-    from recipes.parts.packed_attention import BLOCK, Segments, attention_mask
+    from recipes.parts.packed_attention import Sequences, attention_mask, row_length
 
     groups: dict[Any, list[int]] = defaultdict(list)
     for row in chosen:
         if len(rows.completions[row]):
             groups[rows.contents[row] if share_prompts else row].append(row)
+    together = [m for m in groups.values() if len(m) > 1 and len(rows.prompts[m[0]]) > 1]
+    alone = [row for members in groups.values() if members not in together for row in members]
     none = np.empty(0, dtype=np.int64)
-    tokens, labels, segments, length = [none], [none], [np.empty((4, 0), dtype=np.int64)], 0
+    tokens, labels, positions = [none], [none], [none]
 
-    def add(ids: np.ndarray, following: np.ndarray, position: int, shared: tuple[int, int]) -> None:
-        nonlocal length
+    def add(ids: np.ndarray, following: np.ndarray, position: int) -> None:
         tokens.append(ids)
         labels.append(np.concatenate([np.full(len(ids) - len(following), -1), following]))
-        facts = np.empty((4, len(ids)), dtype=np.int64)
-        facts[0] = np.arange(position, position + len(ids))
-        facts[1], facts[2], facts[3] = length, *shared
-        segments.append(facts)
-        length += len(ids)
+        positions.append(np.arange(position, position + len(ids)))
 
-    for members in groups.values():
-        prompt, shared = rows.prompts[members[0]], (0, 0)
-        lead = prompt
-        if len(members) > 1:
-            shared, lead = (length, length + len(prompt) - 1), prompt[-1:]
-            add(prompt[:-1], none, 0, (0, 0))
-        for row in members:
-            completion = rows.completions[row]
-            add(np.concatenate([lead, completion[:-1]]), completion, len(prompt) - len(lead), shared)
-    # Blocks of the GPU's attention are whole, and there are two or more: torch compiles a size of one apart. A
-    # position that fills up sees itself. A pack without tokens still takes part in the backward pass.
-    wanted = 1 if input_ids.device.type == "cpu" else BLOCK * max(2, -(-length // BLOCK))
-    if filling := max(0, wanted - length):
-        add(np.zeros(filling, dtype=np.int64), none, 0, (0, 0))
-        segments[-1][1] = np.arange(length - filling, length)
+    for members in together:
+        add(rows.prompts[members[0]][:-1], none, 0)
+    for row in (row for members in together for row in members):
+        prompt, completion = rows.prompts[row], rows.completions[row]
+        add(np.concatenate([prompt[-1:], completion[:-1]]), completion, len(prompt) - 1)
+    for row in alone:
+        completion = rows.completions[row]
+        add(np.concatenate([rows.prompts[row], completion[:-1]]), completion, 0)
+    # What fills up is a segment of its own. A pack without tokens still takes part in the backward pass.
+    length = sum(map(len, tokens))
+    if filling := row_length(length, kind) - length:
+        add(np.zeros(filling, dtype=np.int64), none, 0)
 
     label_index = np.concatenate(labels)
     scored = np.flatnonzero(label_index >= 0)
-    facts = np.concatenate([np.stack([np.concatenate(tokens), label_index]), np.concatenate(segments, axis=1)])
-    source, label, position, *segment = torch.from_numpy(facts).to(input_ids.device)  # each (T,)
+    facts = np.stack([np.concatenate(tokens), label_index, np.concatenate(positions)])
+    source, label, position = torch.from_numpy(facts).to(input_ids.device)  # each (T,)
+    sequences = Sequences(
+        lengths=[len(one) for one in tokens[1:]],
+        prompts=[len(rows.prompts[members[0]]) - 1 for members in together],
+        behind=[sum(len(rows.completions[row]) for row in members) for members in together],
+    )
     flat = input_ids.reshape(-1)
     return _Packed(
         tokens=flat[source][None],
         labels=flat[label.clamp(min=0)].masked_fill(label < 0, -100)[None],
         positions=position[None],
-        mask=attention_mask(Segments(*(one.to(torch.int32) for one in segment))),
+        mask=attention_mask(sequences, kind, input_ids.device),
         scored=torch.from_numpy(scored).to(input_ids.device),
         label_index=label_index[scored],
     )

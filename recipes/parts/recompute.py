@@ -15,7 +15,7 @@ linear layers, bfloat16 autocast, 256 tokens; `tests/unit/test_recompute.py` cou
     selective        10,784 B     5 %, the adapter's products
     full              1,024 B    76 %, all but down_proj
 
-Attention compiled by FlexAttention (`train.micro_batch_tokens` on a GPU) is no operator that torch shows here:
+Attention compiled by FlexAttention (`train.packed_attention: flex` on a GPU) is no operator that torch shows here:
 `selective` runs it again.
 """
 
@@ -183,7 +183,7 @@ def _is_kept(operator: Any, args: tuple, rank: int) -> bool:
     """Whether selective keeps an answer: of attention, and of products but for the adapter's, which are small, and
     for the last one, which is not read."""
     name = str(operator)
-    if "scaled_dot_product" in name:
+    if "scaled_dot_product" in name or "packed_flash" in name:
         return any(kind in name for kind in ATTENTION)
     return _product(operator, args, rank) is not None and not _is_last()
 

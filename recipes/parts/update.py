@@ -154,9 +154,8 @@ class PackedUpdate:
                     *args, batch_size, compute_entropy, **others
                 )
             else:
-                logps, entropies = packed_logps(
-                    self, *args, train.micro_batch_tokens, train.share_prompts, compute_entropy
-                )
+                packing = train.micro_batch_tokens, train.share_prompts, compute_entropy, train.packed_attention
+                logps, entropies = packed_logps(self, *args, *packing)
                 aux = None
         if self._rows is not None:
             self._scored(self._rows, logps.detach(), entropies.detach())

@@ -255,7 +255,7 @@ def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch)
         model.get_base_model().set_attn_implementation(NAME)
         assert torch.equal(padded_pass(stub, model, data)[0], before[0]), "sdpa is no longer sdpa"
         assert torch.equal(model.generate(data[0], attention_mask=data[1], max_new_tokens=6, do_sample=False), said)
-        monkeypatch.setattr(packed_attention, "attention_mask", block_mask)
+        monkeypatch.setattr(packed_attention, "mask_kind", lambda *_: "flex")
         monkeypatch.setattr(packed_attention, "_compiled", lambda: packed_attention._flex)
         got = packed_pass(stub, model, data, True)
     torch.testing.assert_close(got, before, rtol=CLOSE, atol=CLOSE)

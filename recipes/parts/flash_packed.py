@@ -1,0 +1,189 @@
+"""Attention over a packed row by FlashAttention's kernels, shared prompts included (`train.packed_attention: flash`).
+
+Those kernels know sequences that lie one after the other and attend to themselves, or to sequences of another row.
+What a position sees here is two such parts: its own segment, causally, and the prompt that its segment shares, whole.
+Softmax over both is, with the log-sum-exp l that the kernels give with each output o,
+
+    l = log(exp(l1) + exp(l2)),   o = exp(l1 - l) o1 + exp(l2 - l) o2
+
+(Liu et al., Ring Attention, arXiv:2310.01889, without its ring). Backward is exact as well: a kernel's backward pass
+needs of the softmax only l and the row sums of o · do, so each part is called with those of the whole; gradients add.
+
+A packed row has its shared prompts at the front and what is behind them next, so that either part is a slice.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+TYPES = (torch.bfloat16, torch.float16)
+MULTIPLE = 16  # of the tokens in a packed row; the kernels take any, products in FP8 like it
+LARGEST_HEAD = 256
+
+
+def problem(head_dim: int) -> str | None:
+    """Why FlashAttention's kernels cannot serve heads of `head_dim` here, or None. No GPU is no reason."""
+    if head_dim > LARGEST_HEAD or head_dim % 8:
+        return f"its kernels take heads of up to {LARGEST_HEAD} in steps of 8, the model's have {head_dim}"
+    if not torch.cuda.is_available():
+        return None
+    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return f"torch {torch.__version__} comes without its CUDA kernels"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than Ampere (compute capability 8.0), which its kernels need"
+    return None
+
+
+class FlashMask(BlockMask):
+    """What the kernels need to know of a packed row. Transformers hands a mask of four dimensions through as it is if
+    it is a tensor or a `BlockMask`; this is one in name only, without blocks."""
+
+    def __init__(self, lengths: list[int], prompts: list[int], behind: list[int], device: Any):
+        """`lengths` of the row's segments in their order; `prompts`, those of shared prompts, which come first;
+        `behind`, how many tokens see each of them, which follow in the same order. None is zero."""
+        first, then = sum(prompts), sum(prompts) + sum(behind)
+        edges = torch.tensor([0, *lengths, 0, *behind, 0, *prompts], dtype=torch.int32).split(
+            [len(lengths) + 1, len(behind) + 1, len(prompts) + 1]
+        )
+        whole = torch.cat([one.cumsum(0, dtype=torch.int32) for one in edges]).to(device)
+        own, queries, keys = whole.split([len(one) for one in edges])
+        # A longest query of one takes another path through the kernels, with another layout of the log-sum-exp.
+        self.own = (own, max(2, *lengths))
+        self.shared = (queries, keys, max(2, *behind), max(prompts), first, then) if prompts else None
+        self.seq_lengths = (sum(lengths), sum(lengths))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, 1, *self.seq_lengths)
+
+    def __repr__(self) -> str:
+        return f"FlashMask(shape={self.shape})"
+
+    __str__ = __repr__
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: FlashMask, scale: float | None
+) -> torch.Tensor:
+    """Attention (T, H, D) of query (T, H, D) and key and value (T, G, D), bfloat16 or float16, G a divisor of H;
+    `scale` of the scores, by default D ** -0.5."""
+    return _Attention.apply(query, key, value, mask, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: FlashMask, scale: float | None) -> torch.Tensor:
+        own, shared = mask.own, mask.shared or (None, None, 0, 0, 0, 0)
+        out, lse = packed_flash_attention(query, key, value, *own, *shared, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mask, ctx.scale = mask, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        ends, longest = ctx.mask.own
+        found = attention_backward(grad, query, key, value, out, lse, ends, ends, longest, longest, True, ctx.scale)
+        if ctx.mask.shared:
+            queries, keys, longest_query, longest_key, first, then = ctx.mask.shared
+            some = slice(first, then)
+            more = attention_backward(
+                *(grad[some], query[some], key[:first], value[:first], out[some], lse[:, some].contiguous()),
+                *(queries, keys, longest_query, longest_key, False, ctx.scale),
+            )
+            for whole, part, where in zip(found, more, (some, slice(first), slice(first)), strict=True):
+                whole[where].add_(part)
+        return *found, None, None
+
+
+# One operator for torch, so that selective recomputation (recompute.py) sees and keeps what it answers.
+@torch.library.custom_op("recipes::packed_flash_attention", mutates_args=())
+def packed_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    query_ends: torch.Tensor | None,
+    key_ends: torch.Tensor | None,
+    longest_query: int,
+    longest_key: int,
+    first: int,
+    then: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (T, H, D) and log-sum-exp (H, T), float32. As `FlashMask` says it: `ends` of the segments, `query_ends`
+    and `key_ends` within positions [first, then), which see shared prompts, and [0, first), where these are."""
+    out, lse = attention(query, key, value, ends, ends, longest, longest, True, scale)
+    out, lse = out.contiguous(), lse.contiguous()
+    if query_ends is not None:
+        some = slice(first, then)
+        other = attention(
+            *(query[some], key[:first], value[:first], query_ends, key_ends, longest_query, longest_key, False, scale)
+        )
+        merge(out[some], lse[:, some], *other)
+    return out, lse
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Add to an attention's output (T, H, D) and log-sum-exp (H, T) those over further keys, in place."""
+    if out.is_cuda:
+        from recipes.parts.flash_kernel import merge_in_place
+
+        merge_in_place(out, lse, other.contiguous(), other_lse.contiguous())
+        return
+    both = torch.logaddexp(lse, other_lse)
+    for_out, for_other = ((one - both).exp().t()[:, :, None] for one in (lse, other_lse))
+    out.copy_(out * for_out + other * for_other)
+    lse.copy_(both)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention's forward: output (T, H, D) and log-sum-exp (H, T) of sequences that end at `query_ends` (N + 1,)
+    and the keys that end at `key_ends`."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, query_ends, key_ends, longest_query, longest_key, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FlashAttention's backward: gradients of query, key and value from `out` and `lse` of the softmax over all keys,
+    of which `key` may be a part."""
+    return torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, value, out, lse, query_ends, key_ends, longest_query, longest_key, 0.0, causal),
+        *_no_dropout(query.device),
+        scale=scale,
+    )
+
+
+@functools.cache
+def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The random state that the backward pass wants and does not read."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
