@@ -83,6 +83,24 @@ def check_context(config: Config, model_config) -> None:
         )
 
 
+def check_model(config: Config, processes: int):
+    """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved."""
+    from recipes.parts.kernels import check_kernels
+    from recipes.parts.packing import check_packing
+    from recipes.parts.policy import check_base, check_init_adapter
+
+    model_config = check_base(config)
+    check_context(config, model_config)
+    check_packing(config, model_config)
+    check_init_adapter(config)
+    check_kernels(config, model_config.model_type)
+    if config.train.recompute == "auto":
+        from launch.planning.recompute import resolve
+
+        say(resolve(config, model_config.to_dict(), processes))
+    return model_config
+
+
 def describe_plan(config: Config, problems: int, processes: int) -> str:
     """What the run would do, in a few lines."""
     import torch
@@ -129,32 +147,15 @@ def main() -> None:
     from accelerate import PartialState
 
     from recipes.parts.heldout import HeldOut
-    from recipes.parts.kernels import check_gpu, check_kernels
-    from recipes.parts.packing import check_packing
-    from recipes.parts.policy import (
-        check_base,
-        check_base_unchanged,
-        check_init_adapter,
-        load_policy_base,
-        load_tokenizer,
-        lora_config,
-        record_base,
-    )
+    from recipes.parts.kernels import check_gpu
+    from recipes.parts.policy import check_base_unchanged, load_policy_base, load_tokenizer, lora_config, record_base
     from recipes.parts.record import write_config
     from recipes.parts.rundir import write_json
     from recipes.parts.sharding import loading_whole
     from recipes.parts.trainer import PolicyTrainer, check_card, limit_gpu_memory, trainer_arguments
     from reward import reward_functions
 
-    model_config = check_base(config)
-    check_context(config, model_config)
-    check_packing(config, model_config)
-    check_init_adapter(config)
-    check_kernels(config, model_config.model_type)
-    if config.train.recompute == "auto":
-        from launch.planning.recompute import resolve
-
-        say(resolve(config, model_config.to_dict(), processes))
+    model_config = check_model(config, processes)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)

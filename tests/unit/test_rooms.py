@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "reward": (),
     "merge": ("recipes.parts.data",),
     "recipes.parts": ("reward", "merge"),
-    "recipes": ("recipes.parts", "reward", "merge"),
+    # `train.recompute: auto` is the plan's arithmetic.
+    "recipes": ("recipes.parts", "reward", "merge", "launch.planning.recompute"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (
         "recipes.parts.data",
@@ -32,8 +33,9 @@ MAY_IMPORT = {
         "launch.replicas",
         "launch.vllm_command",
     ),
-    # Jobs are checked before they wait in a queue; an export translates the data and the rewards too.
-    "launch": ("recipes.parts.checks", "recipes.parts.data", "reward"),
+    # Jobs are checked before they wait in a queue; an export translates the data and the rewards too; the plan counts
+    # the layers that are run again.
+    "launch": ("recipes.parts.checks", "recipes.parts.data", "recipes.parts.recompute", "reward"),
     # What the doctor tries in child processes: the policy as the trainer loads it.
     "launch.checks.steps": ("launch", "merge.base"),
 }
