@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 BLOCK_SIZE, NESTED_BLOCK = 64, 256  # of NF4, and of double quantization's second level
-WIDEST = 1 << 15  # columns of a row that one program holds in registers
+MOST_PARTS = 3  # matrices whose rows are quantized together
+TILE = 4096  # columns that a program has in registers
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -32,7 +33,7 @@ def _to_e4m3(value, scale, inverse):
 
 @triton.jit
 def _unpack(
-    out, packed, absmax, code, nested_absmax, nested_code, offset, scale, rows, columns, bytes_, blocks,
+    out, packed, absmax, code, nested_absmax, nested_code, offset, scale, rows, columns, bytes_, blocks, stride,
     IS_NESTED: tl.constexpr, IS_FP8: tl.constexpr, IS_TRANSPOSED: tl.constexpr, WEIGHT_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -67,23 +68,31 @@ def _unpack(
         value = _to_e4m3(value.to(tl.float32), by_row[:, None], tl.div_rn(1.0, by_row)[:, None])
     is_inside = is_row & (first_column + column[None, :] < columns)
     if IS_TRANSPOSED:
-        out += first_column.to(tl.int64) * rows + first_row
-        tl.store(out + column[None, :] * rows + row[:, None], value, mask=is_inside)
+        out += first_column.to(tl.int64) * stride + first_row
+        tl.store(out + column[None, :] * stride + row[:, None], value, mask=is_inside)
     else:
-        out += first_row * columns + first_column
-        tl.store(out + row[:, None] * columns + column[None, :], value, mask=is_inside)
+        out += first_row * stride + first_column
+        tl.store(out + row[:, None] * stride + column[None, :], value, mask=is_inside)
 
 
-def unpack(packed: torch.Tensor, state: Any, scale: torch.Tensor | None = None, transposed: bool = False) -> Any:
+def unpack(
+    packed: torch.Tensor,
+    state: Any,
+    scale: torch.Tensor | None = None,
+    transposed: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The weight (out, in) of NF4 bytes with the bitsandbytes quant state `state`, in the state's dtype; with `scale`
-    (out, 1) float32, weight / scale in FP8 (e4m3), stored as (in, out) when `transposed`.
+    (out, 1) float32, weight / scale in FP8 (e4m3), stored as (in, out) when `transposed`. Written to `out`, whose rows
+    may have any stride, if given.
 
     Blocks of 64, `in` a multiple of 64; double quantization (blocks of 256) is undone on the way.
     """
     rows, columns = state.shape
     shape = (columns, rows) if transposed else (rows, columns)
     dtype = state.dtype if scale is None else torch.float8_e4m3fn
-    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=packed.device)
     nested = state.state2 if state.nested else None
     tile_rows, tile_columns = (128, 64) if transposed else (64, 128)
     grid = (triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns))
@@ -92,7 +101,7 @@ def unpack(packed: torch.Tensor, state: Any, scale: torch.Tensor | None = None, 
             out, packed.view(torch.uint8), state.absmax, state.code,
             nested.absmax if nested else state.absmax, nested.code if nested else state.code,
             state.offset if nested else state.absmax, scale if scale is not None else state.absmax, rows, columns,
-            columns // 2, columns // BLOCK_SIZE,
+            columns // 2, columns // BLOCK_SIZE, out.stride(0),
             IS_NESTED=nested is not None, IS_FP8=scale is not None, IS_TRANSPOSED=transposed,
             WEIGHT_TYPE=TYPES[state.dtype], ROWS=tile_rows, COLUMNS=tile_columns, BLOCK_SIZE=BLOCK_SIZE,
             NESTED_BLOCK=NESTED_BLOCK, num_warps=4,
@@ -102,38 +111,75 @@ def unpack(packed: torch.Tensor, state: Any, scale: torch.Tensor | None = None, 
 
 
 @triton.jit
+def _peak(peak, x, by_column, columns, IS_SCALED: tl.constexpr, TILE: tl.constexpr):
+    # Not into the first cache: there the factors of the columns stay, which every row reads.
+    for start in range(0, columns, TILE):
+        column = start + tl.arange(0, TILE)
+        is_inside = column < columns
+        value = tl.load(x + column, mask=is_inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        if IS_SCALED:
+            value = value * tl.load(by_column + column, mask=is_inside, other=0.0)
+        peak = tl.maximum(peak, tl.abs(value))
+    return peak
+
+
+@triton.jit
+def _codes(out, x, by_column, columns, by_row, inverse, IS_SCALED: tl.constexpr, TILE: tl.constexpr):
+    for start in range(0, columns, TILE):
+        column = start + tl.arange(0, TILE)
+        is_inside = column < columns
+        value = tl.load(x + column, mask=is_inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        if IS_SCALED:
+            value = value * tl.load(by_column + column, mask=is_inside, other=0.0)
+        tl.store(out + column, _to_e4m3(value, by_row, inverse), mask=is_inside)
+
+
+@triton.jit
 def _quantize_rows(
-    out, scale, x, by_column, columns, stride, floor,
-    IS_SCALED: tl.constexpr, COLUMNS: tl.constexpr,
+    out, scale, x0, x1, x2, by0, by1, by2, columns0, columns1, columns2, stride0, stride1, stride2, floor,
+    PARTS: tl.constexpr, IS_SCALED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    # A row twice: first for its peak, then, out of the second cache, for its codes. Held in registers, a row of 12,288
+    # leaves no room for a second program to load while the first one stores.
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    is_inside = column < columns
-    value = tl.load(x + row * stride + column, mask=is_inside, other=0.0).to(tl.float32)
-    if IS_SCALED:
-        value = value * tl.load(by_column + column, mask=is_inside, other=0.0)
-    by_row = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), 448.0), floor)
+    x0 += row * stride0
+    x1 += row * stride1
+    x2 += row * stride2
+    peak = _peak(tl.zeros((TILE,), tl.float32), x0, by0, columns0, IS_SCALED, TILE)
+    if PARTS > 1:
+        peak = _peak(peak, x1, by1, columns1, IS_SCALED, TILE)
+    if PARTS > 2:
+        peak = _peak(peak, x2, by2, columns2, IS_SCALED, TILE)
+    by_row = tl.maximum(tl.div_rn(tl.max(peak, 0), 448.0), floor)
+    inverse = tl.div_rn(1.0, by_row)
     tl.store(scale + row, by_row)
-    tl.store(out + row * columns + column, _to_e4m3(value, by_row, tl.div_rn(1.0, by_row)), mask=is_inside)
+    out += row * (columns0 + columns1 + columns2)
+    _codes(out, x0, by0, columns0, by_row, inverse, IS_SCALED, TILE)
+    if PARTS > 1:
+        _codes(out + columns0, x1, by1, columns1, by_row, inverse, IS_SCALED, TILE)
+    if PARTS > 2:
+        _codes(out + columns0 + columns1, x2, by2, columns2, by_row, inverse, IS_SCALED, TILE)
 
 
 def quantize_rows(
-    x: torch.Tensor, floor: float, by_column: torch.Tensor | None = None
+    parts: list[torch.Tensor], floor: float, by_column: list[torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes (T, n) in FP8 (e4m3), scale (T, 1) float32) of x (T, n) times `by_column` (n values, float32): one read
-    of x, one write. n is at most `WIDEST`; `floor` is the least scale.
+    """(codes (T, n) in FP8 (e4m3), scale (T, 1) float32) of up to three matrices (T, nᵢ) side by side, n = Σ nᵢ, each
+    times its `by_column` (nᵢ values, float32); one scale a row, at least `floor`.
     """
-    rows, columns = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    width = triton.next_power_of_2(columns)
-    with _on(x):
+    parts = [x if x.stride(1) == 1 else x.contiguous() for x in parts]
+    rows, widths = len(parts[0]), [x.shape[1] for x in parts]
+    out = torch.empty(rows, sum(widths), dtype=torch.float8_e4m3fn, device=parts[0].device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=parts[0].device)
+    tile = min(TILE, triton.next_power_of_2(max(widths)))
+    absent = MOST_PARTS - len(parts)
+    factors = by_column if by_column is not None else [scale] * len(parts)
+    with _on(out):
         _quantize_rows[(rows,)](
-            out, scale, x, by_column if by_column is not None else scale, columns, x.stride(0), floor,
-            IS_SCALED=by_column is not None, COLUMNS=width,
-            num_warps=min(16, max(4, width // 1024)), enable_fp_fusion=False,
+            out, scale, *parts, *parts[:1] * absent, *factors, *factors[:1] * absent, *widths, *[0] * absent,
+            *(x.stride(0) for x in parts), *[0] * absent, floor,
+            PARTS=len(parts), IS_SCALED=by_column is not None, TILE=tile,
+            num_warps=min(8, max(1, tile // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return out, scale
 

@@ -9,6 +9,12 @@ weight, so the bytes that a rollout server with that base multiplies with; x per
 dX = g W = (g · s) W₈ with s the scales of W's output channels: with them in the gradient before it is quantized per
 token, the same bytes of W serve. The adapter's products, and all gradients of it, stay in the compute dtype.
 
+Layers with one input (q, k, v; gate, up) are one autograd function: the first one's call computes for all, the others
+take what it left. x is quantized once, and the adapters' products with x, their A's gradients and what they add to dX
+are one product each. With fp8, dX of such a group is one product too, [g₁ · s₁, g₂ · s₂, …] [W₁; W₂; …]: a token's
+gradients of all the group's layers share one FP8 scale. A layer that is called with another input, twice, or with
+other settings than those that the first call saw, computes by itself.
+
 Written for peft 0.21, bitsandbytes 0.50 and torch 2.11 to 2.13. On a GPU the conversions are `fp8_kernel.py`'s; the
 functions here define them. Without one, FP8 products are taken in float32 of the same FP8 numbers: exact and slow.
 Not covered: dropout and variants of LoRA, a base that is split over processes, layers that are no Linear4bit.
@@ -16,7 +22,8 @@ Not covered: dropout and variants of LoRA, a base that is split over processes, 
 
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import bitsandbytes as bnb
 import torch
@@ -62,7 +69,7 @@ def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
     for an adapter that is not plain LoRA. With fp8, layers with a size that 16 does not divide are computed as fused,
     and a warning counts them.
     """
-    memo, changed, odd = SharedInput(), 0, []
+    changed, odd = 0, []
     wrapped = {id(module.base_layer) for module in model.modules() if isinstance(module, peft_bnb.Linear4bit)}
     for name, module in model.named_modules():
         if isinstance(module, peft_bnb.Linear4bit):
@@ -77,11 +84,8 @@ def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
         fits = layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
         if compute == "fp8" and not fits:
             odd.append(name)
-        leaf = name.rpartition(".")[2]
-        group = next((group for group in SAME_INPUT if leaf in group), ())
-        module.product = Product(
-            layer, compute == "fp8" and fits, memo if group else None, is_last=bool(group) and leaf == group[-1]
-        )
+        module.product = Product(layer, compute == "fp8" and fits)
+    _make_groups(model)
     if odd:
         warnings.warn(
             f"policy.compute fp8: {len(odd)} of {changed} linear layers have a size that {MULTIPLE} does not divide "
@@ -89,6 +93,19 @@ def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
             stacklevel=2,
         )
     return changed
+
+
+def _make_groups(model: torch.nn.Module) -> None:
+    waiting = Waiting()
+    for parent in model.modules():
+        for names in SAME_INPUT:
+            members = [getattr(parent, name, None) for name in names]
+            if all(isinstance(member, FusedLora | FusedBase) for member in members):
+                products = [member.product for member in members]
+                if len({(product.is_fp8, product.layer.in_features) for product in products}) == 1:
+                    group = Group(members, waiting)
+                    for product in products:
+                        product.group = group
 
 
 def _check_plain(name: str, module: Any) -> None:
@@ -127,8 +144,7 @@ def quantize_rows(
     if x.is_cuda:
         from recipes.parts import fp8_kernel
 
-        if x.shape[1] <= fp8_kernel.WIDEST:
-            return fp8_kernel.quantize_rows(x, floor, by_column)
+        return fp8_kernel.quantize_rows([x], floor, None if by_column is None else [by_column])
     return quantize_rows_in_torch(x, floor, by_column)
 
 
@@ -141,17 +157,32 @@ def quantize_rows_in_torch(
     return to_e4m3(value, scale), scale
 
 
-def weight_of(layer: bnb.nn.Linear4bit, scale: torch.Tensor | None = None, transposed: bool = False) -> torch.Tensor:
+def quantize_gradients(parts: list[torch.Tensor], scales: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_rows` of gradients (T, outᵢ) side by side, each times its layer's scales: one scale a token."""
+    if parts[0].is_cuda:
+        from recipes.parts import fp8_kernel
+
+        return fp8_kernel.quantize_rows(parts, LEAST_GRADIENT_SCALE, scales)
+    return quantize_rows_in_torch(torch.cat(parts, 1), LEAST_GRADIENT_SCALE, torch.cat(scales))
+
+
+def weight_of(
+    layer: bnb.nn.Linear4bit,
+    scale: torch.Tensor | None = None,
+    transposed: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The dequantized weight (out, in) in its storage dtype; with `scale` (out, 1), FP8 codes of weight / scale,
-    stored as (in, out) when `transposed`."""
+    stored as (in, out) when `transposed`. Written to `out` if given."""
     packed, state = layer.weight.data, layer.weight.quant_state
     if packed.is_cuda and state.quant_type == "nf4" and not state.shape[1] % state.blocksize:
         from recipes.parts import fp8_kernel
 
         blocks = (state.blocksize, state.state2.blocksize if state.nested else fp8_kernel.NESTED_BLOCK)
         if blocks == (fp8_kernel.BLOCK_SIZE, fp8_kernel.NESTED_BLOCK):
-            return fp8_kernel.unpack(packed, state, scale, transposed)
-    return weight_in_torch(layer, scale, transposed)
+            return fp8_kernel.unpack(packed, state, scale, transposed, out)
+    weight = weight_in_torch(layer, scale, transposed)
+    return weight if out is None else out.copy_(weight)
 
 
 def weight_in_torch(
@@ -175,29 +206,12 @@ def scaled_product(
     return ((left.float() @ right.float().t()) * rows * columns).to(dtype)
 
 
-class SharedInput:
-    """The FP8 form of the last input, for the other layers that are called with the same tensor; kept until the last
-    of them took it, and never longer than the next input's."""
-
-    def __init__(self) -> None:
-        self._kept: tuple | None = None
-
-    def quantize(self, x: torch.Tensor, rows: torch.Tensor, is_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """`quantize_rows(rows)`, `rows` being x (…, n) as (T, n) in the compute dtype."""
-        version = None if x.is_inference() else x._version
-        kept, found = self._kept, None
-        if kept is not None and version is not None and kept[0]() is x and kept[1:3] == (version, rows.dtype):
-            found = kept[3]
-        found = found or quantize_rows(rows)
-        self._kept = None if is_last or version is None else (weakref.ref(x), version, rows.dtype, found)
-        return found
-
-
 class Product:
-    """The products of one layer's base with an input and with a gradient, both (T, n) in the compute dtype."""
+    """The base of one layer, and the group of layers with the same input that it belongs to."""
 
-    def __init__(self, layer: bnb.nn.Linear4bit, is_fp8: bool, memo: SharedInput | None, is_last: bool):
-        self.layer, self.is_fp8, self._memo, self._is_last = layer, is_fp8, memo, is_last
+    def __init__(self, layer: bnb.nn.Linear4bit, is_fp8: bool):
+        self.layer, self.is_fp8 = layer, is_fp8
+        self.group: Group | None = None
         self._scale: torch.Tensor | None = None
 
     def scale(self) -> torch.Tensor:
@@ -208,75 +222,173 @@ class Product:
                 self._scale = row_scales(weight_in_torch(self.layer), LEAST_SCALE)
         return self._scale
 
-    def quantized(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._memo is None:
-            return quantize_rows(rows)
-        return self._memo.quantize(x, rows, self._is_last)
-
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """rows · Wᵀ + bias (T, out); `rows` is x as (T, in)."""
+    def forward(self, rows: torch.Tensor, quantized: tuple | None = None) -> torch.Tensor:
+        """rows · Wᵀ + bias (T, out) of rows (T, in) in the compute dtype; `quantized` is `quantize_rows(rows)`, which
+        FP8 products are taken with."""
         bias = self.layer.bias
-        if not self.is_fp8 or not len(rows):
+        if quantized is None:
             weight = weight_of(self.layer).to(rows.dtype)
             return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
-        codes, by_token = self.quantized(x, rows)
-        scale = self.scale()
+        (codes, by_token), scale = quantized, self.scale()
         y = scaled_product(codes, weight_of(self.layer, scale), by_token, scale.view(1, -1), rows.dtype)
         return y if bias is None else y.add_(bias)
 
-    def backward(self, g: torch.Tensor) -> torch.Tensor:
-        """g · W (T, in)."""
-        if not self.is_fp8 or not len(g):
-            return g @ weight_of(self.layer).to(g.dtype)
-        scale = self.scale()
-        codes, by_token = quantize_rows(g, LEAST_GRADIENT_SCALE, scale)
-        weight = weight_of(self.layer, scale, transposed=True)
-        return scaled_product(codes, weight, by_token, scale.new_ones(1, len(weight)), g.dtype)
+
+def input_gradient(products: list[Product], gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Σ gᵢ · Wᵢ (T, in) of layers with one input, gᵢ (T, outᵢ) in the compute dtype."""
+    first, dtype = products[0], gradients[0].dtype
+    if not first.is_fp8 or not len(gradients[0]):
+        dx = gradients[0] @ weight_of(first.layer).to(dtype)
+        for product, g in zip(products[1:], gradients[1:], strict=True):
+            dx.addmm_(g, weight_of(product.layer).to(dtype))
+        return dx
+    scales = [product.scale() for product in products]
+    codes, by_token = quantize_gradients(gradients, scales)
+    weight = codes.new_empty(first.layer.in_features, codes.shape[1])  # [W₁; W₂; …] transposed
+    parts = weight.split([len(scale) for scale in scales], dim=1)
+    for product, scale, part in zip(products, scales, parts, strict=True):
+        weight_of(product.layer, scale, transposed=True, out=part)
+    return scaled_product(codes, weight, by_token, by_token.new_ones(1, len(weight)), dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """base(x) + scaling · (x aᵀ) bᵀ, or base(x) where a and b are None; x (…, in), a (r, in), b (out, r)."""
+    """base(x) + scaling · (x aᵀ) bᵀ of every product, x (…, in); factors are a (r, in), b (out, r) of the first one,
+    of the second one, …, both None where it has no adapter."""
 
     @staticmethod
-    def forward(ctx, x, a, b, scaling, product, dtype):
+    def forward(ctx, x, products, scaling, dtype, *factors):
+        down, up = factors[::2], factors[1::2]
         with torch.autocast(x.device.type, enabled=False):
-            rows, xa = x.reshape(-1, x.shape[-1]).to(dtype), None
-            y = product.forward(x, rows)
-            if a is not None:
-                xa = rows @ a.to(dtype).t()  # (T, r)
-                y.addmm_(xa, b.to(dtype).t(), alpha=scaling)
-            ctx.save_for_backward(x if a is not None else None, a, b, xa)
-            ctx.scaling, ctx.product, ctx.dtype, ctx.x_type, ctx.shape = scaling, product, dtype, x.dtype, x.shape
-            # Not a view: autograd would refuse to let a layer change it in place.
-            return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])).to(x.dtype)
+            rows, xa, outputs = x.reshape(-1, x.shape[-1]).to(dtype), None, []
+            if any(a is not None for a in down):
+                xa = rows @ _stack(down, dtype).t()  # (T, Σ r)
+            quantized = quantize_rows(rows) if products[0].is_fp8 and len(rows) else None
+            for product, b, part in zip(products, up, _parts(xa, down), strict=True):
+                y = product.forward(rows, quantized)
+                if b is not None:
+                    y.addmm_(part, b.to(dtype).t(), alpha=scaling)
+                # Not a view: autograd would refuse to let a layer change it in place.
+                outputs.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])).to(x.dtype))
+            ctx.save_for_backward(x if xa is not None else None, xa, *factors)
+            ctx.set_materialize_grads(False)
+            ctx.scaling, ctx.products, ctx.dtype, ctx.x_type, ctx.shape = scaling, products, dtype, x.dtype, x.shape
+            return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
-        x, a, b, xa = ctx.saved_tensors
-        dx = da = db = gb = None
-        with torch.autocast(g.device.type, enabled=False):
-            g = g.reshape(-1, g.shape[-1]).to(ctx.dtype)
-            if a is not None:
-                gb = g @ b.to(ctx.dtype)  # (T, r)
-            if ctx.needs_input_grad[0]:
-                dx = ctx.product.backward(g)
-                if a is not None:
-                    dx.addmm_(gb, a.to(ctx.dtype), alpha=ctx.scaling)
+    def backward(ctx, *gradients):
+        x, xa, *factors = ctx.saved_tensors
+        down, up, needed = factors[::2], factors[1::2], ctx.needs_input_grad[4:]
+        dx, found = None, [None] * len(factors)
+        with torch.autocast(ctx.products[0].layer.weight.device.type, enabled=False):
+            gs = {n: g.reshape(-1, g.shape[-1]).to(ctx.dtype) for n, g in enumerate(gradients) if g is not None}
+            adapted = [n for n in gs if down[n] is not None]
+            factor, gb = [down[n] for n in adapted], None
+            if adapted:
+                gb = [gs[n] @ up[n].to(ctx.dtype) for n in adapted]
+                gb = torch.cat(gb, 1) if len(gb) > 1 else gb[0]  # (T, Σ r)
+            if ctx.needs_input_grad[0] and gs:
+                dx = input_gradient([ctx.products[n] for n in gs], list(gs.values()))
+                if adapted:
+                    dx.addmm_(gb, _stack(factor, ctx.dtype), alpha=ctx.scaling)
                 dx = torch.ops.aten._unsafe_view(dx, ctx.shape).to(ctx.x_type)
-            if ctx.needs_input_grad[1]:
+            if any(needed[2 * n] for n in adapted):
                 rows = x.reshape(-1, x.shape[-1]).to(ctx.dtype)
-                da = _gradient(gb.t(), rows, ctx.scaling, a.dtype)
-            if ctx.needs_input_grad[2]:
-                db = _gradient(g.t(), xa, ctx.scaling, b.dtype)
-        return dx, da, db, None, None, None
+                da = _gradient(gb.t(), rows, factor[0].dtype)
+                for n, part in zip(adapted, da.split([len(a) for a in factor]), strict=True):
+                    found[2 * n] = part.mul(ctx.scaling).to(down[n].dtype) if needed[2 * n] else None
+            for n in adapted:
+                if needed[2 * n + 1]:
+                    part = _parts(xa, down)[n]
+                    found[2 * n + 1] = _gradient(gs[n].t(), part, up[n].dtype).mul_(ctx.scaling)
+        return dx, None, None, None, *found
 
 
-def _gradient(left: torch.Tensor, right: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    """scaling · left · right in `dtype`; a float32 gradient is not rounded to the compute dtype on its way."""
+def _stack(factors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+    """(Σ r, in) of factors (r, in), without those that are None."""
+    given = [one.to(dtype) for one in factors if one is not None]
+    return torch.cat(given) if len(given) > 1 else given[0]
+
+
+def _parts(stacked: torch.Tensor | None, factors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The columns of `stacked` (T, Σ r) that belong to each of the factors (r, in); None for those that are None."""
+    parts, first = [], 0
+    for one in factors:
+        size = 0 if one is None else len(one)
+        parts.append(None if one is None else stacked[:, first : first + size])
+        first += size
+    return parts
+
+
+def _gradient(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """left · right in `dtype`; a float32 gradient is not rounded to the compute dtype on its way."""
     if left.is_cuda and dtype == torch.float32 and left.dtype != dtype:
-        return torch.mm(left, right, out_dtype=dtype).mul_(scaling)
-    return (left @ right).to(dtype).mul_(scaling)
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+class Settings(NamedTuple):
+    """What a layer's call computes with: its adapter's factors, both None without one."""
+
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    scaling: float
+    dtype: torch.dtype
+
+    def versions(self) -> tuple:
+        factors = [(id(one), one._version) for one in (self.a, self.b) if one is not None]
+        return (*factors, self.scaling, self.dtype)
+
+
+class Waiting:
+    """Outputs that a model's layers have not taken yet, of one group at a time: whatever is computed next, drops what
+    nobody took."""
+
+    outputs: dict[int, tuple[tuple, torch.Tensor]] | None = None  # by the layer's place: its settings' versions, y
+    taken_from: tuple = ()
+
+
+class Group:
+    """Layers that are called one after the other with the same tensor."""
+
+    def __init__(self, members: list, waiting: Waiting):
+        self._members, self._waiting = members, waiting
+
+    def output(self, module: torch.nn.Module, x: torch.Tensor, settings: Settings) -> torch.Tensor:
+        number = next(n for n, member in enumerate(self._members) if member is module)
+        waiting, state = self._waiting, (self, None if x.is_inference() else x._version, torch.is_grad_enabled())
+        if waiting.outputs and waiting.taken_from[0]() is x and waiting.taken_from[1:] == state:
+            versions, y = waiting.outputs.pop(number, (None, None))
+            if not waiting.outputs:
+                waiting.outputs = None
+            if versions == settings.versions():
+                return y
+        waiting.outputs = None
+        together = [] if number or x.is_inference() else [member.settings(x) for member in self._members]
+        if not _fit(together):
+            return _apply([module], x, [settings])[0]
+        first, *others = _apply(self._members, x, together)
+        waiting.outputs = {n: (together[n].versions(), y) for n, y in enumerate(others, start=1)}
+        waiting.taken_from = (weakref.ref(x), *state)
+        return first
+
+
+def _fit(together: list[Settings | None]) -> bool:
+    """Whether layers can be one function: one dtype, and one scaling of those with an adapter."""
+    if not together or None in together or len({one.dtype for one in together}) > 1:
+        return False
+    return len({one.scaling for one in together if one.a is not None}) <= 1
+
+
+def _apply(modules: list, x: torch.Tensor, settings: list[Settings]) -> tuple[torch.Tensor, ...]:
+    scaling = next((one.scaling for one in settings if one.a is not None), 0.0)
+    factors = [factor for one in settings for factor in (one.a, one.b)]
+    return _Linear.apply(x, [module.product for module in modules], scaling, settings[0].dtype, *factors)
+
+
+def _output(module: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
+    group = module.product.group
+    return group.output(module, x, settings) if group else _apply([module], x, [settings])[0]
 
 
 def _takes_own_kernel(product: Product, x: torch.Tensor) -> bool:
@@ -290,15 +402,19 @@ class FusedLora(peft_bnb.Linear4bit):
 
     product: Product
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def settings(self, x: torch.Tensor) -> Settings | None:
+        """None where the layer computes as peft does."""
         active = [name for name in self.active_adapters if name in self.lora_A] if not self.disable_adapters else []
-        if args or kwargs or self.merged or len(active) > 1 or _takes_own_kernel(self.product, x):
-            return super().forward(x, *args, **kwargs)
+        if self.merged or len(active) > 1 or _takes_own_kernel(self.product, x):
+            return None
         dtype = self.product.layer.compute_dtype or x.dtype
         if not active:
-            return _Linear.apply(x, None, None, 0.0, self.product, dtype)
-        a, b = self.lora_A[active[0]].weight, self.lora_B[active[0]].weight
-        return _Linear.apply(x, a, b, self.scaling[active[0]], self.product, dtype)
+            return Settings(None, None, 0.0, dtype)
+        return Settings(self.lora_A[active[0]].weight, self.lora_B[active[0]].weight, self.scaling[active[0]], dtype)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        settings = None if args or kwargs else self.settings(x)
+        return super().forward(x, *args, **kwargs) if settings is None else _output(self, x, settings)
 
 
 class FusedBase(bnb.nn.Linear4bit):
@@ -306,7 +422,12 @@ class FusedBase(bnb.nn.Linear4bit):
 
     product: Product
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def settings(self, x: torch.Tensor) -> Settings | None:
+        """None where bitsandbytes computes."""
         if _takes_own_kernel(self.product, x):
-            return super().forward(x)
-        return _Linear.apply(x, None, None, 0.0, self.product, self.compute_dtype or x.dtype)
+            return None
+        return Settings(None, None, 0.0, self.compute_dtype or x.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        settings = self.settings(x)
+        return super().forward(x) if settings is None else _output(self, x, settings)

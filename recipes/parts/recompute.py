@@ -176,7 +176,8 @@ def _product(operator: Any, args: tuple, rank: int) -> tuple | None:
         left, right = args[0].shape, tuple(args[2])[::-1]
     else:
         return None
-    return (*left[:-1], right[-1]) if min(right) > rank else None
+    # The adapters of two or three layers with one input are one product (linear.py).
+    return (*left[:-1], right[-1]) if min(right) > rank and min(right) not in (2 * rank, 3 * rank) else None
 
 
 def _is_kept(operator: Any, args: tuple, rank: int) -> bool:

@@ -168,14 +168,14 @@ def check_rows(tokens: int, columns: int, device: str) -> None:
         for floor in (linear.LEAST_SCALE, linear.LEAST_GRADIENT_SCALE):
             kind = "plain" if by is None else "by column"
             with case(f"rows {tokens} x {columns}, {kind}, floor {floor:.1e}"):
-                codes, scale = fp8_kernel.quantize_rows(x, floor, by)
+                codes, scale = fp8_kernel.quantize_rows([x], floor, None if by is None else [by])
                 expected = linear.quantize_rows_in_torch(x, floor, by)
                 same_bits(scale, expected[1])
                 same_bits(codes, expected[0])
     with case(f"rows {tokens} x {columns}: what is not a number stays none"):
         for bad in (torch.nan, torch.inf):
             x[0, columns // 3] = bad
-            codes, scale = fp8_kernel.quantize_rows(x, linear.LEAST_SCALE)
+            codes, scale = fp8_kernel.quantize_rows([x], linear.LEAST_SCALE)
             assert not torch.isfinite((codes.float() * scale)[0].sum()), f"{bad} became a number"
             assert tokens == 1 or torch.isfinite((codes.float() * scale)[1:].sum()), f"{bad} reached another row"
 
@@ -201,7 +201,7 @@ def check_far_offsets(device: str) -> None:
         same_bits(fp8_kernel.unpack(packed, state, scale, transposed=True)[:, -last:], expected.t())
     with case("rows 180,000 x 12,288, beyond 2^31 values"):
         x = torch.randn(180000, 12288, dtype=torch.bfloat16, device=device)
-        codes, scale = fp8_kernel.quantize_rows(x, linear.LEAST_SCALE)
+        codes, scale = fp8_kernel.quantize_rows([x], linear.LEAST_SCALE)
         expected = linear.quantize_rows_in_torch(x[-last:])
         same_bits(codes[-last:], expected[0])
         same_bits(scale[-last:], expected[1])
@@ -220,7 +220,7 @@ def check_against_vllm(device: str) -> None:
     for tokens, columns in ((1003, 4096), (17, 12288)):
         with case(f"rows {tokens} x {columns} against vLLM's dynamic quantization per token"):
             x = torch.randn(tokens, columns, dtype=torch.bfloat16, device=device)
-            codes, scale = fp8_kernel.quantize_rows(x, linear.LEAST_SCALE)
+            codes, scale = fp8_kernel.quantize_rows([x], linear.LEAST_SCALE)
             theirs, their_scale = _custom_ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
             same_bits(scale, their_scale)
             same_bits(codes, theirs)
@@ -278,8 +278,8 @@ def check_products(shape: tuple[int, int], tokens: int, device: str) -> None:
     rows = linear.quantize_rows_in_torch(x)
     gradient = linear.quantize_rows_in_torch(g, linear.LEAST_GRADIENT_SCALE, scale)
     for name, found, value, right, by in (
-        ("forward", product.forward(x, x), rows, weight.t(), scale.view(1, -1)),
-        ("backward", product.backward(g), gradient, weight, 1.0),
+        ("forward", product.forward(x, linear.quantize_rows(x)), rows, weight.t(), scale.view(1, -1)),
+        ("backward", linear.input_gradient([product], [g]), gradient, weight, 1.0),
     ):
         with case(f"FP8 product, {name}, {out} x {in_}, {tokens} tokens"):
             error = relative(found, (value[0].double() @ right) * value[1] * by)
@@ -392,8 +392,8 @@ def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
         "y += (x Aᵀ) Bᵀ": lambda: y.addmm_(xa, b.t(), alpha=2.0),
         "g B": lambda: g @ b,
         "dx += (g B) A": lambda: dx.addmm_(gb, a, alpha=2.0),
-        "dA": lambda: linear._gradient(gb.t(), x, 2.0, torch.float32),
-        "dB": lambda: linear._gradient(g.t(), xa, 2.0, torch.float32),
+        "dA": lambda: linear._gradient(gb.t(), x, torch.float32),
+        "dB": lambda: linear._gradient(g.t(), xa, torch.float32),
     }
     lines = [f"{out} x {in_}, {tokens} tokens | ms | TFLOP/s or GB/s"]
     flops, (wide, narrow) = 2 * out * in_ * tokens, (2 * out * tokens, 2 * in_ * tokens)

@@ -111,7 +111,7 @@ def test_gradients_are_those_of_finite_differences():
     x = torch.randn(2, 3, 64, dtype=torch.float64, requires_grad=True)
 
     def call(x, a, b):
-        return linear._Linear.apply(x, a, b, module.scaling["default"], module.product, torch.float64)
+        return linear._Linear.apply(x, [module.product], module.scaling["default"], torch.float64, a, b)[0]
 
     assert torch.autograd.gradcheck(call, (x, a, b))
 
@@ -206,8 +206,8 @@ def test_fp8_products_are_within_5_percent_of_the_unquantized_ones_both_ways():
     x, g = torch.randn(64, 512).bfloat16(), (1e-7 * torch.randn(64, 256)).bfloat16()
     product = fuse(module, "fp8").product
     weight = dequantize(module)
-    assert 0.02 < relative(product.forward(x, x), x @ weight.t()) < 0.05
-    assert 0.02 < relative(product.backward(g), g @ weight) < 0.05
+    assert 0.02 < relative(product.forward(x, quantize_rows(x)), x @ weight.t()) < 0.05
+    assert 0.02 < relative(linear.input_gradient([product], [g]), g @ weight) < 0.05
 
 
 def test_fp8_weight_has_the_bytes_that_vllm_and_for_rounded_scales_the_merge_make_of_the_base(learning_model_dir):
@@ -230,31 +230,6 @@ def test_fp8_weight_has_the_bytes_that_vllm_and_for_rounded_scales_the_merge_mak
         assert torch.equal(merged["weight"].view(torch.uint8), codes.view(torch.uint8))
         turned = weight_of(layer, scale, transposed=True)
         assert torch.equal(turned.view(torch.uint8), ours.view(torch.uint8).t())
-
-
-def test_layers_called_with_one_tensor_quantize_it_once_and_a_changed_tensor_again(monkeypatch):
-    holder = torch.nn.ModuleDict({name: make_layer() for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
-    use_fused_linears(holder, "fp8")
-    calls = []
-    plain = linear.quantize_rows
-    monkeypatch.setattr(linear, "quantize_rows", lambda *a: calls.append(len(a[0])) or plain(*a))
-    x = torch.randn(4, 128)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        holder[name](x)
-    memo = holder["q_proj"].product._memo
-    assert calls == [4] and memo._kept is None
-    holder["q_proj"](x)
-    before = holder["k_proj"](x)
-    assert calls == [4, 4]
-    x.mul_(2)
-    torch.testing.assert_close(holder["k_proj"](x), 2 * before)
-    assert calls == [4, 4, 4]
-    holder["v_proj"](x.clone())
-    with torch.inference_mode():
-        y = torch.randn(4, 128)
-        holder["q_proj"](y)
-        holder["k_proj"](y)  # such a tensor has no version to tell a change by
-    assert calls == [4] * 6
 
 
 def test_layers_that_16_does_not_divide_are_computed_as_fused_and_counted():
