@@ -113,6 +113,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "run_name": config.run.name,
         "disable_tqdm": True,
         "remove_unused_columns": False,
+        # transformers looks for unused parameters in every model that is not its own, and a PeftModel is not.
+        "ddp_find_unused_parameters": False,
         "use_vllm": False,
         "vllm_importance_sampling_correction": rollout.correction != "none",
         "vllm_importance_sampling_clip_max": rollout.correction_cap,
