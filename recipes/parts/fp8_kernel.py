@@ -1,7 +1,9 @@
-"""GPU kernels of the linear layers: NF4 to BF16 or FP8 in one pass, and FP8 rows of activations and gradients.
+"""GPU kernels of the linear layers: NF4 to BF16 or FP8 in one pass, FP8 rows of activations and gradients, and the
+adapter's part of an output.
 
-What each computes is defined in PyTorch in `recipes/parts/linear.py`, bit for bit; `tests/gpu/linear_check.py`
-compares them. Written in Triton, for compute capability 8.9 and above (the BF16 weight: any). Imported on a GPU only.
+What each computes is defined in PyTorch in `recipes/parts/linear.py`, bit for bit but for the order of the adapter's
+sums; `tests/gpu/linear_check.py` compares them. Written in Triton, for compute capability 8.9 and above (what is no
+FP8: any). Imported on a GPU only.
 """
 
 from typing import Any
@@ -182,6 +184,43 @@ def quantize_rows(
             num_warps=min(8, max(1, tile // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return out, scale
+
+
+@triton.jit
+def _add_low_rank(
+    y, left, right, rows, columns, rank, y_stride, left_stride, right_stride, right_step, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    first_row = tl.program_id(1).to(tl.int64) * ROWS
+    first_column = tl.program_id(0) * COLUMNS
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    k = tl.arange(0, RANK)
+    is_row = row[:, None] < rows - tl.program_id(1) * ROWS
+    is_column = first_column + column[None, :] < columns
+    y += first_row * y_stride + first_column + row[:, None] * y_stride + column[None, :]
+    left += first_row * left_stride + row[:, None] * left_stride + k[None, :]
+    right += k[:, None] * right_stride + (first_column + column[None, :]) * right_step
+    value = tl.load(y, mask=is_row & is_column, other=0.0)
+    total = tl.dot(
+        tl.load(left, mask=is_row & (k[None, :] < rank), other=0.0),
+        tl.load(right, mask=is_column & (k[:, None] < rank), other=0.0),
+    )
+    tl.store(y, (value.to(tl.float32) + scaling * total).to(value.dtype), mask=is_row & is_column)
+
+
+def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
+    """y += scaling · left · right in place: y (T, n) with steps of 1, left (T, r), right (r, n) of any strides, all
+    BF16 or all FP16; r at most 64. Summed in float32 and rounded once.
+    """
+    (rows, columns), rank = y.shape, left.shape[1]
+    left = left if left.stride(1) == 1 else left.contiguous()
+    tile_rows, tile_columns = 64, 128
+    with _on(y):
+        _add_low_rank[(triton.cdiv(columns, tile_columns), triton.cdiv(rows, tile_rows))](
+            y, left, right, rows, columns, rank, y.stride(0), left.stride(0), *right.stride(), scaling,
+            ROWS=tile_rows, COLUMNS=tile_columns, RANK=max(16, triton.next_power_of_2(rank)), num_warps=4,
+        )  # fmt: skip
 
 
 def _on(tensor: torch.Tensor) -> Any:

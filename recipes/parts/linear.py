@@ -43,6 +43,9 @@ FEW_TOKENS = 64  # up to these bitsandbytes' own kernel multiplies with the pack
 # Layers that are called with the same tensor, in the order of the calls.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 FP8_CAPABILITY = (8, 9)
+# From so many values on, and up to that rank, a kernel of our own adds the adapter's part: cuBLAS reaches half of the
+# memory's speed there. Smaller ones cost their launch.
+LARGE, WIDEST_RANK = 1 << 24, 64
 
 
 def check_compute(compute: str, dtype: str) -> None:
@@ -266,7 +269,7 @@ class _Linear(torch.autograd.Function):
             for product, b, part in zip(products, up, _parts(xa, down), strict=True):
                 y = product.forward(rows, quantized)
                 if b is not None:
-                    y.addmm_(part, b.to(dtype).t(), alpha=scaling)
+                    add_low_rank(y, part, b.to(dtype).t(), scaling)
                 # Not a view: autograd would refuse to let a layer change it in place.
                 outputs.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])).to(x.dtype))
             ctx.save_for_backward(x if xa is not None else None, xa, *factors)
@@ -290,7 +293,7 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[0] and gs:
                 dx = input_gradient([ctx.products[n] for n in gs], list(gs.values()))
                 if adapted:
-                    dx.addmm_(gb, _stack(factor, ctx.dtype), alpha=ctx.scaling)
+                    add_low_rank(dx, gb, _stack(factor, ctx.dtype), ctx.scaling)
                 dx = torch.ops.aten._unsafe_view(dx, ctx.shape).to(ctx.x_type)
             if any(needed[2 * n] for n in adapted):
                 rows = x.reshape(-1, x.shape[-1]).to(ctx.dtype)
@@ -318,6 +321,29 @@ def _parts(stacked: torch.Tensor | None, factors: Sequence[torch.Tensor | None])
         parts.append(None if one is None else stacked[:, first : first + size])
         first += size
     return parts
+
+
+def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
+    """y += scaling · left · right, in place: y (T, n), left (T, r), right (r, n)."""
+    if y.numel() < LARGE or left.shape[1] > WIDEST_RANK or y.dtype not in (torch.bfloat16, torch.float16):
+        y.addmm_(left, right, alpha=scaling)
+    else:
+        torch.ops.recipes.add_low_rank_(y, left, right, scaling)
+
+
+# An operator, so that recompute.py sees that it changes what it keeps.
+_library = torch.library.Library("recipes", "DEF")
+_library.define("add_low_rank_(Tensor(a!) y, Tensor left, Tensor right, float scaling) -> Tensor(a!)")
+
+
+@torch.library.impl(_library, "add_low_rank_", "CompositeExplicitAutograd")
+def _add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
+    if not y.is_cuda:
+        return y.addmm_(left, right, alpha=scaling)
+    from recipes.parts import fp8_kernel
+
+    fp8_kernel.add_low_rank(y, left, right, scaling)
+    return y
 
 
 def _gradient(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -200,6 +200,9 @@ def _modes() -> tuple[type, type]:
     aten = torch.ops.aten
     adds = (aten.addmm_.default, aten.add_.Tensor)
 
+    def is_sum(operator: Any) -> bool:
+        return operator in adds or str(operator).startswith("recipes.add_low_rank_")  # linear.py's
+
     def is_same(one: Any, other: Any) -> bool:
         tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return tensors and one.untyped_storage()._cdata == other.untyped_storage()._cdata
@@ -220,7 +223,7 @@ def _modes() -> tuple[type, type]:
                 self.kept.append((operator, tree_map_only(torch.Tensor, torch.Tensor.detach, answer)))
             elif operator._schema.is_mutable and args:
                 number = next((n for n, (_, one) in enumerate(self.kept) if is_same(one, args[0])), None)
-                if number is not None and (operator not in adds or number != len(self.kept) - 1):
+                if number is not None and (not is_sum(operator) or number != len(self.kept) - 1):
                     raise RuntimeError(f"train.recompute selective: {operator} changes what is kept. Use full.")
             return answer
 
@@ -236,7 +239,7 @@ def _modes() -> tuple[type, type]:
                 source = args[1] if operator is aten.addmm.default else args[0]
                 self.latest = source.new_empty(shape, dtype=keys.get("out_dtype") or source.dtype)
                 return self.latest
-            if operator in adds and is_same(self.latest, args[0]):
+            if is_sum(operator) and is_same(self.latest, args[0]):
                 return args[0]  # it is in what was kept
             return operator(*args, **keys)
 

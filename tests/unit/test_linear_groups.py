@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from merge.base import dequantize
 from recipes.parts import linear
 from recipes.parts.linear import use_fused_linears
 from tests.unit.test_linear import add_adapter, factors, fp8_rows, make_layer, relative
+from tests.unit.test_recompute import policy, score
 
 OUTPUTS = {"q_proj": 96, "k_proj": 32, "v_proj": 64}
 
@@ -217,3 +219,25 @@ def test_a_group_in_a_checkpoint_that_stops_early_has_the_same_gradients_and_lea
         assert group["q_proj"].product.group._waiting.outputs is None
         found.append([x.grad, *(one.grad for one in group.parameters() if one.grad is not None)])
     assert len(found[0]) == 7 and all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_the_operator_that_adds_the_adapters_part_is_recomputed_and_skipped_as_addmm_is(
+    recompute, adapter, monkeypatch
+):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: True)
+    monkeypatch.setattr(linear, "LARGE", 0)
+    calls, plain = [], linear.add_low_rank
+    monkeypatch.setattr(linear, "add_low_rank", lambda y, *rest: calls.append(y.shape) or plain(y, *rest))
+    found = []
+    for mode in ("none", recompute):
+        model = policy(mode, 2, "fp8")
+        for one in model.parameters():
+            if one.requires_grad:
+                one.data = one.data.to(adapter)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            score(model).backward()
+        found.append([one.grad for one in model.parameters() if one.grad is not None])
+    assert calls and len(found[0]) == 28 and all(map(torch.equal, *found))
