@@ -29,6 +29,7 @@ LEVERS: dict[str, dict[str, str]] = {
     "full": {},
     "packed": {"train.micro_batch_tokens": "16384", "train.share_prompts": "false"},
     "shared": {"train.micro_batch_tokens": "16384", "train.share_prompts": "true"},
+    "flash": {"train.packed_attention": "flash"},  # of packed or shared
     "fused": {"policy.compute": "fused"},
     "fp8": {"policy.compute": "fp8"},
     "liger": {"policy.kernels": "liger"},
@@ -194,6 +195,7 @@ class Case:
             batch.rows * batch.length,
             "shared" in self.levers,
             False,
+            self.config.train.packed_attention,
         )[0]
 
     def optimizer(self) -> Any:
