@@ -114,11 +114,12 @@ def unpack(
 
 @triton.jit
 def _peak(peak, x, by_column, columns, IS_SCALED: tl.constexpr, TILE: tl.constexpr):
-    # Not into the first cache: there the factors of the columns stay, which every row reads.
+    # With factors, rows are kept out of the first cache: there the factors stay, which every row reads twice.
+    CACHE: tl.constexpr = ".cg" if IS_SCALED else ""
     for start in range(0, columns, TILE):
         column = start + tl.arange(0, TILE)
         is_inside = column < columns
-        value = tl.load(x + column, mask=is_inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        value = tl.load(x + column, mask=is_inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
         if IS_SCALED:
             value = value * tl.load(by_column + column, mask=is_inside, other=0.0)
         peak = tl.maximum(peak, tl.abs(value))
@@ -127,10 +128,11 @@ def _peak(peak, x, by_column, columns, IS_SCALED: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def _codes(out, x, by_column, columns, by_row, inverse, IS_SCALED: tl.constexpr, TILE: tl.constexpr):
+    CACHE: tl.constexpr = ".cg" if IS_SCALED else ""
     for start in range(0, columns, TILE):
         column = start + tl.arange(0, TILE)
         is_inside = column < columns
-        value = tl.load(x + column, mask=is_inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        value = tl.load(x + column, mask=is_inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
         if IS_SCALED:
             value = value * tl.load(by_column + column, mask=is_inside, other=0.0)
         tl.store(out + column, _to_e4m3(value, by_row, inverse), mask=is_inside)
@@ -141,7 +143,7 @@ def _quantize_rows(
     out, scale, x0, x1, x2, by0, by1, by2, columns0, columns1, columns2, stride0, stride1, stride2, floor,
     PARTS: tl.constexpr, IS_SCALED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # A row twice: first for its peak, then, out of the second cache, for its codes. Held in registers, a row of 12,288
+    # A row twice: first for its peak, then, out of a cache, for its codes. Held in registers, a row of 12,288
     # leaves no room for a second program to load while the first one stores.
     row = tl.program_id(0).to(tl.int64)
     x0 += row * stride0
