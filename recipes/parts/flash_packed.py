@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from recipes.parts.errors import BadInput
+
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 16  # of the tokens in a packed row; the kernels take any, products in FP8 like it
 LARGEST_HEAD = 256
@@ -118,6 +120,11 @@ def packed_flash_attention(
     """Output (T, H, D) and log-sum-exp (H, T), float32. As `FlashMask` says it: `ends` of the segments, `query_ends`
     and `key_ends` within positions [first, then), which see shared prompts, and [0, first), where these are."""
     out, lse = attention(query, key, value, ends, ends, longest, longest, True, scale)
+    if lse.shape != query.shape[1::-1]:  # releases of FlashAttention differ in it
+        raise BadInput(
+            f"torch {torch.__version__}: the log-sum-exp of FlashAttention has the shape {tuple(lse.shape)}, "
+            f"{tuple(query.shape[1::-1])} was expected. Set train.packed_attention to flex."
+        )
     out, lse = out.contiguous(), lse.contiguous()
     if query_ends is not None:
         some = slice(first, then)

@@ -207,6 +207,12 @@ def test_attention_in_float32_is_refused():
         packed_attention.attention_forward(None, q, q, q, FlashMask([3], [], [], "cpu"))
 
 
+def test_a_log_sum_exp_of_another_layout_is_refused(monkeypatch):
+    monkeypatch.setattr(flash_packed, "attention", lambda query, *_: (query, torch.zeros(1, HEADS, len(query))))
+    with pytest.raises(BadInput, match=r"has the shape \(1, 6, 7\), \(6, 7\) was expected. Set"):
+        flash_attention(*random_row(7), FlashMask([7], [], [], "cpu"), SCALE)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "gpu", "said"),
     [
