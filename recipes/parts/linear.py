@@ -332,7 +332,7 @@ def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scali
 
 
 # An operator, so that recompute.py sees that it changes what it keeps.
-_library = torch.library.Library("recipes", "DEF")
+_library = torch.library.Library("recipes", "FRAGMENT")
 _library.define("add_low_rank_(Tensor(a!) y, Tensor left, Tensor right, float scaling) -> Tensor(a!)")
 
 
