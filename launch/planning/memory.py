@@ -147,12 +147,12 @@ def dequantized_gib(shape: Shape, narrow: int) -> float:
 
 
 def weight_gib(shape: Shape, config: Config, tokens: int) -> float:
-    """What a product with the base makes of its weight: the largest layer in the compute dtype; with FP8 in a byte
-    each, and the widest input, whose tokens become FP8 too."""
+    """What a product with the base makes of its weight: the largest layer in the compute dtype; with FP8 the MLP's
+    two layers with one input in a byte each, and their gradients, whose tokens become FP8 too."""
     if config.policy.compute != "fp8":
         return dequantized_gib(shape, 4 if config.model.dtype == "float32" else 2)
-    widest = max(max(sizes) for sizes in shape.linears.values())
-    return (shape.largest_linear * (1 + 8 / NF4_BLOCK) + tokens * widest) / GIB
+    outs = 2 * shape.intermediate
+    return (shape.hidden * outs * (1 + 8 / NF4_BLOCK) + tokens * outs) / GIB
 
 
 def update_parts(
