@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(1, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "bench"))
 
 from memory_child import SHAPES, nvidia_smi

@@ -121,7 +121,7 @@ def step(model: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tens
     model.zero_grad(set_to_none=True)
     with torch.autocast(hidden.device.type, dtype=torch.bfloat16):
         found = model.get_base_model().model(inputs_embeds=hidden, use_cache=False).last_hidden_state
-    found.backward(gradient)
+    found.backward(gradient.clone())  # liger's last norm writes over it
     return found.detach()
 
 
@@ -169,7 +169,9 @@ def main() -> None:
             gradients = {name: one.grad.clone() for name, one in made.named_parameters() if one.grad is not None}
             # Of the same kernels and products with everything kept; of torch's kernels when these are others.
             same = wanted.get((compute, kernels))
-            states, others = same or wanted.get((compute, "torch")) or (found, gradients)
+            states, others = (
+                same or wanted.get((compute, "torch")) or wanted.get(("plain", "torch")) or (found, gradients)
+            )
             far = distance(found, states)
             furthest = max(distance(gradients[name], others[name]) for name in others)
             bounds = (SAME, SAME) if same else (HIDDEN, GRADIENT)
