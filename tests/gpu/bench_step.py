@@ -48,8 +48,9 @@ OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": 
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS: dict[str, dict[str, str]] = {
     "plain": {},
-    "packed": {"train.micro_batch_tokens": "16384"},
-    "unshared": {"train.micro_batch_tokens": "16384", "train.share_prompts": "false"},
+    # Two groups of work A: 2 x (250 + 8 x 1,024) tokens.
+    "packed": {"train.micro_batch_tokens": "17408"},
+    "unshared": {"train.micro_batch_tokens": "17408", "train.share_prompts": "false"},
     "fused": {"policy.compute": "fused"},
     "fp8": {"policy.compute": "fp8"},
     "liger": {"policy.kernels": "liger"},

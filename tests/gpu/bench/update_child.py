@@ -27,8 +27,8 @@ WARM_UP, STEPS, RANK, ALPHA, BRANCHES = 2, 3, 16, 32, 0.1
 # Configuration keys of every lever. A packed forward takes all rows of a batch at once, as the others do.
 LEVERS: dict[str, dict[str, str]] = {
     "full": {},
-    "packed": {"train.micro_batch_tokens": "16384", "train.share_prompts": "false"},
-    "shared": {"train.micro_batch_tokens": "16384", "train.share_prompts": "true"},
+    "packed": {"train.micro_batch_tokens": "17408", "train.share_prompts": "false"},
+    "shared": {"train.micro_batch_tokens": "17408", "train.share_prompts": "true"},
     "flash": {"train.packed_attention": "flash"},  # of packed or shared
     "fused": {"policy.compute": "fused"},
     "fp8": {"policy.compute": "fp8"},
