@@ -48,6 +48,16 @@ SMALL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_autocast_left_on():
+    """A test that leaves autocast on fails itself, and not those after it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and getattr(torch, "is_autocast_enabled", None) and torch.is_autocast_enabled("cpu"):
+        torch.set_autocast_enabled("cpu", False)
+        pytest.fail("autocast is still on")
+
+
 @dataclass
 class Finished:
     """A command that ended: its exit code and what it wrote."""
