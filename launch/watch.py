@@ -12,9 +12,8 @@ import argparse
 import dataclasses
 import json
 import math
-import signal
 import sys
-import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,24 +68,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def until_interrupted(interval_s: float) -> Callable[[], bool]:
-    """A pause between two looks; it says whether Ctrl-C was pressed, before or during it.
-
-    A handler that notes it, as Python's own raises in whatever runs at that moment: in a callback of the garbage
-    collector or of an import it would be printed and lost.
-    """
-    pressed = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: pressed.set())
-    return lambda: pressed.wait(interval_s)
-
-
-def follow(
-    logs: Sequence[MetricsLog],
-    draw: Callable[[int, int], RenderableType],
-    console: Console,
-    is_over: Callable[[], bool],
-) -> None:
-    """Redraw until the last step of every run is there, or `is_over` after a pause."""
+def follow(logs: Sequence[MetricsLog], draw: Callable[[int, int], RenderableType], console: Console, s: float) -> None:
+    """Redraw until the last step of every run is there."""
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
             for log in logs:
@@ -95,12 +78,11 @@ def follow(
             live.update(draw(console.width, max(3, console.height - 1)), refresh=True)
             if all(progress(log)["state"] == "finished" for log in logs):
                 return
-            if is_over():
-                return
+            time.sleep(s)
 
 
-def follow_lines(run: RunDir, log: MetricsLog, is_over: Callable[[], bool]) -> None:
-    """Print each new step as one line until the last step is there, for pipes and log files; `is_over` as above."""
+def follow_lines(run: RunDir, log: MetricsLog, interval_s: float) -> None:
+    """Print each new step as one line until the last step is there, for pipes and log files."""
     printed, resumes, waited = -1, 0, False
     while True:
         log.poll()
@@ -116,8 +98,7 @@ def follow_lines(run: RunDir, log: MetricsLog, is_over: Callable[[], bool]) -> N
             waited = True
         if state["state"] == "finished":
             return
-        if is_over():
-            return
+        time.sleep(interval_s)
 
 
 def parse() -> argparse.Namespace:
@@ -212,11 +193,13 @@ def main() -> int:
         return DONE
     if len(runs) > 1 and not console.is_terminal:
         raise BadInput("several runs are followed in a terminal only. Through a pipe use --once, or name one run.")
-    is_over = until_interrupted(arguments.interval)
-    if console.is_terminal:
-        follow(logs, draw, console, is_over)
-    else:
-        follow_lines(runs[0], logs[0], is_over)
+    try:
+        if console.is_terminal:
+            follow(logs, draw, console, arguments.interval)
+        else:
+            follow_lines(runs[0], logs[0], arguments.interval)
+    except KeyboardInterrupt:
+        pass
     return DONE
 
 

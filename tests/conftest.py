@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # every other server. Here it is two, as for one GPU, placed by the system; tests/smoke/test_server.py has all three.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# A shell starts what it puts in the background with Ctrl-C ignored, and every process under test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from recipes.parts.errors import run_command
 from recipes.parts.rundir import RunDir

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "gpu"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "gpu/bench"))
@@ -21,7 +22,10 @@ from recipes.parts.config import load_config
 @pytest.mark.parametrize("lever", [*LEVERS, *bench_step.VARIANTS])
 def test_every_lever_is_made_of_configuration_keys(lever):
     keys = LEVERS.get(lever, {}) | (bench_step.levers(lever) if lever in bench_step.VARIANTS else {})
-    load_config(str(ROOT / CONFIG), [f"--{key}={value}" for key, value in keys.items()])
+    config = load_config(str(ROOT / CONFIG), [f"--{key}={value}" for key, value in keys.items()])
+    for key, value in keys.items():
+        group, name = key.split(".")
+        assert getattr(getattr(config, group), name) == yaml.safe_load(value), key
 
 
 def test_a_variant_takes_keys_beside_levers():
