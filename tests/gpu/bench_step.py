@@ -1,6 +1,6 @@
 """Two cards: whole steps of GRPO, stock TRL against the recipe, lever by lever, on the same lengths.
 
-    python tests/gpu/bench_step.py --load A --variants plain fp8+liger+packed --out A.json
+    python tests/gpu/bench_step.py --load A --variants plain fp8+liger+shared --out A.json
     python tests/gpu/bench_step.py --load B --rounds 2 --variants default --out B.json
     python tests/gpu/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
     python tests/gpu/bench_step.py --part scaling --out scaling.json
@@ -12,7 +12,7 @@ trainer on GPU 0, both servers on GPU 1. Work A: 128 completions of 1,024 tokens
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing. Ours: the
 recipe's main() under accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is
-levers joined by +, each in VARIANTS or written key=value; `plain` is every lever off, `default` what the configuration
+levers of workload.py joined by +, or written key=value; `plain` is every lever off, `default` what the configuration
 says when nothing is asked for. With --rounds the sides alternate. --warm steps come first and do not count; figures
 are medians of the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the trainer
 waited for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer; tok/s of rollout
@@ -40,29 +40,13 @@ sys.path.insert(1, str(Path(__file__).parent / "bench"))
 
 from memory_child import SHAPES, nvidia_smi
 from servers import MEETING_PORT, READY_S, CardWatch, Child, Failed, OurServer, StockServer, run_flags, write_plugin
-from workload import PEAK_FLOPS, TINY_WORKS, WORKS, Work, step_flops
+from workload import LEVERS, PEAK_FLOPS, TINY_WORKS, WORKS, Work, step_flops
 
 from recipes.parts.rundir import write_json
 
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
-VARIANTS: dict[str, dict[str, str]] = {
-    "plain": {},
-    # Two groups of work A: 2 x (250 + 8 x 1,024) tokens.
-    "packed": {"train.micro_batch_tokens": "17408"},
-    "unshared": {"train.micro_batch_tokens": "17408", "train.share_prompts": "false"},
-    "fused": {"policy.compute": "fused"},
-    "fp8": {"policy.compute": "fp8"},
-    "liger": {"policy.kernels": "liger"},
-    "none": {"train.recompute": "none"},
-    "selective": {"train.recompute": "selective"},
-    "half": {"train.recompute_fraction": "0.5"},
-    "offload": {"train.recompute_offload": "true"},
-    "overlap": {"rollout.overlap": "true"},
-    "adamw_fused": {"train.optimizer": "adamw_torch_fused"},
-    "adamw_8bit": {"train.optimizer": "adamw_bnb_8bit"},
-    "default": {},
-}
+VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}}
 PHASES = ("step", "generate", "sync", "logps", "update")
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
 

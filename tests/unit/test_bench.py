@@ -13,15 +13,15 @@ import bench_step
 import bench_update
 from kernel_groups import group_of
 from memory_child import SHAPES, parameters
-from update_child import LEVERS, Batch
-from workload import CONFIG, ROOT, WORKS, linear_weights, step_flops, update_flops
+from update_child import Batch
+from workload import CONFIG, LEVERS, ROOT, WORKS, linear_weights, step_flops, update_flops
 
 from recipes.parts.config import load_config
 
 
-@pytest.mark.parametrize("lever", [*LEVERS, *bench_step.VARIANTS])
+@pytest.mark.parametrize("lever", bench_step.VARIANTS)
 def test_every_lever_is_made_of_configuration_keys(lever):
-    keys = LEVERS.get(lever, {}) | (bench_step.levers(lever) if lever in bench_step.VARIANTS else {})
+    keys = bench_step.levers(lever)
     config = load_config(str(ROOT / CONFIG), [f"--{key}={value}" for key, value in keys.items()])
     for key, value in keys.items():
         group, name = key.split(".")

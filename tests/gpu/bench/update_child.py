@@ -1,7 +1,7 @@
 """One case of bench_update.py in a process of its own: a model, its update step on every batch, seconds and memory.
 
 A case is what is joined with + in its name: `stock_bf16` or `stock_nf4` (TRL's path: peft, transformers' full
-recomputation), `plain` (that on NF4 with the kit's FP32 adapter), `unsloth`, or levers of the kit (LEVERS, or
+recomputation), `plain` (that on NF4 with the kit's FP32 adapter), `unsloth`, or levers of the kit (workload.py, or
 key=value), whatever they leave open as in `full`. The imports run at once; the card is touched only after a line on
 stdin, so that a case can get ready during the one before.
 """
@@ -21,25 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import CONFIG, PEAK_FLOPS, TARGETS, update_flops
+from workload import CONFIG, LEVERS, PEAK_FLOPS, TARGETS, update_flops
 
 WARM_UP, STEPS, RANK, ALPHA, BRANCHES = 2, 3, 16, 32, 0.1
-# Configuration keys of every lever. A packed forward takes all rows of a batch at once, as the others do.
-LEVERS: dict[str, dict[str, str]] = {
-    "full": {},
-    "packed": {"train.micro_batch_tokens": "17408", "train.share_prompts": "false"},
-    "shared": {"train.micro_batch_tokens": "17408", "train.share_prompts": "true"},
-    "flash": {"train.packed_attention": "flash"},  # of packed or shared
-    "fused": {"policy.compute": "fused"},
-    "fp8": {"policy.compute": "fp8"},
-    "liger": {"policy.kernels": "liger"},
-    "none": {"train.recompute": "none"},
-    "selective": {"train.recompute": "selective"},
-    "half": {"train.recompute_fraction": "0.5"},
-    "offload": {"train.recompute_offload": "true"},
-    "adamw_fused": {"train.optimizer": "adamw_torch_fused"},
-    "adamw_8bit": {"train.optimizer": "adamw_bnb_8bit"},
-}
 STOCK = ("stock_bf16", "stock_nf4")
 PLAIN = (*STOCK, "plain")
 

@@ -24,6 +24,23 @@ TARGETS = {
     "qkvo": "[q_proj, k_proj, v_proj, o_proj]",
     "all": "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]",
 }
+# Configuration keys of every lever of the update. A pack holds two groups of work A, 2 x (250 + 8 x 1,024) tokens, or
+# all rows of a batch of 8 x 2,048.
+LEVERS: dict[str, dict[str, str]] = {
+    "full": {},
+    "packed": {"train.micro_batch_tokens": "17408", "train.share_prompts": "false"},
+    "shared": {"train.micro_batch_tokens": "17408", "train.share_prompts": "true"},
+    "flash": {"train.packed_attention": "flash"},  # of packed or shared
+    "fused": {"policy.compute": "fused"},
+    "fp8": {"policy.compute": "fp8"},
+    "liger": {"policy.kernels": "liger"},
+    "none": {"train.recompute": "none"},
+    "selective": {"train.recompute": "selective"},
+    "half": {"train.recompute_fraction": "0.5"},
+    "offload": {"train.recompute_offload": "true"},
+    "adamw_fused": {"train.optimizer": "adamw_torch_fused"},
+    "adamw_8bit": {"train.optimizer": "adamw_bnb_8bit"},
+}
 MEDIAN, SIGMA = 400, 0.8  # of work B's log-normal lengths
 
 
