@@ -207,9 +207,14 @@ def split(line: str) -> tuple[list[str], dict[str, str]]:
     return words[first:], dict(word.split("=", 1) for word in words[:first])
 
 
-def test_replicas_get_the_gpus_that_their_list_names_among_those_that_are_visible(machine):
+def test_replicas_get_the_gpus_that_their_list_names_among_those_that_are_visible(machine, tmp_path):
     machine(["6", "7", "9"])
-    keys = ["--rollout.backend=server", "--server.gpus=[2]", "--model.dtype=bfloat16"]
+    keys = [
+        f"--run.output_dir={tmp_path / 'run'}",
+        "--rollout.backend=server",
+        "--server.gpus=[2]",
+        "--model.dtype=bfloat16",
+    ]
     start = up.prepare(TINY, keys, None, resume=False)
     assert (start.servers[0].gpus, start.placement.trainer) == (("9",), ("6", "7"))
     assert start.trainer.words[-1] == "--server.gpus=[9]"
