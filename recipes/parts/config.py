@@ -8,7 +8,6 @@ in `checks.py`.
 import argparse
 import dataclasses
 import difflib
-import types
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from recipes.parts.config_types import match_type, spell_type
 from recipes.parts.errors import BadInput
 
 # Keys that have a successor, and how each value is written there.
@@ -75,6 +75,16 @@ class PolicyConfig:
     kernels: Literal["torch", "liger"] = _option("torch", "norms, rotary embedding and SwiGLU; liger needs a GPU")
     reference: str = _option("adapter_off", "KL reference; adapter_off is the same model without the adapter")
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
+    quant_cfg: str | None = _option(
+        None, "format to train for: a name of the merge or of ModelOpt, or a YAML in ModelOpt's form; null: none"
+    )
+    quant_calib_data: str = _option("train", "prompts that calibrate activation ranges: train, or a local jsonl file")
+    quant_calib_size: int = _option(128, "prompts to calibrate with")
+    quant_batch_size: int = _option(8, "prompts per forward of the calibration")
+    quant_sequence_length: int = _option(512, "tokens of a prompt that the calibration uses")
+    quant_noise_start: float = _option(0.0, "noise on the sampler's RMSNorm scales at the start; 0 = off")
+    quant_noise_end: float = _option(0.0, "noise on the sampler's RMSNorm scales at the end")
+    quant_noise_stages: int = _option(10, "stages in which the noise goes from start to end")
 
 
 @dataclass(kw_only=True)
@@ -116,6 +126,9 @@ class ServerConfig:
     )
     weights: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "bf16"] = _option(
         "fp8_per_channel", "what vLLM stores the dequantized base as"
+    )
+    quant_cfg: str | None = _option(
+        None, "format that the replicas compute in; default policy.quant_cfg, and no other"
     )
     kv_cache: Literal["auto", "fp8"] = _option("auto", "type of the KV cache; auto is the model's own")
     tensor_parallel: int = _option(1, "GPUs per replica")
@@ -410,45 +423,6 @@ def _convert(value: Any, hint: Any, key: str, where: str, problems: list[str]) -
     if not matched:
         problems.append(f"{where}: {key} must be {spell_type(hint)}, it is {value!r:.60} ({type(value).__name__}).")
     return converted
-
-
-def match_type(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Whether `value` is of the annotated type, and the value as that type (int to float, "1e-4" to float)."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True, value
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in options), value
-    if origin in (types.UnionType, typing.Union):
-        return next((result for option in options if (result := match_type(value, option))[0]), (False, value))
-    if origin is list:
-        results = [match_type(entry, options[0]) for entry in value] if isinstance(value, list) else [(False, value)]
-        return all(ok for ok, _ in results), [entry for _, entry in results]
-    if origin is dict:
-        return isinstance(value, dict), value
-    if hint is types.NoneType:
-        return value is None, None
-    if hint is float and isinstance(value, str | int) and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-4 (no dot) as a string.
-        try:
-            return True, float(value)
-        except ValueError:
-            return False, value
-    return type(value) is hint, value
-
-
-def spell_type(hint: Any) -> str:
-    """An annotated type in the words of an error message."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, options))
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(spell_type(option) for option in options)
-    if origin is list:
-        return f"a list of {spell_type(options[0])}"
-    if origin is dict:
-        return "a group of keys"
-    return {str: "text", int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null"}[hint]
 
 
 def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
