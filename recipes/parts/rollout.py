@@ -6,8 +6,10 @@ packed bytes. The trainer's process needs no vLLM.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from recipes.parts.adapter_file import AdapterFile
@@ -31,6 +33,9 @@ from recipes.parts.sharding import gather_adapter
 from recipes.parts.sync import START, AdapterSync, restart_hint, start_hint
 
 FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
+OTHER_REQUESTS = (
+    10  # of a step besides generation, one after the other: wake, stage, activate, score, roll back, sleep
+)
 
 
 class ServerRollout:
@@ -59,6 +64,7 @@ class ServerRollout:
         self._served: int | None = None  # as every process knows it
         self._may_be_asleep = False
         self._silent: set[str] = set()
+        self._waiting: Any = None  # the process group in which processes wait for the main one
 
     def check(self, linears: list[str], vocabulary: int) -> None:
         """Wait for every replica and refuse one that cannot serve this run; before any weight is loaded.
@@ -252,8 +258,6 @@ class ServerRollout:
 
     def _in_main_process(self, trainer: Any, work: Callable[[], Any], error: KitError | None = None) -> Any:
         """What `work` returns, in every process; also its error, since the others wait for the outcome."""
-        from accelerate.utils import broadcast_object_list
-
         outcome: list[Any] = [None, None, error]
         if trainer.accelerator.is_main_process and error is None:
             try:
@@ -263,11 +267,35 @@ class ServerRollout:
             except Exception as found:
                 outcome[2] = CheckFailed(f"the rollout failed: {type(found).__name__}: {found}")
             outcome[1] = self.sync.served
-        broadcast_object_list(outcome)
+        self._broadcast(outcome)
         if outcome[2] is not None:
             raise outcome[2]
         self._served = outcome[1]
         return outcome[0]
+
+    def _broadcast(self, outcome: list[Any]) -> None:
+        """The main process's `outcome` in every process, waited for on the CPU: a collective of NCCL that waits is a
+        kernel that spins, and takes its time from a replica on the same card."""
+        from torch import distributed
+
+        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+            return
+        if self._waiting is None:
+            self._waiting = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.longest_s))
+        distributed.broadcast_object_list(outcome, src=0, group=self._waiting)
+
+    @property
+    def longest_s(self) -> float:
+        """More seconds than what the main process does alone can take, since each of its requests has a limit. A main
+        process that ends is noticed at once."""
+        from torch import distributed
+
+        config, rollout = self.config, self.config.rollout
+        completions = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+        prompts = completions * distributed.get_world_size() // rollout.group_size + config.watch.eval_problems
+        at_once = max(1, min(rollout.max_in_flight, 2 * len(self.replicas)))  # the dispatcher sends more, never fewer
+        requests = OTHER_REQUESTS + math.ceil(prompts / at_once) * (1 + rollout.retries)
+        return rollout.server_wait_s + requests * rollout.request_timeout_s
 
     def close(self) -> None:
         """Leave the replicas awake; called once, however the run ends, by the main process."""

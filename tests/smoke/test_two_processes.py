@@ -155,6 +155,14 @@ def test_a_failed_sync_ends_both_processes(tmp_path, recipe_arguments, tiny_mode
     assert done.stderr.count("error: the replica at") == 1, "said once"
 
 
+def test_a_process_waits_for_rollouts_in_a_group_of_its_own_and_hears_of_their_failure(tmp_path):
+    """The default group gives up after two seconds, the main process works for four."""
+    done = launch(["tests/smoke/waiting_worker.py", str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = sorted(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
+    assert found == [f"FOUND {rank} gloo True done the replica is gone" for rank in (0, 1)]
+
+
 def test_replicas_that_cannot_be_woken_end_both_processes(tmp_path, recipe_arguments, tiny_model_dir, replica):
     run = RunDir(tmp_path / "run")
     replica.info["sleep_enabled"] = True

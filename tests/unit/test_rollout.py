@@ -354,7 +354,7 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
 
     monkeypatch.setattr(found, "_step", step)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: rows)
-    monkeypatch.setattr("accelerate.utils.broadcast_object_list", broadcast)
+    monkeypatch.setattr(found, "_broadcast", broadcast)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: order.append("free"))
     accelerator = SimpleNamespace(

@@ -1,0 +1,46 @@
+"""One of two processes whose default group gives up after two seconds, while the main process works longer."""
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from torch import distributed
+
+from recipes.parts.config import load_config
+from recipes.parts.errors import CheckFailed
+from recipes.parts.rollout import ServerRollout
+from recipes.parts.rundir import RunDir
+
+
+def long_work() -> str:
+    time.sleep(4)
+    return "done"
+
+
+def failing_work() -> str:
+    raise CheckFailed("the replica is gone")
+
+
+def main() -> None:
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=2))
+    config = load_config("recipes/configs/grpo-tiny-nf4-cpu.yaml", ["--rollout.request_timeout_s=7"])
+    rollout = ServerRollout(config, None, RunDir(Path(sys.argv[1])))
+    accelerator = SimpleNamespace(is_main_process=distributed.get_rank() == 0)
+    trainer = SimpleNamespace(accelerator=accelerator)
+    found = [rollout._in_main_process(trainer, long_work)]
+    group = rollout._waiting
+    try:
+        rollout._in_main_process(trainer, failing_work)
+    except CheckFailed as error:
+        found.append(str(error))
+    is_same = rollout._waiting is group
+    print("FOUND", distributed.get_rank(), distributed.get_backend(group), is_same, *found, flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
