@@ -258,6 +258,7 @@ class ServerRollout:
 
     def _in_main_process(self, trainer: Any, work: Callable[[], Any], error: KitError | None = None) -> Any:
         """What `work` returns, in every process; also its error, since the others wait for the outcome."""
+        self._meet()
         outcome: list[Any] = [None, None, error]
         if trainer.accelerator.is_main_process and error is None:
             try:
@@ -273,16 +274,23 @@ class ServerRollout:
         self._served = outcome[1]
         return outcome[0]
 
-    def _broadcast(self, outcome: list[Any]) -> None:
-        """The main process's `outcome` in every process, waited for on the CPU: a collective of NCCL that waits is a
-        kernel that spins, and takes its time from a replica on the same card."""
+    def _meet(self) -> None:
+        """Make, once and in every process, the group in which they wait for the main one. On the CPU: a collective of
+        NCCL that waits is a kernel that spins, and takes its time from a replica on the same card."""
         from torch import distributed
 
-        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-            return
-        if self._waiting is None:
+        is_alone = (
+            not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1
+        )
+        if self._waiting is None and not is_alone:
             self._waiting = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.longest_s))
-        distributed.broadcast_object_list(outcome, src=0, group=self._waiting)
+
+    def _broadcast(self, outcome: list[Any]) -> None:
+        """Put the main process's `outcome` in the place of every other's."""
+        if self._waiting is not None:
+            from torch import distributed
+
+            distributed.broadcast_object_list(outcome, src=0, group=self._waiting)
 
     @property
     def longest_s(self) -> float:
