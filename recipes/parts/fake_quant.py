@@ -1,0 +1,164 @@
+"""The numbers that a quantized checkpoint computes with, in the dtype of the model: quantized and dequantized at once.
+
+Weights are bit for bit what a reader of `merge/quantize.py`'s checkpoint computes with (`read_back`), rounded once to
+the compute dtype; only the sign of a zero may differ. Scales of FP8 and INT4 are BF16 numbers, as readers load them.
+Activations are what a server quantizes them to: FP8 per token, per group of 128 or by one static scale; FP4 in groups
+of 16 with E4M3 scales under a static global scale, as vLLM 0.31 emulates it.
+
+A *peak* is the largest |value| that a scale is made for: of a weight whole (`fp8_static`; `nvfp4`'s global scale), of
+every output channel (`fp8`), or of a layer's input, from calibration. Formats with a scale per block need none.
+
+On a GPU `fake_quant_kernel.py` computes the same numbers in one pass; the functions here define them.
+Not covered: gradients (qat.py passes them straight through).
+"""
+
+import bitsandbytes as bnb
+import torch
+
+from recipes.parts import linear
+from recipes.parts.quant_format import ActivationFormat, QuantFormat
+
+E4M3_MAX, E2M1_MAX, INT4_MAX = 448.0, 6.0, 7.5
+LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126
+ZERO_SCALE = torch.finfo(torch.float32).eps  # of a block of zeros, as compressed-tensors has it
+ZERO_E4M3_SCALE = 0.125
+LEAST_GROUP_PEAK = 1e-10  # vLLM's, of groups of FP8 activations
+Layer = bnb.nn.Linear4bit | torch.nn.Linear
+
+
+@torch.no_grad()
+def effective_weight(
+    layer: Layer, a: torch.Tensor | None = None, b: torch.Tensor | None = None, scaling: float = 1.0
+) -> torch.Tensor:
+    """base + scaling · b · a (out, in), summed in float32 and rounded once to BF16, as merging does; in the base's
+    dtype. a (r, in), b (out, r), both None without an adapter."""
+    weight = linear.weight_of(layer) if isinstance(layer, bnb.nn.Linear4bit) else layer.weight.data
+    dtype, weight = weight.dtype, weight.float()
+    if a is not None:
+        weight = weight + scaling * (b.float() @ a.float())
+    return weight.to(torch.bfloat16).to(dtype)
+
+
+def weight_peak(weight: torch.Tensor, fmt: QuantFormat) -> torch.Tensor | None:
+    """The peak that `fmt` needs of a weight (out, in), float32: () of all of it, (out, 1) per output channel; None
+    where every block's own is used. Layers that a server fuses take the largest of theirs (`fmt.shares_peak`)."""
+    if fmt.shares_peak:
+        return _peak(weight, None)
+    return _peak(weight, 1) if fmt.weight.block == (1, None) else None
+
+
+def _peak(value: torch.Tensor, dim: int | None) -> torch.Tensor:
+    low, high = value.aminmax() if dim is None else value.aminmax(dim=dim, keepdim=True)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+@torch.no_grad()
+def fake_quantize_weight(weight: torch.Tensor, fmt: QuantFormat, peak: torch.Tensor | None = None) -> torch.Tensor:
+    """`weight` (out, in) as a reader of the exported checkpoint computes with it, in the same dtype.
+
+    `peak` as `weight_peak` makes it, which is taken of `weight` when it is None. Both sizes must be multiples of the
+    format's block.
+    """
+    peak = weight_peak(weight, fmt) if peak is None else peak
+    rows, columns = (size or whole for size, whole in zip(fmt.weight.block, weight.shape, strict=True))
+    blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (out / R, R, in / C, C)
+    if fmt.weight.kind == "nvfp4":
+        value = _nvfp4(blocks, global_scale(peak))
+    else:
+        block_peak = _block_peak(blocks) if peak is None else peak.view(-1, 1, 1, 1)
+        value = _fp8(blocks, block_peak) if fmt.weight.kind == "fp8" else _int4(blocks, block_peak)
+    return value.view(weight.shape).to(weight.dtype)
+
+
+def _block_peak(blocks: torch.Tensor) -> torch.Tensor:
+    """(out / R, 1, in / C, 1) of (out / R, R, in / C, C)."""
+    peak = blocks.abs().amax(-1, keepdim=True)
+    return peak if blocks.shape[1] == 1 else peak.amax(1, keepdim=True)
+
+
+def _divided(value: torch.Tensor, by: float) -> torch.Tensor:
+    # A tensor as divisor: with a number, PyTorch multiplies by its reciprocal on a GPU.
+    return value / torch.full((), by, device=value.device)
+
+
+def bf16_scale(peak: torch.Tensor, largest: float) -> torch.Tensor:
+    """peak / largest as a BF16 number, in float32; never 0."""
+    scale = _divided(peak, largest).to(torch.bfloat16).float()
+    return torch.where(scale == 0, ZERO_SCALE, scale)
+
+
+def _fp8(value: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    scale = bf16_scale(peak, E4M3_MAX)
+    return linear.to_e4m3(value, scale).float() * scale
+
+
+def _int4(value: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    scale = bf16_scale(peak, INT4_MAX)
+    return (value / scale).round_().clamp_(-8, 7) * scale
+
+
+def global_scale(peak: torch.Tensor) -> torch.Tensor:
+    """NVFP4's global scale of weights with that peak: the power of two at or below 448 · 6 / peak, float32."""
+    tiny = torch.finfo(torch.float32).tiny
+    quotient = torch.full((), E4M3_MAX * E2M1_MAX, device=peak.device) / peak.float().clamp(min=tiny)
+    quotient = torch.where(quotient.isfinite(), quotient, 1.0)
+    exponent = (torch.frexp(quotient).exponent - 1).clamp(LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT)
+    return torch.ldexp(torch.ones_like(quotient), exponent)
+
+
+def _nvfp4(blocks: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """(…, 16) in E2M1 with E4M3 scales that are multiplied by 1 / `by`."""
+    scale = _to_e4m3_number(_divided(_block_peak(blocks), E2M1_MAX) * by)
+    scale = torch.where(scale == 0, ZERO_E4M3_SCALE, scale) / by
+    return to_e2m1(blocks / scale) * scale
+
+
+def _to_e4m3_number(value: torch.Tensor) -> torch.Tensor:
+    return value.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def to_e2m1(value: torch.Tensor) -> torch.Tensor:
+    """The E2M1 number nearest to `value` (float32), ties to even: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    value = value.clamp(-E2M1_MAX, E2M1_MAX)
+    size = value.abs()
+    # 1 / the distance between two neighbours: exact powers of two.
+    inverse = torch.where(size < 2, 2.0, torch.where(size < 4, 1.0, 0.5))
+    return (value * inverse).round_().div_(inverse)
+
+
+def quantized_weight(
+    layer: Layer,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scaling: float,
+    fmt: QuantFormat,
+    peak: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fake_quantize_weight(effective_weight(layer, a, b, scaling), fmt, peak)`."""
+    return fake_quantize_weight(effective_weight(layer, a, b, scaling), fmt, peak)
+
+
+@torch.no_grad()
+def fake_quantize_activation(x: torch.Tensor, fmt: ActivationFormat, peak: torch.Tensor | None = None) -> torch.Tensor:
+    """x (…, in) as a server computes with it, in the same dtype. `peak` (): the largest |x| of calibration, for static
+    formats."""
+    if fmt.kind == "nvfp4":
+        return _nvfp4_activation(x.float(), peak, fmt.group).to(x.dtype)
+    if fmt.per == "tensor":
+        scale = bf16_scale(peak, E4M3_MAX)
+        return (linear.to_e4m3(x, scale).float() * scale).to(x.dtype)
+    if fmt.per == "token":
+        codes, scale = linear.quantize_rows(x.reshape(-1, x.shape[-1]))
+        return (codes.float() * scale).to(x.dtype).view(x.shape)
+    groups = x.float().unflatten(-1, (-1, fmt.group))
+    scale = _divided(groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_GROUP_PEAK), E4M3_MAX)
+    return (linear.to_e4m3(groups, scale).float() * scale).to(x.dtype).view(x.shape)
+
+
+def _nvfp4_activation(x: torch.Tensor, peak: torch.Tensor, group: int) -> torch.Tensor:
+    by = torch.full((), E4M3_MAX * E2M1_MAX, device=x.device) / peak.float()
+    groups = x.unflatten(-1, (-1, group))
+    # vLLM's order of operations, which decides ties.
+    scale = _to_e4m3_number(by * (groups.abs().amax(-1, keepdim=True) * (1 / E2M1_MAX)))
+    inverse = torch.where(scale == 0, 0.0, by / scale)
+    return (to_e2m1(groups * inverse) * (scale / by)).flatten(-2)
