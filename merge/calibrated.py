@@ -1,4 +1,4 @@
-"""The formats that need data: what a run calibrates on, the inputs' ranges for nvfp4, and AWQ by llm-compressor.
+"""The formats that need data: what a run calibrates on, ranges of the layers' inputs, and AWQ by llm-compressor.
 
 Calibration reads the run's own training prompts, with the policy's logged completions where there are any, and never
 the held-out problems. Both policies are calibrated on the same sequences, so that they differ by their weights alone.
@@ -107,7 +107,10 @@ def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict
     modules = dict(model.named_modules())
     for name in names:
         if (module := modules.get(name.removesuffix(".weight"))) is None:
-            raise Refused(f"transformers' model has no layer {name}, so its inputs cannot be seen. Leave nvfp4 out.")
+            raise Refused(
+                f"transformers' model has no layer {name}, so its inputs cannot be seen. Leave fp8_static and nvfp4 "
+                "out."
+            )
         module.register_forward_pre_hook(watch(name))
     for ids in calibration.sequences:
         model(torch.tensor([ids], device=device))
@@ -117,7 +120,8 @@ def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict
     if bad := [name for name, peak in sorted(found.items()) if not 0 < peak < float("inf")]:
         raise Refused(
             f"{len(bad)} of {len(found)} layers have no usable input over {calibration.facts['tokens']} tokens of "
-            f"calibration ({bad[0]}: largest |input| {found[bad[0]]}). Leave nvfp4 out; nvfp4a16 needs none."
+            f"calibration ({bad[0]}: largest |input| {found[bad[0]]}). Leave fp8_static and nvfp4 out; fp8 and "
+            "nvfp4a16 need none."
         )
     return found
 

@@ -27,6 +27,7 @@ READERS = {
     "bf16": "transformers and vLLM; the weights are plain BF16",
     "fp8": "transformers and vLLM; E4M3 weights with a scale per output channel, activations quantized per token",
     "fp8_block": "transformers and vLLM; E4M3 weights with a scale per block of 128 x 128",
+    "fp8_static": "transformers and vLLM; E4M3 weights with one scale each, activations by calibrated scales",
     "w4a16": "transformers and vLLM; INT4 weights in groups of 128, rounded to nearest",
     "awq": "transformers and vLLM; INT4 weights in groups of 128, by AWQ",
     "nvfp4a16": "vLLM; FP4 weights in groups of 16, activations in 16 bits",

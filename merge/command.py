@@ -13,10 +13,10 @@ from recipes.parts.rundir import INTO, RunDir, read_json, read_manifest
 POLICIES = ("base", "grpo")
 # Of a quantized layer, scales included.
 BYTES_PER_WEIGHT = {
-    **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "w4a16": 0.52, "awq": 0.52},
+    **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp8_static": 1.0, "w4a16": 0.52, "awq": 0.52},
     **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},
 }
-CALIBRATED = ("awq", "nvfp4")
+CALIBRATED = ("fp8_static", "awq", "nvfp4")
 AWQ_PYTHON = Path(".venv-llmcompressor/bin/python")
 
 
@@ -205,7 +205,7 @@ class Merge:
 
             made_by = (self.calibration, options.awq_python)
             return write_awq(source, place, self.base, *made_by, verify, options.overwrite, **facts)
-        if name == "nvfp4":
+        if name in CALIBRATED:
             from merge.calibrated import input_peaks
 
             facts["calibration"] = self.calibration.facts

@@ -2,6 +2,7 @@
 
 fp8        `float-quantized`: static per-channel weights, dynamic per-token activations.
 fp8_block  `float-quantized`: static weights in blocks of 128 x 128, activations dynamic in groups of 128.
+fp8_static `float-quantized`: one scale per weight, activations by one static scale per layer that calibration finds.
 w4a16      `pack-quantized`: symmetric INT4, groups of 128, round to nearest.
 nvfp4a16   `nvfp4-pack-quantized`: E2M1 in groups of 16 with E4M3 scales and a global scale; weights only.
 nvfp4      the same, and activations in FP4 by global scales that calibration finds (calibrated.py).
@@ -43,6 +44,7 @@ Format = Callable[[torch.Tensor, Use], Parts]
 LAYOUTS = {
     "fp8": ("FP8_DYNAMIC", "float-quantized"),
     "fp8_block": ("FP8_BLOCK", "float-quantized"),
+    "fp8_static": ("FP8", "float-quantized"),
     "w4a16": ("W4A16", "pack-quantized"),
     "awq": ("W4A16", "pack-quantized"),
     "nvfp4a16": ("NVFP4A16", "nvfp4-pack-quantized"),
@@ -53,7 +55,12 @@ LAYOUTS = {
 def _scheme(name: str) -> Any:
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-    return preset_name_to_scheme(name, ["Linear"])
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    if name == "FP8":
+        # With a single scale per weight vLLM 0.31 takes the largest of the layers that it fuses and quantizes the
+        # others again, through FP16; repeated for every output channel it is kept as it is.
+        scheme.weights = _scheme("FP8_DYNAMIC").weights
+    return scheme
 
 
 def read_back(store: Format, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
@@ -62,8 +69,13 @@ def read_back(store: Format, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]
     return store(weight, lambda start, rows: value[start : start + len(rows)].copy_(rows)), value
 
 
-def _compress(weight: torch.Tensor, use: Use, name: str, block: tuple[int, int]) -> Parts:
-    """`weight` with one BF16 scale per block of (rows, columns), some rows at a time."""
+def _compress(
+    weight: torch.Tensor, use: Use, name: str, block: tuple[int, int], peak: torch.Tensor | None = None
+) -> Parts:
+    """`weight` with one BF16 scale per block of (rows, columns), some rows at a time.
+
+    `peak` is the largest |weight| that every block's scale is made for, when it is not the block's own.
+    """
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -72,7 +84,10 @@ def _compress(weight: torch.Tensor, use: Use, name: str, block: tuple[int, int])
 
     def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         blocks = rows.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-        scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), scheme.weights)
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+        if peak is not None:
+            low, high = -peak.expand_as(low), peak.expand_as(high)
+        scale, _ = calculate_qparams(low, high, scheme.weights)
         # Readers load scales in the model's dtype, so the codes are made for the scale as BF16 has it; the division
         # is float32, since a BF16 quotient would round twice.
         scale = scale.to(torch.bfloat16)
@@ -111,6 +126,11 @@ def to_fp8(weight: torch.Tensor, use: Use) -> Parts:
 def to_fp8_block(weight: torch.Tensor, use: Use) -> Parts:
     """FP8 (E4M3) codes and one scale per block of 128 x 128."""
     return _compress(weight, use, "fp8_block", (BLOCK, BLOCK))
+
+
+def to_fp8_static(weight: torch.Tensor, use: Use) -> Parts:
+    """FP8 (E4M3) codes and the scale of the whole weight, once per output channel."""
+    return _compress(weight, use, "fp8_static", (1, weight.shape[1]), weight.abs().max().float())
 
 
 def to_w4a16(weight: torch.Tensor, use: Use) -> Parts:
@@ -158,15 +178,27 @@ def to_nf4(weight: torch.Tensor, use: Use) -> Parts:
     return {"weight": packed, **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}}
 
 
-# What needs no data: the weights of nvfp4 are those of nvfp4a16, and awq is made elsewhere (calibrated.py).
+# The weights, which need no data: those of nvfp4 are those of nvfp4a16; awq is made elsewhere (calibrated.py).
 FORMATS: dict[str, Format] = {
     "fp8": to_fp8,
     "fp8_block": to_fp8_block,
+    "fp8_static": to_fp8_static,
     "w4a16": to_w4a16,
     "nvfp4a16": to_nvfp4,
     "nvfp4": to_nvfp4,
     "nf4": to_nf4,
 }
+
+
+def input_scales(format_name: str, peak: float) -> Parts:
+    """What is stored of a layer's inputs, by suffix, for the largest |input| that calibration found.
+
+    The scale of fp8_static is in BF16, as that of its weights: readers load it in the model's dtype. The global scale
+    of nvfp4 is float32, as llm-compressor's.
+    """
+    if format_name == "fp8_static":
+        return {"input_scale": torch.tensor([peak / E4M3_MAX]).to(torch.bfloat16)}
+    return {"input_global_scale": torch.tensor([E4M3_MAX * E2M1_MAX / peak])}
 
 
 def fused_peaks(directory: Path, names: set[str]) -> dict[str, float]:
@@ -318,8 +350,8 @@ def quantize_checkpoint(
     published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 that keeps less than
     `LEAST_RETAINED` of the update, unless `force`: on a base that was NF4 already, an update smaller than the steps
     between NF4 values rounds away. An adapter that learned nothing (all of its update is zero) has nothing to lose
-    and is written. `input_peaks`, for nvfp4: the largest |input| of every quantized layer, by its weight's name.
-    Memory: what is stored of two tensors, and what quantizing one takes.
+    and is written. `input_peaks`, for fp8_static and nvfp4: the largest |input| of every quantized layer, by its
+    weight's name. Memory: what is stored of two tensors, and what quantizing one takes.
     """
     share = retained_share(merged, format_name, base, updates) if format_name == "nf4" and not force else None
     if share is not None and not share >= LEAST_RETAINED:
@@ -342,7 +374,7 @@ def quantize_checkpoint(
         else:
             stored = store(name, weight, lambda *_: None)
         if input_peaks is not None:
-            stored["input_global_scale"] = torch.tensor([E4M3_MAX * E2M1_MAX / input_peaks[name]])
+            stored |= input_scales(format_name, input_peaks[name])
         return {f"{name.removesuffix('.weight')}.{key}": part for key, part in stored.items()}
 
     with publish(final, overwrite) as partial:

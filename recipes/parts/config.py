@@ -21,7 +21,7 @@ from recipes.parts.errors import BadInput
 # Keys that have a successor, and how each value is written there.
 REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
 # The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
-FORMATS = ("bf16", "fp8", "fp8_block", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
+FORMATS = ("bf16", "fp8", "fp8_block", "fp8_static", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
 
 def _option(default: Any = MISSING, help: str = "") -> Any:
@@ -73,6 +73,9 @@ class PolicyConfig:
         "with the base's products in FP8, as the server quantizes them",
     )
     kernels: Literal["torch", "liger"] = _option("torch", "norms, rotary embedding and SwiGLU; liger needs a GPU")
+    embeddings: Literal["gpu", "host"] = _option(
+        "gpu", "where the input embedding lies; host looks its rows up in host memory (untied models)"
+    )
     reference: str = _option("adapter_off", "KL reference; adapter_off is the same model without the adapter")
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
     quant_cfg: str | None = _option(

@@ -26,6 +26,8 @@ from tests.unit.test_merge_fixture import make_model, make_run, shared_folder
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 PACKED_FP4 = ("nvfp4a16", "nvfp4")
+STATIC = ("fp8_static", "nvfp4")  # their activations are rounded by scales of a calibration
+PEAK = 16.0  # the largest |input| that is said of every layer; that of down_proj is 14.6
 
 
 def no_verify(_):
@@ -54,7 +56,7 @@ def quantized(name: str, tied: bool = True):
     folder = shared_folder() / f"wide-{name}-{tied}"
     base, updates, merged = merged_run(tied)
     if not folder.exists():
-        peaks = dict.fromkeys(base.quantized, 5.0) if name == "nvfp4" else None
+        peaks = dict.fromkeys(base.quantized, PEAK) if name in STATIC else None
         quantize_checkpoint(merged, folder, name, base, updates, no_verify, force=True, input_peaks=peaks)
     return tensors_in(folder), read_manifest(folder, "checkpoint", deep=True), folder
 
@@ -72,7 +74,7 @@ def e4m3(codes: torch.Tensor) -> np.ndarray:
 
 def decode(name: str, tensors: dict, module: str) -> np.ndarray:
     """The weight that a stored module stands for, in numpy, by the format's definition."""
-    if name == "fp8":
+    if name in ("fp8", "fp8_static"):
         assert tensors[f"{module}.weight"].dtype == torch.float8_e4m3fn
         return e4m3(tensors[f"{module}.weight"]) * tensors[f"{module}.weight_scale"].double().numpy()
     if name == "fp8_block":
@@ -100,8 +102,16 @@ def decode(name: str, tensors: dict, module: str) -> np.ndarray:
 
 
 # ‖stored − merged‖ / ‖merged‖ of a layer of Gaussian weights, and how the logits have to go with those of BF16.
-BOUND = {"fp8": 0.03, "fp8_block": 0.03, "w4a16": 0.15, "nvfp4a16": 0.1, "nvfp4": 0.1, "nf4": 0.03}
-CORRELATION = {"fp8": 0.99, "fp8_block": 0.98, "w4a16": 0.9, "nvfp4a16": 0.9, "nvfp4": 0.85, "nf4": 0.95}
+BOUND = {"fp8": 0.03, "fp8_block": 0.03, "fp8_static": 0.03, "w4a16": 0.15, "nvfp4a16": 0.1, "nvfp4": 0.1, "nf4": 0.03}
+CORRELATION = {
+    "fp8": 0.99,
+    "fp8_block": 0.98,
+    "fp8_static": 0.98,
+    "w4a16": 0.9,
+    "nvfp4a16": 0.9,
+    "nvfp4": 0.85,
+    "nf4": 0.95,
+}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -133,7 +143,7 @@ def test_transformers_computes_with_the_stored_weights_and_they_are_near_the_mer
     assert correlation > CORRELATION[name]
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_block", "w4a16", "nvfp4a16"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "fp8_static", "w4a16", "nvfp4a16"])
 def test_rounding_is_to_the_nearest_code(name):
     torch.manual_seed(0)
     weight = (torch.randn(128, 256) * 0.05).bfloat16()
@@ -149,7 +159,7 @@ def test_rounding_is_to_the_nearest_code(name):
     else:
         grid, block = np.concatenate([-E2M1, E2M1]), (1, 16)
     scale = stored["weight_scale"].double().numpy()
-    if name == "fp8":
+    if name in ("fp8", "fp8_static"):
         block = (1, 256)
     if name == "nvfp4a16":
         scale = scale / stored["weight_global_scale"].item()
@@ -230,7 +240,7 @@ def test_weights_in_chunks_are_stored_as_in_one_piece(name, monkeypatch):
         assert torch.equal(part.view(torch.uint8), chunked[key].view(torch.uint8)), key
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_block", "w4a16", "nvfp4a16"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "fp8_static", "w4a16", "nvfp4a16"])
 def test_a_row_or_block_of_zeros_stays_zero(name):
     weight = torch.zeros(256, 256, dtype=torch.bfloat16)
     weight[129] = 0.5
@@ -247,15 +257,27 @@ def test_nvfp4_stores_the_scale_of_the_inputs_that_calibration_found():
     assert scales.keys() == {
         f"{name.removesuffix('.weight')}.input_global_scale" for name in merged_run()[0].quantized
     }
-    assert all(scale.tolist() == [pytest.approx(448 * 6 / 5.0)] for scale in scales.values())
+    assert all(scale.tolist() == [pytest.approx(448 * 6 / PEAK)] for scale in scales.values())
     assert {name for name in tensors if name not in scales} == alone.keys()
     assert all(torch.equal(tensors[n].view(torch.uint8), t.view(torch.uint8)) for n, t in alone.items())
 
 
+def test_fp8_static_stores_one_scale_for_a_weight_and_one_for_its_inputs():
+    tensors, _, _ = quantized("fp8_static")
+    originals = tensors_in(merged_run()[2])
+    for name in merged_run()[0].quantized:
+        module = name.removesuffix(".weight")
+        peak = originals[name].abs().max().float()
+        assert tensors[f"{module}.weight_scale"].unique().tolist() == [(peak / 448).bfloat16()]
+        assert tensors[f"{module}.input_scale"].tolist() == [torch.tensor(PEAK / 448).bfloat16()]
+
+
 def test_config_names_the_format_and_leaves_the_output_embedding_out():
     expected = {"fp8": "float-quantized", "fp8_block": "float-quantized", "w4a16": "pack-quantized"}
+    expected["fp8_static"] = "float-quantized"
     expected |= dict.fromkeys(PACKED_FP4, "nvfp4-pack-quantized")
     rounded = {"fp8": (True, "token", None), "fp8_block": (True, "group", 128), "nvfp4": ("local", "tensor_group", 16)}
+    rounded["fp8_static"] = (False, "tensor", None)
     for name in FORMATS:
         _, manifest, folder = quantized(name, tied=False)
         config = json.loads((folder / "config.json").read_text())
@@ -276,6 +298,7 @@ def test_update_survives_every_format_but_nf4():
     shares = {name: quantized(name)[1]["retained_update"] for name in FORMATS}
     assert shares["fp8"] == pytest.approx(1, abs=0.05)
     assert shares["fp8_block"] == pytest.approx(1, abs=0.05)
+    assert shares["fp8_static"] == pytest.approx(1, abs=0.05)
     assert shares["nvfp4a16"] == shares["nvfp4"] > 0.6
     assert shares["w4a16"] == pytest.approx(1, abs=0.3)
     assert shares["nf4"] < 0.15
