@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.planning import cost, memory
+from launch.planning import coefficients, cost, memory
 from launch.planning.gpus import CARDS, Card
 from launch.planning.memory import Estimate
 from launch.planning.recompute import least, set_recompute
@@ -138,6 +138,8 @@ def _problems(layout: Layout) -> list[str]:
         )
     if (length := rollout.max_prompt_length + rollout.max_completion_length) > shape.positions:
         found.append(f"Prompt and completion ({length} tokens) are longer than the model's {shape.positions}.")
+    if config.policy.embeddings == "host" and shape.tied:
+        found.append("policy.embeddings is host and the model's output layer has the same weight. Set it to gpu.")
     if config.policy.compute == "fp8" and card.fp8_tflops is None and card.bf16_tflops:
         found.append(f"A {card.name} has no FP8 arithmetic. Set policy.compute to fused.")
     if layout.server is None:
@@ -301,6 +303,8 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:
         half = {"train.gradient_accumulation_steps": train.gradient_accumulation_steps // 2}
         found.append((half, "half the completions a step, so half the KV cache of the rollout"))
+    if config.policy.embeddings == "gpu" and not layout.shape.tied and not layout.card.is_cpu:
+        found.append(({"policy.embeddings": "host"}, "each forward waits for its input rows from the host"))
     if train.recompute != "none" and not train.recompute_offload and not layout.card.is_cpu:
         found.append(({"train.recompute_offload": True}, "inputs of layers copied to the host and back"))
     if config.policy.lora_rank > 8:
@@ -401,27 +405,66 @@ def _shared_cache(layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _shared_by_all(layout: Layout) -> dict[str, Any] | None:
+    """Keys with which every card trains and serves, one after the other and without sleeping: the replicas hold the
+    KV cache of their part of a step, as far as there is room, and the trainer's limit is what they leave."""
+    config, card = layout.config, layout.card
+    each, everyone = config.server.tensor_parallel, list(range(layout.count))
+    if layout.count < 2 or layout.count % each or card.is_cpu:
+        return None
+    replicas, group = layout.count // each, config.rollout.group_size
+    keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas), "train.gpus": everyone}
+    keys |= {"server.gpus": everyone, "server.sleep": False}
+    if config.rollout.overlap:
+        keys["rollout.overlap"] = False
+    most = min(config.server.max_num_seqs, math.ceil(layout.completions / replicas))
+    context = sum(coefficients.value(name) for name in ("trainer_context_gib", "process_group_gib"))
+    for sequences_at_once in sorted({most, max(most // 2, group), group}, reverse=True):
+        cache = math.ceil(10 * sequences_at_once * memory.sequence_gib(layout.shape, config)) / 10
+        changed_config = with_keys(config, keys | {"server.kv_cache_gib": cache})
+        server = memory.server_memory(memory.server_parts(layout.shape, changed_config, card), changed_config).high
+        room = {
+            "server.kv_cache_gib": cache,
+            "server.gpu_memory_utilization": math.ceil(100 * server / card.gib) / 100,
+        }
+        room |= {"train.max_gpu_gib": math.floor(card.gib - server - context)}
+        if room["train.max_gpu_gib"] > 0 and _fits(layout, keys | room | _batch_keys(layout, layout.count)):
+            return keys | room
+    return None
+
+
+def _urls(replicas: int) -> list[str]:
+    return [f"http://127.0.0.1:{8000 + number}" for number in range(replicas)]
+
+
+def _batch_keys(layout: Layout, trainers: int) -> dict[str, Any]:
+    """The step's completions on so many trainer processes, in micro-batches that are no larger than now."""
+    own = layout.completions // trainers
+    micro = max(size for size in micro_batches(own) if size <= layout.config.train.per_device_train_batch_size)
+    return {"train.per_device_train_batch_size": micro, "train.gradient_accumulation_steps": own // micro}
+
+
 def splits(layout: Layout) -> list[Split]:
-    """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first."""
+    """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first; also
+    all of them for both where that fits."""
     config, found = layout.config, []
     each, total = config.server.tensor_parallel, layout.completions
-    choices: list[dict[str, Any]] = [{"rollout.backend": "in_process"}]
+    choices: list[dict[str, Any]] = [{"rollout.backend": "in_process", "train.gpus": list(range(layout.count))}]
     for replicas in range(1, layout.count // each + (layout.count == 1)):
-        urls = [f"http://127.0.0.1:{8000 + number}" for number in range(replicas)]
         first = layout.count - replicas * each
-        keys = {"rollout.backend": "server", "rollout.server_urls": urls}
-        choices.append(keys | {"server.gpus": list(range(first, layout.count)), "server.sleep": False})
+        keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas)}
+        keys |= {"server.gpus": list(range(first, layout.count)), "server.sleep": False}
+        choices.append(keys | {"train.gpus": list(range(first))})
         if layout.count == 1:
-            choices[-1] |= {"server.gpus": [0], "server.sleep": True, "server.nf4_copy": "host"}
+            choices[-1] |= {"train.gpus": [0], "server.gpus": [0], "server.sleep": True, "server.nf4_copy": "host"}
             choices[-1] |= _shared_cache(layout, choices[-1])
+    if total % max(1, layout.count) == 0 and (shared := _shared_by_all(layout)):
+        choices.append(shared)
     for keys in choices:
-        trainers = layout.count - (len(keys.get("server.gpus", [])) if layout.count > 1 else 0)
+        trainers = len(keys["train.gpus"])
         if trainers < 1 or total % trainers:
             continue
-        own = total // trainers
-        micro = max(size for size in micro_batches(own) if size <= config.train.per_device_train_batch_size)
-        keys |= {"train.gpus": list(range(trainers)), "train.per_device_train_batch_size": micro}
-        keys |= {"train.gradient_accumulation_steps": own // micro}
+        keys |= _batch_keys(layout, trainers)
         after = changed(layout, keys)
         if after is None:
             continue

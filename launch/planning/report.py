@@ -203,12 +203,12 @@ def _print_times(console: Any, layout: Layout) -> None:
     table = _table(header, "GPUs", "rollout", "update", "step", "hours", "memory")
     now = configured_time(layout)
     serving = layout.replicas * layout.config.server.tensor_parallel
-    mark = f"{layout.processes} train{_serving(serving)} (now)"
+    mark = _use(layout.processes, serving, layout.count) + " (now)"
     table.add_row(mark, *_seconds(now), _hours(layout, now), "fits" if layout.fits else "does not fit")
     for one in rows[:5]:
         if (one.trainers, one.servers) == (layout.processes, serving) and abs(one.time.step / now.step - 1) < 0.01:
             continue
-        name = f"{one.trainers} train" + _serving(one.servers)
+        name = _use(one.trainers, one.servers, layout.count)
         table.add_row(name, *_seconds(one.time), _hours(layout, one.time), "fits" if one.fits else "does not fit")
     console.print(table)
     best = next((one for one in rows if one.fits), None)
@@ -218,8 +218,11 @@ def _print_times(console: Any, layout: Layout) -> None:
         console.print("No other split that fits is faster.")
 
 
-def _serving(gpus: int) -> str:
-    return f", {gpus} serve" if gpus else ", in process"
+def _use(trainers: int, servers: int, count: int) -> str:
+    """How many cards train and serve, also where they are the same ones."""
+    if trainers == servers == count > 1:
+        return f"{count} train and serve"
+    return f"{trainers} train" + (f", {servers} serve" if servers else ", in process")
 
 
 def _seconds(time: cost.StepTime) -> list[str]:

@@ -9,12 +9,14 @@ import pytest
 
 from launch.plan import best_split, choose_shape, main, make_layout
 from launch.plan import fits as plan_fits
-from launch.planning import fitting
+from launch.planning import fitting, memory
 from launch.planning.fitting import changed, changes, lay_out, remedy, splits
 from launch.planning.gpus import CARDS, own_gpus, parse_gpus, recognize
 from launch.planning.matrix import MODELS, SIZES, fits, longest, widest
 from launch.planning.report import spell, summary
 from launch.planning.shapes import KNOWN, find_shape, shape_by_size, shape_from_facts
+from launch.starting.trainer_command import place
+from recipes.parts.checks import describe_split, replicas_beside_trainer, split_problem
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from tests.conftest import ROOT
@@ -22,6 +24,7 @@ from tests.conftest import ROOT
 CONFIGS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
 ONE_CARD = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
 EIGHT = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
+TWO = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml"
 OWN = ROOT / "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml"
 # Published numbers of weights, in billions (the models' cards).
 WEIGHTS = {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62}
@@ -329,6 +332,49 @@ def test_fewer_trainers_update_longer_and_more_servers_generate_faster():
     found = {one.servers: one.time for one in splits(plan(EIGHT, "h200:8")) if one.servers}
     assert found[7].update > found[6].update > found[4].update
     assert found[7].rollout < found[4].rollout
+
+
+def words_of(keys):
+    return [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+@pytest.mark.parametrize(("cards", "overlap"), [("h200:2", "true"), ("h200:4", "false")])
+def test_cards_with_room_for_both_train_and_serve_in_turn(cards, overlap, recompute, monkeypatch):
+    now = plan(TWO, cards, "--train.recompute", recompute, "--rollout.overlap", overlap)
+    best = best_split(now)
+    everyone = list(range(now.count))
+    assert best.keys["train.gpus"] == best.keys["server.gpus"] == everyone
+    assert len(best.keys["rollout.server_urls"]) == best.trainers == best.servers == now.count
+    after = plan(TWO, cards, "--train.recompute", recompute, *words_of(best.keys))
+    assert after.completions == now.completions and not after.config.rollout.overlap
+    assert [(one.name, one.roles) for one in after.cards] == [(f"GPU {n}", ["trainer", "server"]) for n in everyone]
+    assert all(one.verdict == "fits" for one in after.cards)
+    # What launch.up and the recipe look at.
+    config = after.config
+    where = place(config, [str(number) for number in everyone], replicas_on_gpus=True)
+    assert where.servers == where.trainer == tuple(map(str, everyone))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(now.count))
+    assert replicas_beside_trainer(config) == 1
+    assert split_problem(config, after.card.gib) is None
+    assert "share a GPU" in describe_split(config)
+    # The allocator's limit, the replica and both contexts.
+    server = memory.server_memory(after.server, config).high
+    assert config.train.max_gpu_gib + server <= after.card.gib
+
+
+def test_train_recompute_auto_leaves_room_for_the_replica_on_every_card():
+    keys = ["--train.recompute", "auto", "--server.gpus", "[0, 1]", "--train.gpus", "[0, 1]", "--train.max_gpu_gib"]
+    keys += ["130", "--rollout.server_urls", "[http://a:1, http://a:2]", "--server.kv_cache_gib"]
+    roomy, full = (plan(TWO, "h200:2", *keys, gib) for gib in ("8", "80"))
+    assert roomy.config.train.recompute == "none" and full.config.train.recompute != "none"
+    assert roomy.fits and full.fits
+
+
+def test_cards_without_room_for_both_are_not_offered_it():
+    shared = [one for one in splits(plan(TWO, "h100-80g:2", params="70b")) if one.trainers == one.servers == 2]
+    assert not shared
 
 
 def test_the_matrix_says_the_largest_that_fits():
