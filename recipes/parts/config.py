@@ -223,6 +223,34 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True)
+class DistillConfig:
+    teacher: str | None = _option(
+        None,
+        "base: the student's own model without quantizers and adapter; or another model by id or path, loaded in nf4; "
+        "null with teacher_adapter null: no distillation",
+    )
+    teacher_revision: str | None = _option(None, "hub revision of another model as teacher")
+    teacher_adapter: str | None = _option(
+        None, "adapter directory of an earlier run on the same base: the base with it, unquantized, is the teacher"
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "js"] = _option(
+        "reverse_kl", "KL(student || teacher), KL(teacher || student), or the generalized Jensen-Shannon divergence"
+    )
+    js_beta: float = _option(
+        0.5, "with js: share of the teacher in the mixture that both are compared with, between 0 and 1"
+    )
+    temperature: float = _option(1.0, "both distributions are softened by it before they are compared")
+    chunk_tokens: int = _option(
+        1024, "tokens whose logits exist at a time, 256 KiB each (32,768 words of both models)"
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the run is a distillation, recipes/distill_qat.py."""
+        return self.teacher is not None or self.teacher_adapter is not None
+
+
+@dataclass(kw_only=True)
 class WatchConfig:
     completions_every: int = _option(10, "steps between samples of completions; 0 = never")
     completions_per_step: int = _option(64, "completions written per sampled step")
@@ -290,6 +318,7 @@ class Config:
     reward: RewardConfig
     data: DataConfig
     train: TrainConfig
+    distill: DistillConfig
     watch: WatchConfig
     eval: EvalConfig
 
