@@ -42,7 +42,7 @@ def effective_weight(
 def weight_peak(weight: torch.Tensor, fmt: QuantFormat) -> torch.Tensor | None:
     """The peak that `fmt` needs of a weight (out, in), float32: () of all of it, (out, 1) per output channel; None
     where every block's own is used. Layers that a server fuses take the largest of theirs (`fmt.shares_peak`)."""
-    if fmt.shares_peak:
+    if fmt.weight.kind == "nvfp4" or fmt.weight.block == (None, None):
         return _peak(weight, None)
     return _peak(weight, 1) if fmt.weight.block == (1, None) else None
 

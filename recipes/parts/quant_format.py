@@ -51,7 +51,7 @@ class QuantFormat:
     @property
     def shares_peak(self) -> bool:
         """Whether layers that a server fuses (q, k, v; gate, up) have to take one peak: the largest of theirs."""
-        return self.weight.kind == "nvfp4" or self.weight.block == (None, None)
+        return self.weight.kind == "nvfp4"
 
 
 FORMATS = {
