@@ -161,7 +161,7 @@ def hash_nf4_model(model: torch.nn.Module) -> dict:
     """
     quantized, jobs, offsets, states = [], {}, {}, []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for full_name, parameter in model.named_parameters():
+        for full_name, parameter in _named_weights(model):
             name = plain_name(full_name)
             if any(part.startswith("lora_") for part in name.split(".")):
                 continue
@@ -184,6 +184,14 @@ def hash_nf4_model(model: torch.nn.Module) -> dict:
     config = getattr(model, "config", None)
     where = {"model": getattr(config, "_name_or_path", None), "revision": getattr(config, "_commit_hash", None)}
     return base_facts(tensors, offsets, quantized, states[0], **where)
+
+
+def _named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's parameters, and the weights that recipes/parts/host_embedding.py keeps out of them."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        if (weight := getattr(module, "host_weight", None)) is not None:
+            yield f"{name}.weight", weight
 
 
 def _quant_state(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> Any:

@@ -85,6 +85,7 @@ def check_context(config: Config, model_config) -> None:
 
 def check_model(config: Config, processes: int):
     """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved."""
+    from recipes.parts.host_embedding import check_embeddings
     from recipes.parts.kernels import check_kernels
     from recipes.parts.packing import check_packing
     from recipes.parts.policy import check_base, check_init_adapter
@@ -92,6 +93,7 @@ def check_model(config: Config, processes: int):
     model_config = check_base(config)
     check_context(config, model_config)
     check_packing(config, model_config)
+    check_embeddings(config, model_config)
     check_init_adapter(config)
     check_kernels(config, model_config.model_type)
     if config.train.recompute == "auto":

@@ -117,14 +117,15 @@ def micro_batch(config: Config) -> tuple[int, int]:
     return tokens, tokens
 
 
-def resident(shape: Shape, config: Config) -> dict[str, float]:
+def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """What a trainer process holds in every phase, without its context."""
     narrow = 4 if config.model.dtype == "float32" else 2
+    elsewhere = shape.vocabulary * shape.hidden if config.policy.embeddings == "host" and not card.is_cpu else 0
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     stored = 2 if config.policy.adapter_dtype == "bfloat16" else 4
     return {
         "NF4 weights": shape.linear_weights * nf4_bytes(config.policy.double_quantization) / GIB,
-        "16-bit layers": shape.other_weights * narrow / GIB,
+        "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
         "adapter": trained * stored / GIB,
         "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
     }
@@ -171,7 +172,7 @@ def update_parts(
     kept, hidden = layer_bytes(shape, config, padded), shape.hidden
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     gradient = trained * (2 if config.policy.adapter_dtype == "bfloat16" else 4) / GIB
-    found = resident(shape, config) | {"gradients": gradient * (2 if processes > 1 else 1)}
+    found = resident(shape, config, card) | {"gradients": gradient * (2 if processes > 1 else 1)}
     mask = train.per_device_train_batch_size * length**2 * (1 + narrow) / GIB if padded else 0.0
     if packed and card.is_cpu:  # on a GPU blocks of 128 x 128 tokens are one entry
         mask = tokens**2 * (1 + narrow) / GIB
@@ -202,7 +203,7 @@ def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     layer = tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB + weight_gib(shape, config, tokens)
     head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(shape, scored, narrow, card)
     name = "one layer's forward pass" if layer > head else "log-prob head"
-    return resident(shape, config) | {name: max(layer, head), "workspace": workspace_gib(card)}
+    return resident(shape, config, card) | {name: max(layer, head), "workspace": workspace_gib(card)}
 
 
 def kv_token_bytes(shape: Shape, width: int) -> int:
@@ -214,7 +215,7 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     """What is allocated at the peak of a rollout: in process the KV cache of all completions of the step, with a
     server the canary's logits."""
     narrow = 4 if config.model.dtype == "float32" else 2
-    rollout, found = config.rollout, resident(shape, config) | {"workspace": workspace_gib(card)}
+    rollout, found = config.rollout, resident(shape, config, card) | {"workspace": workspace_gib(card)}
     if rollout.backend == "server":
         length = min(CANARY_TOKENS, rollout.max_prompt_length + rollout.max_completion_length)
         logits = rollout.canary_prompts * length * shape.vocabulary * narrow

@@ -36,7 +36,7 @@ FREE_ON_RESUME = (
     *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
     *("rollout.max_canary_delta", "server", "train.max_gpu_gib", "train.gpus"),
     *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
-    *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention"),
+    *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
 )
 

@@ -71,10 +71,12 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
 
 
 def load_policy_base(config: Config) -> "torch.nn.Module":
-    """The frozen NF4 base, on this process's device, without an adapter."""
+    """The frozen NF4 base, on this process's device but for what `policy.embeddings` says, without an adapter."""
     from accelerate import PartialState
 
-    return load_nf4(
+    from recipes.parts.host_embedding import keep_embedding_on_host
+
+    model = load_nf4(
         config.model.source,
         dtype=config.model.dtype,
         double_quantization=config.policy.double_quantization,
@@ -83,6 +85,9 @@ def load_policy_base(config: Config) -> "torch.nn.Module":
         attn_implementation=config.model.attn_implementation,
         quant_storage=quant_storage(),
     )
+    if config.policy.embeddings == "host":
+        keep_embedding_on_host(model)
+    return model
 
 
 def lora_config(policy: PolicyConfig) -> Any:

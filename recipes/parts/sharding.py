@@ -75,6 +75,8 @@ def problems(config: Config) -> list[str]:
             f"train.optimizer is {config.train.optimizer} under {kind}, which gives it parts of tensors. Use "
             f"{' or '.join(OPTIMIZERS)}."
         )
+    if kind and config.policy.embeddings == "host":
+        found.append(f"policy.embeddings is host under {kind}, which splits that table already. Set it to gpu.")
     if kind and config.train.trl.get("cast_lm_head_to_fp32"):
         found.append(f"train.trl.cast_lm_head_to_fp32 under {kind} was not tested. Remove it.")
     return found

@@ -72,6 +72,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "none": (1e-3, 0.01, 0.999),
     "half": (1e-3, 0.01, 0.999),
     "offload": (1e-3, 0.01, 0.999),
+    "hostembed": (1e-3, 0.01, 0.999),
     "selective": (1e-3, 0.01, 0.999),
     "adamw_fused": (1e-3, 0.01, 0.999),  # the first gradient is there before the optimizer
     "adamw_8bit": (1e-3, 0.01, 0.999),

@@ -38,6 +38,7 @@ LEVERS: dict[str, dict[str, str]] = {
     "selective": {"train.recompute": "selective"},
     "half": {"train.recompute_fraction": "0.5"},
     "offload": {"train.recompute_offload": "true"},
+    "hostembed": {"policy.embeddings": "host"},
     "adamw_fused": {"train.optimizer": "adamw_torch_fused"},
     "adamw_8bit": {"train.optimizer": "adamw_bnb_8bit"},
 }

@@ -1,0 +1,65 @@
+"""`policy.embeddings: host`: the frozen input embedding lies in host memory, and a forward copies its tokens' rows.
+
+Qwen3-8B's is 1.16 GiB of which a micro-batch reads a few megabytes. The rows are looked up by the host and come
+through pinned memory, (tokens, hidden) at a time: the same numbers, so losses and gradients are those of
+`embeddings: gpu` bit for bit. The price: a forward waits until the host has the token ids. The table itself is not
+pinned, since the card never reads it, and torch would round its size up to a power of two.
+
+The weight is no parameter: nothing that moves, splits, broadcasts or saves a model's parameters sees it, and the
+model's device is the card. `merge.base.hash_nf4_model` reads it by `host_weight`, so the base's hash covers it. The
+base is loaded as ever, with the table on the card until `keep_embedding_on_host`; a step takes more than that.
+"""
+
+from typing import Any
+
+import torch
+
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+
+
+class HostEmbedding(torch.nn.Module):
+    """Rows of `weight` (vocabulary, hidden), on the device of the ids that ask for them."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.host_weight = weight.detach().cpu()
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.host_weight.shape)}, {self.host_weight.dtype}, on the host"
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(…, hidden) of ids (…)."""
+        table = self.host_weight
+        wanted = ids.reshape(-1).cpu()
+        rows = torch.empty((len(wanted), table.shape[1]), dtype=table.dtype, pin_memory=ids.is_cuda)
+        torch.index_select(table, 0, wanted, out=rows)
+        # torch gives pinned memory to no one else before its copies have been made.
+        return rows.to(ids.device, non_blocking=True).view(*ids.shape, table.shape[1])
+
+
+def check_embeddings(config: Config, model_config: Any) -> None:
+    """`BadInput` when `policy.embeddings` is host and the model, by its transformers config, multiplies with its input
+    embedding."""
+    if config.policy.embeddings == "host" and model_config.get_text_config().tie_word_embeddings:
+        raise BadInput(
+            f"policy.embeddings is host and {config.model.source} has tied word embeddings: its output layer "
+            "multiplies with the same tensor, which has to be on the card. Set policy.embeddings to gpu."
+        )
+
+
+def keep_embedding_on_host(model: torch.nn.Module) -> None:
+    """Put a `HostEmbedding` in the place of the model's input embedding; `BadInput` where that is more than a lookup
+    of a frozen table."""
+    found, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(found) is not torch.nn.Embedding or found.max_norm is not None:
+        raise BadInput(
+            f"policy.embeddings is host and this model's input embedding, {type(found).__name__}, does more than look "
+            "up. Set policy.embeddings to gpu."
+        )
+    if head is not None and head.weight is found.weight:
+        raise BadInput("policy.embeddings is host and this model's output layer has the same weight. Set it to gpu.")
+    model.set_input_embeddings(HostEmbedding(found.weight))
+    del found
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
