@@ -32,10 +32,11 @@ class HostEmbedding(torch.nn.Module):
         """(…, hidden) of ids (…)."""
         table = self.host_weight
         wanted = ids.reshape(-1).cpu()
-        rows = torch.empty((len(wanted), table.shape[1]), dtype=table.dtype, pin_memory=ids.is_cuda)
+        size = len(wanted), table.shape[1]
+        rows = torch.empty(size, dtype=table.dtype, device="cpu", pin_memory=ids.is_cuda)
         torch.index_select(table, 0, wanted, out=rows)
         # torch gives pinned memory to no one else before its copies have been made.
-        return rows.to(ids.device, non_blocking=True).view(*ids.shape, table.shape[1])
+        return rows.to(ids.device, non_blocking=True).view(*ids.shape, size[1])
 
 
 def check_embeddings(config: Config, model_config: Any) -> None:

@@ -3,12 +3,17 @@
 A layer's input goes to the host on a stream of its own while the next layers run, and comes back while the layer after
 it is run again, one ahead: the card holds two of them instead of one a layer. transformers' `offload` copies on the
 compute stream, which then waits; TRL's `activation_offloading` is no field of its GRPOConfig (trl 1.16).
+
+The process queues a layer only when the card has come to the one before. Further ahead, what it lets go would stay
+taken until the card is there, and every layer's input would lie on the card once more.
 """
 
 import weakref
 from typing import Any
 
 import torch
+
+AHEAD = 1  # layers that are queued behind the one that the card computes
 
 
 class _Waiting:
@@ -29,6 +34,7 @@ class HostInputs:
     def __init__(self) -> None:
         self._latest: Any = lambda: None
         self._stream: Any = None
+        self._reached: list[Any] = []  # events of the layers queued last
 
     def pack(self, tensor: torch.Tensor) -> _Waiting:
         if tensor.is_cuda:
@@ -37,7 +43,9 @@ class HostInputs:
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(self._stream):
                 host.copy_(tensor, non_blocking=True)
+                event = self._stream.record_event()
             tensor.record_stream(self._stream)
+            self._stay_close(event)
         else:
             host = tensor.detach().clone()
         waiting = _Waiting(host, tensor.device, self._latest())
@@ -52,9 +60,16 @@ class HostInputs:
             stream = torch.cuda.current_stream(waiting.device)
             stream.wait_event(waiting.event)
             tensor.record_stream(stream)
+            self._stay_close(stream.record_event())
         if (before := waiting.before()) is not None:
             self._fetch(before)
         return tensor
+
+    def _stay_close(self, event: Any) -> None:
+        """Wait until the card is `AHEAD` layers behind the one that `event` belongs to."""
+        self._reached.append(event)
+        if len(self._reached) > AHEAD:
+            self._reached.pop(0).synchronize()
 
     def _fetch(self, waiting: _Waiting) -> None:
         if waiting.fetched is not None:

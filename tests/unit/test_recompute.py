@@ -187,6 +187,19 @@ def test_an_input_comes_back_one_ahead_and_is_let_go():
     assert inputs.unpack(waiting[0]).tolist() == [1, 1] and inputs.unpack(waiting[0]).tolist() == [1, 1]
 
 
+def test_the_host_stays_a_layer_ahead_of_the_card():
+    class Event:
+        is_over = False
+
+        def synchronize(self):
+            self.is_over = True
+
+    inputs, events = HostInputs(), [Event() for _ in range(4)]
+    for count, event in enumerate(events):
+        inputs._stay_close(event)
+        assert [one.is_over for one in events] == [n < count for n in range(4)]
+
+
 def test_without_the_residual_at_its_end_a_layers_last_product_is_done_again(monkeypatch):
     monkeypatch.setattr("recipes.parts.recompute.ENDS_WITH_RESIDUAL", ())
     assert ("base", (512, 1536)) in again("full")

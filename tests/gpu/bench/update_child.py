@@ -224,6 +224,7 @@ class Case:
         flops = sum(n * update_flops(self.model.config.to_dict(), n) for n in batch.lengths)
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         found |= {"first_s": warm[0], "step_s": seconds, "tok_s": tokens / seconds, "peak_gib": peak}
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30 if cuda else 0.0
         found |= {"tokens": tokens, "mfu": flops / seconds / PEAK_FLOPS}
         if profile:
             from kernel_groups import profile_step
