@@ -200,8 +200,8 @@ class TrainConfig:
         None, "tokens per forward, without padding, instead of per_device_train_batch_size completions"
     )
     share_prompts: bool = _option(True, "with micro_batch_tokens: compute the prompt of a group once")
-    packed_attention: Literal["flash", "flex"] = _option(
-        "flash", "with micro_batch_tokens on a GPU: FlashAttention, in half precision, or FlexAttention"
+    packed_attention: Literal["flash", "cudnn", "flex"] = _option(
+        "flash", "with micro_batch_tokens on a GPU: FlashAttention or cuDNN, in half precision, or FlexAttention"
     )
     max_grad_norm: float = _option(1.0, "gradient clipping norm")
     weight_decay: float = _option(0.0, "AdamW weight decay")

@@ -9,11 +9,13 @@ Softmax over both is, with the log-sum-exp l that the kernels give with each out
 (Liu et al., Ring Attention, arXiv:2310.01889, without its ring). Backward is exact as well: a kernel's backward pass
 needs of the softmax only l and the row sums of o · do, so each part is called with those of the whole; gradients add.
 
-A packed row has its shared prompts at the front and what is behind them next, so that either part is a slice.
+A packed row has its shared prompts at the front and what is behind them next, so that either part is a slice. Either
+may be cuDNN's kernels instead (`cudnn_packed`), which say and want the same.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -23,6 +25,8 @@ from recipes.parts.errors import BadInput
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 16  # of the tokens in a packed row; the kernels take any, products in FP8 like it
 LARGEST_HEAD = 256
+
+Kernels = Literal["flash", "cudnn"]
 
 
 def problem(head_dim: int) -> str | None:
@@ -42,18 +46,33 @@ class FlashMask(BlockMask):
     """What the kernels need to know of a packed row. Transformers hands a mask of four dimensions through as it is if
     it is a tensor or a `BlockMask`; this is one in name only, without blocks."""
 
-    def __init__(self, lengths: list[int], prompts: list[int], behind: list[int], device: Any):
+    def __init__(
+        self,
+        lengths: list[int],
+        prompts: list[int],
+        behind: list[int],
+        device: Any,
+        kernels: tuple[Kernels, Kernels] = ("flash", "flash"),
+    ):
         """`lengths` of the row's segments in their order; `prompts`, those of shared prompts, which come first;
-        `behind`, how many tokens see each of them, which follow in the same order. None is zero."""
+        `behind`, how many tokens see each of them, which follow in the same order. None is zero. `kernels` of a
+        segment on itself and of what is behind a prompt on it."""
         first, then = sum(prompts), sum(prompts) + sum(behind)
+        self.kernels = kernels
+        longest = max(2, *lengths), max(2, *behind, 0), max(prompts, default=0)
+        if "cudnn" in kernels:
+            from recipes.parts.cudnn_packed import filled_up
+
+            lengths = filled_up(lengths) if kernels[0] == "cudnn" else lengths
+            prompts, behind = (filled_up(one) if kernels[1] == "cudnn" and one else one for one in (prompts, behind))
         edges = torch.tensor([0, *lengths, 0, *behind, 0, *prompts], dtype=torch.int32).split(
             [len(lengths) + 1, len(behind) + 1, len(prompts) + 1]
         )
         whole = torch.cat([one.cumsum(0, dtype=torch.int32) for one in edges]).to(device)
         own, queries, keys = whole.split([len(one) for one in edges])
         # A longest query of one takes another path through the kernels, with another layout of the log-sum-exp.
-        self.own = (own, max(2, *lengths))
-        self.shared = (queries, keys, max(2, *behind), max(prompts), first, then) if prompts else None
+        self.own = (own, longest[0])
+        self.shared = (queries, keys, *longest[1:], first, then) if prompts else None
         self.seq_lengths = (sum(lengths), sum(lengths))
 
     @property
@@ -78,7 +97,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: FlashMask, scale: float | None) -> torch.Tensor:
         own, shared = mask.own, mask.shared or (None, None, 0, 0, 0, 0)
-        out, lse = packed_flash_attention(query, key, value, *own, *shared, scale)
+        out, lse = packed_flash_attention(query, key, value, *own, *shared, scale, *mask.kernels)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mask, ctx.scale = mask, scale
         return out
@@ -88,11 +107,12 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         ends, longest = ctx.mask.own
-        found = attention_backward(grad, query, key, value, out, lse, ends, ends, longest, longest, True, ctx.scale)
+        (_, backward), (_, shared_backward) = (_kernels(one) for one in ctx.mask.kernels)
+        found = backward(grad, query, key, value, out, lse, ends, ends, longest, longest, True, ctx.scale)
         if ctx.mask.shared:
             queries, keys, longest_query, longest_key, first, then = ctx.mask.shared
             some = slice(first, then)
-            more = attention_backward(
+            more = shared_backward(
                 *(grad[some], query[some], key[:first], value[:first], out[some], lse[:, some].contiguous()),
                 *(queries, keys, longest_query, longest_key, False, ctx.scale),
             )
@@ -116,10 +136,14 @@ def packed_flash_attention(
     first: int,
     then: int,
     scale: float | None,
+    own_by: str,
+    shared_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (T, H, D) and log-sum-exp (H, T), float32. As `FlashMask` says it: `ends` of the segments, `query_ends`
-    and `key_ends` within positions [first, then), which see shared prompts, and [0, first), where these are."""
-    out, lse = attention(query, key, value, ends, ends, longest, longest, True, scale)
+    and `key_ends` within positions [first, then), which see shared prompts, and [0, first), where these are, and the
+    kernels of both parts."""
+    (forward, _), (shared_forward, _) = (_kernels(one) for one in (own_by, shared_by))
+    out, lse = forward(query, key, value, ends, ends, longest, longest, True, scale)
     if lse.shape != query.shape[1::-1]:  # releases of FlashAttention differ in it
         raise BadInput(
             f"torch {torch.__version__}: the log-sum-exp of FlashAttention has the shape {tuple(lse.shape)}, "
@@ -128,11 +152,20 @@ def packed_flash_attention(
     out, lse = out.contiguous(), lse.contiguous()
     if query_ends is not None:
         some = slice(first, then)
-        other = attention(
+        other = shared_forward(
             *(query[some], key[:first], value[:first], query_ends, key_ends, longest_query, longest_key, False, scale)
         )
         merge(out[some], lse[:, some], *other)
     return out, lse
+
+
+def _kernels(name: str) -> tuple[Callable, Callable]:
+    """Forward and backward."""
+    if name == "flash":
+        return attention, attention_backward
+    from recipes.parts import cudnn_packed
+
+    return cudnn_packed.attention, cudnn_packed.attention_backward
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:

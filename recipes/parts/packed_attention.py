@@ -1,10 +1,10 @@
 """Attention over a packed row: several sequences one after the other, some behind a prompt that they share.
 
 A position sees itself and what is before it in its own segment and, behind a shared prompt, all of that prompt. On a
-GPU this is torch's FlexAttention with a `BlockMask` or, in half precision, FlashAttention's kernels (`flash_packed`;
-`train.packed_attention` says which), on a CPU sdpa with a dense boolean mask. Each travels through transformers as the
-attention mask, which a layer that is recomputed in the backward pass gets once more. `tests/gpu/packing_check.py`
-compares them and prints their times.
+GPU this is torch's FlexAttention with a `BlockMask` or, in half precision, FlashAttention's or cuDNN's kernels
+(`flash_packed`; `train.packed_attention` says which), on a CPU sdpa with a dense boolean mask. Each travels through
+transformers as the attention mask, which a layer that is recomputed in the backward pass gets once more.
+`tests/gpu/packing_check.py` compares them and prints their times.
 """
 
 import functools
@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from recipes.parts.errors import BadInput
-from recipes.parts.flash_packed import MULTIPLE, TYPES, FlashMask, flash_attention
+from recipes.parts.flash_packed import MULTIPLE, TYPES, FlashMask, Kernels, flash_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +27,9 @@ NAME = "sdpa_packed"
 BLOCK = 128
 
 
-Kind = Literal["dense", "flex", "flash"]
+Kind = Literal["dense", "flex", "flash", "cudnn"]
+# By kind: of a segment on itself, and of what is behind a shared prompt on it.
+KERNELS: dict[str, tuple[Kernels, Kernels]] = {"flash": ("flash", "flash"), "cudnn": ("cudnn", "cudnn")}
 
 
 class Sequences(NamedTuple):
@@ -65,11 +67,11 @@ def register() -> None:
 
 def mask_kind(model: torch.nn.Module, device: torch.device, wanted: str) -> Kind:
     """Of the mask that a forward of `model` on `device` takes, in the autocast of the moment; `wanted` is
-    `train.packed_attention`. FlashAttention's kernels know no float32."""
+    `train.packed_attention`. FlashAttention's and cuDNN's kernels know no float32."""
     if device.type == "cpu":
         return "dense"
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
-    return "flash" if wanted == "flash" and _attention_dtype(device.type, dtype) in TYPES else "flex"
+    return wanted if wanted in KERNELS and _attention_dtype(device.type, dtype) in TYPES else "flex"
 
 
 def _attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
@@ -81,14 +83,14 @@ def row_length(tokens: int, kind: Kind) -> int:
     """How long a packed row of so many tokens is made."""
     if kind == "flex":  # two blocks or more: torch compiles a size of one apart
         return BLOCK * max(2, -(-tokens // BLOCK))
-    multiple = MULTIPLE if kind == "flash" else 1
+    multiple = MULTIPLE if kind in KERNELS else 1
     return multiple * max(1, -(-tokens // multiple))
 
 
 def attention_mask(sequences: Sequences, kind: Kind, device: torch.device) -> torch.Tensor | BlockMask:
     """The mask of a packed row for a model on `device`."""
-    if kind == "flash":
-        return FlashMask(*sequences, device)
+    if kind in KERNELS:
+        return FlashMask(*sequences, device, KERNELS[kind])
     segments = segments_of(sequences, device)
     return dense_mask(segments) if kind == "dense" else block_mask(segments)
 
@@ -158,8 +160,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: query (B, H, T, D), key and value (B, G, T, D), output (B, T, H, D).
 
-    FlashAttention where the mask is a `FlashMask`, FlexAttention where it is another `BlockMask`; everything else,
-    generation too, is transformers' sdpa unchanged.
+    FlashAttention or cuDNN where the mask is a `FlashMask`, FlexAttention where it is another `BlockMask`; everything
+    else, generation too, is transformers' sdpa unchanged.
     """
     if not isinstance(attention_mask, BlockMask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -172,7 +174,8 @@ def attention_forward(
     if isinstance(attention_mask, FlashMask):
         if dtype not in TYPES:
             raise BadInput(
-                f"train.packed_attention is flash, and the model's attention is in {dtype}. Set it to flex."
+                f"train.packed_attention is {attention_mask.kernels[0]}, and the model's attention is in {dtype}. "
+                "Set it to flex."
             )
         return flash_attention(*(one[0].transpose(0, 1) for one in parts), attention_mask, scaling)[None], None
     for one in parts:

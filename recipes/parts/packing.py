@@ -50,21 +50,24 @@ def check_packing(config: Config, model_config: Any) -> None:
     elif attention != "sdpa":
         problem = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
     else:
-        _check_flash(config, facts)
+        _check_kernels(config, facts)
         return
     raise BadInput(
         f"train.micro_batch_tokens: {problem}. Leave it out, and set train.per_device_train_batch_size to what fits."
     )
 
 
-def _check_flash(config: Config, facts: Any) -> None:
-    if config.train.packed_attention != "flash":
+def _check_kernels(config: Config, facts: Any) -> None:
+    kind = config.train.packed_attention
+    if kind == "flex":
         return
-    from recipes.parts.flash_packed import problem
+    from recipes.parts import cudnn_packed, flash_packed
 
     head_dim = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
-    if why := problem(head_dim):
+    if kind == "flash" and (why := flash_packed.problem(head_dim)):
         raise BadInput(f"train.packed_attention is flash, FlashAttention, and {why}. Set it to flex.")
+    if kind == "cudnn" and (why := cudnn_packed.problem(head_dim)):
+        raise BadInput(f"train.packed_attention is cudnn, and {why}. Set it to flash.")
 
 
 def plan_micro_batches(

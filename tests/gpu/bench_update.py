@@ -64,6 +64,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "packed": ROUNDING,
     "shared": ROUNDING,
     "flash": ROUNDING,
+    "cudnn": ROUNDING,
     "fused": ROUNDING,
     # Each product is off by 3.8 %, forward and backward, and 36 random layers amplify it: .825 on an H200. A trained
     # model does not: .996, tests/evidence/fp8_gradient.py.

@@ -31,6 +31,7 @@ LEVERS: dict[str, dict[str, str]] = {
     "packed": {"train.micro_batch_tokens": "17408", "train.share_prompts": "false"},
     "shared": {"train.micro_batch_tokens": "17408", "train.share_prompts": "true"},
     "flash": {"train.packed_attention": "flash"},  # of packed or shared
+    "cudnn": {"train.packed_attention": "cudnn"},
     "fused": {"policy.compute": "fused"},
     "fp8": {"policy.compute": "fp8"},
     "liger": {"policy.kernels": "liger"},

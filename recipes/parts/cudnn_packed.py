@@ -1,0 +1,274 @@
+"""cuDNN's attention kernels, written for Hopper, in the place of FlashAttention's (`train.packed_attention: cudnn`).
+
+Same calls and same answers as `attention` and `attention_backward` of flash_packed.py, which merges them: sequences
+that lie one after the other, grouped heads, backward from the output and log-sum-exp of a softmax over more keys.
+
+They are called by way of cuDNN's own Python package, nvidia-cudnn-frontend. torch has them too
+(`aten._cudnn_attention_forward` with cumulative lengths), but torch 2.11 looks for a plan that such a call may share
+and never stores one (MHA.cpp, run_cudnn_SDP_fprop_nestedtensor): each call builds its own, which takes longer than the
+layer. Here a plan is built once for a `Bucket`, into which many rows fall, as in NVIDIA's Transformer Engine:
+sequences are filled up with empty ones to a power of two, the longest is rounded up to one, tokens to multiples of
+4,096.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from recipes.parts.errors import BadInput
+
+LARGEST_HEAD = 128
+OLDEST = 90600  # cuDNN 9.6 knows a log-sum-exp of sequences that lie one after the other, and empty ones
+FEWEST, SHORTEST, TOKENS = 8, 512, 4096  # the smallest bucket: sequences, longest sequence, tokens
+_OFFSETS = 2**31 - 1  # offsets are int32, in elements
+
+# Names of a graph's tensors.
+Q, K, V, OUT, LSE, GRAD, DQ, DK, DV, LENGTHS_Q, LENGTHS_K, OFFSETS_Q, OFFSETS_K, OFFSETS_LSE = range(1, 15)
+
+
+class Bucket(NamedTuple):
+    """What a plan is built for."""
+
+    sequences: int
+    longest_query: int
+    longest_key: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    dim: int
+    dtype: torch.dtype
+    causal: bool
+    scale: float
+    device: int
+
+
+def problem(head_dim: int) -> str | None:
+    """Why cuDNN's kernels cannot serve heads of `head_dim` here, or None. No GPU is no reason."""
+    if head_dim > LARGEST_HEAD or head_dim % 8:
+        return f"its kernels take heads of up to {LARGEST_HEAD} in steps of 8, the model's have {head_dim}"
+    if not torch.cuda.is_available():
+        return None
+    # Consumer Blackwell (12.x) has none for sequences one after the other.
+    if torch.cuda.get_device_capability()[0] not in (9, 10, 11):
+        return f"{torch.cuda.get_device_name()} is neither Hopper nor a Blackwell of the data centre, which it needs"
+    try:
+        import cudnn
+    except ImportError as error:
+        return f"its Python package cannot be imported ({error}; pip install nvidia-cudnn-frontend)"
+    if cudnn.backend_version() < OLDEST:
+        return f"cuDNN is {cudnn.backend_version()}, older than 9.6 ({OLDEST})"
+    return None
+
+
+def filled_up(lengths: list[int]) -> list[int]:
+    """The lengths of sequences, and of empty ones behind them up to a bucket's number."""
+    return lengths + [0] * (_power(len(lengths), FEWEST) - len(lengths))
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (T, H, D) and log-sum-exp (H, T), float32, of `filled_up` sequences that end at `query_ends` (N + 1,)
+    and the keys that end at `key_ends`."""
+    query, key, value = (one.contiguous() for one in (query, key, value))
+    bucket = bucket_of(query, key, query_ends, longest_query, longest_key, causal, scale)
+    out = torch.empty_like(query)
+    lse = torch.empty(bucket.queries, bucket.heads, dtype=torch.float32, device=query.device)
+    tensors = {Q: query, K: key, V: value, OUT: out, LSE: lse}
+    _execute(_forward(bucket), tensors | _places(bucket, query_ends, key_ends), query.device)
+    return out, lse[: len(query)].t()
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value from `out` and `lse` of the softmax over all keys, of which `key` may be a
+    part."""
+    grad, query, key, value, out = (one.contiguous() for one in (grad, query, key, value, out))
+    bucket = bucket_of(query, key, query_ends, longest_query, longest_key, causal, scale)
+    lse = lse.t().contiguous()  # (T, H)
+    found = [torch.empty_like(one) for one in (query, key, value)]
+    tensors = {Q: query, K: key, V: value, OUT: out, GRAD: grad, LSE: lse}
+    tensors |= dict(zip((DQ, DK, DV), found, strict=True))
+    _execute(_backward(bucket), tensors | _places(bucket, query_ends, key_ends), query.device)
+    return tuple(found)
+
+
+def bucket_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    ends: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    causal: bool,
+    scale: float | None,
+) -> Bucket:
+    """The bucket into which a call falls."""
+    tokens, heads, dim = query.shape
+    if tokens * heads * dim > _OFFSETS:
+        raise BadInput(
+            f"train.packed_attention is cudnn, and a packed row of {tokens:,} tokens with {heads} heads of {dim} is "
+            f"longer than its kernels count ({_OFFSETS // (heads * dim):,}). Lower train.micro_batch_tokens."
+        )
+    longest = (_power(one, SHORTEST) for one in (longest_query, longest_key))
+    totals = (-(-one // TOKENS) * TOKENS for one in (tokens, len(key)))
+    scale = dim**-0.5 if scale is None else scale
+    shape = heads, key.shape[1], dim
+    return Bucket(len(ends) - 1, *longest, *totals, *shape, query.dtype, causal, scale, query.get_device())
+
+
+def _power(number: int, least: int) -> int:
+    """The next power of two, `least` or more."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def _places(bucket: Bucket, query_ends: torch.Tensor, key_ends: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Lengths of the sequences, and where each begins in elements of what it is part of."""
+    return {
+        LENGTHS_Q: query_ends.diff(),
+        LENGTHS_K: key_ends.diff(),
+        OFFSETS_Q: query_ends * (bucket.heads * bucket.dim),
+        OFFSETS_K: key_ends * (bucket.key_heads * bucket.dim),
+        OFFSETS_LSE: query_ends * bucket.heads,
+    }
+
+
+class _Graph:
+    """A cuDNN graph in the making: tensors of a bucket by name."""
+
+    def __init__(self, bucket: Bucket):
+        import cudnn
+
+        self.bucket, self.types = bucket, cudnn.data_type
+        self.io = self.types.BFLOAT16 if bucket.dtype == torch.bfloat16 else self.types.HALF
+        self.graph = cudnn.pygraph(
+            io_data_type=self.io,
+            intermediate_data_type=self.types.FLOAT,
+            compute_data_type=self.types.FLOAT,
+            handle=_handle(bucket.device),
+        )
+        b = bucket
+        one = [1, 1, 1]
+        self.counts = {name: self._tensor(name, [b.sequences, *one], [*one, 1]) for name in (LENGTHS_Q, LENGTHS_K)}
+        self.offsets = {
+            name: self._tensor(name, [b.sequences + 1, *one], [*one, 1])
+            for name in (OFFSETS_Q, OFFSETS_K, OFFSETS_LSE)
+        }
+        of_query = b.heads, b.longest_query, b.dim, OFFSETS_Q
+        of_key = b.key_heads, b.longest_key, b.dim, OFFSETS_K
+        # heads, positions of a sequence, width, offsets
+        self.shapes = {name: of_query for name in (Q, OUT, GRAD, DQ)} | {name: of_key for name in (K, V, DK, DV)}
+        self.shapes[LSE] = b.heads, b.longest_query, 1, OFFSETS_LSE
+
+    def _tensor(self, name: int, dim: list[int], stride: list[int]) -> Any:
+        return self.graph.tensor(dim=dim, stride=stride, data_type=self.types.INT32).set_uid(name)
+
+    def given(self, name: int) -> Any:
+        """An input, (N, heads, positions, width) of which a position has all its heads next to each other."""
+        heads, length, width, offsets = self.shapes[name]
+        made = self.graph.tensor(
+            dim=[self.bucket.sequences, heads, length, width],
+            stride=[length * heads * width, width, heads * width, 1],
+            data_type=self.types.FLOAT if name == LSE else self.io,
+        )
+        return made.set_uid(name).set_ragged_offset(self.offsets[offsets])
+
+    def answer(self, made: Any, name: int) -> None:
+        heads, length, width, offsets = self.shapes[name]
+        made.set_uid(name).set_output(True).set_data_type(self.types.FLOAT if name == LSE else self.io)
+        made.set_dim([self.bucket.sequences, heads, length, width])
+        made.set_stride([length * heads * width, width, heads * width, 1])
+        made.set_ragged_offset(self.offsets[offsets])
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "attn_scale": self.bucket.scale,
+            "use_causal_mask": self.bucket.causal,
+            "use_padding_mask": True,
+            "seq_len_q": self.counts[LENGTHS_Q],
+            "seq_len_kv": self.counts[LENGTHS_K],
+        }
+
+    def built(self) -> Any:
+        import cudnn
+
+        try:
+            self.graph.validate()
+            self.graph.build_operation_graph()
+            self.graph.create_execution_plans([cudnn.heur_mode.A])
+            self.graph.check_support()
+            self.graph.build_plans()
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            raise BadInput(
+                f"train.packed_attention is cudnn, and cuDNN {cudnn.backend_version()} has no kernel for "
+                f"{self.bucket}: {error}. Set it to flash."
+            ) from error
+        return self.graph
+
+
+@functools.cache
+def _forward(bucket: Bucket) -> Any:
+    made = _Graph(bucket)
+    out, lse = made.graph.sdpa(
+        **{name: made.given(uid) for name, uid in (("q", Q), ("k", K), ("v", V))},
+        generate_stats=True,
+        name="attention",
+        **made.options(),
+    )
+    made.answer(out, OUT)
+    made.answer(lse, LSE)
+    return made.built()
+
+
+@functools.cache
+def _backward(bucket: Bucket) -> Any:
+    made = _Graph(bucket)
+    given = (("q", Q), ("k", K), ("v", V), ("o", OUT), ("dO", GRAD), ("stats", LSE))
+    found = made.graph.sdpa_backward(
+        **{name: made.given(uid) for name, uid in given},
+        max_total_seq_len_q=bucket.queries,  # or the kernels take memory for all sequences at their longest
+        max_total_seq_len_kv=bucket.keys,
+        name="attention_backward",
+        **made.options(),
+    )
+    for one, name in zip(found, (DQ, DK, DV), strict=True):
+        made.answer(one, name)
+    return made.built()
+
+
+def _execute(graph: Any, tensors: dict[int, torch.Tensor], device: torch.device) -> None:
+    import cudnn
+
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+    handle = _handle(device.index)
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    graph.execute({name: one.data_ptr() for name, one in tensors.items()}, workspace.data_ptr(), handle=handle)
+
+
+@functools.cache
+def _handle(device: int) -> Any:
+    import cudnn
+
+    with torch.cuda.device(device):
+        return cudnn.create_handle()
