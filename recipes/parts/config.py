@@ -261,7 +261,9 @@ class WatchConfig:
 
 @dataclass(kw_only=True)
 class GateConfig:
-    format: Literal[FORMATS] = _option("fp8", "the format that would be deployed")
+    format: Literal[FORMATS] = _option(
+        "fp8", "the format that would be deployed; with policy.quant_cfg by default its own"
+    )
     min_gain: float = _option(0.0, "least accuracy gain over the base, at the lower end of its interval")
     max_quantization_loss: float = _option(0.05, "most accuracy that the format may lose against bf16")
     min_parse_rate: float = _option(0.9, "least share of completions with an answer that can be read")
@@ -299,7 +301,9 @@ class EvalConfig:
     max_new_tokens: int | None = _option(None, "default: rollout.max_completion_length")
     temperature: float = _option(0.0, "0 = greedy; above 0 every checkpoint samples with the same random numbers")
     seed: int = _option(0, "seed of the sampled completions")
-    formats: list[str] = _option(["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix")
+    formats: list[str] = _option(
+        ["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix; default with policy.quant_cfg nf4, bf16 and its own"
+    )
     bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals")
     reward: str | None = _option(
         None, "score by this reward: a name of reward/ or module:function; default what data.answer_format says"
@@ -334,6 +338,10 @@ def config_from_dict(values: dict, where: str = "config") -> Config:
     config = _build(Config, values, "", where, problems)
     if problems:
         raise BadInput("\n".join(problems))
+    if config.policy.quant_cfg is not None:
+        from recipes.parts.own_format import judge_in_own_format
+
+        judge_in_own_format(config, values.get("eval") or {})
     return config
 
 

@@ -13,7 +13,7 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 80
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
-FOUNDATION += ("recipes.parts.config_types",)
+FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.
 WIRE = ("recipes.parts.replica", "recipes.parts.canary")
 FOUNDATION_LIBRARIES = {"yaml"}
@@ -21,7 +21,8 @@ WIRE_LIBRARIES = {"numpy", "requests"}
 # Every room may import itself and the foundation.
 MAY_IMPORT = {
     "reward": (),
-    "merge": ("recipes.parts.data",),
+    # A policy that was trained for a format is scored with its quantizers.
+    "merge": ("recipes.parts.data", "recipes.parts.fake_quant", "recipes.parts.qat"),
     "recipes.parts": ("reward", "merge"),
     # `train.recompute: auto` is the plan's arithmetic.
     "recipes": ("recipes.parts", "reward", "merge", "launch.planning.recompute"),
