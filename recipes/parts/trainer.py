@@ -343,7 +343,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
     def _record(self, logs: dict, step: int) -> dict:
         seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | dict(self._seconds)
         seconds["step"] = time.perf_counter() - (self._step_started or time.perf_counter())
-        others = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "heldout", "reference"))
+        others = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "heldout", "reference", "teacher"))
         seconds["update"] = max(0.0, seconds["step"] - others)
         self._peak["update"] = _peak_gib()
         counts = self._counts
