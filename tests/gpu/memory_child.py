@@ -32,7 +32,7 @@ def _shape(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
 
 
 SHAPES = {  # Qwen3's; tiny is for the rehearsal on a CPU
-    "tiny": _shape(64, 192, 2, 2, True) | {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 400},
+    "tiny": _shape(64, 192, 2, 2, False) | {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 400},
     "0.6b": _shape(1024, 3072, 28, 16, True),
     "1.7b": _shape(2048, 6144, 28, 16, True),
     "4b": _shape(2560, 9728, 36, 32, True),
@@ -100,6 +100,7 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
     from merge.base import disable_cpu_repacking, unquantized_config
+    from recipes.parts.host_embedding import keep_embedding_on_host
 
     dtype, device = getattr(torch, config.model.dtype), PartialState().device
     settings = BitsAndBytesConfig(
@@ -129,6 +130,8 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     quantizer.postprocess_model(model)
     disable_cpu_repacking(model)
+    if config.policy.embeddings == "host":
+        keep_embedding_on_host(model)
     return model.eval()
 
 

@@ -262,14 +262,11 @@ class Case:
 
 def put_on_levers(model: Any, config: Any) -> None:
     """What the trainer does to its model for the keys of LEVERS, in its order."""
-    from recipes.parts.host_embedding import keep_embedding_on_host
     from recipes.parts.kernels import use_kernels
     from recipes.parts.linear import use_fused_linears
     from recipes.parts.packed_attention import use_packed_attention
     from recipes.parts.recompute import use_recompute
 
-    if config.policy.embeddings == "host":
-        keep_embedding_on_host(model.get_base_model())
     if config.train.micro_batch_tokens is not None:
         use_packed_attention(model.get_base_model())
     if config.policy.compute != "plain":
