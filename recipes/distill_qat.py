@@ -1,0 +1,161 @@
+"""On-policy distillation into a quantized policy: the student samples, the teacher scores every token of it.
+
+The student is the NF4 base with a LoRA adapter; with `policy.quant_cfg` its layers compute with the weights of that
+deployment format. The teacher is unquantized: the base itself (`distill.teacher base`), the base with the adapter of
+an earlier run (`distill.teacher_adapter`), or another model. The case that it is made for is the second: a policy
+trained by recipes/grpo_qlora.py is to be deployed in a format that costs it accuracy, so it is the teacher and the
+student starts from it. Without `policy.quant_cfg` it is plain on-policy distillation.
+
+Left out on purpose: teachers with another tokenizer, completions that the student did not sample, a divergence mixed
+with rewards. Rewards are measured, for the curves, and not learned from.
+
+    # two CPU cores: plain GRPO first (66 s), then its policy into NVFP4 W4A16
+    python recipes/tiny_base.py --out models/tiny-base
+    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_qlora.py \\
+        --config recipes/configs/grpo-tiny-nf4-cpu.yaml
+    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/distill_qat.py \\
+        --config recipes/configs/distill-tiny-nvfp4-cpu.yaml
+
+    # two GPUs, one samples with vLLM, one trains
+    python -m merge base --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml
+    python -m launch.server --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml --detach
+    CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/distill_qat.py \\
+        --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml
+
+Every key can be given on the command line (`--distill.divergence js`); `--dry_run` checks everything and trains
+nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from recipes.grpo_qlora import check_model, load_data, make_rollout, say
+from recipes.parts import distill
+from recipes.parts.checks import check_config, check_run_directory, describe_split, lock_run, world_size
+from recipes.parts.config import Config, parse_command
+from recipes.parts.errors import BadInput, run_command
+
+
+def check_distillation(config: Config, processes: int) -> str:
+    """`BadInput` for everything that cannot work, by the configuration alone. GRPO's keys are set aside after they
+    were checked; what that changes, as one line."""
+    problems = distill.problems(config)
+    if problems:
+        raise BadInput("\n".join(problems))
+    check_config(config, processes)
+    return distill.settle(config)
+
+
+def describe_teacher(config: Config) -> str:
+    """The teacher in a few words."""
+    if config.distill.teacher_adapter:
+        return f"the unquantized base with {config.distill.teacher_adapter}"
+    if distill.is_own_model(config):
+        return "the unquantized base"
+    return f"{config.distill.teacher} in nf4, a second model in memory"
+
+
+def describe_plan(config: Config, problems: int, processes: int, unused: str) -> str:
+    """What the run would do, in a few lines."""
+    train, rollout, policy, wanted = config.train, config.rollout, config.policy, config.distill
+    completions = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
+    mixture = f", {wanted.js_beta:g} of the teacher in the mixture" if wanted.divergence == "js" else ""
+    split = describe_split(config) if config.server.gpus is not None or train.max_gpu_gib is not None else None
+    return "\n".join(
+        [
+            f"run       {config.run.name} -> {config.run.directory}",
+            f"student   {config.model.source}, {policy.quantization}, LoRA rank {policy.lora_rank} from "
+            f"{policy.init_adapter or 'zero'}, computes in {policy.quant_cfg or config.model.dtype}",
+            f"teacher   {describe_teacher(config)}",
+            f"loss      {wanted.divergence}{mixture}, temperature {wanted.temperature:g}, learning rate "
+            f"{train.learning_rate}",
+            f"step      {completions // rollout.group_size} problems x {rollout.group_size} completions of at most "
+            f"{rollout.max_completion_length} tokens, {train.max_steps} steps over {problems:,} problems",
+            f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
+            *([f"memory    {split}"] if split else []),
+            f"rewards   {unused}",
+        ]
+    )
+
+
+def main() -> None:
+    config, flags = parse_command(__doc__)
+    processes = world_size()
+    unused = check_distillation(config, processes)
+    run = check_run_directory(config, flags.resume, processes)
+
+    from accelerate import PartialState
+
+    from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
+    from recipes.parts.heldout import HeldOut
+    from recipes.parts.kernels import check_gpu
+    from recipes.parts.policy import check_base_unchanged, load_policy_base, load_tokenizer, lora_config, record_base
+    from recipes.parts.record import write_config
+    from recipes.parts.rundir import write_json
+    from recipes.parts.teacher import check_adapter_base, check_teacher, load_teacher
+    from recipes.parts.trainer import check_card, limit_gpu_memory
+    from reward import reward_functions
+
+    model_config = check_model(config, processes)
+    rewards, weights = reward_functions(config.reward)
+    tokenizer = load_tokenizer(config)
+    check_teacher(config, run, tokenizer, model_config)
+    dataset, problems = load_data(config, tokenizer, processes)
+    arguments = distill_arguments(config, run)
+    check_card(config)
+    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
+    state = PartialState()
+    say(describe_plan(config, problems, processes, unused))
+    if flags.dry_run:
+        if state.is_main_process and not flags.resume:
+            write_config(config, run, processes)
+        return
+    lock = lock_run(run) if state.is_main_process else None
+    if state.is_main_process:
+        write_config(config, run, processes)
+
+    check_gpu(config)
+    limit_gpu_memory(config)
+    rollout = make_rollout(config, tokenizer, model_config, run)
+    base = load_policy_base(config)
+    facts = record_base(base, run, config, write=False)
+    check_adapter_base(config, facts["hash"])
+    if rollout:
+        rollout.check_base(facts["hash"])
+    if state.is_main_process:
+        write_json(run.base_file, facts)
+    arguments.reward_weights = weights
+    trainer = DistillTrainer(
+        config=config,
+        run=run,
+        base_hash=facts["hash"],
+        other_teacher=load_teacher(config),
+        rollout=rollout,
+        heldout=heldout,
+        model=base,
+        reward_funcs=rewards,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=lora_config(config.policy),
+    )
+    started = time.perf_counter()
+    try:
+        trainer.train_run(resume=flags.resume)
+    finally:
+        if rollout and state.is_main_process:
+            rollout.close()
+    check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
+    say(
+        f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
+        f"({facts['hash'][:12]}), adapter {run.newest_adapter()}"
+    )
+    if lock:
+        lock.close()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,113 @@
+"""What a distillation needs of the configuration: its own group, and what of GRPO's keys it sets or leaves aside.
+
+Imports no torch.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from recipes.parts import sharding
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+
+BASE = "base"  # distill.teacher: the student's own model
+MOST_CHUNK_TOKENS = 4096  # trl's own tile
+# Keys of GRPO's loss that a distillation has no use for, and the values that leave trl nothing to do for them.
+SET = {"train.loss_type": "dapo", "train.beta": 0.0, "rollout.correction": "none"}
+UNUSED = ("train.scale_rewards", "train.epsilon", "train.epsilon_high", "rollout.correction_cap")
+WITHOUT = (
+    "the group distill says that the run is a distillation. Start it with recipes/distill_qat.py, or leave out "
+    "distill.teacher and distill.teacher_adapter."
+)
+
+
+def settle(config: Config) -> str:
+    """Set the keys of GRPO's loss to what a distillation has (`SET`), in place; which ones did not say so already, in
+    one line, with those that have no effect."""
+    found = []
+    for key, value in SET.items():
+        group, name = key.split(".")
+        if getattr(getattr(config, group), name) != value:
+            setattr(getattr(config, group), name, value)
+            found.append(key)
+    for key in UNUSED:
+        group, name = key.split(".")
+        defaults = {field.name: field.default for field in dataclasses.fields(getattr(config, group))}
+        if getattr(getattr(config, group), name) != defaults[name]:
+            found.append(key)
+    measured = f"reward.functions ({', '.join(config.reward.functions)}) are measured and teach nothing"
+    return "; ".join([measured, *([f"without effect: {', '.join(found)}"] if found else [])])
+
+
+def problems(config: Config) -> list[str]:
+    """Why this configuration is no distillation that works; for recipes/distill_qat.py only."""
+    distill, policy, found = config.distill, config.policy, []
+    if not distill.is_given:
+        return [
+            "distill.teacher is missing: base (the student's own model, unquantized), a model's id or path, or "
+            "distill.teacher_adapter, an adapter directory of an earlier run on this base."
+        ]
+    if distill.teacher_adapter and distill.teacher not in (None, BASE):
+        found.append(
+            f"distill.teacher is {distill.teacher} and distill.teacher_adapter {distill.teacher_adapter}: an adapter "
+            "belongs to the student's own base. Leave out distill.teacher, or distill.teacher_adapter."
+        )
+    if distill.teacher_revision and is_own_model(config):
+        found.append("distill.teacher_revision is for another model as teacher. Set model.revision for the base.")
+    if not 0 < distill.js_beta < 1:
+        found.append(
+            f"distill.js_beta ({distill.js_beta:g}) must lie between 0 and 1. Its ends are other divergences: "
+            "forward_kl at 0, reverse_kl at 1."
+        )
+    elif distill.js_beta != 0.5 and distill.divergence != "js":
+        found.append(f"distill.js_beta is for distill.divergence js, which is {distill.divergence}. Leave it out.")
+    if not 0 < distill.temperature < float("inf"):
+        found.append(f"distill.temperature ({distill.temperature:g}) must be a number above 0.")
+    if not 1 <= distill.chunk_tokens <= MOST_CHUNK_TOKENS:
+        found.append(f"distill.chunk_tokens ({distill.chunk_tokens}) must be from 1 to {MOST_CHUNK_TOKENS}.")
+    if policy.lora_dropout:
+        found.append(
+            f"policy.lora_dropout ({policy.lora_dropout:g}) in a distillation: student and teacher would differ by "
+            "what is dropped. Set it to 0."
+        )
+    if kind := sharding.announced() or _deepspeed():
+        found.append(
+            f"a distillation under {kind} was not tested: the teacher is a second pass over the base that it splits "
+            "or wraps. Use accelerate_configs/one_gpu.yaml or ddp.yaml."
+        )
+    return found + _nothing_to_learn(config)
+
+
+def is_own_model(config: Config) -> bool:
+    """Whether the teacher is the student's own model, with another adapter or none."""
+    return config.distill.teacher in (None, BASE)
+
+
+def _nothing_to_learn(config: Config) -> list[str]:
+    """A student that equals its teacher at the start, in every bit, has no divergence and never gets one."""
+    distill, policy = config.distill, config.policy
+    if not is_own_model(config) or policy.quant_cfg is not None:
+        return []
+    theirs, ours = (_place(path) for path in (distill.teacher_adapter, policy.init_adapter))
+    if theirs != ours:
+        return []
+    same = f"both start from {policy.init_adapter}" if ours else "both are the base"
+    return [
+        f"student and teacher are the same: {same} and policy.quant_cfg is not set, so the divergence is 0 from the "
+        "first step to the last. Set policy.quant_cfg, policy.init_adapter or another teacher."
+    ]
+
+
+def _place(path: str | None) -> Path | None:
+    return Path(path).resolve() if path else None
+
+
+def _deepspeed() -> str | None:
+    return "DeepSpeed" if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" else None
+
+
+def check_recipe(config: Config, is_distillation: bool) -> None:
+    """`BadInput` when a configuration with a teacher is given to a recipe that has none; before anything else."""
+    if config.distill.is_given and not is_distillation:
+        raise BadInput(WITHOUT)

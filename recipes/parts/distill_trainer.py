@@ -1,0 +1,209 @@
+"""On-policy distillation: the loss of a step is a divergence between student and teacher on the student's tokens.
+
+Written for trl 1.16. The divergence, its gradient and its memory are TRL's `ChunkedDivergenceFunction`, the kernel of
+its `DistillationTrainer`. That trainer itself does not fit: it brings weights to a vLLM server by merging the adapter,
+which NF4 does not survive; it draws one completion a prompt and lets the sampler's log-probs go, so nobody would know
+whether the server is the student; its teacher is a second model; and its rows are padded. What a step needs besides
+the loss, `PolicyTrainer` has: rollouts, sync, canary, k3, held-out accuracy, packing, records, checkpoints. So this is
+that trainer with another loss. Rewards are computed and recorded, and nothing is learned from them.
+
+    loss = Σ over the completions' tokens of D(student, teacher) / number of these tokens in the step, nats a token
+
+Both are softmax(logits / distill.temperature) over the whole vocabulary, and with the masses p (student), q (teacher)
+and m = (1 - b) p + b q, b = js_beta:
+
+    reverse_kl  Σ p log(p/q)        forward_kl  Σ q log(q/p)        js  b Σ q log(q/m) + (1 - b) Σ p log(p/m)
+
+No gradient passes through the sampling, as in arXiv 2306.13649. The teacher's pass comes before the student's, so that
+of it only the last hidden states (tokens, hidden) wait while the student's activations are kept. Logits exist for
+`chunk_tokens` x 32,768 words at a time, float32, of both models: 256 KiB a token, and 64 KiB for what is multiplied
+back; at 1,024 tokens 0.3 GiB, whatever the micro-batch and the vocabulary.
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from trl.kernels import ChunkedLogProbFunction, chunked_divergence
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+from trl.models.utils import _ForwardRedirection
+
+from recipes.parts.config import Config, DistillConfig
+from recipes.parts.errors import BadInput
+from recipes.parts.packed_attention import mask_kind, use_packed_attention
+from recipes.parts.packing import _pack, _read
+from recipes.parts.rundir import RunDir
+from recipes.parts.teacher import Teacher
+from recipes.parts.trainer import PolicyTrainer, trainer_arguments
+from recipes.parts.update import _take
+
+WORDS = 32768  # vocabulary entries of a tile
+# Figures of GRPO's update that a distillation does not have.
+NOT_HERE = ("kl", "zero_spread_fraction", "clip_fraction", "corrected_token_fraction", "corrected_sequence_fraction")
+
+
+def distill_arguments(config: Config, run: RunDir) -> Any:
+    """TRL's arguments for a checked configuration that `distill.settle` went over; `BadInput` also for a key of
+    `train.trl` that only GRPO's loss reads."""
+    from trl import DistillationConfig
+
+    for key in config.train.trl:
+        if key not in DistillationConfig.__dataclass_fields__:
+            raise BadInput(f"train.trl.{key} does nothing in a distillation. Remove it.")
+    return trainer_arguments(config, run)
+
+
+def beta_of(distill: DistillConfig) -> float:
+    """What TRL calls beta: 0 is the forward KL, 1 the reverse KL, the share of the teacher in the mixture between."""
+    return {"forward_kl": 0.0, "reverse_kl": 1.0}.get(distill.divergence, distill.js_beta)
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states: softcap(scale · (states · weightᵀ + bias))."""
+
+    weight: torch.Tensor  # (V, hidden)
+    bias: torch.Tensor | None
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "Head":
+        """As trl 1.16's `add_fused_lm_head` reads it from the model's configuration."""
+        layer, facts = model.get_output_embeddings(), model.config.get_text_config()
+        names = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+        scale = next((value for name in names if (value := getattr(facts, name, None)) is not None), None)
+        if scale is None and (divisor := getattr(facts, "logits_scaling", None)) is not None:
+            scale = divisor if facts.model_type == "hyperclovax" else 1 / divisor
+        cap = getattr(facts, "final_logit_softcapping", None)
+        return cls(layer.weight, getattr(layer, "bias", None), 1.0 if scale is None else scale, cap)
+
+    def first(self, words: int) -> "Head":
+        """The head of the first `words` entries of the vocabulary: what is behind the tokenizer's last is padding."""
+        return self._replace(weight=self.weight[:words], bias=None if self.bias is None else self.bias[:words])
+
+
+def divergence(
+    student: torch.Tensor, head: Head, teacher: torch.Tensor, teacher_head: Head, beta: float, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divergence and the student's entropy (N,), nats, of hidden states (N, hidden); gradients reach `student` only.
+    The hidden sizes may differ, and so may the ends of the vocabularies: both are compared on what they share."""
+    words = min(len(head.weight), len(teacher_head.weight))
+    head, teacher_head = head.first(words), teacher_head.first(words)
+    return ChunkedDivergenceFunction.apply(
+        *(student, head.weight, head.bias, teacher, teacher_head.weight, teacher_head.bias, beta, temperature),
+        *(head.scale, head.softcap, teacher_head.scale, teacher_head.softcap),
+    )
+
+
+class Batch(NamedTuple):
+    """Rows of a step as a model takes them, and where in them the N tokens of completions are predicted."""
+
+    inputs: dict
+    predicting: torch.Tensor  # (N,) positions, of the rows laid flat, that predict a token of a completion
+    tokens: torch.Tensor  # (N,) the tokens
+    place: torch.Tensor  # (N,) where they are in the completions (b, C) laid flat
+
+
+def last_states(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The hidden states (N, hidden) of a causal language model before its head, where `batch` predicts."""
+    states = model.base_model(**batch.inputs, use_cache=False).last_hidden_state
+    return states.flatten(0, 1)[batch.predicting]
+
+
+class DistillTrainer(PolicyTrainer):
+    """`PolicyTrainer` whose update follows a teacher; records `divergence` and `seconds.teacher` besides."""
+
+    def __init__(self, *, other_teacher: torch.nn.Module | None = None, **kwargs: Any):
+        super().__init__(**kwargs)
+        distill = self.config.distill
+        self.teacher = Teacher(self.config, self.model, other_teacher)
+        if other_teacher is not None and self.config.train.micro_batch_tokens is not None:
+            use_packed_attention(other_teacher)
+        self._divergence_beta = beta_of(distill)
+        chunked_divergence.TOKEN_CHUNK_SIZE = distill.chunk_tokens
+        self._through_wrapper = _ForwardRedirection()
+        self._sums: torch.Tensor | None = None  # of divergence, entropy and tokens since the last report
+
+    def compute_loss(
+        self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of a step's rows, or of those of one accumulation step. `CheckFailed` after the step's last forward
+        and before its last backward, so before the update, when the sampler is not the student."""
+        plan, total = [list(range(len(inputs["completion_ids"])))], 0.0
+        if self.config.train.micro_batch_tokens is not None:
+            plan = self._plan(inputs)
+        for number, rows in enumerate(plan, start=1):
+            part = inputs if len(plan) == 1 else _take(inputs, rows)
+            # DDP exchanges the sum of the gradients once, in the last backward.
+            with contextlib.nullcontext() if number == len(plan) else self.accelerator.no_sync(model):
+                loss = self._compute_loss(model, part)
+                if number < len(plan):
+                    self.accelerator.backward(loss)
+            total += loss.detach()
+        inputs.pop("sampling_per_token_logps", None)  # a batch that is used again is no longer the sampler's
+        if self.accelerator.sync_gradients:
+            self._report()
+            self._judge_sampler()
+        # Its value is that of all rows, its gradient that of the last ones: the others' is in the parameters already.
+        return loss + (total - loss.detach())
+
+    def _compute_loss(self, model: Any, inputs: dict) -> torch.Tensor:
+        student, distill = self.accelerator.unwrap_model(model), self.config.distill
+        with self.accelerator.autocast():
+            batch = self._batch(student, inputs)
+            with torch.no_grad(), self.timed("teacher"), self.teacher.of(student) as teacher:
+                target, teacher_head = last_states(teacher, batch), Head.of(teacher)
+            base = student.get_base_model()
+            states = self._through_wrapper(model, student, last_states, base, batch)  # as DDP wants it
+            head = Head.of(base)
+            each, entropy = divergence(states, head, target, teacher_head, self._divergence_beta, distill.temperature)
+            if "sampling_per_token_logps" in inputs:
+                self._compare(states.detach(), head, batch, inputs["sampling_per_token_logps"])
+        sums = torch.stack([each.detach().sum(), entropy.sum(), each.new_tensor(len(each))])
+        self._sums = sums if self._sums is None else self._sums + sums
+        # All tokens of the step, over processes, as TRL's dapo has it: the tokens weigh the same wherever they lie.
+        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return each.sum() / (inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share)
+
+    def _batch(self, student: torch.nn.Module, inputs: dict) -> Batch:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)  # (b, W)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        width, length, train = ids.size(1), inputs["completion_ids"].size(1), self.config.train
+        if train.micro_batch_tokens is None:
+            row, column = inputs["completion_mask"].nonzero(as_tuple=True)
+            label = row * width + width - length + column
+            return Batch(
+                {"input_ids": ids, "attention_mask": mask}, label - 1, ids.flatten()[label], row * length + column
+            )
+        rows = _read(ids, mask, length)
+        kind = mask_kind(student, ids.device, train.packed_attention)
+        packed = _pack(rows, list(range(len(ids))), train.share_prompts, ids, kind)
+        label = torch.from_numpy(packed.label_index).to(ids.device)
+        row, column = label // width, label % width - (width - length)
+        given = {"input_ids": packed.tokens, "attention_mask": packed.mask, "position_ids": packed.positions}
+        return Batch(given, packed.scored, packed.labels[0, packed.scored], row * length + column)
+
+    def _compare(self, states: torch.Tensor, head: Head, batch: Batch, sampler: torch.Tensor) -> None:
+        """Keep the student's log-probs of the sampled tokens with the sampler's (b, C), for `_judge_sampler`."""
+        weight, bias, scale, cap = head
+        scores = (self.temperature, WORDS, cap, scale, ("log_probs",))
+        with torch.no_grad():
+            logps = ChunkedLogProbFunction.apply(states, weight, bias, batch.tokens, *scores)[0]
+        self._compared.append((logps.float(), sampler.flatten()[batch.place].float()))
+
+    def _judge_sampler(self) -> None:
+        if self._compared:
+            policy, sampler = (torch.cat(each)[None] for each in zip(*self._compared, strict=True))  # (1, N)
+            self._compared = [(policy, sampler, torch.ones_like(policy))]
+        super()._judge_sampler()
+
+    def _report(self) -> None:
+        """The step's mean divergence and entropy, nats a token, over all processes."""
+        total, entropy, tokens = self.accelerator.reduce(self._sums, "sum").tolist()
+        self._sums = None
+        self._metrics["train"]["divergence"].append(total / max(tokens, 1.0))
+        self._metrics["train"]["entropy"].append(entropy / max(tokens, 1.0))
+
+    def _record(self, logs: dict, step: int) -> dict:
+        record = super()._record(logs, step) | dict.fromkeys(NOT_HERE)
+        return {**record, "divergence": logs.get("divergence")}

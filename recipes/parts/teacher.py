@@ -1,0 +1,199 @@
+"""The teacher of a distillation: whose next-token distribution the student is to match.
+
+- `distill.teacher base`: the student's own model with its adapter off and its quantizers off. No second model.
+- `distill.teacher_adapter`: the same with another adapter's weights in the place of the student's, for the length of
+  the teacher's pass. What a quantization-aware distillation heals is a policy that was trained unquantized: it is the
+  teacher, and `policy.init_adapter`, the same directory, is where the student starts. Costs the adapter once more.
+- another model by id or path: loaded in NF4 beside the student. Its tokenizer has to be the student's.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from merge.base import load_nf4, unquantized_config
+from recipes.parts.config import Config
+from recipes.parts.distill import is_own_model
+from recipes.parts.errors import BadInput
+from recipes.parts.lora import scale_of
+from recipes.parts.replica import tokenizer_hash
+from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "base_model.model."  # of a layer's name in an adapter file
+
+
+def check_teacher(config: Config, run: RunDir, tokenizer: Any, model_config: Any) -> None:
+    """`BadInput` unless the teacher fits the student, as far as files tell; no weight is read.
+
+    `model_config` is the transformers config of the student's model.
+    """
+    distill = config.distill
+    if distill.teacher_adapter:
+        _check_adapter(config, run, model_config)
+    elif not is_own_model(config):
+        _check_model(config, tokenizer, model_config)
+
+
+def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
+    from safetensors import safe_open
+
+    from recipes.parts.policy import adapted_layers
+
+    directory = Path(config.distill.teacher_adapter)
+    manifest = read_manifest(directory, "adapter", deep=True)
+    if known := _known_base(config, run):
+        check_adapter_base(config, *known)
+    layers = adapted_layers(config, model_config)
+    with safe_open(directory / "adapter_model.safetensors", "pt") as file:
+        theirs = {name for name in file.keys() if name.endswith(".lora_A.weight")}
+    ours = {f"{PREFIX}{layer}.lora_A.weight" for layer in layers}
+    if other := sorted(theirs ^ ours):
+        raise BadInput(
+            f"distill.teacher_adapter {directory} adapts {len(theirs)} layers ({', '.join(manifest['targets'])}), "
+            f"policy.target_modules {len(ours)}; only one of them adapts {other[0].removesuffix('.lora_A.weight')}. "
+            "Set model.id or model.path and policy.target_modules to what it was trained with."
+        )
+
+
+def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
+    """The NF4 hash of the student's base before it is loaded, and where it stands; None where nothing says it."""
+    for file in (run.base_file, base_directory(config) / "base.json"):
+        if file.is_file():
+            return read_json(file)["hash"], str(file)
+    if config.policy.init_adapter:
+        return read_manifest(Path(config.policy.init_adapter), "adapter")["base_hash"], config.policy.init_adapter
+    return None
+
+
+def check_adapter_base(config: Config, base_hash: str, source: str = "this base") -> None:
+    """`BadInput` when `distill.teacher_adapter` was trained on another base than the one with this NF4 hash."""
+    directory = config.distill.teacher_adapter
+    if directory is None:
+        return
+    theirs = read_manifest(Path(directory), "adapter")["base_hash"]
+    if theirs != base_hash:
+        raise BadInput(
+            f"distill.teacher_adapter {directory} was trained on another base (NF4 hash {theirs[:12]}, {source} has "
+            f"{base_hash[:12]}). Set model.id or model.path to the base it was trained on."
+        )
+
+
+def _check_model(config: Config, tokenizer: Any, model_config: Any) -> None:
+    from transformers import AutoTokenizer
+
+    from recipes.parts.packing import check_packing
+
+    name, revision = config.distill.teacher, config.distill.teacher_revision
+    try:
+        theirs = unquantized_config(name, revision)
+        other = AutoTokenizer.from_pretrained(name, revision=revision)
+    except BadInput as error:
+        raise BadInput(f"distill.teacher: {error}") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"distill.teacher: no tokenizer at {name}: {str(error).splitlines()[0]}") from None
+    if tokenizer_hash(other) != tokenizer_hash(tokenizer):
+        raise BadInput(
+            f"distill.teacher {name} has another tokenizer than {config.model.source} ({len(other):,} and "
+            f"{len(tokenizer):,} entries): the same ids would be other text. Use a teacher of the same family."
+        )
+    facts = theirs.get_text_config()
+    if facts.vocab_size < len(tokenizer):
+        raise BadInput(
+            f"distill.teacher {name} scores {facts.vocab_size:,} ids, the tokenizer has {len(tokenizer):,}. Use "
+            "another teacher."
+        )
+    wanted = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    if facts.max_position_embeddings < wanted:
+        raise BadInput(
+            f"distill.teacher {name} has a context of {facts.max_position_embeddings} tokens, "
+            f"rollout.max_prompt_length + max_completion_length need {wanted}."
+        )
+    try:
+        check_packing(config, theirs)
+    except BadInput as error:
+        raise BadInput(f"distill.teacher: {error}") from None
+
+
+def load_teacher(config: Config) -> "torch.nn.Module | None":
+    """Another model as teacher, frozen, on this process's device; None where it is the student's own."""
+    if is_own_model(config):
+        return None
+    from accelerate import PartialState
+
+    model = load_nf4(
+        config.distill.teacher,
+        dtype=config.model.dtype,
+        double_quantization=config.policy.double_quantization,
+        device=PartialState().device,
+        revision=config.distill.teacher_revision,
+        attn_implementation=config.model.attn_implementation,
+    )
+    return model.eval().requires_grad_(False)
+
+
+class Teacher:
+    """`with teacher.of(student) as model:` the causal language model that teaches, for passes without gradients.
+
+    `student` is the peft model that the trainer trains; inside the block it is not the student.
+    """
+
+    def __init__(self, config: Config, student: "torch.nn.Module", other: "torch.nn.Module | None" = None):
+        self.other = other
+        self._has_quantizers = config.policy.quant_cfg is not None
+        directory = config.distill.teacher_adapter
+        self._weights = _read_adapter(student, Path(directory)) if directory else None
+
+    @contextlib.contextmanager
+    def of(self, student: "torch.nn.Module") -> Iterator["torch.nn.Module"]:
+        """See above; quantizers, adapter and gradients of the student are after the block what they were before."""
+        if self.other is not None:
+            yield self.other
+            return
+        with contextlib.ExitStack() as stack:
+            if self._has_quantizers:
+                from recipes.parts.qat import quantizers_off
+
+                stack.enter_context(quantizers_off(student))
+            stack.enter_context(student.disable_adapter() if self._weights is None else _wearing(self._weights))
+            yield student.get_base_model()
+
+
+@contextlib.contextmanager
+def _wearing(weights: "list[tuple[torch.nn.Parameter, torch.Tensor]]") -> Iterator[None]:
+    """Put other values into parameters for the length of the block. Autograd's nodes, optimizer state and gradients
+    belong to the parameters and do not notice."""
+    own = [parameter.data for parameter, _ in weights]
+    try:
+        for parameter, value in weights:
+            parameter.data = value
+        yield
+    finally:
+        for (parameter, _), value in zip(weights, own, strict=True):
+            parameter.data = value
+
+
+def _read_adapter(student: "torch.nn.Module", directory: Path) -> "list[tuple[torch.nn.Parameter, torch.Tensor]]":
+    """The student's adapter parameters, each with the teacher's weight for it; its scale is in B, so that the
+    student's own scaling gives s·B·A of the teacher also where rank or alpha differ."""
+    from safetensors.torch import load_file
+
+    facts = json.loads((directory / "adapter_config.json").read_text())
+    tensors, found = load_file(directory / "adapter_model.safetensors"), []
+    for name, module in student.get_base_model().named_modules():
+        if "default" not in getattr(module, "lora_A", {}):
+            continue
+        ratio = scale_of(facts, name) / module.scaling["default"]
+        for factor, scale in (("lora_A", 1.0), ("lora_B", ratio)):
+            parameter = getattr(module, factor)["default"].weight
+            value = tensors.pop(f"{PREFIX}{name}.{factor}.weight", None)
+            if value is None:
+                raise BadInput(f"distill.teacher_adapter {directory} has no {factor} of {name}.")
+            found.append((parameter, (value.float() * scale).to(parameter.device, parameter.dtype)))
+    if tensors:
+        raise BadInput(f"distill.teacher_adapter {directory} has weights that the student lacks: {min(tensors)}.")
+    return found
