@@ -7,17 +7,25 @@ w4a16       weights INT4, symmetric, groups of 128.
 nvfp4a16    weights FP4 (E2M1) in groups of 16 with E4M3 scales under one global scale.
 nvfp4       the same, and activations in FP4 like them, under a global scale that calibration finds (W4A4).
 
-Each is a layout that `python -m merge quantize` writes. What the numbers are is in fake_quant.py. Imports no torch.
-Not covered: formats without such a layout (INT8, MXFP4, AWQ's scales, formats that differ between layers).
+Each is a layout that `python -m merge quantize` writes, and fake_quant.py has its numbers. A configuration of
+nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no torch.
 """
 
 import difflib
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
 
-GROUPS = {"fp8": 128, "nvfp4": 16}  # of activations, in values that share a scale
+GROUPS = {"fp8": 128, "nvfp4": 16}  # values of an activation that share a scale, in formats per block
+# Keys of a model's configuration that only a mixture of experts sets.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -65,21 +73,166 @@ FORMATS = {
         QuantFormat("nvfp4", WeightFormat("nvfp4", (1, 16)), ActivationFormat("nvfp4", "block", True)),
     )
 }
-MODELOPT = {
-    "FP8_DEFAULT_CFG": "fp8_static",
-    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "fp8",
-    "INT4_BLOCKWISE_WEIGHT_ONLY_CFG": "w4a16",
-    "NVFP4_DEFAULT_CFG": "nvfp4",
-    "W4A16_NVFP4_CFG": "nvfp4a16",
-}
 
 
 def read_quant_format(text: str) -> QuantFormat:
-    """The format of `policy.quant_cfg`: a name or the path of a YAML; `BadInput` when nothing deploys it."""
-    name = MODELOPT.get(text, text)
-    if name in FORMATS:
-        return FORMATS[name]
-    names = [*FORMATS, *MODELOPT]
-    near = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise BadInput(f"policy.quant_cfg ({text}) is no format and no file.{hint} Known: {', '.join(names)}.")
+    """The format that `policy.quant_cfg` names: a format of the merge, a configuration of nvidia-modelopt, or a YAML
+    file in its form. `BadInput` for an unknown name, with the nearest, and for what no layout stores, with the reason.
+    """
+    from recipes.parts import modelopt_config
+
+    if text in FORMATS:
+        return FORMATS[text]
+    if text.endswith((".yaml", ".yml")) or "/" in text:
+        return modelopt_config.read_file(Path(text))
+    if (found := modelopt_config.by_name(text)) is not None:
+        return found
+    names = {name.lower(): name for name in (*FORMATS, *modelopt_config.LAYOUTS)}
+    near = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {names[near[0]]}?" if near else ""
+    raise BadInput(
+        f"policy.quant_cfg ({text}) is no format, no configuration of nvidia-modelopt and no YAML file.{hint} Known: "
+        f"{', '.join(names.values())}."
+    )
+
+
+def check_model(fmt: QuantFormat, model_config: Any) -> None:
+    """`BadInput` when a model with this configuration (transformers' object, or the content of a config.json) has no
+    checkpoint in `fmt`: a mixture of experts, or linear layers whose sizes the format's blocks do not divide."""
+    facts = model_config if isinstance(model_config, Mapping) else model_config.to_dict()
+    kind = facts.get("model_type", "unknown")
+    if experts := [key for key in EXPERTS if facts.get(key)]:
+        raise BadInput(
+            f"policy.quant_cfg {fmt.name}: the model ({kind}) is a mixture of experts ({experts[0]} "
+            f"{facts[experts[0]]}). Its experts' weights are no linear layers: neither adapter nor quantizer reaches "
+            "them, and servers store them in other layouts. Take a dense model."
+        )
+    if facts.get("hidden_size") and facts.get("intermediate_size") and facts.get("num_attention_heads"):
+        check_shapes(fmt, _decoder_shapes(facts))
+
+
+def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """{layer: (out, in)} of a decoder of attention and gated MLP."""
+    hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
+    size = facts.get("head_dim") or math.ceil(hidden / heads)
+    inner, keys = facts["intermediate_size"], size * (facts.get("num_key_value_heads") or heads)
+    return {
+        **{"q_proj": (size * heads, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)},
+        **{"o_proj": (hidden, size * heads), "gate_proj": (inner, hidden), "up_proj": (inner, hidden)},
+        "down_proj": (hidden, inner),
+    }
+
+
+def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """`BadInput` when `fmt` cannot store one of these linear layers, {name: (out, in)}."""
+    rows, columns = fmt.weight.block
+    across = columns or 1
+    odd = [name for name, (_, size) in shapes.items() if size % across]
+    if fmt.name == "fp8_block":
+        # Readers of the layout tell a single column of blocks from a scale per output channel by the shapes alone.
+        odd = [n for n, (o, i) in shapes.items() if o % rows or i % columns or o > rows == i]
+    if not odd:
+        return
+    out, size = shapes[odd[0]]
+    needs = f"groups of {columns} inputs"
+    if fmt.name == "fp8_block":
+        needs = f"whole blocks of {rows} x {columns}, and more than one across when there is more than one down"
+    raise BadInput(
+        f"policy.quant_cfg {fmt.name} needs {needs}; {len(odd)} of {len(shapes)} kinds of linear layers do not have "
+        f"them ({odd[0]}: {out} outputs, {size} inputs). fp8 has no such limit."
+    )
+
+
+def check_hardware(fmt: QuantFormat, compute: str) -> None:
+    """`BadInput` when this machine cannot train in `fmt` with `policy.compute`.
+
+    Every format is emulated: its numbers are computed with in the model's dtype, on any GPU and on a CPU, also FP4 on
+    a GPU that has no FP4. Only products that are taken in FP8 (`policy.compute: fp8`) need a GPU that can.
+    """
+    import torch
+
+    if compute != "fp8" or not torch.cuda.is_available():
+        return
+    if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        raise BadInput(
+            f"policy.quant_cfg {fmt.name} with policy.compute fp8: {torch.cuda.get_device_name()} has no FP8 "
+            f"arithmetic (compute capability {capability[0]}.{capability[1]}, needed 8.9). Set policy.compute to "
+            "fused: the format's numbers are then computed with in the model's dtype."
+        )
+
+
+def problems(config: Config) -> list[str]:
+    """Why this configuration cannot train in its format; nothing without `policy.quant_cfg`."""
+    policy, rollout = config.policy, config.rollout
+    if policy.quant_cfg is None:
+        if config.server.quant_cfg is not None:
+            return [
+                f"server.quant_cfg is {config.server.quant_cfg} and policy.quant_cfg null: the servers would sample "
+                "in numbers that the policy is not trained in. Set policy.quant_cfg to it, or server.quant_cfg to "
+                "null."
+            ]
+        return []
+    try:
+        fmt = read_quant_format(policy.quant_cfg)
+    except BadInput as error:
+        return [str(error)]
+    found = [*_server_problems(config, fmt), *_calibration_problems(config, fmt)]
+    if policy.compute == "fp8" and fmt.name != "fp8":
+        found.append(
+            f"policy.compute is fp8 and policy.quant_cfg {fmt.name}: the GPU's FP8 products with a scale per row are "
+            "those of fp8 and of no other format. Set policy.compute to fused."
+        )
+    if rollout.backend == "server" and rollout.sync != "remerge":
+        found.append(
+            f"policy.quant_cfg is {policy.quant_cfg} and rollout.sync {rollout.sync}: the servers would add the "
+            "adapter to quantized weights, and the policy is the quantized sum. Set rollout.sync to remerge."
+        )
+    if config.model.path and (file := Path(config.model.path) / "config.json").is_file():
+        try:
+            check_model(fmt, json.loads(file.read_text()))
+        except BadInput as error:
+            found.append(str(error))
+    return found
+
+
+def _server_problems(config: Config, fmt: QuantFormat) -> list[str]:
+    other = config.server.quant_cfg
+    if other is None:
+        return []
+    try:
+        served = read_quant_format(other)
+    except BadInput as error:
+        return [str(error).replace("policy.quant_cfg", "server.quant_cfg", 1)]
+    if served == fmt:
+        return []
+    return [
+        f"server.quant_cfg ({other}) is {served.name} and policy.quant_cfg ({config.policy.quant_cfg}) is {fmt.name}: "
+        "completions would be sampled by another policy than the one that learns from them. Leave server.quant_cfg "
+        "out, or set it to the same."
+    ]
+
+
+def _calibration_problems(config: Config, fmt: QuantFormat) -> list[str]:
+    policy = config.policy
+    counts = {
+        "policy.quant_calib_size": policy.quant_calib_size,
+        "policy.quant_batch_size": policy.quant_batch_size,
+        "policy.quant_sequence_length": policy.quant_sequence_length,
+    }
+    found = [f"{key} ({value}) must be at least 1." for key, value in counts.items() if value < 1]
+    if not fmt.needs_calibration or found:
+        return found
+    size, source = policy.quant_calib_size, policy.quant_calib_data
+    if source == "train":
+        there, where = config.data.max_train_problems, "data.max_train_problems leaves"
+    elif not (file := Path(source)).is_file():
+        return [f"policy.quant_calib_data ({source}) is neither train nor a file. Name a jsonl file that exists."]
+    else:
+        with open(file, errors="replace") as lines:
+            there, where = sum(1 for line in lines if line.strip()), f"policy.quant_calib_data ({source}) has"
+    if there is not None and there < size:
+        return [
+            f"policy.quant_calib_size is {size} and {where} {there or 'no'} prompts. Lower policy.quant_calib_size, "
+            "or give more prompts."
+        ]
+    return []

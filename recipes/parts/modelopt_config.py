@@ -1,0 +1,272 @@
+"""Which deployable format a configuration of nvidia-modelopt stands for, if any.
+
+A configuration is a list of (pattern of quantizers' names, attributes) of which the last that fits a quantizer counts;
+the older form is a dictionary. NeMo RL's recipes for quantization-aware RL have it under `quantize`. Names of the
+package's own configurations are known here; others are read from the package where it is installed.
+The output embedding stays BF16 in every format of the kit, so what a configuration says about it is not read.
+"""
+
+import fnmatch
+import importlib.util
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from recipes.parts.errors import BadInput
+from recipes.parts.quant_format import FORMATS, ActivationFormat, QuantFormat, WeightFormat
+
+# Configurations of nvidia-modelopt 0.47 that a layout stores, by the kit's name for it.
+LAYOUTS = {
+    "FP8_DEFAULT_CFG": "fp8_static",
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "fp8",
+    "INT4_BLOCKWISE_WEIGHT_ONLY_CFG": "w4a16",
+    "NVFP4_DEFAULT_CFG": "nvfp4",
+    "W4A16_NVFP4_CFG": "nvfp4a16",
+}
+_AWQ = "AWQ searches scales for a weight as it is, and training moves it. Take w4a16 or nvfp4a16"
+_INT8 = "no layout of the kit holds INT8. Take fp8"
+_MX = "no layout of the kit has MX blocks of 32 with E8M0 scales. Take nvfp4a16, nvfp4 or fp8_block"
+_MIXED = "it leaves some linear layers unquantized, and a layout of the kit has one format for all. Take nvfp4a16"
+# Those that nothing deploys, by why; the package itself says it of others.
+NO_LAYOUT = {
+    **dict.fromkeys(("INT4_AWQ_CFG", "W4A8_AWQ_BETA_CFG", "NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ_CLIP_CFG"), _AWQ),
+    "NVFP4_AWQ_FULL_CFG": _AWQ,
+    **dict.fromkeys(("INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG", "INT8_WEIGHT_ONLY_CFG", "MXINT8_DEFAULT_CFG"), _INT8),
+    **dict.fromkeys(("MXFP4_DEFAULT_CFG", "MXFP6_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "W4A8_MXFP4_FP8_CFG"), _MX),
+    **dict.fromkeys(("NVFP4_MLP_ONLY_CFG", "NVFP4_MLP_WEIGHT_ONLY_CFG", "NVFP4_OMLP_ONLY_CFG"), _MIXED),
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "servers quantize the activations of FP8 blocks too. Take fp8_block",
+    "W4A8_NVFP4_FP8_CFG": "no layout of the kit has FP4 weights with FP8 activations. Take nvfp4a16 or nvfp4",
+}
+PACKAGE = "modelopt.torch.quantization.config"
+LINEARS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+LAYERS = 128  # numbers that a pattern can tell apart
+# Attributes of a quantizer that say nothing about the numbers it stores, or have one value that a layout has.
+FREE = ("enable", "num_bits", "axis", "block_sizes", "type", "effective_bits", "fake_quant", "pass_through_bwd")
+FREE += ("trt_high_precision_dtype",)
+FIXED = {"unsigned": False, "narrow_range": False, "bias": None, "rotate": False, "learn_amax": False}
+FIXED |= {"calibrator": "max", "backend": None}
+INT8 = {"num_bits": 8}  # what the package gives a quantizer that no pattern names
+NAMED = re.compile(r"e(\d)m(\d)")
+
+
+class _Refused(Exception):
+    """Why no layout stores a configuration."""
+
+
+class _Quantizer(NamedTuple):
+    enabled: bool
+    attributes: Mapping[str, Any]
+    pattern: str  # that set it last
+
+
+def by_name(name: str) -> QuantFormat | None:
+    """The format of one of the package's own configurations; None for a name that is none, `BadInput` when nothing
+    deploys it."""
+    if name in LAYOUTS:
+        return FORMATS[LAYOUTS[name]]
+    if name in NO_LAYOUT:
+        raise BadInput(_message(name, NO_LAYOUT[name]))
+    if not name.endswith("_CFG") or importlib.util.find_spec("modelopt") is None:
+        return None
+    content = getattr(importlib.import_module(PACKAGE), name, None)
+    return None if content is None else read(content, name)
+
+
+def read_file(path: Path) -> QuantFormat:
+    """The format of a YAML file."""
+    if not path.is_file():
+        raise BadInput(f"policy.quant_cfg: {path} does not exist.")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"policy.quant_cfg: {path} is no YAML: {error}") from None
+    return read(content, str(path))
+
+
+def read(content: Any, source: str) -> QuantFormat:
+    """The format of a configuration; `source` names it in messages."""
+    try:
+        return _format(content)
+    except _Refused as refused:
+        raise BadInput(_message(source, str(refused))) from None
+
+
+def _message(source: str, reason: str) -> str:
+    return f"policy.quant_cfg: {source} cannot be deployed: {reason}. Formats: {', '.join(FORMATS)}."
+
+
+def _format(content: Any) -> QuantFormat:
+    if isinstance(content, Mapping) and "quantize" in content:
+        content = content["quantize"]
+    if not isinstance(content, Mapping) or "quant_cfg" not in content:
+        raise _Refused("it has no quant_cfg, the list of quantizers")
+    if unknown := sorted(set(content) - {"quant_cfg", "algorithm", "metadata"}):
+        raise _Refused(f"{unknown[0]} is no key beside quant_cfg and algorithm (write imported parts out)")
+    algorithm = content.get("algorithm")
+    method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
+    if method not in (None, "max"):
+        raise _Refused(f"algorithm {method} changes weights or scales after training; possible is max")
+    entries = list(_entries(content["quant_cfg"]))
+    inputs, weights = (_of_all_linears(entries, kind) for kind in ("input_quantizer", "weight_quantizer"))
+    _check_others(entries)
+    weight, activation = _weight(weights), _activation(inputs)
+    for fmt in FORMATS.values():
+        if fmt.weight == weight and fmt.activation == activation:
+            return fmt
+    fits = [fmt for fmt in FORMATS.values() if fmt.weight == weight]
+    raise _Refused(
+        f"{weights.pattern} and {inputs.pattern} together have no layout; with these weights there is "
+        f"{', '.join(f'{fmt.name} ({_words(fmt.activation)})' for fmt in fits)}"
+    )
+
+
+def _words(activation: ActivationFormat | None) -> str:
+    if activation is None:
+        return "activations not quantized"
+    source = "calibrated" if activation.is_static else "dynamic"
+    return f"activations {activation.kind} per {activation.per}, {source}"
+
+
+def _entries(quant_cfg: Any) -> Iterable[tuple[str, str | None, bool | None, Any]]:
+    """(pattern, class of the layer or None, enabled or None, attributes or None) of every entry, in order."""
+    if isinstance(quant_cfg, Mapping):
+        quant_cfg = [{key: value} for key, value in quant_cfg.items()]
+    if not isinstance(quant_cfg, list | tuple):
+        raise _Refused(f"quant_cfg is {type(quant_cfg).__name__}, neither a list nor a dictionary")
+    for raw in quant_cfg:
+        entry = raw if isinstance(raw, Mapping) else {}
+        if "$import" in entry:
+            raise _Refused(f"quant_cfg imports {entry['$import']}, which only the package resolves; write it out")
+        if "quantizer_name" in entry:
+            if unknown := sorted(set(entry) - {"quantizer_name", "parent_class", "enable", "cfg"}):
+                raise _Refused(f"{entry['quantizer_name']} has {unknown[0]}, which is no key of an entry")
+            yield entry["quantizer_name"], entry.get("parent_class"), entry.get("enable"), entry.get("cfg") or None
+        elif entry and all(isinstance(key, str) for key in entry):
+            for key, value in entry.items():
+                if key.startswith("nn.") and isinstance(value, Mapping):
+                    yield from (_short(pattern, key, one) for pattern, one in value.items())
+                else:
+                    yield _short("*" if key == "default" else key, None, value)
+        else:
+            raise _Refused(f"quant_cfg has the entry {raw!r}, which names no quantizer")
+
+
+def _short(pattern: str, parent: str | None, value: Any) -> tuple[str, str | None, bool | None, Any]:
+    """An entry of the older form, {pattern: attributes with `enable`}."""
+    if not isinstance(value, Mapping):
+        return pattern, parent, None, value
+    attributes = {key: one for key, one in value.items() if key != "enable"}
+    return pattern, parent, value.get("enable"), attributes or None
+
+
+def _apply(entries: list, name: str, state: _Quantizer) -> _Quantizer:
+    """What a linear layer's quantizer is after all entries."""
+    for pattern, parent, enabled, attributes in entries:
+        if parent not in (None, "nn.Linear") or not fnmatch.fnmatchcase(name, str(pattern)):
+            continue
+        if attributes is not None:
+            state = _Quantizer(enabled is not False, attributes, pattern)
+        elif enabled is not None:
+            state = _Quantizer(enabled, state.attributes, pattern)
+    return state
+
+
+def _of_all_linears(entries: list, kind: str) -> _Quantizer:
+    """The quantizer of every linear layer's weight or input; refused when they differ."""
+    first = None
+    for layer, linear in itertools.product(range(LAYERS), LINEARS):
+        module = f"model.layers.{layer}.{linear}"
+        found = _apply(entries, f"{module}.{kind}", _Quantizer(True, INT8, f"no pattern for {kind}"))
+        first = first or (module, found)
+        if found[:2] != first[1][:2] and (found.enabled or first[1].enabled):
+            raise _Refused(
+                f"{found.pattern} makes {module}.{kind} another than that of {first[0]}; a layout has one format for "
+                "all linear layers of the decoder"
+            )
+    return first[1]
+
+
+def _check_others(entries: list) -> None:
+    """Refused when outputs or what attention multiplies (the KV cache) are quantized."""
+    names = [f"model.layers.0.{linear}.output_quantizer" for linear in LINEARS]
+    names += [f"model.layers.0.self_attn.{name}_bmm_quantizer" for name in "qkv"]
+    for name in names:
+        found = _apply(entries, name, _Quantizer(False, INT8, ""))
+        if found.enabled:
+            hint = ", and the KV cache has a key of its own, server.kv_cache" if "bmm" in name else ""
+            raise _Refused(f"{found.pattern} quantizes {name}; a layout has weights and inputs of layers{hint}")
+
+
+def _attributes(found: _Quantizer) -> tuple[Any, dict[int, int], Any, Any]:
+    """(bits, {dimension: block}, bits of the blocks' scales, whether ranges are found as values come)."""
+    if not isinstance(found.attributes, Mapping):
+        raise _Refused(f"{found.pattern} quantizes several times in a row; a layout does it once")
+    for key, value in found.attributes.items():
+        if key not in FREE and (key not in FIXED or value not in (FIXED[key], None)):
+            raise _Refused(f"{found.pattern} has {key}: {value!r}, which no layout has")
+    blocks = dict(found.attributes.get("block_sizes") or {})
+    kinds = {found.attributes.get("type"), blocks.pop("type", None)} - {None}
+    scale_bits = _bits(blocks.pop("scale_bits", None))
+    try:
+        sizes = {int(key): size for key, size in blocks.items()}
+    except (TypeError, ValueError):
+        raise _Refused(f"{found.pattern} has block_sizes {blocks!r}; possible are -1, -2, type, scale_bits") from None
+    return _bits(found.attributes.get("num_bits", 8)), sizes, scale_bits, "dynamic" in kinds
+
+
+def _bits(value: Any) -> Any:
+    """(exponent, mantissa) bits of a float format, whichever way it is written; other values as they are."""
+    if isinstance(value, str) and (named := NAMED.fullmatch(value.lower())):
+        return int(named[1]), int(named[2])
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _weight(found: _Quantizer) -> WeightFormat:
+    if not found.enabled:
+        raise _Refused(f"{found.pattern} disables the weights' quantizers, and every layout quantizes weights")
+    bits, blocks, scale_bits, _ = _attributes(found)
+    axis = found.attributes.get("axis")
+    axis = axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
+    if bits == (4, 3) and scale_bits is None:
+        if not blocks and axis in (None, 0, -2):
+            return WeightFormat("fp8", (None, None) if axis is None else (1, None))
+        if blocks == {-1: 128, -2: 128}:
+            return WeightFormat("fp8", (128, 128))
+    if bits == 4 and blocks == {-1: 128} and scale_bits is None:
+        return WeightFormat("int4", (1, 128))
+    if bits == (2, 1) and blocks == {-1: 16} and scale_bits == (4, 3):
+        return WeightFormat("nvfp4", (1, 16))
+    raise _Refused(
+        f"{found.pattern} has num_bits {bits}, axis {axis}, block_sizes {blocks or None}, scale_bits {scale_bits}; "
+        "weights can be (4, 3) with axis null or 0 or blocks {-1: 128, -2: 128}, 4 with blocks {-1: 128}, or (2, 1) "
+        "with blocks {-1: 16, scale_bits: (4, 3)}"
+    )
+
+
+def _activation(found: _Quantizer) -> ActivationFormat | None:
+    if not found.enabled:
+        return None
+    bits, blocks, scale_bits, is_dynamic = _attributes(found)
+    axis = found.attributes.get("axis")
+    if bits == (4, 3) and axis is None and scale_bits is None:
+        if not blocks and not is_dynamic:
+            return ActivationFormat("fp8", "tensor", True)
+        if blocks == {-1: None} and is_dynamic:
+            return ActivationFormat("fp8", "token", False)
+        if blocks == {-1: 128} and is_dynamic:
+            return ActivationFormat("fp8", "block", False)
+    if bits == (2, 1) and axis is None and blocks == {-1: 16} and scale_bits == (4, 3) and is_dynamic:
+        return ActivationFormat("nvfp4", "block", True)
+    raise _Refused(
+        f"{found.pattern} has num_bits {bits}, axis {axis}, block_sizes {blocks or None}, scale_bits {scale_bits}, "
+        f"type {'dynamic' if is_dynamic else 'static'}; inputs can be disabled, (4, 3) for the whole tensor and "
+        "static, (4, 3) with blocks {-1: null} or {-1: 128} and dynamic, or (2, 1) with blocks {-1: 16, type: "
+        "dynamic, scale_bits: (4, 3)}"
+    )
