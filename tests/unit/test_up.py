@@ -43,6 +43,9 @@ def plain_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+SHARED = {"rollout__server_urls": URLS, "train__max_gpu_gib": 20}
+
+
 def config(**changes):
     keys = {"rollout.backend": "server"} | {key.replace("__", "."): value for key, value in changes.items()}
     return load_config(TINY, [f"--{key}={value}" for key, value in keys.items()])
@@ -64,6 +67,8 @@ def config(**changes):
         ({"train__gpus": [1]}, GPUS[:4], "0", "1"),
         ({"train__gpus": [0], "server__sleep": True}, GPUS[:4], "0", "0"),
         ({"train__gpus": [0], "train__max_gpu_gib": 20}, GPUS[:4], "0", "0"),
+        # All cards for both.
+        ({"train__gpus": [0, 1], "server__gpus": [0, 1], **SHARED}, GPUS[:2], "0 1", "0 1"),
         # Lists count from the first GPU of CUDA_VISIBLE_DEVICES, whatever it is called.
         ({"server__gpus": [1], "train__gpus": [0]}, ["6", "7"], "7", "6"),
         ({}, ["GPU-ab", "GPU-cd"], "GPU-ab", "GPU-cd"),
