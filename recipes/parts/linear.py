@@ -76,7 +76,7 @@ def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
     wrapped = {id(module.base_layer) for module in model.modules() if isinstance(module, peft_bnb.Linear4bit)}
     for name, module in model.named_modules():
         if isinstance(module, peft_bnb.Linear4bit):
-            _check_plain(name, module)
+            check_plain(name, module)
             module.__class__ = FusedLora
         elif isinstance(module, bnb.nn.Linear4bit) and id(module) not in wrapped:
             module.__class__ = FusedBase
@@ -111,13 +111,14 @@ def _make_groups(model: torch.nn.Module) -> None:
                         product.group = group
 
 
-def _check_plain(name: str, module: Any) -> None:
+def check_plain(name: str, module: Any) -> None:
+    """`BadInput` for an adapter that is not plain LoRA."""
     for adapter in module.lora_A:
         dropout = getattr(module.lora_dropout[adapter], "p", 0.0)
         if dropout or adapter in module.lora_variant or module.lora_bias.get(adapter):
             raise BadInput(
-                f"{name} has LoRA dropout, a bias or a variant of LoRA, which policy.compute fused and fp8 do not "
-                "compute. Set policy.compute to plain."
+                f"{name} has LoRA dropout, a bias or a variant of LoRA, which policy.compute fused and fp8 and "
+                "policy.quant_cfg do not compute. Set policy.compute to plain and leave policy.quant_cfg out."
             )
 
 
@@ -217,6 +218,11 @@ class Product:
         self.group: Group | None = None
         self._scale: torch.Tensor | None = None
 
+    @staticmethod
+    def compute(*args: Any) -> tuple[torch.Tensor, ...]:
+        """The products of layers with one input, for autograd; arguments as `_Linear`."""
+        return _Linear.apply(*args)
+
     def scale(self) -> torch.Tensor:
         """(out, 1) float32; kept, 4 bytes a channel, because finding it takes as long as using it."""
         device = self.layer.weight.device
@@ -297,13 +303,13 @@ class _Linear(torch.autograd.Function):
                 dx = torch.ops.aten._unsafe_view(dx, ctx.shape).to(ctx.x_type)
             if any(needed[2 * n] for n in adapted):
                 rows = x.reshape(-1, x.shape[-1]).to(ctx.dtype)
-                da = _gradient(gb.t(), rows, factor[0].dtype)
+                da = gradient(gb.t(), rows, factor[0].dtype)
                 for n, part in zip(adapted, da.split([len(a) for a in factor]), strict=True):
                     found[2 * n] = part.mul(ctx.scaling).to(down[n].dtype) if needed[2 * n] else None
             for n in adapted:
                 if needed[2 * n + 1]:
                     part = _parts(xa, down)[n]
-                    found[2 * n + 1] = _gradient(gs[n].t(), part, up[n].dtype).mul_(ctx.scaling)
+                    found[2 * n + 1] = gradient(gs[n].t(), part, up[n].dtype).mul_(ctx.scaling)
         return dx, None, None, None, *found
 
 
@@ -346,7 +352,7 @@ def _add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scal
     return y
 
 
-def _gradient(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def gradient(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """left · right in `dtype`; a float32 gradient is not rounded to the compute dtype on its way."""
     if left.is_cuda and dtype == torch.float32 and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
@@ -409,10 +415,11 @@ def _fit(together: list[Settings | None]) -> bool:
 def _apply(modules: list, x: torch.Tensor, settings: list[Settings]) -> tuple[torch.Tensor, ...]:
     scaling = next((one.scaling for one in settings if one.a is not None), 0.0)
     factors = [factor for one in settings for factor in (one.a, one.b)]
-    return _Linear.apply(x, [module.product for module in modules], scaling, settings[0].dtype, *factors)
+    products = [module.product for module in modules]
+    return products[0].compute(x, products, scaling, settings[0].dtype, *factors)
 
 
-def _output(module: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
+def output_of(module: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
     group = module.product.group
     return group.output(module, x, settings) if group else _apply([module], x, [settings])[0]
 
@@ -440,7 +447,7 @@ class FusedLora(peft_bnb.Linear4bit):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         settings = None if args or kwargs else self.settings(x)
-        return super().forward(x, *args, **kwargs) if settings is None else _output(self, x, settings)
+        return super().forward(x, *args, **kwargs) if settings is None else output_of(self, x, settings)
 
 
 class FusedBase(bnb.nn.Linear4bit):
@@ -456,4 +463,4 @@ class FusedBase(bnb.nn.Linear4bit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         settings = self.settings(x)
-        return super().forward(x) if settings is None else _output(self, x, settings)
+        return super().forward(x) if settings is None else output_of(self, x, settings)

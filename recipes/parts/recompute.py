@@ -116,20 +116,20 @@ def _from_host(function: Callable, inputs: Any) -> Callable:
 def _contexts(mode: str, rank: int) -> Callable[[], tuple]:
     """What torch's checkpoint calls for every layer: a context of its first run and one of its second."""
     if mode == "full":
-        return lambda: (contextlib.nullcontext(), _second_run(None))
+        return lambda: (contextlib.nullcontext(), _second_run(None, rank))
 
     def selective() -> tuple:
         kept: list[tuple] = []
         first, second = _modes()
-        return first(kept, rank), _second_run(second(kept, rank))
+        return first(kept, rank), _second_run(second(kept, rank), rank)
 
     return selective
 
 
 @contextlib.contextmanager
-def _second_run(mode: Any) -> Iterator[None]:
+def _second_run(mode: Any, rank: int) -> Iterator[None]:
     """The layer is run again, in selective's mode or in none."""
-    _now.again, _now.mode = True, mode
+    _now.again, _now.mode, _now.rank = True, mode, rank
     try:
         with mode or contextlib.nullcontext():
             yield
@@ -160,6 +160,20 @@ def _is_last() -> bool:
     return getattr(_now, "last", False)
 
 
+def is_answered(shape: tuple[int, int]) -> bool:
+    """Whether a product with a base's weight of this shape (out, in) is not computed now, in a layer's second run: its
+    answer was kept, or nobody reads it. So nobody reads the weight."""
+    if not getattr(_now, "again", False) or (_now.mode is None and not _is_last()):
+        return False
+    return _is_of_base(shape, _now.rank)
+
+
+def _is_of_base(sizes: tuple, rank: int) -> bool:
+    """Whether the right side of a product is a weight of the base, and no factor of the adapter. Those of two or three
+    layers with one input are one product (linear.py)."""
+    return min(sizes) > rank and min(sizes) not in (2 * rank, 3 * rank)
+
+
 def _product(operator: Any, args: tuple, rank: int) -> tuple | None:
     """The shape of what a product with the base's weights answers; None for every other operator.
 
@@ -176,8 +190,7 @@ def _product(operator: Any, args: tuple, rank: int) -> tuple | None:
         left, right = args[0].shape, tuple(args[2])[::-1]
     else:
         return None
-    # The adapters of two or three layers with one input are one product (linear.py).
-    return (*left[:-1], right[-1]) if min(right) > rank and min(right) not in (2 * rank, 3 * rank) else None
+    return (*left[:-1], right[-1]) if _is_of_base(right, rank) else None
 
 
 def _is_kept(operator: Any, args: tuple, rank: int) -> bool:

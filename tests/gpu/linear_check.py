@@ -262,12 +262,12 @@ def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
         "dx += (g B) A, addmm": lambda: dx.addmm_(gb, a, alpha=2.0),
         "dx += (g B) A, two layers": lambda: linear.add_low_rank(dx, gb2, a2, 2.0),
         "x Aᵀ, two layers": lambda: x @ a2.t(),
-        "dA, two layers": lambda: linear._gradient(gb2.t(), x, torch.float32),
+        "dA, two layers": lambda: linear.gradient(gb2.t(), x, torch.float32),
         "g to FP8, two layers": lambda: linear.quantize_gradients([g, h], [scale, scale]),
         "dX of two layers, FP8, with all conversions": lambda: linear.input_gradient([product] * 2, [g, h]),
         "dX of one layer, FP8, with all conversions": lambda: linear.input_gradient([product], [g]),
-        "dA": lambda: linear._gradient(gb.t(), x, torch.float32),
-        "dB": lambda: linear._gradient(g.t(), xa, torch.float32),
+        "dA": lambda: linear.gradient(gb.t(), x, torch.float32),
+        "dB": lambda: linear.gradient(g.t(), xa, torch.float32),
     }
     lines = [f"{out} x {in_}, {tokens} tokens | ms | TFLOP/s or GB/s"]
     flops, (wide, narrow) = 2 * out * in_ * tokens, (2 * out * tokens, 2 * in_ * tokens)

@@ -1,0 +1,147 @@
+"""Input ranges of formats with static activations: the prompts that they are measured over, and the measurement.
+
+`policy.quant_calib_data: train` are the run's own training prompts, evenly spread over the split. A path is a jsonl
+file; every row has a `text` that is taken as it is, a `prompt` (text, or chat messages) or the question column of
+`data`. Held-out problems are never read. Everything is checked before any weight is loaded.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput, CheckFailed
+
+TRAIN = "train"
+
+
+def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: Any) -> list[list[int]]:
+    """Token ids of `policy.quant_calib_size` prompts, each at most `policy.quant_sequence_length` of them.
+
+    `messages` are the run's training prompts as chat messages. The same each time. `BadInput` when there are fewer
+    prompts, and when a file of them is missing, empty, or has a row without a prompt.
+    """
+    policy = config.policy
+    if policy.quant_calib_data == TRAIN:
+        source, prompts = "the training split", messages
+    else:
+        source, prompts = policy.quant_calib_data, _read(Path(policy.quant_calib_data), config)
+    size = policy.quant_calib_size
+    if len(prompts) < size:
+        what = "holds no prompt" if not prompts else f"holds {len(prompts)} prompts"
+        raise BadInput(
+            f"{source} {what} and policy.quant_calib_size is {size}. Name more in policy.quant_calib_data, or lower "
+            "policy.quant_calib_size."
+        )
+    chosen = prompts[:: len(prompts) // size][:size]
+    return [_token_ids(prompt, tokenizer)[: policy.quant_sequence_length] for prompt in chosen]
+
+
+def _read(path: Path, config: Config) -> list[str | list[dict]]:
+    """The prompts of a jsonl file: text, or chat messages."""
+    if not path.is_file():
+        raise BadInput(f"policy.quant_calib_data: no file at {path}. Name a jsonl file, or train.")
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_prompt(json.loads(line), config))
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadInput(
+                f"{path}:{number} has no prompt ({error}). A row is an object with text, prompt or "
+                f"{config.data.question_column}."
+            ) from None
+    return found
+
+
+def _prompt(row: dict, config: Config) -> str | list[dict]:
+    from recipes.parts.data import Problem, chat_messages
+
+    key = next(key for key in ("text", "prompt", config.data.question_column, None) if key is None or key in row)
+    value = row[key]
+    if isinstance(value, list) and value and key == "prompt":
+        return [{"role": str(one["role"]), "content": str(one["content"])} for one in value]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} is {value!r:.40}")
+    return value if key == "text" else chat_messages(config.data, Problem("", value, "", ""))
+
+
+def _token_ids(prompt: str | list[dict], tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    encoded = tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[Any, Any]]:
+    """`size` prompts at a time, of similar lengths, as (token ids (B, L) padded on the right, which of them are real
+    (B, L))."""
+    import torch
+
+    prompts = sorted((ids for ids in prompts if ids), key=len)
+    for start in range(0, len(prompts), size):
+        rows = prompts[start : start + size]
+        length = max(map(len, rows))
+        ids = torch.tensor([row + [row[-1]] * (length - len(row)) for row in rows], device=device)
+        real = torch.tensor([[n < len(row) for n in range(length)] for row in rows], device=device)
+        yield ids, real
+
+
+def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """Find the input ranges of formats with static activations and return the state; nothing for other formats.
+
+    The largest |input| of every layer over batches of (token ids (B, L), which of them are real (B, L)), padded on the
+    right, by the base: adapter and quantizers off. `CheckFailed` when a layer gets no input or one that is not finite.
+    """
+    import torch
+
+    from merge.base import plain_name
+    from recipes.parts.qat import (
+        AMAX,
+        load_quantizer_state,
+        quantized_layers,
+        quantizer_state,
+        quantizers_of,
+        quantizers_off,
+    )
+
+    quantizers = quantizers_of(model)
+    if quantizers is None or not quantizers.fmt.needs_calibration:
+        return {}
+    layers, peaks, now = quantized_layers(model), {}, {}
+
+    def watch(name: str) -> Any:
+        def hook(_: Any, inputs: tuple) -> None:
+            peak = inputs[0][now["real"]].abs().amax().float()
+            peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in layers.items()]
+    off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
+    was_training = model.training
+    try:
+        model.eval()
+        with torch.no_grad(), quantizers_off(model), off:
+            for ids, now["real"] in batches:
+                model(input_ids=ids, use_cache=False)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    bad = [name for name in layers if name not in peaks or not 0 < peaks[name].item() < float("inf")]
+    if bad:
+        raise CheckFailed(
+            f"{len(bad)} of {len(layers)} layers have no usable input over the calibration prompts (first: "
+            f"{plain_name(bad[0])}). Calibrate with other prompts (policy.quant_calib_data), or use a format that "
+            "needs none: fp8, nvfp4a16, w4a16."
+        )
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        everyone = torch.stack([peaks[name] for name in layers])  # the same but for another device's rounding
+        torch.distributed.all_reduce(everyone, op=torch.distributed.ReduceOp.MAX)
+        peaks = dict(zip(layers, everyone.unbind(), strict=True))
+    load_quantizer_state(model, {f"{plain_name(name)}{AMAX}": peak for name, peak in peaks.items()})
+    return quantizer_state(model)

@@ -1,0 +1,472 @@
+"""Linear layers that compute with the numbers of the deployed checkpoint, and learn through them: `policy.quant_cfg`.
+
+y = x̂ Ŵᵀ, with Ŵ the base and the adapter as the format stores them, Q(base + s·B·A) (fake_quant.py), and x̂ the input
+as the format's server quantizes it; x itself where only weights are quantized. Backward, both quantizations pass the
+gradient straight through:
+
+    dX = g Ŵ        dB = s · gᵀ (x̂ Aᵀ)        dA = s · (g B)ᵀ x̂
+
+which is the gradient of the merged weight, s · gᵀ x̂, taken apart by the chain rule of B·A: nothing of size (out, in)
+is computed but Ŵ, and Ŵ is made again for every product and let go. What stays is x̂. Layers with one input (q, k, v;
+gate, up) are one function, so x is quantized and kept once; Group and Waiting are linear.py's. With the adapter off
+the base is quantized in the same way: the reference is the deployed base, and the KL to it begins at 0.
+
+A weight's peak is found again when the adapter has changed, and kept until then: 4 bytes, or 4 a channel. A static
+input range is found once (calibration.py) and is the state that checkpoints and adapters carry.
+
+`fp8` on a GPU with FP8 arithmetic takes the product of the FP8 codes; other formats, and a CPU, multiply in the
+compute dtype. Works over NF4 layers of bitsandbytes and over unquantized ones. Not covered: LoRA dropout and
+variants, several adapters, a base that is split over processes.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from peft.tuners.lora import bnb as peft_bnb
+from peft.tuners.lora import layer as peft_layer
+from torch.autograd.function import once_differentiable
+
+from merge.base import plain_name
+from recipes.parts import linear
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.fake_quant import (
+    E4M3_MAX,
+    bf16_scale,
+    effective_weight,
+    fake_quantize_activation,
+    quantized_weight,
+    weight_peak,
+)
+from recipes.parts.linear import Group, Settings, Waiting
+from recipes.parts.quant_format import QuantFormat
+from recipes.parts.recompute import is_answered
+
+STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
+AMAX = ".input_amax"  # of a tensor's name in it, behind the layer's
+WATCHED_TOKENS = 256  # of a layer's call that the share beyond the range is counted in
+ROOM_FOR_KEPT = 0.5  # of a GPU's free memory that quantized weights may take while the policy generates
+
+
+class Quantizers:
+    """What the quantized layers of one model share: the format, whether they quantize, and what they watch."""
+
+    def __init__(self, fmt: QuantFormat):
+        self.fmt, self.is_on, self.keeps_weights = fmt, True, False
+        self._beyond: torch.Tensor | None = None  # values beyond the calibrated range, and the largest |x| / range
+        self._seen = 0
+
+    def watch(self, rows: torch.Tensor, peak: torch.Tensor) -> None:
+        """Count values of rows (T, in) beyond ± peak, in some of the rows."""
+        sample = rows[:: -(-len(rows) // WATCHED_TOKENS)].abs()
+        if not sample.numel():
+            return
+        found = torch.stack([(sample > peak).sum().float(), (sample.amax() / peak).float()])
+        if self._beyond is None:
+            self._beyond = found
+        else:
+            self._beyond = torch.stack([self._beyond[0] + found[0], torch.maximum(self._beyond[1], found[1])])
+        self._seen += sample.numel()
+
+    def watched(self) -> dict[str, float]:
+        """What was counted since the last call; empty without static input ranges."""
+        if self._beyond is None:
+            return {}
+        beyond, largest = self._beyond.tolist()
+        seen, self._beyond, self._seen = self._seen, None, 0
+        return {"quant_clip_fraction": beyond / seen, "quant_peak_ratio": largest}
+
+
+class Product:
+    """The quantized product of one layer; takes the place of linear.Product."""
+
+    is_fp8 = False
+
+    def __init__(self, module: torch.nn.Module, quantizers: Quantizers):
+        self.module, self.quantizers = module, quantizers
+        self.layer = getattr(module, "base_layer", module)
+        self.group: Group | None = None
+        self.fused = [self]  # layers that a server fuses with this one
+        self.input_peak: torch.Tensor | None = None
+        self._peaks: dict[bool, tuple[Any, torch.Tensor]] = {}
+        self._kept: tuple[Any, torch.Tensor] | None = None
+
+    @staticmethod
+    def compute(*args: Any) -> tuple[torch.Tensor, ...]:
+        return _QuantizedLinear.apply(*args)
+
+    def forget(self) -> None:
+        """Find the weight's peak again at the next product, whatever the adapter's tensors say."""
+        self._peaks.pop(True, None)
+        self._kept = None
+
+    def peak(self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> torch.Tensor | None:
+        """The peak of the weight with these factors: of all fused layers where the format asks for that."""
+        own = self._own_peak(a, b, scaling)
+        if own is None or not self.quantizers.fmt.shares_peak or len(self.fused) == 1:
+            return own
+        others = [one for one in self.fused if one is not self]
+        peaks = [one._own_peak(*one.factors(a is not None)) for one in others]
+        return torch.stack([own, *peaks]).amax(0)
+
+    def factors(self, with_adapter: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+        """a (r, in), b (out, r) and the scaling of the layer's adapter; None twice without one."""
+        name = next(iter(getattr(self.module, "lora_A", ())), None)
+        if not with_adapter or name is None:
+            return None, None, 0.0
+        return self.module.lora_A[name].weight, self.module.lora_B[name].weight, self.module.scaling[name]
+
+    def _own_peak(self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> torch.Tensor | None:
+        key, known = _version(a, b, scaling), self._peaks.get(a is not None)
+        if known is None or known[0] != key:
+            peak = weight_peak(effective_weight(self.layer, a, b, scaling), self.quantizers.fmt)
+            known = self._peaks[a is not None] = key, peak
+        return known[1]
+
+    def weight(
+        self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Ŵ (out, in) in the compute dtype."""
+        key = (*_version(a, b, scaling), dtype)
+        if self._kept is not None and self._kept[0] == key:
+            return self._kept[1]
+        fmt = self.quantizers.fmt
+        weight = quantized_weight(self.layer, a, b, scaling, fmt, self.peak(a, b, scaling)).to(dtype)
+        if self.quantizers.keeps_weights:
+            self._kept = key, weight
+        return weight
+
+    def input(self, rows: torch.Tensor, is_watched: bool) -> torch.Tensor:
+        """x̂ (T, in) of rows (T, in)."""
+        fmt = self.quantizers.fmt.activation
+        if fmt is None:
+            return rows
+        if fmt.is_static and self.input_peak is None:
+            raise CheckFailed(f"a layer of format {self.quantizers.fmt.name} has no input range: calibrate it first.")
+        if fmt.is_static and is_watched:
+            self.quantizers.watch(rows, self.input_peak)
+        return fake_quantize_activation(rows, fmt, self.input_peak)
+
+    def forward(
+        self, rows: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
+    ) -> torch.Tensor:
+        """rows · Ŵᵀ + bias (T, out) of rows (T, in) in the compute dtype, quantized already."""
+        shape, bias = (self.layer.out_features, self.layer.in_features), self.layer.bias
+        # What is run again for a product whose answer is known needs no weight.
+        weight = rows.new_empty(shape) if is_answered(shape) else self.weight(a, b, scaling, rows.dtype)
+        return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
+
+    def has_fp8_product(self, rows: torch.Tensor) -> bool:
+        """Whether the product is taken of FP8 codes."""
+        if self.quantizers.fmt.name != "fp8" or not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
+            return False
+        sizes = self.layer.in_features, self.layer.out_features
+        capability = torch.cuda.get_device_capability(rows.device)
+        return capability >= linear.FP8_CAPABILITY and not any(size % linear.MULTIPLE for size in sizes)
+
+    def fp8_forward(
+        self, quantized: tuple, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """As `forward`, of `linear.quantize_rows(rows)` and the codes of Ŵ."""
+        codes, by_token = quantized
+        shape, bias = (self.layer.out_features, self.layer.in_features), self.layer.bias
+        scale = bf16_scale(self.peak(a, b, scaling), E4M3_MAX)  # (out, 1)
+        if is_answered(shape):
+            weight = codes.new_empty(shape)
+        else:
+            weight = linear.to_e4m3(effective_weight(self.layer, a, b, scaling), scale)
+        y = linear.scaled_product(codes, weight, by_token, scale.view(1, -1), dtype)
+        return y if bias is None else y.add_(bias)
+
+
+def _version(a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> tuple:
+    # Not by the object: a tensor that is saved for the backward pass may come back as another one.
+    return (*((one.data_ptr(), one._version) for one in (a, b) if one is not None), scaling)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """x̂ Ŵᵀ of every product, x (…, in); arguments as linear._Linear."""
+
+    @staticmethod
+    def forward(ctx, x, products, scaling, dtype, *factors):
+        down, up, first = factors[::2], factors[1::2], products[0]
+        with torch.autocast(x.device.type, enabled=False):
+            rows, outputs = x.reshape(-1, x.shape[-1]).to(dtype), []
+            if all(product.has_fp8_product(rows) for product in products):
+                kept = linear.quantize_rows(rows)
+                ys = [p.fp8_forward(kept, a, b, scaling, dtype) for p, a, b in zip(products, down, up, strict=True)]
+            else:
+                kept = (first.input(rows, any(ctx.needs_input_grad)),)
+                ys = [p.forward(kept[0], a, b, scaling) for p, a, b in zip(products, down, up, strict=True)]
+                if first.quantizers.fmt.activation is None:
+                    kept = (x,)  # which is there already
+            for y in ys:
+                # Not a view: autograd would refuse to let a layer change it in place.
+                outputs.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])).to(x.dtype))
+            ctx.kept = len(kept) if any(ctx.needs_input_grad[4:]) else 0
+            ctx.save_for_backward(*kept[: ctx.kept], *factors)
+            ctx.set_materialize_grads(False)
+            ctx.scaling, ctx.products, ctx.dtype, ctx.x_type, ctx.shape = scaling, products, dtype, x.dtype, x.shape
+            return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        saved, dtype, scaling = ctx.saved_tensors, ctx.dtype, ctx.scaling
+        kept, factors, needed = saved[: ctx.kept], saved[ctx.kept :], ctx.needs_input_grad[4:]
+        down, up, dx, found = factors[::2], factors[1::2], None, [None] * len(factors)
+        with torch.autocast(ctx.products[0].layer.weight.device.type, enabled=False):
+            gs = {n: g.reshape(-1, g.shape[-1]).to(dtype) for n, g in enumerate(gradients) if g is not None}
+            if ctx.needs_input_grad[0]:
+                for n, g in gs.items():
+                    weight = ctx.products[n].weight(down[n], up[n], scaling, dtype)
+                    dx = g @ weight if dx is None else dx.addmm_(g, weight)
+                    del weight
+                if dx is not None:
+                    dx = torch.ops.aten._unsafe_view(dx, ctx.shape).to(ctx.x_type)
+            adapted = [n for n in gs if needed[2 * n] or needed[2 * n + 1]]
+            if adapted:
+                rows = _rows(kept, dtype)  # x̂ (T, in)
+                stacked = torch.cat([down[n].to(dtype) for n in adapted])  # (Σ r, in)
+                sizes = [len(down[n]) for n in adapted]
+                xa = (rows @ stacked.t()).split(sizes, dim=1)  # (T, r) each
+                gb = torch.cat([gs[n] @ up[n].to(dtype) for n in adapted], 1)  # (T, Σ r)
+                da = linear.gradient(gb.t(), rows, down[adapted[0]].dtype).split(sizes)
+                for n, part, own in zip(adapted, xa, da, strict=True):
+                    found[2 * n] = own.mul(scaling).to(down[n].dtype) if needed[2 * n] else None
+                    if needed[2 * n + 1]:
+                        found[2 * n + 1] = linear.gradient(gs[n].t(), part, up[n].dtype).mul_(scaling)
+        return dx, None, None, None, *found
+
+
+def _rows(kept: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    """x̂ (T, in) of what was kept: itself, or FP8 codes and their scales."""
+    if len(kept) == 2:
+        return (kept[0].float() * kept[1]).to(dtype)
+    return kept[0].reshape(-1, kept[0].shape[-1]).to(dtype)
+
+
+class _Quantized:
+    """Before a layer's own class: its products are quantized ones, unless `quantizers_off` says otherwise."""
+
+    product: Product
+
+    def settings(self, x: torch.Tensor) -> Settings:
+        """What this call computes with."""
+        layer = self.product.layer
+        dtype = getattr(layer, "compute_dtype", None) or (x.dtype if _is_4bit(layer) else layer.weight.dtype)
+        if not hasattr(self, "lora_A") or self.disable_adapters:
+            return Settings(None, None, 0.0, dtype)
+        if self.merged or len(self.active_adapters) > 1:
+            raise CheckFailed("a quantized layer computes with one adapter that is not merged, or with none.")
+        a, b, scaling = self.product.factors(bool(self.active_adapters))
+        return Settings(a, b, scaling, dtype)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.product.quantizers.is_on:
+            return super().forward(x, *args, **kwargs)
+        if args or kwargs:
+            raise CheckFailed("a quantized layer takes its input alone, no adapter by row.")
+        return linear.output_of(self, x, self.settings(x))
+
+
+class QuantizedLora4bit(_Quantized, peft_bnb.Linear4bit):
+    """An NF4 layer with an adapter."""
+
+
+class QuantizedLora(_Quantized, peft_layer.Linear):
+    """An unquantized layer with an adapter."""
+
+
+class Quantized4bit(_Quantized, bnb.nn.Linear4bit):
+    """An NF4 layer without an adapter."""
+
+
+class QuantizedLinear(_Quantized, torch.nn.Linear):
+    """An unquantized layer without an adapter."""
+
+
+CLASSES = {
+    peft_bnb.Linear4bit: QuantizedLora4bit,
+    peft_layer.Linear: QuantizedLora,
+    bnb.nn.Linear4bit: Quantized4bit,
+    torch.nn.Linear: QuantizedLinear,
+}
+
+
+def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
+    """Make the linear layers that a checkpoint of format `fmt` quantizes compute with its numbers; returns how many.
+
+    These are the NF4 layers of an NF4 base, else all linear layers but the output embedding. Layers change their class
+    and nothing else: names, tensors, `disable_adapter`, saving and loading stay. `BadInput` for an adapter that is not
+    plain LoRA and for a shape that the format does not divide.
+    """
+    layers = quantized_layers(model)
+    check_shapes({name: _shape(module) for name, module in layers.items()}, fmt)
+    quantizers = Quantizers(fmt)
+    for name, module in layers.items():
+        if hasattr(module, "lora_A"):
+            linear.check_plain(name, module)
+        module.__class__ = CLASSES[type(module)]
+        module.product = Product(module, quantizers)
+    _make_groups(model)
+    return len(layers)
+
+
+def quantized_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The layers, by their name in `model`, that `use_quantized_linears` changes or has changed; the peft layer where
+    there is an adapter."""
+    found = {name: one for name, one in model.named_modules() if isinstance(one, _Quantized)}
+    if found:
+        return found
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    wrapped = {id(part) for one in model.modules() if isinstance(one, peft_layer.LoraLayer) for part in one.modules()}
+    wrapped -= {id(one) for one in model.modules() if isinstance(one, peft_layer.LoraLayer)}
+    for name, module in model.named_modules():
+        if type(module) in CLASSES and id(module) not in wrapped and module is not head:
+            found[name] = module
+    if any(_is_4bit(getattr(one, "base_layer", one)) for one in found.values()):
+        found = {name: one for name, one in found.items() if _is_4bit(getattr(one, "base_layer", one))}
+    return found
+
+
+def _is_4bit(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, bnb.nn.Linear4bit)
+
+
+def _shape(module: torch.nn.Module) -> tuple[int, int]:
+    layer = getattr(module, "base_layer", module)
+    return layer.out_features, layer.in_features
+
+
+def check_shapes(shapes: dict[str, tuple[int, int]], fmt: QuantFormat) -> None:
+    """`BadInput` when a layer's (outputs, inputs) are no whole blocks of the format's weights or activations."""
+    rows, columns = (size or 1 for size in fmt.weight.block)
+    if fmt.activation is not None and fmt.activation.per == "block":
+        columns = max(columns, fmt.activation.group)
+    odd = {name: shape for name, shape in shapes.items() if shape[0] % rows or shape[1] % columns}
+    if odd:
+        name, (outputs, inputs) = next(iter(odd.items()))
+        raise BadInput(
+            f"policy.quant_cfg: {fmt.name} needs whole blocks of {rows} outputs x {columns} inputs, and {len(odd)} of "
+            f"{len(shapes)} layers do not have them (first: {plain_name(name)}, {outputs} x {inputs}). Use fp8, which "
+            "has no such limit."
+        )
+
+
+def _make_groups(model: torch.nn.Module) -> None:
+    waiting = Waiting()
+    for parent in model.modules():
+        for names in linear.SAME_INPUT:
+            members = [getattr(parent, name, None) for name in names]
+            if all(isinstance(member, _Quantized) for member in members):
+                products = [member.product for member in members]
+                group = Group(members, waiting)
+                for product in products:
+                    product.group, product.fused = group, products
+
+
+def quantizers_of(model: torch.nn.Module) -> Quantizers | None:
+    """What the quantized layers of `model` share; None where it has none."""
+    return next((one.product.quantizers for one in model.modules() if isinstance(one, _Quantized)), None)
+
+
+@contextlib.contextmanager
+def quantizers_off(model: torch.nn.Module) -> Iterator[None]:
+    """Let the block compute with the base and adapter as they are, by peft's path; nothing where none is quantized."""
+    quantizers = quantizers_of(model)
+    if quantizers is None:
+        yield
+        return
+    before, quantizers.is_on = quantizers.is_on, False
+    try:
+        yield
+    finally:
+        quantizers.is_on = before
+
+
+@contextlib.contextmanager
+def keeping_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Make every quantized weight once in the block instead of for every product: for generation, token by token.
+
+    On a GPU only where they take at most half of its free memory, 2 bytes a weight.
+    """
+    quantizers = quantizers_of(model)
+    if quantizers is None or not _has_room(model):
+        yield
+        return
+    quantizers.keeps_weights = True
+    try:
+        yield
+    finally:
+        quantizers.keeps_weights = False
+        for module in quantized_layers(model).values():
+            module.product._kept = None
+
+
+def _has_room(model: torch.nn.Module) -> bool:
+    layers = quantized_layers(model).values()
+    device = next(iter(layers)).product.layer.weight.device
+    if device.type != "cuda":
+        return True
+    needed = 2 * sum(outputs * inputs for outputs, inputs in map(_shape, layers))
+    return needed <= ROOM_FOR_KEPT * torch.cuda.mem_get_info(device)[0]
+
+
+def forget_peaks(model: torch.nn.Module) -> None:
+    """Find the peaks of weights with the adapter again: for optimizers that write past the tensors' version."""
+    for module in quantized_layers(model).values():
+        module.product.forget()
+
+
+def quantizer_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """{"<layer in the plain model>.input_amax": () float32 on the CPU} of formats with static input ranges, once they
+    are known; else empty. Weight peaks follow from the weights."""
+    named = {plain_name(name): module.product.input_peak for name, module in quantized_layers(model).items()}
+    return {f"{name}{AMAX}": peak.float().cpu().clone() for name, peak in named.items() if peak is not None}
+
+
+def load_quantizer_state(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Set the input ranges; `BadInput` when the state is not that of this model's layers and format."""
+    layers, quantizers = quantized_layers(model), quantizers_of(model)
+    wanted = {f"{plain_name(name)}{AMAX}" for name in layers} if quantizers.fmt.needs_calibration else set()
+    if odd := sorted(wanted ^ state.keys()):
+        raise BadInput(
+            f"the quantizer state has {len(state)} input ranges, format {quantizers.fmt.name} of this model has "
+            f"{len(wanted)} (first difference: {odd[0]}). Take the state that belongs to this run."
+        )
+    for name, module in layers.items() if wanted else ():
+        product = module.product
+        product.input_peak = state[f"{plain_name(name)}{AMAX}"].to(product.layer.weight.device, torch.float32)
+
+
+def write_quantizer_state(model: torch.nn.Module, directory: Path) -> dict[str, str]:
+    """Write the state into `directory` and return what a manifest says of it: the format and the state's hash. Nothing
+    of either for a model without quantized layers."""
+    from safetensors.torch import save_file
+
+    from merge.base import hash_pairs, hash_tensor
+
+    quantizers = quantizers_of(model)
+    if quantizers is None:
+        return {}
+    state = quantizer_state(model)
+    save_file(state, directory / STATE, metadata={"quant_cfg": quantizers.fmt.name})
+    content = hash_pairs({name: hash_tensor(value) for name, value in state.items()})
+    return {"quant_cfg": quantizers.fmt.name, "quantizer_hash": content}
+
+
+def read_quantizer_state(directory: Path) -> tuple[str | None, dict[str, torch.Tensor]]:
+    """(the format's name, the state) that `write_quantizer_state` wrote; `BadInput` when there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(Path(directory) / STATE, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}
+            return (file.metadata() or {}).get("quant_cfg"), state
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{directory} has no quantizer state that can be read: {error}.") from None
