@@ -30,7 +30,7 @@ from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 from recipes.parts.rundir import RunDir
 
 PIPE_COLUMNS = 80
-# What a step's line in a pipe holds, in this order.
+# What a step's line in a pipe holds, in this order; that of a distillation its divergence in the place of the KL.
 LINE = ("reward", "KL", "entropy", "zero spread", "clipped", "truncated", "grad norm", "step seconds")
 
 __all__ = ["MetricsLog", "frame", "main"]
@@ -38,7 +38,8 @@ __all__ = ["MetricsLog", "frame", "main"]
 
 def step_line(row: dict, total: int | None) -> str:
     """One step as one line, in a fixed order, for pipes."""
-    values = "  ".join(f"{label} {show(number(row, TRENDS[label]))}" for label in LINE)
+    labels = ("divergence" if label == "KL" and "divergence" in row else label for label in LINE)
+    values = "  ".join(f"{label} {show(number(row, TRENDS[label]))}" for label in labels)
     return f"step {row['step']}{f'/{total}' if total else ''}  {values}"
 
 

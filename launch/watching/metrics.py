@@ -134,7 +134,7 @@ def phases(row: dict) -> dict[str, float]:
     inside = {name: known.pop(name) for name in WITHIN_ROLLOUT if name in known}
     if "rollout" in known:
         known["rollout"] = max(0.0, known["rollout"] - sum(inside.values()))
-    order = ("rollout", "heldout", "reference", "reward", "update")
+    order = ("rollout", "heldout", "reference", "reward", "teacher", "update")
     found = inside | {name: known.pop(name) for name in order if name in known}
     found |= known
     if found and whole is not None and (rest := whole - sum(found.values())) > 0.01 * whole:

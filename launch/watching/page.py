@@ -20,6 +20,7 @@ from recipes.parts.rundir import RunDir
 TRENDS = {
     "reward": "reward",
     "held-out": "heldout_accuracy",
+    "divergence": "divergence",
     "KL": "kl",
     "entropy": "entropy",
     "zero spread": "zero_spread_fraction",
@@ -31,7 +32,7 @@ TRENDS = {
     "step seconds": "seconds.step",
 }
 # Curves of what not every run has: shown once there is a value, `clip_fraction` once it is not 0.
-OPTIONAL = ("heldout_accuracy", "sampler_k3", "effective_sample_size", "clip_fraction")
+OPTIONAL = ("heldout_accuracy", "divergence", "sampler_k3", "effective_sample_size", "clip_fraction")
 SHARES = {"zero_spread_fraction", "clip_fraction", "truncated_fraction", "heldout_accuracy"}
 SHARE_TOP = 0.2  # least share that the highest block stands for
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -44,6 +45,7 @@ PHASES = {
     "reward": ("green", "▚"),
     "heldout": ("magenta", "▒"),
     "reference": ("cyan", "▞"),
+    "teacher": ("cyan", "▒"),
     "update": ("blue", "▓"),
     "other": ("bright_black", "░"),
 }

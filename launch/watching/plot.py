@@ -33,6 +33,7 @@ COMPARED = {
     "reward": "reward",
     "held-out accuracy": "heldout_accuracy",
     "KL to the reference (nats a token)": "kl",
+    "divergence from the teacher (nats a token)": "divergence",
     "entropy (nats a token)": "entropy",
     "truncated (share)": "truncated_fraction",
     "seconds per step": "seconds.step",
@@ -93,6 +94,10 @@ def _reward(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
 
 def _kl(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
     _line(axes, steps, rows, "kl", "KL to the reference (nats a token)")
+
+
+def _divergence(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+    _line(axes, steps, rows, "divergence", "divergence from the teacher (nats a token)")
 
 
 def _entropy(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
@@ -158,8 +163,11 @@ def _legend(axes: Axes, place: str) -> None:
 
 
 def panels(rows: Sequence[dict]) -> dict[str, Panel]:
-    """The panels of one run by name, in reading order, an even number; of a sampler and of several rewards if any."""
-    found = {"reward": _reward, "kl": _kl, "entropy": _entropy, "shares": _shares, "seconds": _seconds}
+    """The panels of one run by name, in reading order, an even number; of a teacher, a sampler and several rewards if
+    any."""
+    is_distillation = any(math.isfinite(value) for value in series(rows, "divergence"))
+    second = {"divergence": _divergence} if is_distillation else {"kl": _kl}
+    found = {"reward": _reward, **second, "entropy": _entropy, "shares": _shares, "seconds": _seconds}
     found |= {"gradient": _gradient}
     has_parts = any(len(group(row, "rewards")) > 1 for row in rows)
     has_sampler = any(math.isfinite(value) for value in series(rows, "sampler_k3"))

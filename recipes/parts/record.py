@@ -140,19 +140,27 @@ class Recorder:
 
 
 def step_line(record: dict) -> str:
-    """The step as one line of fixed order, e.g. for `tail -f logs/trainer.log | grep reward`."""
+    """The step as one line of fixed order, e.g. for `tail -f logs/trainer.log | grep reward`; a distillation's has the
+    divergence from the teacher."""
 
     def show(key: str, digits: int) -> str:
         value = record.get(key)
         return "n/a" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
     seconds = record["seconds"]
+    reward = f"step {record['step']}/{record['total_steps']} reward {show('reward', 3)} std {show('reward_std', 3)} "
+    ends = (
+        f"truncated {show('truncated_fraction', 2)} length {show('completion_length', 1)} "
+        f"grad_norm {show('grad_norm', 3)} seconds {seconds['step']:.2f} (rollout {seconds['rollout']:.2f} "
+    )
+    if "divergence" in record:
+        return (
+            f"{reward}divergence {show('divergence', 5)} entropy {show('entropy', 3)} {ends}"
+            f"teacher {seconds.get('teacher', 0.0):.2f} update {seconds['update']:.2f})"
+        )
     return (
-        f"step {record['step']}/{record['total_steps']} reward {show('reward', 3)} std {show('reward_std', 3)} "
-        f"kl {show('kl', 5)} entropy {show('entropy', 3)} zero_spread {show('zero_spread_fraction', 2)} "
-        f"clipped {show('clip_fraction', 3)} truncated {show('truncated_fraction', 2)} "
-        f"length {show('completion_length', 1)} grad_norm {show('grad_norm', 3)} "
-        f"seconds {seconds['step']:.2f} (rollout {seconds['rollout']:.2f} update {seconds['update']:.2f})"
+        f"{reward}kl {show('kl', 5)} entropy {show('entropy', 3)} zero_spread {show('zero_spread_fraction', 2)} "
+        f"clipped {show('clip_fraction', 3)} {ends}update {seconds['update']:.2f})"
     )
 
 
