@@ -1,14 +1,16 @@
 """Two cards: whole steps of GRPO, stock TRL against the recipe, lever by lever, on the same lengths.
 
     python tests/gpu/bench_step.py --load A --variants plain fp8+liger+shared --out A.json
-    python tests/gpu/bench_step.py --load B --rounds 2 --variants default --out B.json
+    python tests/gpu/bench_step.py --loads B C --rounds 2 --variants default default+both --out BC.json
     python tests/gpu/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
     python tests/gpu/bench_step.py --part scaling --out scaling.json
     python tests/gpu/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
 
 An 8B shape with random weights, 250-token prompts, groups of 8, beta .01, LoRA of rank 16 on all linear layers; the
-trainer on GPU 0, both servers on GPU 1. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal lengths, median
-400, sigma .8, cut at 2,048. C: 32 of 4,096. A plugin in both vLLM servers fixes the lengths (bench_lengths.py).
+trainer on GPU 0, both servers on GPU 1. With `both` in a variant a trainer process and a replica are on either card:
+the replicas of GPU 0 and 1 then are there from the start, and other variants ask that of GPU 1 only. Work A: 128
+completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at 2,048. C: 32 of 4,096. A plugin
+in all vLLM servers fixes the lengths (bench_lengths.py), which change from row to row.
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing. Ours: the
 recipe's main() under accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is
@@ -17,7 +19,9 @@ says when nothing is asked for. With --rounds the sides alternate. --warm steps 
 are medians of the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the trainer
 waited for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer; tok/s of rollout
 and update are over gen and upd. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s.
-`trainer` is torch's peak, `card 0` what the driver saw of that card, `server` what the server took when ready.
+`trainer` is torch's peak of a process, `card 0` what the driver saw of that card (with `both` in any variant, a
+replica too), `server` what the server took of GPU 1 when ready. Stock's rows come first; in the last round its server
+then ends.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -27,7 +31,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -39,15 +42,28 @@ sys.path.insert(1, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "bench"))
 
 from memory_child import SHAPES, nvidia_smi
-from servers import MEETING_PORT, READY_S, CardWatch, Child, Failed, OurServer, StockServer, run_flags, write_plugin
-from workload import LEVERS, PEAK_FLOPS, TINY_WORKS, WORKS, Work, step_flops
+from servers import (
+    MEETING_PORT,
+    READY_S,
+    CardWatch,
+    Child,
+    Failed,
+    OurServer,
+    StockServer,
+    run_flags,
+    server_flags,
+    write_lengths,
+    write_plugin,
+)
+from step_table import PHASES, efficiencies, figures, read_metrics, table
+from workload import LEVERS, TINY_WORKS, WORKS, Work
 
 from recipes.parts.rundir import write_json
 
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
-VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}}
-PHASES = ("step", "generate", "sync", "logps", "update")
+VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}}
+SPARE_GIB = 3  # of a card that the trainer shares: its context, and what a replica needs while it syncs
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
 
 
@@ -67,7 +83,9 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options, self.started = options, time.time()
         self.work: Path = options.work.resolve()
-        self.load: Work = (TINY_WORKS if options.rehearse else WORKS)[options.load]
+        self.loads: dict[str, Work] = {
+            name: (TINY_WORKS if options.rehearse else WORKS)[name] for name in options.loads
+        }
         self.shape = SHAPES["tiny" if options.rehearse else "8b"]
         self.cpu, self.rows, self.children = options.rehearse, [], []
         self.servers: dict[str, Any] = {}
@@ -76,10 +94,19 @@ class Bench:
         self.watch = CardWatch()
         self.runs, self.call = 0, int(self.started)  # the work directory holds the runs of other calls, too
 
-    def flags(self, name: str, gpus: list[int] | None = None, replicas: int = 1) -> list[str]:
-        """The command line of a run of ours; its servers' cards are GPU 1 unless said."""
-        gpus = None if self.cpu else gpus or [1]
-        return run_flags(self.work, self.load, self.shape, name, gpus, replicas)
+    @property
+    def cards(self) -> list[int]:
+        """Those of our replicas: GPU 1, and GPU 0 where a row needs both. On a CPU the numbers of replicas."""
+        return [0, 1] if self.options.part == "scaling" or any(map(uses_both, self.options.variants)) else [1]
+
+    def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
+        """The command line of a run of ours that asks the replicas of some cards."""
+        served = server_flags(self.work, [*self.loads.values()], self.shape, cards or self.cards, self.cpu)
+        return run_flags(self.work, load, name, served)
+
+    @property
+    def largest(self) -> Work:
+        return max(self.loads.values(), key=lambda load: load.prompt + load.longest)
 
     @property
     def left(self) -> float:
@@ -101,17 +128,19 @@ class Bench:
         return child
 
     def prepare(self, with_stock: bool) -> None:
-        """The model, stock's server, and beside it the dequantized base."""
-        write_plugin(self.work, self.load)
+        """The model, stock's server, beside it the dequantized base, then our server begins to start."""
+        write_plugin(self.work)
+        write_lengths(self.work, self.largest)
         if not (self.work / "model" / "COMPLETE").is_file():
             shape = "tiny" if self.cpu else "8b"
             words = ["tests/gpu/bench/model.py", "--out", self.work / "model", "--shape", shape]
-            self.child("model", [*words, "--prompt", self.load.prompt], 200)
+            self.child("model", [*words, "--prompt", self.largest.prompt], 200)
         before = self.used(1)
         if with_stock:
-            self.servers["stock"] = StockServer(self.work, self.load, None if self.cpu else 1, self.shape)
+            loads = [*self.loads.values()]
+            self.servers["stock"] = StockServer(self.work, loads, None if self.cpu else 1, self.shape)
         if self.wants_ours and not (self.work / "base" / "manifest.json").is_file():
-            words = ["-m", "merge", "base", *self.flags("base")]
+            words = ["-m", "merge", "base", *self.flags("base", self.largest)]
             with self.going_on("ours"):
                 self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else "0")
         if with_stock:
@@ -119,6 +148,10 @@ class Bench:
                 self.servers["stock"].wait(min(READY_S, self.left))
                 self.server_gib["stock"] = self.grown(1, before)
                 self.say("the stock server is ready")
+        if self.wants_ours and "ours" not in self.broken:
+            # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
+            self.ours_from = self.used(1)
+            self.servers["ours"] = OurServer(self.work, self.flags("server", self.largest))
 
     @contextlib.contextmanager
     def going_on(self, side: str) -> Iterator[None]:
@@ -140,32 +173,35 @@ class Bench:
         now = self.used(card)
         return now - before if now is not None and before is not None else None
 
-    def start_ours(self) -> None:
-        """Begin to start our server; it gets ready during stock's first step, which is not measured."""
-        self.ours_from = self.used(1)
-        self.servers["ours"] = OurServer(self.work, self.flags("server"))
-
     def wait_ours(self) -> None:
-        if "ours" in self.server_gib:
-            return
-        self.servers["ours"].wait(min(READY_S, self.left))
-        self.server_gib["ours"] = self.grown(1, self.ours_from)
-        self.say("our server is ready")
+        if "ours" not in self.server_gib:
+            self.servers["ours"].wait(min(READY_S, self.left))
+            self.note_ours()
 
-    def run(self, side: str) -> None:
-        """One row: a side's steps, or its error. What it leaves on the disk is in a directory of its own."""
-        row: dict[str, Any] = {"side": side, "load": self.options.load}
+    def note_ours(self) -> None:
+        """What our server took, once it is ready; `Failed` when it ended instead."""
+        if "ours" not in self.server_gib and "ours" in self.servers and self.servers["ours"].is_ready:
+            self.server_gib["ours"] = self.grown(1, self.ours_from)
+            self.say("our server is ready")
+
+    def run(self, side: str, load: str, trainers: int = 1, cards: list[int] | None = None) -> None:
+        """One row: a side's steps, or its error. What it leaves on the disk is in a directory of its own. Ours runs on
+        the first `trainers` cards and asks the replicas of `cards`."""
+        trainers, cards = (2, [0, 1]) if uses_both(side) else (trainers, cards or [1])
+        row: dict[str, Any] = {"side": side, "load": load, "trainers": trainers, "replicas": len(cards)}
         kind = "stock" if side == "stock" else "ours"
         try:
             if kind in self.broken:
                 raise Failed(self.broken[kind])
             if self.left < (0 if self.cpu else LEAST_S[kind]):
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
-            if kind == "ours":
-                self.wait_ours()
+            write_lengths(self.work, self.loads[load])
             self.watch.reset()
-            steps = self.stock_steps() if kind == "stock" else self.our_steps(side)
-            row |= self.figures(steps) | {"server_gib": self.server_gib.get(kind), "card_gib": self.watch.peak(0)}
+            steps = self.stock_steps(load) if kind == "stock" else self.our_steps(side, load, trainers, cards)
+            if not (counted := [one for one in steps if one["number"] > self.options.warm]):
+                raise Failed(f"{len(steps)} steps, none after the first {self.options.warm}")
+            row |= figures(counted, self.loads[load], self.shape, trainers)
+            row |= {"server_gib": self.server_gib.get(kind), "card_gib": self.watch.peak(0)}
         except Failed as error:
             row["error"] = str(error)
             self.say(f"{side}: {error}")
@@ -178,18 +214,20 @@ class Bench:
         self.rows.append(row)
         if "step" in row:
             parts = ", ".join(f"{name} {row[name]:.2f}" for name in PHASES)
-            self.say(f"{row['side']}: {parts} s; {row['update_tok_s']:,.0f} tok/s, {row['peak_gib']:.2f} GiB")
+            self.say(
+                f"{row['load']} {row['side']}: {parts} s; {row['update_tok_s']:,.0f} tok/s, {row['peak_gib']:.2f} GiB"
+            )
         options = self.options
         head = {"card": nvidia_smi("name"), "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
-        head |= {"load": options.load, "lengths": self.load.lengths, "limit_s": options.limit_s}
+        head |= {"lengths": {name: load.lengths for name, load in self.loads.items()}, "limit_s": options.limit_s}
         write_json(options.out, head | {"rows": self.rows})
 
-    def stock_steps(self) -> list[dict[str, Any]]:
+    def stock_steps(self, load: str) -> list[dict[str, Any]]:
         """Stock's rows, also those of a run that was cut short."""
         name, options = f"stock-{self.call}-{self.runs}", self.options
         self.runs += 1
         words = ["tests/gpu/bench/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
-        words += ["--load", options.load, "--steps", options.warm + options.steps]
+        words += ["--load", load, "--steps", options.warm + options.steps]
         words += ["--rehearse"] if self.cpu else []
         return self.steps_of(
             name,
@@ -201,25 +239,37 @@ class Bench:
             ],
         )
 
-    def our_steps(self, variant: str, processes: int = 1, replicas: int = 1) -> list[dict[str, Any]]:
+    def our_steps(self, variant: str, load_name: str, trainers: int, cards: list[int]) -> list[dict[str, Any]]:
         """The rows of our metrics.jsonl, in stock's names."""
-        name, load = f"ours-{self.call}-{self.runs}", self.load
+        name, load = f"ours-{self.call}-{self.runs}", self.loads[load_name]
         self.runs += 1
-        launcher = "cpu" if self.cpu else "one_gpu" if processes == 1 else "ddp"
         steps = self.options.warm + self.options.steps
         keys: dict[str, Any] = {"train.max_steps": steps, "train.save_steps": steps}
         keys |= {"train.per_device_train_batch_size": load.group}
-        keys |= {"train.gradient_accumulation_steps": load.completions // load.group // processes}
-        words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
-        words += ["--num_processes", processes, "--main_process_port", MEETING_PORT + self.runs % 20]
-        words += ["tests/gpu/bench/recipe.py", *self.flags(name, None, replicas)]
+        keys |= {"train.gradient_accumulation_steps": load.completions // load.group // trainers}
+        if shared := set(range(trainers)) & set(cards):
+            self.wait_ours()  # what it takes of the cards is known then
+            if not self.cpu:
+                free = min(self.watch.totals[card] - self.watch.now[card] for card in shared)
+                keys["train.max_gpu_gib"] = int(free - SPARE_GIB)
+        port = MEETING_PORT + self.runs % 20
+        if self.cpu and trainers > 1:  # accelerate starts several processes on a CPU by MPI
+            words = ["-m", "torch.distributed.run", "--nproc_per_node", trainers, "--master_port", port]
+        else:
+            launcher = "cpu" if self.cpu else "one_gpu" if trainers == 1 else "ddp"
+            words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
+            words += ["--num_processes", trainers, "--main_process_port", port]
+        words += ["tests/gpu/bench/recipe.py", *self.flags(name, load, cards)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
         metrics = self.work / f"run-{name}" / "metrics.jsonl"
-        return self.steps_of(name, words, lambda log: read_metrics(metrics))
+        more = {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"} if self.cpu else {}
+        return self.steps_of(name, words, lambda log: read_metrics(metrics), self.note_ours, **more)
 
-    def steps_of(self, name: str, words: list, read: Any) -> list[dict[str, Any]]:
-        """Run a side; `Failed` only when no counted step was finished."""
-        child, wanted = Child(name, words, self.work), self.options.warm + self.options.steps
+    def steps_of(
+        self, name: str, words: list, read: Any, look: Any = lambda: None, **more: str
+    ) -> list[dict[str, Any]]:
+        """Run a side, looking every now and then; `Failed` only when no counted step was finished."""
+        child, wanted = Child(name, words, self.work, **more), self.options.warm + self.options.steps
         self.children.append(child)
         deadline = time.time() + min(self.options.side_s, max(1.0, self.left))
         try:
@@ -228,6 +278,7 @@ class Bench:
                     break
                 if time.time() > deadline:
                     raise Failed(f"{name} was still running after {time.time() - child.started:.0f} s")
+                look()
                 time.sleep(0.2)
             else:
                 child.wait(1)
@@ -241,23 +292,6 @@ class Bench:
         self.say(f"{name}: {time.time() - child.started:.0f} s")
         return read(child.log)
 
-    def figures(self, steps: list[dict[str, Any]]) -> dict[str, Any]:
-        """Medians of the steps that count."""
-        counted = [one for one in steps if one["number"] > self.options.warm]
-        if not counted:
-            raise Failed(f"{len(steps)} steps, none after the first {self.options.warm}")
-        wrong = {one["completion_tokens"] for one in counted} - {sum(self.load.lengths)}
-        problem = f"{sorted(wrong)} completion tokens, {sum(self.load.lengths)} were wanted" if wrong else None
-        found = {name: statistics.median(one.get(name, 0.0) for one in counted) for name in PHASES}
-        tokens, flops = self.load.tokens, step_flops(self.shape, self.load)
-        busy = found["update"] + found["logps"]
-        found |= {"steps": len(counted), "update_tok_s": tokens / found["update"], "all": counted}
-        # Behind the update the sampler works longer than the trainer waits.
-        sampling = statistics.median(one["generate"] + one.get("hidden", 0.0) for one in counted)
-        found |= {"rollout_tok_s": sum(self.load.lengths) / sampling if sampling else 0.0}
-        found |= {"mfu": flops / busy / PEAK_FLOPS, "peak_gib": max(one["peak_gib"] for one in counted)}
-        return found | {"k3": counted[-1].get("k3"), "problem": problem}
-
     def close(self) -> None:
         """End everything that this call started."""
         for child in [*self.children]:
@@ -270,56 +304,8 @@ class Bench:
         self.watch.running = False
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Our steps in stock's names; the first has no step before it to be timed from, so its own seconds count."""
-    if not file.is_file():
-        return []
-    rows, found = [json.loads(line) for line in file.read_text().splitlines()], []
-    for place, row in enumerate(rows):
-        parts = row["seconds"]
-        step = row["time"] - rows[place - 1]["time"] if place else parts["step"]
-        one = {"number": row["step"], "step": step, "generate": parts["rollout"] - parts["sync"]}
-        one |= {"sync": parts["sync"], "logps": parts.get("reference", 0.0), "update": parts["update"]}
-        one |= {"peak_gib": max(row["peak_gib"].values()), "completion_tokens": row["completion_tokens"]}
-        one |= {
-            "hidden": parts.get("rollout_hidden", 0.0),
-            "k3": row["sampler_k3"],
-            "seconds": parts,
-            "kl": row["kl"],
-            "grad_norm": row["grad_norm"],
-        }
-        found.append(one)
-    return found
-
-
-def table(rows: list[dict[str, Any]], earlier: Path | None) -> None:
-    """Every row, and its ratio to the mean of stock's."""
-    stock = [row for row in rows if row["side"] == "stock" and "step" in row]
-    if not stock and earlier:
-        stock = [row for row in json.loads(earlier.read_text())["rows"] if row["side"] == "stock" and "step" in row]
-    base_s = statistics.mean(row["step"] for row in stock) if stock else None
-    base_gib = statistics.mean(row["peak_gib"] for row in stock) if stock else None
-    width = max([len(row["side"]) for row in rows] + [4])
-    print(
-        f"\n{'side':<{width}} {'step s':>8}{'x stock':>8}{'gen':>7}{'sync':>6}{'refs':>7}{'upd':>7}{'roll tok/s':>11}"
-        f"{'upd tok/s':>10}{'mfu':>6}{'trainer':>8}{'x stock':>8}{'card 0':>8}{'server':>8}{'k3':>9}"
-    )
-
-    def gib(value: float | None) -> str:
-        return f"{value:8.2f}" if value is not None else f"{'-':>8}"
-
-    for row in rows:
-        if "step" not in row:
-            print(f"{row['side']:<{width}}  {row.get('error', '').splitlines()[-1][:140]}")
-            continue
-        faster = f"{base_s / row['step']:8.2f}" if base_s else f"{'-':>8}"
-        smaller = f"{row['peak_gib'] / base_gib:8.2f}" if base_gib else f"{'-':>8}"
-        phases = f"{row['generate']:7.2f}{row['sync']:6.2f}{row['logps']:7.2f}{row['update']:7.2f}"
-        speed = f"{row['rollout_tok_s']:11,.0f}{row['update_tok_s']:10,.0f}{row['mfu']:6.1%}"
-        k3 = f"{row['k3']:9.1e}" if row["k3"] is not None else f"{'-':>9}"
-        memory = gib(row["peak_gib"]) + smaller + gib(row["card_gib"]) + gib(row["server_gib"])
-        note = f"  {row['steps']} steps" + (f", {row['problem']}" if row["problem"] else "")
-        print(f"{row['side']:<{width}} {row['step']:8.2f}{faster}{phases}{speed}{memory}{k3}{note}")
+def uses_both(variant: str) -> bool:
+    return "both" in variant.split("+")
 
 
 def compare(bench: Bench) -> int:
@@ -327,57 +313,35 @@ def compare(bench: Bench) -> int:
     options = bench.options
     with_stock = options.stock is None
     bench.prepare(with_stock)
-    if options.variants and "ours" not in bench.broken:
-        bench.start_ours()
-        if bench.cpu or not with_stock or "stock" in bench.broken:
-            with bench.going_on("ours"):
-                bench.wait_ours()
-    sides = (["stock"] if with_stock else []) + options.variants
-    for _ in range(options.rounds):
-        for side in sides:
-            bench.run(side)
-    return options.rounds * len(sides)
+    for number in range(options.rounds):
+        if with_stock:
+            for load in options.loads:
+                bench.run("stock", load)
+            if number == options.rounds - 1:
+                bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
+        for load in options.loads:
+            for variant in options.variants:
+                bench.run(variant, load)
+    return options.rounds * len(options.loads) * (len(options.variants) + with_stock)
 
 
 def scale(bench: Bench) -> int:
-    """The first variant with more trainers and with more replicas; trainers take the first cards, replicas the last.
-
-    Where cards are short a card has both: they work in turn, so seconds stand, memory does not.
-    """
-    variant, cards = (bench.options.variants or ["default"])[0], max(1, len(bench.watch.now))
-    pairs = [(t, r) for t, r in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3)) if max(t, r) <= cards]
+    """The first variant with one or two trainers and one or two replicas, on the first and the last cards."""
+    variant = (bench.options.variants or ["default"])[0]
     bench.prepare(False)
-    for trainers, replicas in pairs:
-        name = f"{trainers} trainers, {replicas} replicas"
-        row: dict[str, Any] = {"side": name, "load": bench.options.load, "trainers": trainers, "replicas": replicas}
-        flags = bench.flags(f"scaling-{bench.call}-{trainers}-{replicas}", [*range(cards - replicas, cards)], replicas)
-        try:
-            if bench.left < (0 if bench.cpu else 120):
-                raise Failed(f"{bench.left:.0f} s were left, 120 are needed")
-            bench.servers = {"ours": OurServer(bench.work, flags, f"scaling-{trainers}-{replicas}")}
-            bench.servers["ours"].wait(min(READY_S, bench.left))
-            bench.say(f"{replicas} replicas are ready")
-            row |= bench.figures(bench.our_steps(variant, trainers, replicas))
-            row |= {"server_gib": None, "card_gib": None}
-        except Failed as error:
-            row["error"] = str(error)
-        finally:
-            if bench.servers:
-                bench.servers.pop("ours").stop()
-        bench.add(row)
-    first = next((row for row in bench.rows if "step" in row), None)
-    for row in bench.rows if first else []:
-        if "step" in row:
-            update = row["update_tok_s"] / first["update_tok_s"] / row["trainers"]
-            rollout = row["rollout_tok_s"] / first["rollout_tok_s"] / row["replicas"]
-            print(f"{row['side']}: update efficiency {update:.0%}, rollout efficiency {rollout:.0%}")
-    return len(pairs)
+    pairs = [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])]
+    for load in bench.options.loads:
+        for trainers, cards in pairs:
+            bench.run(variant, load, trainers, cards)
+            bench.rows[-1]["side"] = f"{trainers} trainers, {len(cards)} replicas"
+    efficiencies(bench.rows)
+    return len(pairs) * len(bench.options.loads)
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--part", choices=("compare", "scaling"), default="compare")
-    parser.add_argument("--load", choices=WORKS, default="A", help="work A, B or C")
+    parser.add_argument("--load", "--loads", dest="loads", nargs="+", choices=WORKS, default=["A"], help="of A, B, C")
     parser.add_argument("--variants", nargs="*", default=[], help=f"of {', '.join(VARIANTS)}, joined by +")
     parser.add_argument("--stock", type=Path, help="an earlier --out with stock's rows, instead of running stock")
     parser.add_argument("--rounds", type=int, default=1, help="times that the sides alternate")
@@ -396,6 +360,11 @@ def main() -> None:
             parser.error(f"unknown levers {', '.join(unknown)} in {variant}; there are {', '.join(VARIANTS)}")
     if options.stock and not options.stock.is_file():
         parser.error(f"--stock {options.stock} does not exist")
+    return options
+
+
+def main() -> None:
+    options = read_options()
     os.environ.setdefault("OMP_NUM_THREADS", "1" if options.rehearse else "4")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that what was started is ended

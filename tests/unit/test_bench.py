@@ -1,6 +1,9 @@
 """The benchmarks of tests/gpu without their GPU: what they count, and that their levers are the configuration's."""
 
+import json
+import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,14 +12,17 @@ import yaml
 sys.path.insert(1, str(Path(__file__).parents[1] / "gpu"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "gpu/bench"))
 
+import bench_lengths
 import bench_step
 import bench_update
 from kernel_groups import group_of
 from memory_child import SHAPES, parameters
+from servers import write_lengths
+from step_table import figures, table
 from update_child import Batch
-from workload import CONFIG, LEVERS, ROOT, WORKS, linear_weights, step_flops, update_flops
+from workload import CONFIG, LEVERS, ROOT, WORKS, Work, linear_weights, step_flops, update_flops
 
-from recipes.parts.config import load_config
+from recipes.parts.config import load_config, to_dict
 
 
 @pytest.mark.parametrize("lever", bench_step.VARIANTS)
@@ -78,21 +84,67 @@ def test_kernels_are_grouped_by_what_they_compute(kernel, operator, sizes, group
     assert group_of(kernel, operator, sizes, 16, {151936, 32768}) == group
 
 
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """`bench(*words)`: one call of bench_step.py as far as its options."""
+
+    def make(*words: str) -> bench_step.Bench:
+        argv = ["bench_step.py", "--work", str(tmp_path), "--out", str(tmp_path / "x.json"), *words]
+        monkeypatch.setattr(sys, "argv", argv)
+        return bench_step.Bench(bench_step.read_options())
+
+    return make
+
+
+def settings(flags: list[str]) -> dict:
+    return to_dict(load_config(flags[1], flags[2:]))
+
+
+@pytest.mark.parametrize(("variants", "urls"), [(["shared"], [8471]), (["shared", "shared+both"], [8470, 8471])])
+def test_servers_are_on_both_cards_when_a_variant_needs_them_and_the_others_ask_the_second(bench, variants, urls):
+    made = bench("--loads", "A", "C", "--variants", *variants)
+    served, split = (settings(made.flags("x", made.largest, cards)) for cards in (None, [1]))
+    assert served["rollout"]["server_urls"] == [f"http://127.0.0.1:{port}" for port in urls]
+    assert served["server"]["gpus"] == [port - 8470 for port in urls]
+    assert split["rollout"]["server_urls"] == ["http://127.0.0.1:8471"] and split["server"]["gpus"] == [1]
+    # Every load fits the servers: C has the longest completions, A the most tokens.
+    assert served["rollout"]["max_completion_length"] == 4096 and served["server"]["max_num_seqs"] == 128
+    each = 2 * 2 * 36 * 8 * 128
+    assert served["server"]["kv_cache_gib"] * 2**30 > 1.1 * WORKS["A"].tokens * each > 1.1 * WORKS["C"].tokens * each
+
+
+def test_rows_are_compared_with_stock_of_the_same_load(capsys, tmp_path):
+    load = WORKS["A"]
+    step = {"number": 2, "generate": 1.0, "sync": 0.1, "logps": 1.0, "update": 2.0, "peak_gib": 8.0}
+    step |= {"completion_tokens": sum(load.lengths)}
+    row = {"server_gib": None, "card_gib": None}
+    rows = []
+    for name, side, seconds in (("A", "stock", 40), ("C", "stock", 60), ("A", "x", 10), ("C", "x", 20)):
+        rows.append(row | {"load": name, "side": side} | figures([step | {"step": seconds}], load, SHAPES["8b"], 1))
+    table(rows, None)
+    told = capsys.readouterr().out
+    assert [line.split()[2] for line in told.splitlines() if line.startswith("x ")] == ["4.00", "3.00"]
+    assert figures([step | {"step": 1}], load, SHAPES["8b"], 2)["mfu"] == rows[0]["mfu"] / 2
+    (tmp_path / "stock.json").write_text(json.dumps({"rows": rows[:2]}))
+    table(rows[2:], tmp_path / "stock.json")
+    again = capsys.readouterr().out
+    assert [line.split()[2] for line in again.splitlines() if line.startswith("x ")] == ["4.00", "3.00"]
+
+
 class FakeParent:
     """vLLM's ParentRequest as far as the plugin needs it."""
 
-    def __init__(self, n: int):
+    def __init__(self, n: int, request_id: str = "cmpl-v1"):
         self.sampling_params = type("Params", (), {"n": n, "max_tokens": 9, "stop_token_ids": [1], "min_tokens": 0})()
+        self.request_id = request_id
 
     def get_child_info(self, index: int) -> tuple:
         return f"{index}", self.sampling_params
 
 
-def test_groups_take_turns_at_the_lengths_whatever_their_order(monkeypatch, tmp_path):
-    import types
-
-    import bench_lengths
-
+@pytest.fixture
+def parent(monkeypatch, tmp_path):
+    """ParentRequest with the plugin, whose lengths are 1 to 4."""
     module = types.ModuleType("vllm.v1.engine.parallel_sampling")
     module.ParentRequest = type("ParentRequest", (FakeParent,), {})
     for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
@@ -102,9 +154,31 @@ def test_groups_take_turns_at_the_lengths_whatever_their_order(monkeypatch, tmp_
     monkeypatch.setenv("BENCH_LENGTHS", str(tmp_path / "lengths.json"))
     bench_lengths.install()
     bench_lengths.install()
-    one, other = module.ParentRequest(2), module.ParentRequest(2)
+    return module.ParentRequest
+
+
+def lengths_of(parent, count: int = 2) -> list[int]:
+    return [parent.get_child_info(index)[1].max_tokens for index in range(count)]
+
+
+def test_groups_take_turns_at_the_lengths_whatever_their_order(parent):
+    one, other = parent(2), parent(2)
     calls = [(one, 0), (other, 0), (one, 1), (other, 1)]
-    found = [parent.get_child_info(index)[1].max_tokens for parent, index in calls]
-    assert found == [1, 3, 2, 4]
-    params = module.ParentRequest(2).get_child_info(0)[1]
+    assert [who.get_child_info(index)[1].max_tokens for who, index in calls] == [1, 3, 2, 4]
+    params = parent(2).get_child_info(0)[1]
     assert params.max_tokens == 1 and params.ignore_eos and params.stop_token_ids == []
+
+
+def test_a_group_of_ours_has_its_own_place_on_whichever_replica(parent):
+    ids = [f"3f2a-v{version}-{number}{end}" for version, number, end in ((0, 1, ""), (1, 2, "-9b1f"), (1, 3, ""))]
+    assert [lengths_of(parent(2, one)) for one in ids] == [[3, 4], [1, 2], [3, 4]]
+    assert lengths_of(parent(2)) == [1, 2], "others are counted apart"
+
+
+def test_other_lengths_are_read_between_two_groups_and_begin_anew(parent, tmp_path):
+    assert lengths_of(parent(2)) == [1, 2]
+    write_lengths(tmp_path, Work(2, 7))
+    os.utime(tmp_path / "lengths.json", ns=(1, 1))  # another time than before, however fast the machine
+    assert lengths_of(parent(2)) == [7, 7]
+    (tmp_path / "lengths.json").write_text("[5, 6]")
+    assert lengths_of(parent(2)) == [5, 6]

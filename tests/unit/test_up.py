@@ -234,6 +234,17 @@ def test_the_shipped_configuration_of_one_card_shares_it_and_writes_its_base_fir
     assert "shares GPU 0 with the replicas, which sleep while the trainer updates" in up.describe(start)
 
 
+def test_all_cards_get_a_trainer_process_and_a_replica_where_the_configuration_says_so(machine, tmp_path):
+    machine(["6", "7"])
+    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server", "--model.dtype=bfloat16"]
+    keys += [f"--rollout.server_urls={URLS}", "--server.gpus=[0, 1]", "--train.gpus=[0, 1]", "--train.max_gpu_gib=20"]
+    start = up.prepare(TINY, [*keys, "--server.kv_cache_gib=2"], None, resume=False)
+    assert [one.gpus for one in start.servers] == [("6",), ("7",)]
+    assert start.trainer.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert " --num_processes 2 " in start.trainer.text and "ddp.yaml" in start.trainer.text
+    assert "shares GPU 6, 7 with the replicas, which stay in memory" in up.describe(start)
+
+
 def test_an_existing_run_is_refused_before_anything_starts_and_resumed_when_asked(machine, tmp_path):
     machine([])
     keys = [f"--run.output_dir={tmp_path}", "--rollout.backend=server"]

