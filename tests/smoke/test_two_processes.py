@@ -146,12 +146,20 @@ def test_two_processes_share_every_sync_and_get_the_completions_of_their_own_pro
     assert metrics[1]["sync_seconds"]["stage"] > 0
 
 
-def test_a_failed_sync_ends_both_processes(tmp_path, recipe_arguments, tiny_model_dir, replica):
+def test_two_processes_use_two_replicas_and_a_failed_sync_of_one_ends_both(
+    tmp_path, recipe_arguments, tiny_model_dir, replica, request
+):
     run = RunDir(tmp_path / "run")
-    replica.before["activate"] = lambda body: replica.refuses.update(stage=(422, "no room for it"))
-    done = train(recipe_arguments(tiny_model_dir, run.path, server_keys(replica)))
+    other = fake_replica(tiny_model_dir)
+    request.addfinalizer(other.stop)
+    other.before["activate"] = lambda body: other.refuses.update(stage=(422, "no room for it"))
+    keys = server_keys(replica) | {"rollout.server_urls": f"['{replica.url}', '{other.url}']"}
+    done = train(recipe_arguments(tiny_model_dir, run.path, keys))
     assert done.returncode != 0
-    assert f"the replica at {replica.url} did not load adapter version 1: 422 no room for it" in done.stderr
+    (row,) = rows(run, "metrics.jsonl")
+    assert row["step"] == 1 and row["completion_tokens"] == 16 * 24
+    assert [one.calls.count("generate") for one in (replica, other)] == [2, 2], "half of the four groups each"
+    assert f"the replica at {other.url} did not load adapter version 1: 422 no room for it" in done.stderr
     assert done.stderr.count("error: the replica at") == 1, "said once"
 
 
