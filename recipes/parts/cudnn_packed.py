@@ -7,7 +7,7 @@ They are called by way of cuDNN's own Python package, nvidia-cudnn-frontend. tor
 (`aten._cudnn_attention_forward` with cumulative lengths), but torch 2.11 looks for a plan that such a call may share
 and never stores one (MHA.cpp, run_cudnn_SDP_fprop_nestedtensor): each call builds its own, which takes longer than the
 layer. Here a plan is built once for a `Bucket`, into which many rows fall, as in NVIDIA's Transformer Engine:
-sequences are filled up with empty ones to a power of two, the longest is rounded up to one, tokens to multiples of
+sequences are filled up with empty ones and the longest is rounded up to the next `_step`, tokens to multiples of
 4,096.
 """
 
@@ -20,7 +20,7 @@ from recipes.parts.errors import BadInput
 
 LARGEST_HEAD = 128
 OLDEST = 90600  # cuDNN 9.6 knows a log-sum-exp of sequences that lie one after the other, and empty ones
-FEWEST, SHORTEST, TOKENS = 8, 512, 4096  # the smallest bucket: sequences, longest sequence, tokens
+SHORTEST, TOKENS = 512, 4096  # the smallest bucket: longest sequence, tokens
 _OFFSETS = 2**31 - 1  # offsets are int32, in elements
 
 # Names of a graph's tensors.
@@ -64,7 +64,7 @@ def problem(head_dim: int) -> str | None:
 
 def filled_up(lengths: list[int]) -> list[int]:
     """The lengths of sequences, and of empty ones behind them up to a bucket's number."""
-    return lengths + [0] * (_power(len(lengths), FEWEST) - len(lengths))
+    return lengths + [0] * (_step(len(lengths), 1) - len(lengths))
 
 
 def attention(
@@ -131,16 +131,17 @@ def bucket_of(
             f"train.packed_attention is cudnn, and a packed row of {tokens:,} tokens with {heads} heads of {dim} is "
             f"longer than its kernels count ({_OFFSETS // (heads * dim):,}). Lower train.micro_batch_tokens."
         )
-    longest = (_power(one, SHORTEST) for one in (longest_query, longest_key))
+    longest = (_step(one, SHORTEST) for one in (longest_query, longest_key))
     totals = (-(-one // TOKENS) * TOKENS for one in (tokens, len(key)))
     scale = dim**-0.5 if scale is None else scale
     shape = heads, key.shape[1], dim
     return Bucket(len(ends) - 1, *longest, *totals, *shape, query.dtype, causal, scale, query.get_device())
 
 
-def _power(number: int, least: int) -> int:
-    """The next power of two, `least` or more."""
-    return max(least, 1 << (number - 1).bit_length())
+def _step(number: int, least: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ..., `least` or more."""
+    power = 1 << (number - 1).bit_length()
+    return max(least, power * 3 // 4 if power * 3 // 4 >= number else power)
 
 
 def _places(bucket: Bucket, query_ends: torch.Tensor, key_ends: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -8,8 +8,8 @@ base, LoRA of rank 16 on all linear layers in float32, BF16 autocast, full recom
 tokens with 8 completions each, lengths log-normal (median 400, sigma .8), cut at 2,048. `padded` is TRL's own pass
 over all 16 rows at once. Tokens are the real ones of all rows, every prompt 8 times, in all lines, so these compare.
 
-First the attention alone, 32 heads on 8 of 128, in BF16: `flex` and `flash` (`train.packed_attention`) over a packed
-row, with shared prompts and without, against sdpa in float32 with the dense mask, and milliseconds; beside them the
+First the attention alone, 32 heads on 8 of 128, in BF16: `flex`, `flash` and, where it is installed, `cudnn`
+(`train.packed_attention`) over a packed row, with shared prompts and without, against sdpa in float32 with the dense mask, and milliseconds; beside them the
 padded rows by sdpa as transformers calls it. Once more, milliseconds only, with completions of 1,024 tokens each.
 
 Then the model. `first` is the call that compiles, with an empty compile cache; `recompiled` counts graphs compiled
@@ -151,6 +151,13 @@ def make_trainer(in_bf16: bool) -> Any:
     return SimpleNamespace(accelerator=SimpleNamespace(autocast=autocast))
 
 
+def kinds() -> tuple[str, ...]:
+    """Values of `train.packed_attention` that this machine can take."""
+    from recipes.parts.cudnn_packed import problem
+
+    return ("flex", "flash") if problem(DIM) else ("flex", "flash", "cudnn")
+
+
 def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
     """Log-probs and entropies (16, C) of a batch, by the way they are computed."""
     from recipes.parts.packing import packed_logps
@@ -162,7 +169,7 @@ def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
         return lambda data: packed_logps(stub, model, *data, BUDGET, share, True, kind)
 
     found = {"padded": lambda data: padded(stub, model, *data, compute_entropy=True)[:2]}
-    for kind in ("flex", "flash"):
+    for kind in kinds():
         found |= {kind: packed(False, kind), f"{kind}, shared": packed(True, kind)}
     return found
 
@@ -317,9 +324,9 @@ def check_model(model: Any, device: str, rehearse: bool) -> None:
         check_reference(model, name, run, padded, data, noise_off)
     use_recompute(model, load_config(CONFIG, ["--train.recompute=selective"]))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for name in ("flex, shared", "flash, shared"):
-        way = f"{name.split(',')[0]}, selective"
-        check_way(way, model, ways[name], data, others[:1], plain, took, noise, device)
+    for kind in kinds():
+        way = f"{kind}, selective"
+        check_way(way, model, ways[f"{kind}, shared"], data, others[:1], plain, took, noise, device)
 
 
 def time_step(model: Any, run: Callable, data: tuple, device: str) -> tuple[float, float]:
@@ -426,14 +433,16 @@ def main() -> None:
         device = "cpu" if options.rehearse else "cuda"
         torch.manual_seed(0)
         with part("attention"):
-            kinds = ("dense",) if options.rehearse else ("flex", "flash")
+            ways = ("dense",) if options.rehearse else kinds()
+            if not options.rehearse and "cudnn" not in ways:
+                table.append("attention, cudnn: not here")
             data = make_batch(0, options.rehearse, device)
-            for kind in kinds:
+            for kind in ways:
                 for share in (False, True):
                     check_attention(data, kind, share)
-            time_attention("", data, kinds)
+            time_attention("", data, ways)
             each = 64 if options.rehearse else 1024
-            time_attention(f"{each:,} each: ", make_batch(0, options.rehearse, device, each), kinds)
+            time_attention(f"{each:,} each: ", make_batch(0, options.rehearse, device, each), ways)
         with part("model"):
             shape, dtype = (TINY, "float32") if options.rehearse else (SHAPE, "bfloat16")
             check_model(make_model(shape, dtype), device, options.rehearse)
