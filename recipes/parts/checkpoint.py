@@ -30,11 +30,12 @@ def staging_directory(run: RunDir) -> Path:
     return run.checkpoints / ".staging"
 
 
-def commit_checkpoint(run: RunDir, step: int, base_hash: str) -> Path:
-    """Turn the staged `checkpoint-<step>` into `checkpoints/step-<step>` and return it."""
+def commit_checkpoint(run: RunDir, step: int, base_hash: str, **facts: str) -> Path:
+    """Turn the staged `checkpoint-<step>` into `checkpoints/step-<step>` and return it; `facts` go into its manifest.
+    """
     staged = staging_directory(run) / f"checkpoint-{step}"
     (staged / "README.md").unlink(missing_ok=True)
-    write_manifest(staged, "training-state", step=step, base_hash=base_hash)
+    write_manifest(staged, "training-state", step=step, base_hash=base_hash, **facts)
     for file in staged.rglob("*"):
         if file.is_file():
             with open(file, "rb") as handle:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from merge.base import hash_nf4_model, load_nf4, unquantized_config
 from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.quant_format import read_quant_format
 from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
 from recipes.parts.sharding import quant_storage
 
@@ -119,7 +120,8 @@ def set_adapter_dtype(model: "torch.nn.Module", dtype: str) -> None:
 
 
 def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
-    """`BadInput` unless `policy.init_adapter` is a whole adapter of this shape (and of this base, when known)."""
+    """`BadInput` unless `policy.init_adapter` is a whole adapter of this shape (and of this base, when known), trained
+    for no format but `policy.quant_cfg`."""
     directory = config.policy.init_adapter
     if directory is None:
         return
@@ -130,6 +132,13 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
         raise BadInput(
             f"{directory} has {wrong}, the config asks for {wanted}. Set policy.lora_rank, lora_alpha and use_rslora."
         )
+    if (trained := manifest.get("quant_cfg")) is not None:
+        wanted = policy.quant_cfg and read_quant_format(policy.quant_cfg).name
+        if trained != wanted:
+            raise BadInput(
+                f"{directory} was trained for {trained}, policy.quant_cfg says {wanted or 'nothing'}. Set "
+                f"policy.quant_cfg to {trained}, or start from an adapter of plain GRPO."
+            )
     if base_hash is not None and manifest["base_hash"] != base_hash:
         raise BadInput(
             f"{directory} was trained on another base (NF4 hash {manifest['base_hash'][:12]}, this base has "
@@ -161,17 +170,20 @@ def publish_adapter(
 ) -> Path:
     """Write the adapter to `directory` whole or not at all, with its manifest; returns the directory.
 
-    `gathered` are its tensors where the model holds parts of them (`sharding.gather_adapter`).
+    `gathered` are its tensors where the model holds parts of them (`sharding.gather_adapter`). The state of quantized
+    layers goes with it.
     """
     from peft import get_peft_model_state_dict
 
     from merge.base import hash_pairs, hash_tensor
+    from recipes.parts.qat import write_quantizer_state
 
     adapter = model.peft_config["default"]
     tensors = get_peft_model_state_dict(model, state_dict=gathered)
     with publish(directory, overwrite=True) as partial:
         model.save_pretrained(partial, selected_adapters=["default"], state_dict=gathered)
         (partial / "README.md").unlink(missing_ok=True)
+        quantizers = write_quantizer_state(model, partial)
         write_manifest(
             partial,
             "adapter",
@@ -183,6 +195,7 @@ def publish_adapter(
             rslora=adapter.use_rslora,
             targets=sorted(adapter.target_modules),
             tensor_hash=hash_pairs({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
+            **quantizers,
         )
     return directory
 

@@ -42,7 +42,7 @@ from recipes.parts.fake_quant import (
     weight_peak,
 )
 from recipes.parts.linear import Group, Settings, Waiting
-from recipes.parts.quant_format import QuantFormat
+from recipes.parts.quant_format import QuantFormat, check_shapes
 from recipes.parts.recompute import is_answered
 
 STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
@@ -305,7 +305,7 @@ def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
     plain LoRA and for a shape that the format does not divide.
     """
     layers = quantized_layers(model)
-    check_shapes({name: _shape(module) for name, module in layers.items()}, fmt)
+    check_shapes(fmt, {plain_name(name): _shape(module) for name, module in layers.items()})
     quantizers = Quantizers(fmt)
     for name, module in layers.items():
         if hasattr(module, "lora_A"):
@@ -341,21 +341,6 @@ def _is_4bit(layer: torch.nn.Module) -> bool:
 def _shape(module: torch.nn.Module) -> tuple[int, int]:
     layer = getattr(module, "base_layer", module)
     return layer.out_features, layer.in_features
-
-
-def check_shapes(shapes: dict[str, tuple[int, int]], fmt: QuantFormat) -> None:
-    """`BadInput` when a layer's (outputs, inputs) are no whole blocks of the format's weights or activations."""
-    rows, columns = (size or 1 for size in fmt.weight.block)
-    if fmt.activation is not None and fmt.activation.per == "block":
-        columns = max(columns, fmt.activation.group)
-    odd = {name: shape for name, shape in shapes.items() if shape[0] % rows or shape[1] % columns}
-    if odd:
-        name, (outputs, inputs) = next(iter(odd.items()))
-        raise BadInput(
-            f"policy.quant_cfg: {fmt.name} needs whole blocks of {rows} outputs x {columns} inputs, and {len(odd)} of "
-            f"{len(shapes)} layers do not have them (first: {plain_name(name)}, {outputs} x {inputs}). Use fp8, which "
-            "has no such limit."
-        )
 
 
 def _make_groups(model: torch.nn.Module) -> None:
@@ -470,3 +455,11 @@ def read_quantizer_state(directory: Path) -> tuple[str | None, dict[str, torch.T
             return (file.metadata() or {}).get("quant_cfg"), state
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{directory} has no quantizer state that can be read: {error}.") from None
+
+
+def restore_quantizers(model: torch.nn.Module, directory: str | Path) -> None:
+    """Set the input ranges that were written into `directory`; `BadInput` when they are of another format."""
+    name, state = read_quantizer_state(Path(directory))
+    if name != (fmt := quantizers_of(model).fmt).name:
+        raise BadInput(f"{directory} was written for format {name}, this policy computes in {fmt.name}.")
+    load_quantizer_state(model, state)

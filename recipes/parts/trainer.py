@@ -41,6 +41,15 @@ from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.packed_attention import use_packed_attention
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
+from recipes.parts.qat import (
+    forget_peaks,
+    keeping_weights,
+    quantizers_of,
+    restore_quantizers,
+    use_quantized_linears,
+    write_quantizer_state,
+)
+from recipes.parts.quant_format import read_quant_format
 from recipes.parts.recompute import use_recompute
 from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
@@ -179,6 +188,13 @@ class FiniteGradients(TrainerCallback):
             )
 
 
+class NewWeights(TrainerCallback):
+    """Tells quantized layers of every update: DeepSpeed and 8-bit optimizers write past a tensor's version."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        forget_peaks(model)
+
+
 class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
@@ -211,6 +227,9 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
             load_adapter_weights(self.model, config.policy.init_adapter)
         if config.policy.compute != "plain":
             use_fused_linears(self.model, config.policy.compute)
+        if config.policy.quant_cfg is not None:
+            use_quantized_linears(self.model, read_quant_format(config.policy.quant_cfg))
+            self.add_callback(NewWeights())
         use_kernels(self.model, config)
         use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
@@ -261,6 +280,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         # peft casts what it loads to float32.
         set_adapter_dtype(self.model, self.config.policy.adapter_dtype)
+        if self.config.policy.quant_cfg is not None:
+            restore_quantizers(self.model, resume_from_checkpoint)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._step_started is None:
@@ -280,7 +301,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         return output
 
     def _generate(self, prompts: list) -> tuple:
-        with self.timed("rollout"):
+        with self.timed("rollout"), self._keeping_weights():
             output = super()._generate(prompts)
         prompt_ids, completion_ids = output[0], output[1]
         made = torch.tensor([sum(map(len, completion_ids)), sum(map(len, prompt_ids))], device=self.accelerator.device)
@@ -294,13 +315,16 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         return output
 
     def _measure_heldout(self) -> None:
-        with self.timed("heldout"):
+        with self.timed("heldout"), self._keeping_weights():
             accuracy = self.heldout.measure(self)
         self._sampler["heldout_accuracy"] = accuracy
         if accuracy is not None:  # for the trackers
             self._metrics["train"]["heldout_accuracy"].append(accuracy)
         self._peak["heldout"] = _peak_gib()
         _reset_peak()
+
+    def _keeping_weights(self) -> contextlib.AbstractContextManager:
+        return keeping_weights(self.model) if self.rollout is None else contextlib.nullcontext()
 
     def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
         if self.rollout is None:
@@ -360,6 +384,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
             },
             **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy")),
             **self._sampler,
+            **(quantizers.watched() if (quantizers := quantizers_of(self.model)) else {}),
             "completion_tokens": int(counts["completion_tokens"]),
             "rollout_tokens_per_s": counts["completion_tokens"] / generation_s if generation_s else None,
             "update_tokens_per_s": counts["tokens"] / seconds["update"] if counts["tokens"] else None,
@@ -399,7 +424,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
             adapter = gather_adapter(policy) if self.sharding else None
             if self.accelerator.is_main_process:
                 publish_adapter(policy, self.run.adapter_dir(step), step, self.base_hash, adapter)
-                commit_checkpoint(self.run, step, self.base_hash)
+                state = write_quantizer_state(policy, staging_directory(self.run) / f"checkpoint-{step}")
+                commit_checkpoint(self.run, step, self.base_hash, **state)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:
             if not is_disk_error(error):
