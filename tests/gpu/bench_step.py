@@ -318,6 +318,9 @@ def compare(bench: Bench) -> int:
             for load in options.loads:
                 bench.run("stock", load)
             if number == options.rounds - 1:
+                if "ours" in bench.servers:
+                    with bench.going_on("ours"):
+                        bench.wait_ours()  # what it takes is told by what the card has more
                 bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
         for load in options.loads:
             for variant in options.variants:
