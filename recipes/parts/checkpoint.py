@@ -31,8 +31,7 @@ def staging_directory(run: RunDir) -> Path:
 
 
 def commit_checkpoint(run: RunDir, step: int, base_hash: str, **facts: str) -> Path:
-    """Turn the staged `checkpoint-<step>` into `checkpoints/step-<step>` and return it; `facts` go into its manifest.
-    """
+    """Turn the staged `checkpoint-<step>` into `checkpoints/step-<step>`, with `facts` in its manifest; return it."""
     staged = staging_directory(run) / f"checkpoint-{step}"
     (staged / "README.md").unlink(missing_ok=True)
     write_manifest(staged, "training-state", step=step, base_hash=base_hash, **facts)

@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 from recipes.parts import overlap, recompute, sharding
 from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
+from recipes.parts.quant_format import problems as quantization_problems
+from recipes.parts.quant_format import read_quant_format
 from recipes.parts.replica import SERVED_RANKS
-from recipes.parts.rundir import RunDir, read_json
+from recipes.parts.rundir import RunDir, read_json, read_manifest
 
 # Fields of trl's GRPOConfig, passed on by train.trl, that split the base over processes.
 SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
@@ -66,6 +68,7 @@ def check_config(config: Config, processes: int) -> None:
         *recompute.problems(config, sharding.announced()),
         *_parallelism(config),
         *_compute(config),
+        *quantization_problems(config),
         *_micro_batches(config),
     ]
     if problems:
@@ -333,17 +336,25 @@ def _micro_batches(config: Config) -> list[str]:
 
 def _compute(config: Config) -> list[str]:
     policy, found = config.policy, []
-    if policy.compute == "plain":
+    key, value, off = "policy.compute", policy.compute, "plain"
+    if policy.quant_cfg is not None:
+        key, value, off = "policy.quant_cfg", policy.quant_cfg, "null"
+        if policy.compute != "plain":
+            found.append(
+                f"policy.compute is {policy.compute} with policy.quant_cfg {value}: layers that compute with a "
+                "format's weights have products of their own. Set policy.compute to plain."
+            )
+    elif value == off:
         return found
     if policy.lora_dropout:
         found.append(
-            f"policy.lora_dropout ({policy.lora_dropout}) with policy.compute {policy.compute}: its backward pass "
-            "keeps the input of a layer and no mask of it. Set policy.lora_dropout to 0, or policy.compute to plain."
+            f"policy.lora_dropout ({policy.lora_dropout}) with {key} {value}: its backward pass keeps the input of a "
+            f"layer and no mask of it. Set policy.lora_dropout to 0, or {key} to {off}."
         )
     if kind := sharding.announced():
         found.append(
-            f"policy.compute is {policy.compute} under {kind}, which leaves each process a part of the packed weights "
-            "that it multiplies with. Use plain, or accelerate_configs/ddp.yaml."
+            f"{key} is {value} under {kind}, which leaves each process a part of the packed weights that it "
+            f"multiplies with. Use {off}, or accelerate_configs/ddp.yaml."
         )
     return found
 
@@ -444,7 +455,10 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
             f"--resume: {run.path} was started with other settings: {'; '.join(changed[:5])}. Resume with the same "
             "config (saving, watch, eval, server addresses and limits may change), or start another run."
         )
-    run.newest_checkpoint()
+    trained = read_manifest(run.newest_checkpoint()).get("quant_cfg")
+    wanted = config.policy.quant_cfg and read_quant_format(config.policy.quant_cfg).name
+    if trained != wanted:  # a YAML of the same name with another content
+        raise BadInput(f"--resume: {run.path} was trained for {trained}, policy.quant_cfg is {wanted} now.")
     return run
 
 
