@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.quantized_fold import QUANT_CFG
 from recipes.parts import lora
 
 NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
@@ -21,12 +22,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """The header of an adapter: `shapes` {tensor name: shape}, `dtypes` {tensor name: safetensors type}."""
+    """The header of an adapter: `shapes` {tensor name: shape}, `dtypes` {tensor name: safetensors type}; `quant_cfg`
+    is the format that it was trained in, as far as the file says."""
 
     directory: Path
     config: dict
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
+    quant_cfg: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ _SHARE = "share the run directory with it under the same path, or set rollout.tr
 def read_adapter(directory: Path) -> AdapterFile:
     """Header and configuration of a peft adapter directory; `Refused` when one is missing or broken."""
     directory = Path(directory)
-    header, _ = read_header(directory / "adapter_model.safetensors")
+    header, metadata = read_header(directory / "adapter_model.safetensors")
     try:
         config = json.loads((directory / "adapter_config.json").read_text())
         if not isinstance(config, dict):
@@ -82,7 +85,8 @@ def read_adapter(directory: Path) -> AdapterFile:
     except (OSError, ValueError) as error:
         raise Refused(f"{directory}/adapter_config.json cannot be read: {error}. Write the adapter again.") from None
     shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-    return AdapterFile(directory, config, shapes, {name: entry["dtype"] for name, entry in header.items()})
+    dtypes = {name: entry["dtype"] for name, entry in header.items()}
+    return AdapterFile(directory, config, shapes, dtypes, metadata.get(QUANT_CFG))
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
@@ -99,9 +103,16 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def check(adapter: AdapterFile, room: Room) -> None:
-    """`Refused`, with every reason at once, when `adapter` is not a plain LoRA that fits into `room`."""
+def check(adapter: AdapterFile, room: Room, quant_cfg: str | None = None) -> None:
+    """`Refused`, with every reason at once, when `adapter` is not a plain LoRA that fits into `room`, or was trained
+    in another format than the server's `quant_cfg`."""
     reasons = [*_configured(adapter.config, room), *_tensors(adapter, room)]
+    if adapter.quant_cfg != quant_cfg:
+        trained, served = (name or "the unquantized policy" for name in (adapter.quant_cfg, quant_cfg))
+        reasons.append(
+            f"it was trained as {trained}, this server samples from {served}: start the server with the run's "
+            "configuration"
+        )
     if reasons:
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise Refused(f"{adapter.directory} cannot be served: {'; '.join(reasons[:3])}{more}.")

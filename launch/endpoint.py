@@ -60,7 +60,7 @@ def attach(app: Any) -> None:
     routes = Routes(app)
     for method, action in (
         ("GET", "info"),
-        *(("POST", name) for name in ("generate", "score", "stage", "activate", "discard", "sleep", "wake")),
+        *(("POST", name) for name in ("generate", "score", "stage", "activate", "discard", "noise", "sleep", "wake")),
     ):
         app.router.add_route(f"{PREFIX}/{action}", routes.handler(action), methods=[method])
 
@@ -118,6 +118,7 @@ class Routes:
             "model": str(config.model_config.model),
             "base_hash": versions.base_hash,
             "weights": config.model_config.quantization or unquantized(config.model_config.dtype),
+            "quant_cfg": versions.quant_cfg,
             "kv_cache": str(config.cache_config.cache_dtype),
             "logprobs_mode": str(config.model_config.logprobs_mode),
             "max_model_len": config.model_config.max_model_len,
@@ -130,6 +131,7 @@ class Routes:
             "max_lora_rank": versions.max_lora_rank,
             "modules": modules,
             "served": served and {"way": served.way, "session": served.session, "version": served.version},
+            "noise": versions.noise,
             "damaged": versions.damaged,
             "sleep_enabled": bool(config.model_config.enable_sleep_mode),
             "asleep": await versions.is_asleep(),
@@ -248,7 +250,7 @@ class Routes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # POST /v1/rollout/stage, activate, discard, sleep, wake
+    # POST /v1/rollout/stage, activate, discard, noise, sleep, wake
 
     async def stage(self, request: Any) -> dict:
         """Load an adapter version from a directory or from the body, without serving it."""
@@ -291,6 +293,16 @@ class Routes:
         """Forget a staged version."""
         await self.versions.discard(*named_version(await read_object(request)))
         return {}
+
+    async def noise(self, request: Any) -> dict:
+        """Noise on the norms of the served version, until another is activated."""
+        body = await read_object(request)
+        sigma, seed = body.get("sigma"), body.get("seed")
+        if isinstance(sigma, bool) or not isinstance(sigma, int | float) or not 0 <= sigma < 1:
+            raise Problem(400, f"sigma must be a number from 0 to below 1, it is {sigma!r:.60}.")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise Problem(400, f"seed must be a whole number, it is {seed!r:.60}.")
+        return {"seconds": await self.versions.set_noise(*named_version(body), float(sigma), seed)}
 
     async def sleep(self, request: Any) -> dict:
         """Free the GPU memory."""

@@ -3,7 +3,8 @@
 Loaded with `--worker-extension-cls launch.remerge.Remerge`. Every worker keeps an NF4 copy of its shard of the linear
 layers (from `nf4/` of the base directory). A sync makes dequantize(NF4) + s·B·A, rounds it once to the model's dtype
 and puts it through the quantization that vLLM itself applies when it loads a checkpoint, so that the served weights
-are those of a fresh load of the merged checkpoint. Parameters keep their addresses: CUDA graphs stay valid.
+are those of a fresh load of the merged checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With
+server.quant_cfg they are those that a reader of the exported checkpoint computes with (`quantized_fold.py`).
 
 Covers: fused layers (qkv, gate_up), tensor parallelism, the online FP8 quantizations, BF16, the NF4 copy in GPU or
 pinned host memory. Not covered: experts, embeddings and the output layer, pipeline parallelism, DoRA, vLLM's Marlin
@@ -19,7 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch import quantized_fold
 from recipes.parts import lora
+from recipes.parts.noise import Noise, NoisyNorms
+from recipes.parts.quant_format import QuantFormat
 
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
@@ -55,14 +59,25 @@ class Linear:
 
 
 @dataclass
+class Staged:
+    """An adapter's factors by layer, as `read_adapter` makes them, and the largest |input| of layers, from calibration
+    (formats with static activations)."""
+
+    factors: dict[str, tuple]
+    input_peaks: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class State:
     """What the extension keeps on a worker between calls."""
 
     linears: list[Linear]
     dtype: Any  # what NF4 dequantizes to
     code: Any  # the 16 values of NF4
-    staged: dict[str, dict] = field(default_factory=dict)
+    format: QuantFormat | None = None
+    staged: dict[str, Staged] = field(default_factory=dict)
     active: str | None = None
+    norms: NoisyNorms | None = None  # once there was noise
 
 
 class Remerge:
@@ -81,7 +96,8 @@ class Remerge:
         return {"modules": modules, "ready": hasattr(self, "_remerge"), "why": why}
 
     def remerge_setup(self, base_dir: str, copy: str) -> dict:
-        """Read this worker's shard of the NF4 copy; `copy` is where it stays, gpu or host."""
+        """Read this worker's shard of the NF4 copy; `copy` is where it stays, gpu or host. With a quantization format
+        the base is then served in it; no request may be under way."""
         import torch
 
         started = time.perf_counter()
@@ -92,7 +108,15 @@ class Remerge:
             dtype = read_copy(Path(base_dir) / "nf4", linears, self.device, copy)
         except Exception as error:
             return {"error": f"the NF4 copy in {base_dir} cannot be used: {type(error).__name__}: {error}"}
-        self._remerge = State(linears, dtype, nf4_code(self.device))
+        state = State(linears, dtype, nf4_code(self.device))
+        try:
+            state.format = quantized_fold.format_of(self.vllm_config)
+            if state.format is not None:
+                quantized_fold.check(linears, state.format)
+                _write_weights(self, state, Staged({}))
+        except Exception as error:
+            return {"error": f"the base cannot be quantized: {type(error).__name__}: {error}"}
+        self._remerge = state
         _synchronize(torch, self.device)
         size = sum(linear.packed.nbytes + linear.absmax.nbytes for linear in linears)
         return {"linears": len(linears), "gib": size / 2**30, "seconds": time.perf_counter() - started}
@@ -101,15 +125,19 @@ class Remerge:
         """Read this worker's shard of an adapter and check that every tensor has its place."""
         if not hasattr(self, "_remerge"):
             return {"error": "remerge_setup was not called"}
+        state = self._remerge
         try:
-            adapter = read_adapter(Path(path), self._remerge.linears, self.device)
+            adapter = Staged(read_adapter(Path(path), state.linears, self.device))
+            if state.format is not None and state.format.needs_calibration:
+                adapter.input_peaks = quantized_fold.read_input_peaks(Path(path), state.linears)
         except Exception as error:
             return {"error": f"the adapter in {path} cannot be folded in: {type(error).__name__}: {error}"}
-        self._remerge.staged[key] = adapter
-        return {"tensors": 2 * len(adapter)}
+        state.staged[key] = adapter
+        return {"tensors": 2 * len(adapter.factors)}
 
     def remerge_activate(self, key: str) -> dict:
-        """Recompute every linear layer with a staged adapter, in place. No request may be under way."""
+        """Recompute every linear layer with a staged adapter, in place, and take noise off. No request may be under
+        way."""
         import torch
 
         state = getattr(self, "_remerge", None)
@@ -117,14 +145,29 @@ class Remerge:
             return {"error": f"no adapter is staged as {key}"}
         started = time.perf_counter()
         try:
-            with torch.inference_mode(), _vllm_context(self):
-                for linear, weight in merged_weights(state, state.staged[key], self.device):
-                    write_weight(linear.layer, weight.to(self.model_config.dtype))
+            if state.norms is not None:
+                state.norms.set(None)
+            _write_weights(self, state, state.staged[key])
             _synchronize(torch, self.device)
         except Exception as error:
             return {"error": f"folding {key} in failed: {type(error).__name__}: {error}"}
         state.active = key
         return {"linears": len(state.linears), "seconds": time.perf_counter() - started}
+
+    def remerge_noise(self, sigma: float, seed: int) -> dict:
+        """Noise of this draw on the norms' own scales, in place; 0 takes it off. No request may be under way."""
+        import torch
+
+        state = getattr(self, "_remerge", None)
+        if state is None:
+            return {"error": "remerge_setup was not called"}
+        try:
+            with torch.inference_mode():
+                state.norms = state.norms or NoisyNorms(self.model_runner.model)
+                state.norms.set(Noise(sigma, seed))
+        except Exception as error:
+            return {"error": f"noise on the norms failed: {type(error).__name__}: {error}"}
+        return {"norms": len(state.norms.weights)}
 
     def remerge_discard(self, key: str) -> dict:
         """Forget a staged adapter; the weights stay as they are."""
@@ -310,6 +353,20 @@ def _host_buffer(size: int, device: Any) -> Any:
     if len(_pinned) == 0 or len(_pinned[0]) < size:
         _pinned[:] = [torch.empty(size, dtype=torch.uint8, pin_memory=True)]
     return _pinned[0][:size]
+
+
+def _write_weights(worker: Any, state: State, adapter: Staged) -> None:
+    """Every linear layer of a worker with an adapter, in place."""
+    import torch
+
+    dtype = worker.model_config.dtype
+    with torch.inference_mode(), _vllm_context(worker):
+        for linear, weight in merged_weights(state, adapter.factors, worker.device):
+            if state.format is None:
+                write_weight(linear.layer, weight.to(dtype))
+            else:
+                write_weight(linear.layer, quantized_fold.quantized(linear, weight, state.format, dtype))
+                quantized_fold.set_input_peak(linear, adapter.input_peaks)
 
 
 def merged_weights(state: State, adapter: dict[str, tuple], device: Any) -> Iterator[tuple[Linear, Any]]:

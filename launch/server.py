@@ -23,6 +23,7 @@ from launch.vllm_command import Installed, Plan, check_base, check_ports, gpu_gi
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
 from recipes.parts.rundir import base_directory, read_json, write_json
+from recipes.parts.served_format import served_format
 
 ACTIONS = ("start", "stop", "canary")
 
@@ -115,8 +116,10 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
     """What will be served, where, and the same as one line of TRL's own command."""
     server, directory = config.server, base_directory(config)
     way = f"remerge (NF4 copy on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
+    fmt = served_format(config)
+    held = f"{server.weights}, quantized to {fmt.name}" if fmt else server.weights
     print(
-        f"vLLM {vllm.version}: {directory} (NF4 base {str(manifest.get('base_hash'))[:12]}) as {server.weights}, "
+        f"vLLM {vllm.version}: {directory} (NF4 base {str(manifest.get('base_hash'))[:12]}) as {held}, "
         f"KV cache {server.kv_cache}, sync by {way}"
     )
     for plan in found:
@@ -153,6 +156,9 @@ def differences(config: Config, manifest: dict, info: dict) -> list[str]:
         weights = config.model.dtype  # bf16 stands for weights without quantization
     if info["weights"] != weights:
         found.append(f"its weights are {info['weights']}, server.weights and model.dtype say {weights}")
+    fmt = served_format(config)
+    if info.get("quant_cfg") != (fmt and fmt.name):
+        found.append(f"it computes in {info.get('quant_cfg')}, policy.quant_cfg says {fmt and fmt.name}")
     return found
 
 

@@ -19,8 +19,11 @@ from typing import Any
 
 from launch.adapter_file import AdapterFile, Refused, Room, check, checkpoint_shapes, read_adapter
 from launch.private_files import PrivateFiles
+from launch.quantized_fold import QUANT_CFG
+from recipes.parts.quant_format import FORMATS
 
 REMERGE = "launch.remerge.Remerge"
+QUANTIZED_INPUTS = "launch.quantized_inputs.RemergeQuantizedInputs"  # remerge too, for formats with static activations
 NF4_COPY = "GRPO_KIT_NF4_COPY"  # environment variable of the server: one of COPIES
 COPIES = ("gpu", "host")
 WORKER_S, SETUP_S = 120.0, 1800.0  # longest wait for the workers; setting up reads the whole NF4 copy
@@ -74,10 +77,19 @@ class Versions:
         self._lock = asyncio.Lock()
         self._names: Counter[str] = Counter()
         self._folded = False  # whether the weights ever were anything but the base
+        self.noise: dict[str, float] | None = None  # on the norms of what is served
+        self.quant_cfg = (getattr(engine.vllm_config, "additional_config", None) or {}).get(QUANT_CFG)
+        self._is_in_format = self.quant_cfg is None  # vLLM loads the base unquantized
         self._setup: asyncio.Task | None = None
         self.shapes = checkpoint_shapes(base_dir) if base_dir.is_dir() else {}
 
     # What the server can do ------------------------------------------------------------------------------------
+
+    @property
+    def extension(self) -> str:
+        """The worker extension that remerge needs here."""
+        fmt = FORMATS.get(self.quant_cfg)
+        return QUANTIZED_INPUTS if fmt is not None and fmt.needs_calibration else REMERGE
 
     @property
     def max_lora_rank(self) -> int | None:
@@ -102,6 +114,8 @@ class Versions:
         """What an adapter may be to be served this way; `Problem` says why none can be."""
         if way == "remerge":
             return Room(frozenset(await self._remerge_modules()), self.shapes, None, takes_patterns=True)
+        if self.quant_cfg is not None:
+            raise Problem(400, f"it computes in {self.quant_cfg}, an unmerged adapter would not be quantized with it")
         if self.max_lora_rank is None:
             raise Problem(400, "the server was started without --enable-lora and --max-lora-rank")
         # vLLM computes the LoRA of these layers only and says nothing about others that an adapter has.
@@ -111,8 +125,8 @@ class Versions:
 
     async def _remerge_modules(self) -> list[str]:
         """The layers that the workers can recompute; `Problem` says why they cannot."""
-        if getattr(self.engine.vllm_config.parallel_config, "worker_extension_cls", "") != REMERGE:
-            raise Problem(400, f"the server was started without --worker-extension-cls {REMERGE}")
+        if getattr(self.engine.vllm_config.parallel_config, "worker_extension_cls", "") != self.extension:
+            raise Problem(400, f"the server was started without --worker-extension-cls {self.extension}")
         if not (self.base_dir / "nf4" / "index.json").is_file():
             raise Problem(
                 400, f"{self.base_dir} has no NF4 copy (nf4/index.json). Write it again with python -m merge base"
@@ -127,7 +141,12 @@ class Versions:
             described = await self._workers("remerge_describe")
             if why := next((answer["why"] for answer in described if answer.get("why")), None):
                 raise Problem(500, why)
-            await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy, limit_s=SETUP_S)
+            if self._is_in_format:
+                await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy, limit_s=SETUP_S)
+            else:
+                async with self._while_paused({}):
+                    await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy, limit_s=SETUP_S)
+                self._is_in_format = True
         except Exception as error:
             raise Problem(500, f"the workers cannot fold adapters in: {error}") from None
         return described[0]["modules"]
@@ -241,7 +260,7 @@ class Versions:
     def _check_adapter(self, directory: Path, room: Room) -> AdapterFile:
         try:
             adapter = read_adapter(directory)
-            check(adapter, room)
+            check(adapter, room, self.quant_cfg)
         except Refused as error:
             raise Problem(422, str(error)) from None
         return adapter
@@ -264,13 +283,20 @@ class Versions:
     async def _fold_in(self, entry: Version) -> dict[str, float]:
         """Recompute the workers' weights while nothing is generated and nothing is cached."""
         seconds: dict[str, float] = {}
+        async with self._while_paused(seconds):
+            with _timed(seconds, "remerge"):
+                await self._recompute(entry)
+        return seconds
+
+    @contextlib.asynccontextmanager
+    async def _while_paused(self, seconds: dict[str, float]) -> Any:
+        """Nothing is generated and nothing is cached inside the block; a server that cannot go on is damaged."""
         self.epoch += 1
         try:
             with _timed(seconds, "pause"):
                 # engine.pause_generation would sleep for 20 ms more, "not required for correctness".
                 await self.engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-            with _timed(seconds, "remerge"):
-                await self._recompute(entry)
+            yield
         finally:
             with _timed(seconds, "resume"), contextlib.suppress(Exception), self._damaged_by("resuming generation"):
                 await self.engine.resume_generation()
@@ -278,10 +304,25 @@ class Versions:
             # runs on the new weights.
             self.epoch += 1
         self._check_usable()
-        return seconds
+
+    async def set_noise(self, session: str, version: int, sigma: float, seed: int) -> dict[str, float]:
+        """Noise on the served version's norms, of this draw; 0 takes it off, as another version does. Returns seconds
+        by part."""
+        async with self._lock:
+            self._check_usable()
+            served = self.serving(session, version)
+            if served.way != "remerge":
+                raise Problem(400, f"{served.name} is served by {served.way}: only remerge puts noise on the norms.")
+            seconds: dict[str, float] = {}
+            async with self._while_paused(seconds):
+                with _timed(seconds, "noise"):
+                    await self._workers("remerge_noise", sigma, seed)
+                await self._reset_prefix_cache()
+            self.noise = {"sigma": sigma, "seed": seed} if sigma else None
+            return seconds
 
     async def _recompute(self, entry: Version) -> None:
-        self._folded = True
+        self._folded, self.noise = True, None
         try:
             await self._workers("remerge_activate", entry.name)
         except BaseException as error:
@@ -397,6 +438,10 @@ class Versions:
     def serving(self, session: str | None, version: int | None, may_be_base: bool = False) -> Version | None:
         """The version that a request names, None for the base; `Problem` when it is not what is served."""
         self._check_usable()
+        if not self._is_in_format:
+            raise Problem(
+                503, f"the base is not in {self.quant_cfg} yet: ask GET /v1/rollout/info first, which sees to it."
+            )
         served = self.served
         asked = None if session is None and version is None else (session, version)
         if asked == (served.key if served else None):

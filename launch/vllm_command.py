@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from launch.versions import NF4_COPY, REMERGE
+from launch.quantized_fold import QUANT_CFG
+from launch.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
+from recipes.parts import quant_format, served_format
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
 from recipes.parts.replica import SERVED_RANKS, VLLM_BELOW, VLLM_FROM, is_tested_vllm
@@ -218,7 +220,8 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
 
     `gpus` are those that CUDA shows and `card_gib` is the memory of one, None when unknown.
     """
-    problems = [*_unservable(config, vllm), *_flags(config)]
+    formats = [*quant_format.problems(config), *served_format.problems(config)]
+    problems = [*formats, *_unservable(config, vllm), *_flags(config)]
     memory, found = _memory(config, vllm, card_gib)
     problems += found
     places, found = _places(config)
@@ -278,6 +281,9 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         # Without it vLLM gives the embeddings and the output layer slots too, which every step then computes.
         if targets := _targets(config):
             options["lora_target_modules"] = targets
+    elif fmt := served_format.served_format(config):
+        options["worker_extension_cls"] = QUANTIZED_INPUTS if fmt.needs_calibration else REMERGE
+        options["additional_config"] = {QUANT_CFG: fmt.name}
     else:
         options["worker_extension_cls"] = REMERGE
     return options | {
@@ -374,6 +380,10 @@ def _flags(config: Config) -> list[str]:
         name = str(key).replace("-", "_").partition(".")[0].removeprefix("no_")
         if name in OWN_FLAGS:
             found.append(f"server.vllm names {key}, which {OWN_FLAGS[name]} decides. Set it there.")
+        elif name == "additional_config" and config.policy.quant_cfg:
+            found.append(
+                f"server.vllm names {key}, which tells the workers the format of policy.quant_cfg. Remove it."
+            )
         elif name in NOT_SERVED:
             found.append(f"server.vllm names {key}: {NOT_SERVED[name]}. Remove it.")
     return found

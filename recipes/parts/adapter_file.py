@@ -26,8 +26,10 @@ class AdapterFile:
     """Writes the adapter of one model again and again; names, order and header never change, so they are made once.
 
     The file's safetensors metadata holds the text of adapter_config.json under `adapter_config`, so that it is enough
-    by itself when it travels in an HTTP body. `gathered` are the adapter's tensors where the model holds parts of them
-    (`sharding.gather_adapter`): as they are now, so each version then takes a new object.
+    by itself when it travels in an HTTP body. With a quantization format its name is there too, under `quant_cfg`, and
+    under `input_peaks` the largest |input| of each layer, {name: value} as JSON, which calibration set for good.
+    `gathered` are the adapter's tensors where the model holds parts of them (`sharding.gather_adapter`): as they are
+    now, so each version then takes a new object.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class AdapterFile:
         dtype: "torch.dtype",
         base_hash: str,
         gathered: "dict[str, torch.Tensor] | None" = None,
+        quant_cfg: str | None = None,
+        input_peaks: dict[str, float] | None = None,
     ):
         from peft import get_peft_model_state_dict
 
@@ -51,7 +55,10 @@ class AdapterFile:
         self.config = _config_text(model.peft_config["default"])
         self.rank = model.peft_config["default"].r
         self.targets = sorted({name.rsplit(".lora_", 1)[0].split(".")[-1] for name in named})
-        self.header = _header({name: parameter.shape for name, parameter in named.items()}, dtype, self.config)
+        metadata = {"format": "pt", "adapter_config": self.config}
+        if quant_cfg is not None:
+            metadata |= {"quant_cfg": quant_cfg, "input_peaks": json.dumps(input_peaks or {})}
+        self.header = _header({name: parameter.shape for name, parameter in named.items()}, dtype, metadata)
         self._host: torch.Tensor | None = None
 
     def write(self, directory: Path, version: int) -> Path:
@@ -108,9 +115,9 @@ def _config_text(config: Any) -> str:
         return (Path(folder) / CONFIG).read_text()
 
 
-def _header(shapes: dict[str, Any], dtype: "torch.dtype", config: str) -> bytes:
+def _header(shapes: dict[str, Any], dtype: "torch.dtype", metadata: dict[str, str]) -> bytes:
     """The safetensors header: its length as 8 bytes, then JSON padded so that the data is aligned to 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "adapter_config": config}}
+    entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, shape in shapes.items():
         end = offset + shape.numel() * dtype.itemsize

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from recipes.parts import overlap, recompute, sharding
+from recipes.parts import noise, overlap, quant_format, recompute, served_format, sharding
 from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.quant_format import problems as quantization_problems
@@ -65,6 +65,9 @@ def check_config(config: Config, processes: int) -> None:
         *_lists(config),
         *_servers(config),
         *overlap.problems(config),
+        *quant_format.problems(config),
+        *served_format.problems(config),
+        *noise.problems(config, sharding.announced()),
         *recompute.problems(config, sharding.announced()),
         *_parallelism(config),
         *_compute(config),
@@ -448,6 +451,8 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
     steps = before["config"]["train"]["max_steps"]
     if config.train.max_steps != steps and not config.train.lr_scheduler.startswith("constant"):
         changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the whole schedule")
+    elif config.train.max_steps != steps and config.policy.quant_noise_start:
+        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the noise's stages")
     if before.get("processes", processes) != processes:
         changed.append(f"the number of trainer processes was {before['processes']}, is {processes}")
     if changed:

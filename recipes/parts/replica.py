@@ -197,6 +197,11 @@ class Replica:
         # Short: the end of a run waits for it, also when the replica hangs.
         self._ask("POST", "discard", body=body, timeout_s=min(DISCARD_TIMEOUT_S, self.timeout_s))
 
+    def noise(self, session: str, version: int, sigma: float, seed: int) -> dict:
+        """Noise on the norms of the served version until another is activated; the replica's seconds by part."""
+        body = {"session": session, "version": version, "sigma": sigma, "seed": seed}
+        return self._ask("POST", "noise", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
+
     def sleep(self) -> float:
         """Give the GPU memory back until `wake`; seconds."""
         return self._ask("POST", "sleep", timeout_s=self.change_timeout_s).get("seconds", 0.0)

@@ -16,6 +16,7 @@ from recipes.parts.adapter_file import AdapterFile
 from recipes.parts.config import Config
 from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
 from recipes.parts.errors import BadInput, CheckFailed, KitError
+from recipes.parts.noise import facts, noise_of
 from recipes.parts.overlap import Ahead
 from recipes.parts.replica import (
     PROTOCOL,
@@ -29,6 +30,7 @@ from recipes.parts.replica import (
 )
 from recipes.parts.rundir import RunDir, base_directory, read_json
 from recipes.parts.scorer import CanaryScorer
+from recipes.parts.served_format import served_format
 from recipes.parts.sharding import gather_adapter
 from recipes.parts.sync import START, AdapterSync, restart_hint, start_hint
 
@@ -161,6 +163,12 @@ class ServerRollout:
     def _other_settings(self, info: dict) -> list[str]:
         """What of the `server` group a replica was started with differently: by hand, or before the YAML changed."""
         found, server = [], self.config.server
+        fmt = served_format(self.config)
+        if (computes := info.get("quant_cfg")) != (fmt and fmt.name):
+            found.append(
+                f"it computes in {computes or 'unquantized weights'}, policy.quant_cfg says "
+                f"{fmt.name if fmt else 'nothing'}. Restart it with this config ({START})."
+            )
         held = {key: info[key] for key in ("weights", "kv_cache", "tensor_parallel")}
         # Other names that vLLM has for the same.
         held["kv_cache"] = {"fp8_e4m3": "fp8", "bfloat16": "auto"}.get(info["kv_cache"], info["kv_cache"])
@@ -378,7 +386,14 @@ class ServerRollout:
         import torch
 
         model, dtype = trainer.accelerator.unwrap_model(trainer.model), getattr(torch, self.config.model.dtype)
-        return AdapterFile(model, dtype, trainer.base_hash, gathered)
+        if (fmt := served_format(self.config)) is None:
+            return AdapterFile(model, dtype, trainer.base_hash, gathered)
+        from recipes.parts.qat import AMAX, quantizer_state
+
+        # The quantized weight is that of the factors as they are trained, which is also what merging takes.
+        dtype = getattr(torch, self.config.policy.adapter_dtype)
+        peaks = {name.removesuffix(AMAX): peak.item() for name, peak in quantizer_state(model).items()}
+        return AdapterFile(model, dtype, trainer.base_hash, gathered, fmt.name, peaks)
 
     def _sync(self, trainer: Any) -> None:
         version = trainer.adapter_version
@@ -389,9 +404,11 @@ class ServerRollout:
         if self._adapter is None:
             self._adapter = self._adapter_file(trainer)
         score = (lambda: self._scores) if trainer.sharding else (lambda: self._score(trainer))
-        self.sync.publish(version, self._adapter, score if self.scorer.sequences else None)
+        noise = noise_of(self.config, version)
+        self.sync.publish(version, self._adapter, score if self.scorer.sequences else None, noise)
         if trainer.sharding:
             self._adapter = None  # it holds the gathered tensors
+        self.report |= facts(noise)
         self.report["sync_seconds"] = {part: round(value, 4) for part, value in self.sync.seconds.items()}
         if results := self.sync.canary.values():
             self.report["canary_delta"] = max(result.mean for result in results)

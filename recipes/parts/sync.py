@@ -26,6 +26,7 @@ from recipes.parts.canary import CanaryResult, compare, write_canary
 from recipes.parts.config import Config
 from recipes.parts.dispatch import ask_all
 from recipes.parts.errors import CheckFailed, KitError
+from recipes.parts.noise import Noise
 from recipes.parts.replica import Replica, ReplicaError
 from recipes.parts.rundir import RunDir
 
@@ -39,8 +40,8 @@ _LOST = "did not answer, so what it serves is not known"
 class AdapterSync:
     """Publishes adapter versions to all replicas; a failure takes those that answer back to the version before.
 
-    After `publish`, `seconds` holds its wall-clock parts (write, stage, activate, canary) and `canary` the result of
-    each replica by URL; `served` is the version that all replicas sample from.
+    After `publish`, `seconds` holds its wall-clock parts (write, stage, activate, canary, noise if there is any) and
+    `canary` the result of each replica by URL; `served` is the version that all replicas sample from.
     """
 
     def __init__(self, replicas: list[Replica], config: Config, run: RunDir):
@@ -54,10 +55,13 @@ class AdapterSync:
         self._cleanup: Future | None = None
         self._kept: set[tuple[str, int]] = set()  # (URL, version) that could not be discarded
 
-    def publish(self, version: int, adapter: AdapterFile, score: Callable[[], Scores] | None) -> None:
+    def publish(
+        self, version: int, adapter: AdapterFile, score: Callable[[], Scores] | None, noise: Noise | None = None
+    ) -> None:
         """Make all replicas serve this version; `CheckFailed`, naming the replica, when one cannot.
 
-        `score` is run in this thread while the replicas load and switch; None leaves the canary out.
+        `score` is run in this thread while the replicas load and switch; None leaves the canary out. `noise` is put
+        on their norms after the canary, which compares without it.
         """
         self.seconds, self.canary = {}, {}
         self.settle()
@@ -80,6 +84,8 @@ class AdapterSync:
         if scores is not None:
             self._check_canary(version, *scores)
         self.seconds["canary"] = time.perf_counter() - started
+        if noise is not None and noise.sigma:
+            self._make_noisy(version, noise)
         previous, self.served = self.served, version
         # Nothing waits for it: the first completions of the new version need not.
         self._cleanup = self._background.submit(self._forget, previous, directory)
@@ -134,6 +140,19 @@ class AdapterSync:
             )
         facts: dict[str, Any] = {"session": self.session, "version": version, "way": self.config.rollout.sync}
         write_canary(self.folder / "canary.json", **facts, sequences=sequences, policy=policy, base=base)
+
+    def _make_noisy(self, version: int, noise: Noise) -> None:
+        """The same noise on all replicas; `CheckFailed` after the roll back, which takes it off, when one fails."""
+        started = time.perf_counter()
+        ask = lambda one: one.noise(self.session, version, noise.sigma, noise.seed)  # noqa: E731
+        failed = ask_all(self.replicas, ask, probe="noise")[1]
+        self.seconds["noise"] = time.perf_counter() - started
+        if failed:
+            serving = self._roll_back(version, failed)
+            raise CheckFailed(
+                f"{_names(failed)} did not put noise on the norms of adapter version {version}: {_reasons(failed)}. "
+                f"{serving} {restart_hint(self.run, failed)}"
+            )
 
     def _roll_back(self, version: int, failed: dict[str, ReplicaError]) -> str:
         """Serve the version before wherever a replica answers, and forget this one; a sentence on what is served.

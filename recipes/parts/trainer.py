@@ -38,6 +38,7 @@ from recipes.parts.heldout import HeldOut
 from recipes.parts.kernels import use_kernels
 from recipes.parts.linear import check_compute, use_fused_linears
 from recipes.parts.mismatch import KEYS as MISMATCH
+from recipes.parts.noise import facts, noise_of, noisy
 from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.packed_attention import use_packed_attention
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
@@ -328,7 +329,10 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
         if self.rollout is None:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            noise = noise_of(self.config, self.adapter_version)
+            self._sampler |= facts(noise)
+            with noisy(self.accelerator.unwrap_model(self.model), noise):
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         try:
             return self.rollout.generate(self, prompt_ids)
         finally:

@@ -14,6 +14,7 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
 FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
+FOUNDATION += ("recipes.parts.served_format",)
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.
 WIRE = ("recipes.parts.replica", "recipes.parts.canary")
 FOUNDATION_LIBRARIES = {"yaml"}
@@ -36,8 +37,15 @@ MAY_IMPORT = {
         "launch.vllm_command",
     ),
     # Jobs are checked before they wait in a queue; an export translates the data and the rewards too; the plan counts
-    # the layers that are run again.
-    "launch": ("recipes.parts.checks", "recipes.parts.data", "recipes.parts.recompute", "reward"),
+    # the layers that are run again. A server's workers compute in the policy's numbers, and make its noise.
+    "launch": (
+        "recipes.parts.checks",
+        "recipes.parts.data",
+        "recipes.parts.recompute",
+        "recipes.parts.fake_quant",
+        "recipes.parts.noise",
+        "reward",
+    ),
     # What the doctor tries in child processes: the policy as the trainer loads it.
     "launch.checks.steps": ("launch", "merge.base"),
 }

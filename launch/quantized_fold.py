@@ -1,0 +1,140 @@
+"""A rollout server's weights in the numbers of a deployment format (`server.quant_cfg`): Q(dequantize(NF4) + s·B·A).
+
+Every Hugging Face layer of a worker is quantized as `recipes/parts/fake_quant.py` defines it, which is what
+`python -m merge quantize` writes. Two ways to serve that:
+
+- BF16 weights that hold the quantized numbers (w4a16, nvfp4a16, nvfp4, fp8_static): what a reader of the exported
+  checkpoint computes with. Formats with static activations also quantize the inputs (`quantized_inputs.py`).
+- vLLM's own FP8 (fp8, fp8_block), which also quantizes the activations. Left alone it takes float32 scales where the
+  export has BF16 ones. It is given the quantized numbers in float32, whose largest of every block is 448 times the
+  exported scale, so it comes to the exported scales and codes.
+
+A scale of a weight that is split over workers is that of the whole weight: the peaks are compared among them.
+Imports torch and vLLM inside functions.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.quant_format import FORMATS, QuantFormat
+from recipes.parts.served_format import BY_VLLM, served_weights
+
+QUANT_CFG = "quant_cfg"  # in vLLM's additional_config, which its compilation cache tells apart
+INPUT_PEAKS = "input_peaks"  # of the metadata of the adapter's file, as the trainer sends it: {layer: largest |input|}
+CHUNK = 1 << 24  # weights quantized at once: without a kernel that takes 20 bytes for each
+
+
+def format_of(vllm_config: Any) -> QuantFormat | None:
+    """The format that a server was started for; `ValueError` when its weights are stored as another's."""
+    name = (getattr(vllm_config, "additional_config", None) or {}).get(QUANT_CFG)
+    if name is None:
+        return None
+    if name not in FORMATS:
+        raise ValueError(f"--additional-config names the format {name!r}, not one of {', '.join(FORMATS)}")
+    fmt, held = FORMATS[name], vllm_config.model_config.quantization or "bf16"
+    if held != served_weights(fmt):
+        raise ValueError(f"{name} is served as {served_weights(fmt)}, the server was started as {held}")
+    return fmt
+
+
+def check(linears: list[Any], fmt: QuantFormat) -> None:
+    """`ValueError` when this worker's shards cannot have the scales of the whole weights."""
+    for linear in linears:
+        for part in linear.parts:
+            sizes = ((part.rows, part.first_out), (linear.columns, part.first_in))
+            for (size, first), block, what in zip(sizes, fmt.weight.block, ("outputs", "inputs"), strict=True):
+                if block and (size % block or first % block):
+                    raise ValueError(
+                        f"{part.name} has {size} {what} from {first} on here, and {fmt.name} has a scale for every "
+                        f"{block} of them. Lower server.tensor_parallel, or use another format"
+                    )
+        if fmt.name in BY_VLLM and linear.layer.tp_size > 1 and not _vllm_compares_shards():
+            raise ValueError(
+                f"this vLLM takes the FP8 scales of each shard for itself, so {fmt.name} would be other numbers. Set "
+                "server.tensor_parallel to 1, or install vLLM 0.31"
+            )
+        if fmt.needs_calibration and not hasattr(linear.layer, "input_peak"):
+            raise ValueError(
+                f"{linear.name} does not quantize its inputs, as {fmt.name} does. Start the server with "
+                "--worker-extension-cls launch.quantized_inputs.RemergeQuantizedInputs"
+            )
+
+
+def _vllm_compares_shards() -> bool:
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    return hasattr(quant_utils, "amax_for_tp_weight_quant")
+
+
+def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
+    """A worker's merged weight (rows, columns) in the numbers of `fmt`: in `dtype`, in float32 for vLLM to quantize.
+
+    Every worker calls this for the same layers in the same order.
+    """
+    import torch
+
+    # Merging rounds to BF16 whatever the trainer computes in, and quantizes that.
+    weight = weight.to(torch.bfloat16)
+    value = torch.empty(weight.shape, dtype=torch.float32 if fmt.name in BY_VLLM else dtype, device=weight.device)
+    shards = [slice(part.row, part.row + part.rows) for part in linear.parts]
+    peaks = [peak_of(weight[rows], fmt) for rows in shards]
+    if peaks[0] is not None:
+        if fmt.shares_peak:
+            peaks = [torch.stack(peaks).amax(0)] * len(peaks)
+        if linear.layer.tp_size > 1:
+            peaks = [_largest_of_workers(peak, fmt, linear.layer) for peak in peaks]
+    for rows, peak in zip(shards, peaks, strict=True):
+        quantize_rows(weight[rows], fmt, peak, out=value[rows])
+    return value
+
+
+def peak_of(weight: Any, fmt: QuantFormat) -> Any:
+    """`fake_quant.weight_peak`."""
+    from recipes.parts.fake_quant import weight_peak
+
+    return weight_peak(weight, fmt)
+
+
+def _largest_of_workers(peak: Any, fmt: QuantFormat, layer: Any) -> Any:
+    """The peak of the whole weight. Channels have peaks of their own, which only a split by inputs cuts."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    is_cut = layer.input_size != getattr(layer, "input_size_per_partition", layer.input_size)
+    if peak.numel() == 1 or is_cut:
+        peak = peak.clone()
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)
+    return peak
+
+
+def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
+    """`out` = the numbers of `fmt` for a weight (rows, columns) with this peak, some rows at a time."""
+    from recipes.parts.fake_quant import fake_quantize_weight
+
+    step = fmt.weight.block[0] or 1
+    count = max(step, CHUNK // weight.shape[1] // step * step)
+    for start in range(0, len(weight), count):
+        rows = slice(start, start + count)
+        own = peak[rows] if peak is not None and peak.ndim == 2 else peak
+        out[rows] = fake_quantize_weight(weight[rows].to(out.dtype), fmt, own)
+
+
+def read_input_peaks(directory: Path, linears: list[Any]) -> dict[str, float]:
+    """{layer: largest |input|} that came with an adapter; `ValueError` unless it has every layer of the worker."""
+    with open(directory / "adapter_model.safetensors", "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    peaks = json.loads(header.get("__metadata__", {}).get(INPUT_PEAKS, "{}"))
+    names = [part.name for linear in linears for part in linear.parts]
+    if missing := [name for name in names if not 0 < peaks.get(name, 0) < float("inf")]:
+        raise ValueError(
+            f"{len(missing)} of {len(names)} layers have no range of their inputs from calibration, first {missing[0]}"
+        )
+    return peaks
+
+
+def set_input_peak(linear: Any, peaks: dict[str, float]) -> None:
+    """What the layer quantizes its inputs by, in place; 0 leaves them as they are. Fused layers have one input, and
+    take the largest where calibration saw it differently."""
+    if hasattr(linear.layer, "input_peak"):
+        linear.layer.input_peak.fill_(max(peaks.get(part.name, 0.0) for part in linear.parts))

@@ -1,0 +1,65 @@
+"""Quantized inputs in a rollout server's linear layers, for formats with static activations (fp8_static, nvfp4):
+
+    --worker-extension-cls launch.quantized_inputs.RemergeQuantizedInputs
+
+vLLM imports this before it builds the model, and compiles the model after. So every linear layer gets a buffer with
+the largest |input| of calibration, at one address for good, and quantizes its inputs by one operator of PyTorch, which
+compilation and CUDA graphs take as it is. The buffer is 0, and inputs are left alone, until the first adapter brings
+its ranges. Written for vllm 0.31.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from launch.quantized_fold import format_of
+from launch.remerge import Remerge
+from recipes.parts.fake_quant import fake_quantize_activation
+from recipes.parts.quant_format import FORMATS
+
+
+class RemergeQuantizedInputs(Remerge):
+    """`Remerge` in a process whose linear layers quantize their inputs."""
+
+
+@torch.library.custom_op("launch::quantize_input", mutates_args=())
+def quantize_input(x: torch.Tensor, peak: torch.Tensor, name: str) -> torch.Tensor:
+    """x (…, in) as the format of this name has activations, `peak` () being the largest |x|; x where the peak is 0."""
+    x = x.contiguous()
+    value = fake_quantize_activation(x, FORMATS[name].activation, peak.clamp(min=torch.finfo(torch.float32).tiny))
+    return torch.where(peak > 0, value, x)
+
+
+@quantize_input.register_fake
+def _(x: torch.Tensor, peak: torch.Tensor, name: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+class QuantizedInputs(UnquantizedLinearMethod):
+    """Products with quantized inputs; `format_name` is set where a layer's weights are made."""
+
+    format_name: str
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(layer, quantize_input(x, layer.input_peak, self.format_name), bias)
+
+
+def _quantize_inputs() -> None:
+    """Let layers that vLLM makes from now on quantize their inputs, when their server's format is to."""
+    create = UnquantizedLinearMethod.create_weights
+
+    @functools.wraps(create)
+    def create_weights(self: Any, layer: Any, *arguments: Any, **options: Any) -> None:
+        create(self, layer, *arguments, **options)
+        fmt = format_of(get_current_vllm_config())
+        if fmt is not None and fmt.needs_calibration:
+            layer.register_buffer("input_peak", torch.zeros((), dtype=torch.float32), persistent=False)
+            self.__class__, self.format_name = QuantizedInputs, fmt.name
+
+    UnquantizedLinearMethod.create_weights = create_weights
+
+
+_quantize_inputs()

@@ -1,0 +1,142 @@
+"""Noise on the sampler's RMSNorm scales, as QeRL adds it (arXiv 2510.11696, adaptive quantization noise).
+
+A norm's scale w feeds q, k, v or gate and up, so w + z is the same as noise on all of their weights' columns, and
+costs nothing to compute. z ~ N(0, σ²) of every component is drawn anew for each adapter version. σ goes in stages of
+equal length over `train.max_steps`: none in the first, then from `policy.quant_noise_start` to `quant_noise_end`,
+each stage the same factor below the one before. That is what QeRL's published code does (its noise_scheduler.py; its
+scripts go from 1e-2 to 1e-4 in 10 stages), and so are these two, which decide what is learned:
+
+- Only the sampler is noisy. Log-probs of the update, of the reference and of the canary are taken without noise.
+- Nothing there corrects for it. Here `rollout.correction` does with rollouts from servers, as for any sampler that is
+  not the policy; `none` is QeRL's way, and so is generation in the trainer's process. `sampler_k3` contains the noise.
+
+Other than there, the scales are restored before each draw (QeRL's add up where it does not train the norms), and the
+last norm and the norms of queries and keys keep theirs: no quantized weight follows them directly. Imports torch
+inside functions: the rollout servers and the checks of a configuration share this file.
+"""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.parts.config import Config
+from recipes.parts.errors import CheckFailed
+
+NORMS = re.compile(r"(?:^|\.)(layers\.\d+\.(?:input|post_attention)_layernorm)\.weight$")
+# Another prime than TRL and torch add to seeds, so that runs with neighbouring seeds share no draw.
+SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The standard deviation of an adapter version's noise, and the seed of its draw."""
+
+    sigma: float
+    seed: int
+
+
+def noise_of(config: Config, version: int) -> Noise | None:
+    """The noise of the sampler of adapter `version`, the number of updates made; None when it is off in this run.
+
+    A function of the configuration and the version alone, so a resumed run goes on with it.
+    """
+    policy = config.policy
+    if not policy.quant_noise_start:
+        return None
+    stages, steps = policy.quant_noise_stages, config.train.max_steps
+    sigma = sigma_at(version, steps, policy.quant_noise_start, policy.quant_noise_end, stages)
+    return Noise(sigma, config.run.seed * SEED_STRIDE + version)
+
+
+def sigma_at(step: int, steps: int, start: float, end: float, stages: int) -> float:
+    """σ of a step (from 0): 0 in the first of `stages`, then start · (end / start)^(i / (stages - 2)), i from 0."""
+    stage = min(step * stages // steps, stages - 1)
+    if stage == 0:
+        return 0.0
+    return start * (end / start) ** ((stage - 1) / max(1, stages - 2))
+
+
+def norms(model: Any) -> dict[str, Any]:
+    """{name from `layers.` on: scale (hidden,)} of the norms that get noise, by the same names in a trainer and in a
+    server; `CheckFailed` when there is none."""
+    found = {match[1]: weight for name, weight in model.named_parameters() if (match := NORMS.search(name))}
+    if not found:
+        raise CheckFailed(
+            "policy.quant_noise_start: this model has no input_layernorm or post_attention_layernorm for the noise. "
+            "Set it to 0."
+        )
+    return found
+
+
+def draw(name: str, size: int, noise: Noise) -> Any:
+    """z (size,) float32 for the norm of this name: the same on every machine and device."""
+    import torch
+
+    digest = hashlib.sha256(f"{noise.seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return noise.sigma * torch.randn(size, generator=generator)
+
+
+class NoisyNorms:
+    """The norms of one model with their own scales kept aside; `set` puts noise on those, never on noise."""
+
+    def __init__(self, model: Any):
+        self.weights = norms(model)
+        self.own = {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def set(self, noise: Noise | None) -> None:
+        """Noise on every norm, in place and rounded once to its type; None and σ = 0 take it off."""
+        for name, weight in self.weights.items():
+            own = self.own[name]
+            if noise is None or not noise.sigma:
+                weight.data.copy_(own)
+            else:
+                weight.data.copy_(own.float() + draw(name, own.numel(), noise).to(own.device))
+
+
+@contextlib.contextmanager
+def noisy(model: Any, noise: Noise | None) -> Iterator[None]:
+    """The norms of `model` with noise inside the block, and as they were after it."""
+    if noise is None or not noise.sigma:
+        yield
+        return
+    held = NoisyNorms(model)
+    held.set(noise)
+    try:
+        yield
+    finally:
+        held.set(None)
+
+
+def facts(noise: Noise | None) -> dict[str, Any]:
+    """What metrics.jsonl says of a step's noise; nothing when it is off in this run."""
+    return {} if noise is None else {"noise_sigma": noise.sigma, "noise_seed": noise.seed}
+
+
+def problems(config: Config, sharding: str | None) -> list[str]:
+    """What of the configuration the noise does not go with. `sharding`: what splits the base over processes."""
+    policy, found = config.policy, []
+    start, end, stages = policy.quant_noise_start, policy.quant_noise_end, policy.quant_noise_stages
+    if not start and not end:
+        return found
+    if not 0 < end <= start < 1:
+        found.append(
+            f"policy.quant_noise_start ({start:g}) and quant_noise_end ({end:g}) must be above 0 and below 1, the end "
+            "at most the start: the noise falls by a factor. QeRL uses 1e-2 and 1e-4; 0 and 0 turn it off."
+        )
+    if stages < 2:
+        found.append(f"policy.quant_noise_stages ({stages}) must be 2 or more: there is no noise in the first stage.")
+    if config.rollout.backend == "server" and config.rollout.sync != "remerge":
+        found.append(
+            f"policy.quant_noise_start is {start:g} with rollout.sync {config.rollout.sync}: only the workers of "
+            "remerge put noise on their norms. Set rollout.sync to remerge."
+        )
+    if config.rollout.backend == "in_process" and sharding:
+        found.append(
+            f"policy.quant_noise_start is {start:g} under {sharding}, which splits the norms over processes. Use "
+            "rollout.backend server, or accelerate_configs/ddp.yaml."
+        )
+    return found
