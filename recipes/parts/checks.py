@@ -13,9 +13,9 @@ from recipes.parts import noise, overlap, quant_format, recompute, served_format
 from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.quant_format import problems as quantization_problems
-from recipes.parts.quant_format import read_quant_format
+from recipes.parts.recipe import check_resumed_format
 from recipes.parts.replica import SERVED_RANKS
-from recipes.parts.rundir import RunDir, read_json, read_manifest
+from recipes.parts.rundir import RunDir, read_json
 
 # Fields of trl's GRPOConfig, passed on by train.trl, that split the base over processes.
 SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
@@ -460,10 +460,7 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
             f"--resume: {run.path} was started with other settings: {'; '.join(changed[:5])}. Resume with the same "
             "config (saving, watch, eval, server addresses and limits may change), or start another run."
         )
-    trained = read_manifest(run.newest_checkpoint()).get("quant_cfg")
-    wanted = config.policy.quant_cfg and read_quant_format(config.policy.quant_cfg).name
-    if trained != wanted:  # a YAML of the same name with another content
-        raise BadInput(f"--resume: {run.path} was trained for {trained}, policy.quant_cfg is {wanted} now.")
+    check_resumed_format(config, run)
     return run
 
 

@@ -1,7 +1,9 @@
-"""Which recipe trains a configuration. Imports no torch."""
+"""Which recipe trains a configuration, and for which format a run was trained. Imports no torch."""
 
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
+from recipes.parts.quant_format import read_quant_format
+from recipes.parts.rundir import RunDir, read_manifest
 
 PLAIN, QUANTIZED, DISTILLATION = "recipes/grpo_qlora.py", "recipes/grpo_qat.py", "recipes/distill_qat.py"
 
@@ -28,3 +30,16 @@ def check_recipe(config: Config, recipe: str) -> None:
         why = "policy.quant_cfg is not set" if recipe == QUANTIZED else "distill.teacher is not set"
         instead = f"set {why.split()[0]}"
     raise BadInput(f"{why}: {recipe} does not train this. Start it with {needed}, or {instead}.")
+
+
+def check_resumed_format(config: Config, run: RunDir) -> None:
+    """`BadInput` unless the run's newest whole checkpoint was trained for the format of `policy.quant_cfg`, also where
+    a YAML of the same name has another content by now, and when there is no whole checkpoint."""
+    trained = read_manifest(run.newest_checkpoint()).get("quant_cfg")
+    wanted = config.policy.quant_cfg and read_quant_format(config.policy.quant_cfg).name
+    if trained != wanted:
+        raise BadInput(
+            f"--resume: {run.path} was trained for {trained or 'no format'}, policy.quant_cfg "
+            f"{config.policy.quant_cfg or ''} is {wanted or 'not set'} now. Resume with the format it was started "
+            "with, or start another run."
+        )
