@@ -31,11 +31,11 @@ from trl.models.utils import _ForwardRedirection
 from recipes.parts.config import Config, DistillConfig
 from recipes.parts.errors import BadInput
 from recipes.parts.packed_attention import mask_kind, use_packed_attention
-from recipes.parts.packing import _pack, _read
+from recipes.parts.packing import pack_rows, read_rows
 from recipes.parts.rundir import RunDir
 from recipes.parts.teacher import Teacher
 from recipes.parts.trainer import PolicyTrainer, trainer_arguments
-from recipes.parts.update import _take
+from recipes.parts.update import take_rows
 
 WORDS = 32768  # vocabulary entries of a tile
 # Figures of GRPO's update that a distillation does not have.
@@ -133,7 +133,7 @@ class DistillTrainer(PolicyTrainer):
         if self.config.train.micro_batch_tokens is not None:
             plan = self._plan(inputs)
         for number, rows in enumerate(plan, start=1):
-            part = inputs if len(plan) == 1 else _take(inputs, rows)
+            part = inputs if len(plan) == 1 else take_rows(inputs, rows)
             # DDP exchanges the sum of the gradients once, in the last backward.
             with contextlib.nullcontext() if number == len(plan) else self.accelerator.no_sync(model):
                 loss = self._compute_loss(model, part)
@@ -175,9 +175,9 @@ class DistillTrainer(PolicyTrainer):
             return Batch(
                 {"input_ids": ids, "attention_mask": mask}, label - 1, ids.flatten()[label], row * length + column
             )
-        rows = _read(ids, mask, length)
+        rows = read_rows(ids, mask, length)
         kind = mask_kind(student, ids.device, train.packed_attention)
-        packed = _pack(rows, list(range(len(ids))), train.share_prompts, ids, kind)
+        packed = pack_rows(rows, list(range(len(ids))), train.share_prompts, ids, kind)
         label = torch.from_numpy(packed.label_index).to(ids.device)
         row, column = label // width, label % width - (width - length)
         given = {"input_ids": packed.tokens, "attention_mask": packed.mask, "position_ids": packed.positions}

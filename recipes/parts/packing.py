@@ -166,7 +166,7 @@ def packed_logps(
 
     from recipes.parts.packed_attention import mask_kind
 
-    rows = _read(input_ids, attention_mask, logits_to_keep)
+    rows = read_rows(input_ids, attention_mask, logits_to_keep)
     lengths = [len(one) for one in rows.completions]
     if torch.is_grad_enabled():
         packs = [list(range(len(lengths)))]
@@ -176,7 +176,7 @@ def packed_logps(
     for pack in packs:
         with trainer.accelerator.autocast():
             kind = mask_kind(model, input_ids.device, attention)
-            packed = _pack(rows, pack, share_prompts, input_ids, kind)
+            packed = pack_rows(rows, pack, share_prompts, input_ids, kind)
             output = model(
                 input_ids=packed.tokens,
                 attention_mask=packed.mask,
@@ -201,7 +201,8 @@ def packed_logps(
     return unpacked(found), unpacked(entropies) if compute_entropy else None
 
 
-def _read(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_keep: int) -> _Rows:
+def read_rows(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_keep: int) -> _Rows:
+    """The real tokens of a batch (B, W); the last `logits_to_keep` columns are completions."""
     ids, real = input_ids.cpu().numpy(), attention_mask.bool().cpu().numpy()
     first, width = input_ids.size(1) - logits_to_keep, input_ids.size(1)
     prompts, completions, contents = [], [], []
@@ -216,7 +217,7 @@ def _read(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_k
     return _Rows(prompts, completions, contents)
 
 
-def _pack(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor", kind: str) -> _Packed:
+def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor", kind: str) -> _Packed:
     """The packed row of the chosen rows, on the device of `input_ids` (B, W), for attention of the kind given."""
     import torch
 

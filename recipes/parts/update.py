@@ -79,7 +79,7 @@ class PackedUpdate:
         others' is in the parameters already, and transformers calls backward for what is returned."""
         plan, parts, scores, total = self._plan(inputs), [], [], 0.0
         for number, rows in enumerate(plan, start=1):
-            part = _take(inputs, rows)
+            part = take_rows(inputs, rows)
             # DDP exchanges the sum of the gradients once, in the last backward.
             with contextlib.nullcontext() if number == len(plan) else self.accelerator.no_sync(model):
                 with self._unheard():
@@ -232,7 +232,7 @@ class PackedUpdate:
         return importance_ratio(policy, sampler, mask, rollout.correction, rollout.correction_cap, floor)
 
 
-def _take(inputs: dict, rows: list[int]) -> dict:
+def take_rows(inputs: dict, rows: list[int]) -> dict:
     """Some rows of TRL's dictionary of a batch; what is of the whole batch stays."""
     index = torch.tensor(rows, device=inputs["completion_ids"].device)
     return {key: value[index] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}

@@ -9,8 +9,9 @@ tokens with 8 completions each, lengths log-normal (median 400, sigma .8), cut a
 over all 16 rows at once. Tokens are the real ones of all rows, every prompt 8 times, in all lines, so these compare.
 
 First the attention alone, 32 heads on 8 of 128, in BF16: `flex`, `flash` and, where it is installed, `cudnn`
-(`train.packed_attention`) over a packed row, with shared prompts and without, against sdpa in float32 with the dense mask, and milliseconds; beside them the
-padded rows by sdpa as transformers calls it. Once more, milliseconds only, with completions of 1,024 tokens each.
+(`train.packed_attention`) over a packed row, with shared prompts and without, against sdpa in float32 with the dense
+mask, and milliseconds; beside them the padded rows by sdpa as transformers calls it. Once more, milliseconds only,
+with completions of 1,024 tokens each.
 
 Then the model. `first` is the call that compiles, with an empty compile cache; `recompiled` counts graphs compiled
 over 5 further batches of other lengths. `reference` is the pass without gradients and adapter. What rounding to BF16
@@ -231,7 +232,7 @@ def time_attention(what: str, data: tuple, kinds: tuple[str, ...]) -> None:
     """Milliseconds of every way through one batch."""
     import torch
 
-    from recipes.parts.packing import _pack, _read
+    from recipes.parts.packing import pack_rows, read_rows
 
     everything, real = list(range(GROUPS * GROUP)), data[1].bool()
     device = data[0].device.type
@@ -239,7 +240,7 @@ def time_attention(what: str, data: tuple, kinds: tuple[str, ...]) -> None:
         for share in (False, True):
 
             def packing(share: bool = share, kind: str = kind) -> Any:
-                return _pack(_read(*data), everything, share, data[0], kind)
+                return pack_rows(read_rows(*data), everything, share, data[0], kind)
 
             packed = packing()
             note = f"  packing and mask {seconds(packing, 10) * 1e3:.1f} ms"
@@ -254,10 +255,10 @@ def check_attention(data: tuple, kind: str, share: bool) -> None:
     """One packed row against sdpa in float32."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    from recipes.parts.packing import _pack, _read
+    from recipes.parts.packing import pack_rows, read_rows
 
-    rows, everything, name = _read(*data), list(range(GROUPS * GROUP)), f"{kind}{', shared' * share}"
-    packed, dense = (_pack(rows, everything, share, data[0], one) for one in (kind, "dense"))
+    rows, everything, name = read_rows(*data), list(range(GROUPS * GROUP)), f"{kind}{', shared' * share}"
+    packed, dense = (pack_rows(rows, everything, share, data[0], one) for one in (kind, "dense"))
     length = dense.tokens.size(1)  # the other is filled up with a segment of its own
     given, grad = random_inputs(1, packed.tokens.size(1), data[0].device.type)
     started = time.perf_counter()

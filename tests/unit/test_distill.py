@@ -1,0 +1,307 @@
+"""Distillation: the chunked divergence against a direct one, the teacher's pass, and that the student comes nearer."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from trl.kernels import chunked_divergence
+
+from recipes.parts.config import load_config
+from recipes.parts.distill import problems, settle
+from recipes.parts.distill_trainer import DistillTrainer, Head, divergence, last_states
+from recipes.parts.errors import BadInput
+from recipes.parts.policy import publish_adapter
+from recipes.parts.update import take_rows
+
+CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+PACKED = {"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4}
+PACKED |= {"train.micro_batch_tokens": 88}
+
+
+def direct(student: torch.Tensor, teacher: torch.Tensor, kind: str, b: float) -> torch.Tensor:
+    """The divergence (N,) of logits (N, V), written down as in the docstring of distill_trainer.py."""
+    p, q = student.softmax(-1), teacher.softmax(-1)
+    if kind == "reverse_kl":
+        return (p * (p / q).log()).sum(-1)
+    if kind == "forward_kl":
+        return (q * (q / p).log()).sum(-1)
+    m = (1 - b) * p + b * q
+    return b * (q * (q / m).log()).sum(-1) + (1 - b) * (p * (p / m).log()).sum(-1)
+
+
+@pytest.mark.parametrize(("kind", "b"), [("reverse_kl", 1.0), ("forward_kl", 0.0), ("js", 0.5), ("js", 0.2)])
+def test_the_divergence_in_chunks_is_the_direct_one_in_float64_and_so_is_its_gradient(kind, b, monkeypatch):
+    monkeypatch.setattr(chunked_divergence, "TOKEN_CHUNK_SIZE", 7)
+    monkeypatch.setattr(chunked_divergence, "VOCAB_CHUNK_SIZE", 64)
+    torch.manual_seed(0)
+    states, target = torch.randn(45, 24, requires_grad=True), torch.randn(45, 40)
+    # The teacher's vocabulary ends later: what is behind the student's last entry does not count.
+    head, other = Head(torch.randn(150, 24) / 3, None, 0.5, None), Head(torch.randn(170, 40) / 4, None, 1.0, 20.0)
+    found, entropy = divergence(states, head, target, other, b, 2.0)
+    weights = torch.rand(45)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), states)
+
+    exact = states.detach().double().requires_grad_()
+    logits = exact @ head.weight.double().T * 0.5 / 2
+    others = 20 * torch.tanh(target.double() @ other.weight[:150].double().T / 20) / 2
+    wanted = direct(logits, others, kind, b)
+    (wanted_gradient,) = torch.autograd.grad((wanted * weights.double()).sum(), exact)
+    assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(gradient.double(), wanted_gradient, rtol=1e-4, atol=1e-6)
+    assert wanted_gradient.abs().max() > 1e-3
+    p = logits.softmax(-1)
+    assert torch.allclose(entropy.double(), -(p * p.log()).sum(-1), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def build(recipe_arguments, tiny_model_dir, tmp_path_factory):
+    """`build({key: value})`: the trainer as the recipe builds it, its student's and teacher's adapters not zero."""
+
+    class Built(Exception):
+        pass
+
+    def make(changes: dict | None = None) -> Any:
+        from recipes.distill_qat import main
+
+        found = []
+
+        def stop(trainer: Any, resume: bool) -> None:
+            found.append(trainer)
+            raise Built
+
+        folder = tmp_path_factory.mktemp("distill") / "run"
+        keys = {"train.max_steps": 4, **(changes or {})}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["recipes/distill_qat.py", *recipe_arguments(tiny_model_dir, folder, keys)])
+            patch.setattr(DistillTrainer, "train_run", stop)
+            with pytest.raises(Built):
+                main()
+        return found[0]
+
+    return make
+
+
+def shift(model: torch.nn.Module, seed: int, size: float = 0.05) -> None:
+    """Give the adapter a B that changes what the base says."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = size * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def another(build, tmp_path_factory):
+    """An adapter of rank 8 on the same base, alpha 24: neither is the student's."""
+    keys = {"policy.lora_rank": 8, "policy.lora_alpha": 24, "distill.teacher": "base", "policy.init_adapter": "none"}
+    trainer = build_random(build, keys)
+    shift(trainer.model, seed=1, size=0.2)
+    folder = tmp_path_factory.mktemp("adapter") / "v000001"
+    return publish_adapter(trainer.model, folder, 1, trainer.base_hash)
+
+
+def build_random(build: Any, keys: dict) -> Any:
+    """A trainer whose student would equal its teacher, which only a test may have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.parts.distill.problems", lambda config: [])
+        return build({key: value for key, value in keys.items() if value != "none"})
+
+
+@pytest.fixture(scope="module")
+def taught(build, another):
+    trainer = build({"distill.teacher_adapter": another})
+    shift(trainer.model, seed=2)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def packed(build, another):
+    trainer = build({"distill.teacher_adapter": another, **PACKED})
+    shift(trainer.model, seed=2)
+    return trainer
+
+
+def rows(trainer: Any, seed: int = 0) -> dict:
+    """16 rows, four to a prompt, as TRL hands them over, padded left and right."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda shape: torch.randint(5, 300, shape, generator=generator)  # noqa: E731
+    prompts, completions = draw((4, 12)).repeat_interleave(4, 0), draw((16, 20))
+    starts = torch.tensor([0, 3, 5, 1]).repeat_interleave(4)
+    ends = torch.randint(1, 21, (16,), generator=generator)
+    place = torch.arange(20)
+    mask = (place[None] < ends[:, None]).long()
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": (torch.arange(12)[None] >= starts[:, None]).long(),
+        "completion_ids": completions,
+        "completion_mask": mask,
+        "num_items_in_batch": mask.sum(),
+    }
+
+
+def gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.grad is not None}
+
+
+def step(trainer: Any, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step over the rows."""
+    trainer.model.train()
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.compute_loss(trainer.model, inputs)
+    trainer.accelerator.backward(loss)
+    return loss.item(), gradients(trainer)
+
+
+def test_a_step_s_loss_is_the_mean_divergence_of_the_models_own_logits(taught):
+    inputs = rows(taught)
+    loss, _ = step(taught, inputs)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad():
+        ours = taught.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
+        with taught.teacher.of(taught.model) as teacher:
+            theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
+    each = direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()]
+    assert loss == pytest.approx(each.mean().item(), rel=1e-4) and loss > 0.01
+    assert taught._metrics["train"]["divergence"][-1] == pytest.approx(loss, rel=1e-5)
+
+
+def test_packed_micro_batches_give_the_loss_and_the_gradients_of_padded_rows(taught, packed):
+    loss, wanted = step(taught, rows(taught))
+    inputs = rows(packed)
+    assert len(packed._plan(inputs)) > 1
+    found, grads = step(packed, inputs)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert grads.keys() == wanted.keys() and any(one.abs().max() > 1e-4 for one in wanted.values())
+    for name, value in wanted.items():
+        assert torch.allclose(grads[name], value, rtol=1e-4, atol=1e-7), name
+
+
+def test_the_teacher_with_an_adapter_of_another_rank_is_that_adapter_on_the_base(taught, another, tiny_model_dir):
+    from peft import PeftModel
+
+    from merge.base import load_nf4
+
+    alone = PeftModel.from_pretrained(load_nf4(tiny_model_dir, dtype="float32"), another).eval()
+    ids = rows(taught)["completion_ids"]
+    with torch.no_grad():
+        wanted = alone(input_ids=ids).logits
+        with taught.teacher.of(taught.model) as teacher:
+            found = teacher(input_ids=ids).logits
+        student = taught.model(input_ids=ids).logits
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert (student - wanted).abs().max() > 0.1
+
+
+def test_a_teacher_s_pass_leaves_the_student_as_it_was(taught):
+    before = {name: (one.data_ptr(), one.requires_grad) for name, one in taught.model.named_parameters()}
+    ids = rows(taught)["completion_ids"]
+    with torch.no_grad():
+        first = taught.model(input_ids=ids).logits
+    taught.model.zero_grad()
+    with torch.no_grad(), taught.teacher.of(taught.model) as teacher:
+        teacher(input_ids=ids)
+    after = {name: (one.data_ptr(), one.requires_grad) for name, one in taught.model.named_parameters()}
+    assert after == before and not gradients(taught)
+    with torch.no_grad():
+        assert torch.equal(taught.model(input_ids=ids).logits, first)
+
+
+def test_no_gradient_reaches_the_teacher(taught):
+    inputs = rows(taught)
+    _, grads = step(taught, inputs)
+    weights = [value for _, value in taught.teacher._weights]
+    assert not any(value.requires_grad or value.grad is not None for value in weights)
+    assert all("lora_" in name for name in grads)
+    # The same target by hand: the gradient is that of a constant.
+    taught.model.zero_grad()
+    batch = taught._batch(taught.model, inputs)
+    with torch.no_grad(), taught.teacher.of(taught.model) as teacher:
+        target, head = last_states(teacher, batch).clone(), Head.of(teacher)
+    base = taught.model.get_base_model()
+    each, _ = divergence(last_states(base, batch), Head.of(base), target, head, 1.0, 1.0)
+    each.mean().backward()
+    for name, value in gradients(taught).items():
+        assert torch.allclose(value, grads[name], rtol=1e-4, atol=1e-8), name
+
+
+def test_the_sampler_s_log_probs_are_compared_with_the_student_s_own(taught, packed):
+    for trainer in (taught, packed):
+        inputs = rows(trainer)
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        with torch.no_grad():
+            logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1]
+        own = logits.log_softmax(-1).gather(2, inputs["completion_ids"][..., None]).squeeze(2)
+        inputs["sampling_per_token_logps"] = own * inputs["completion_mask"]
+        step(trainer, inputs)
+        assert trainer._sampler["sampler_delta_max"] < 1e-4 and trainer._sampler["sampler_k3"] < 1e-8
+        inputs["sampling_per_token_logps"] = own + 0.1
+        step(trainer, inputs)
+        assert trainer._sampler["sampler_delta_mean"] == pytest.approx(0.1, rel=1e-3)
+        assert "sampling_per_token_logps" not in inputs
+    trainer._sampler.clear()
+
+
+def test_the_parts_of_a_step_add_up_and_rows_without_a_token_count_nothing(taught):
+    inputs = rows(taught)
+    whole, _ = step(taught, inputs)
+    found = [taught._compute_loss(taught.model, take_rows(inputs, part)) for part in ([3, 9], [0, 1, 2, *range(4, 9)])]
+    found.append(taught._compute_loss(taught.model, take_rows(inputs, [*range(10, 16)])))
+    empty = take_rows(inputs, [5, 6])
+    empty["completion_mask"] *= 0
+    found.append(nothing := taught._compute_loss(taught.model, empty))
+    taught._report()
+    assert nothing.item() == 0.0 and sum(found).item() == pytest.approx(whole, rel=1e-5)
+    taught.model.zero_grad()
+    nothing.backward()  # every process takes part in the exchange of gradients
+    assert not any(one.abs().max() for one in gradients(taught).values())
+
+
+def config(**keys: Any) -> Any:
+    given = {"distill.teacher": "base", "policy.quant_cfg": "nvfp4a16", **keys}
+    return load_config(CONFIG, [f"--{key}={value}" for key, value in given.items()])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"distill.teacher": "null"}, "distill.teacher is missing: base"),
+        ({"distill.teacher": "Qwen/Qwen3-4B", "distill.teacher_adapter": "a"}, "an adapter belongs to the student's"),
+        ({"distill.divergence": "js", "distill.js_beta": 1}, "distill.js_beta .1. must lie between 0 and 1"),
+        ({"distill.js_beta": 0.3}, "js_beta is for distill.divergence js, which is reverse_kl"),
+        ({"distill.temperature": 0}, "distill.temperature .0. must be a number above 0"),
+        ({"distill.chunk_tokens": 8192}, "distill.chunk_tokens .8192. must be from 1 to 4096"),
+        ({"distill.teacher_revision": "main"}, "teacher_revision is for another model"),
+        ({"policy.lora_dropout": 0.1}, "student and teacher would differ by what is dropped"),
+        ({"policy.quant_cfg": "null"}, "both are the base and policy.quant_cfg is not set"),
+        (
+            {"policy.quant_cfg": "null", "policy.init_adapter": "runs/a", "distill.teacher_adapter": "./runs/a"},
+            "both start from runs/a",
+        ),
+    ],
+)
+def test_what_is_no_distillation_is_refused_with_the_reason(keys, message):
+    import re
+
+    found = problems(config(**keys))
+    assert len(found) == 1 and re.search(message, found[0]), found
+
+
+def test_an_unknown_divergence_is_refused():
+    with pytest.raises(BadInput, match="divergence must be one of reverse_kl, forward_kl, js"):
+        config(**{"distill.divergence": "kl"})
+
+
+def test_a_split_base_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert any("under DeepSpeed was not tested" in one for one in problems(config()))
+
+
+def test_keys_of_grpo_s_loss_are_set_aside_and_named():
+    given = config(**{"train.beta": 0.02, "train.loss_type": "dapo", "train.epsilon_high": 0.28})
+    said = settle(given)
+    assert said.endswith("without effect: train.beta, rollout.correction, train.epsilon_high")
+    assert "reward.functions (math) are measured and teach nothing" in said
+    assert given.train.beta == 0 and given.rollout.correction == "none"
