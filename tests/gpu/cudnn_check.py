@@ -6,18 +6,22 @@
 Needs the package nvidia-cudnn-frontend. One layer's attention, 32 heads on 8 of 128, BF16. Rows: one and two groups of
 8 x 1,024 tokens behind a prompt of 249 each (8,448 and 16,896 tokens), 8 x 2,048 without shared prompts, and 64
 sequences of log-normal lengths (median 400, sigma .8, cut at 2,048), in groups of 8 behind prompts of 249 and without.
+Last 8 x 704 with all scores far below zero, where cuDNN's backward is known to give NaN on Hopper if it takes keys
+behind a sequence's end for some of it.
 
 Ways: `flash`, FlashAttention for both parts; `cudnn+flash`, cuDNN for a segment on itself and FlashAttention for what
-is behind a shared prompt on it; `cudnn`, cuDNN for both; `cudnn wide`, the same with buckets four times as large in
-sequences and length, which shows what a coarser bucket costs. Per way: milliseconds of forward and backward (median of
-20, CUDA events), the time that the process takes to queue a forward, relative errors of output, dq, dk and dv against
-float32, the memory taken beyond inputs and answers, the first call, in which plans are built, and the first call of a
-row of other lengths in the same buckets, with the number of plans it built (none wanted).
+is behind a shared prompt on it; `cudnn`, cuDNN for both; `cudnn exact`, without the empty sequences that fill up a
+bucket; `cudnn wide`, with buckets four times as large in sequences and length, which shows what coarser ones cost. Per
+way: milliseconds of forward and backward (median of 20, CUDA events), the time that the process takes to queue a
+forward, relative errors of output, dq, dk and dv against float32 with all free memory NaN before, the memory taken
+beyond inputs and answers, the first call, in which plans are built, and the first call of a row of other lengths in
+the same buckets, with the number of plans it built (none wanted).
 
 Beside them sdpa's cuDNN kernels on 8 padded rows of 2,048, and torch's own operators for sequences one after the other
 (`aten._cudnn_attention_forward` and `_backward`): whether each call builds a plan anew.
 
-Bounds: relative errors .01; no plan for a row of other lengths. Exit 1 when one is missed or a part fails.
+Bounds: relative errors .01, or 1.5 times those of `flash`; no plan for a row of other lengths. Exit 1 when one is
+missed or a part fails.
 """
 
 import argparse
@@ -39,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 HEADS, KEY_HEADS, DIM, REPEATS, LAYERS = 32, 8, 128, 20, 36
 ERROR = 0.01
 WAYS = {"flash": ("flash", "flash"), "cudnn+flash": ("cudnn", "flash")}
-WAYS |= {"cudnn": ("cudnn", "cudnn"), "cudnn wide": ("cudnn", "cudnn")}
+WAYS |= dict.fromkeys(("cudnn", "cudnn exact", "cudnn wide"), ("cudnn", "cudnn"))
 
 table: list[str] = []
 missed: list[str] = []
@@ -129,17 +133,22 @@ def rows(rehearse: bool, other: bool) -> dict[str, Any]:
         "8 x 2,048": Sequences([longer] * 8, [], []),
         "64 log-normal shared": group(prompt, [some[n : n + 8] for n in range(0, 64, 8)]),
         "64 log-normal": Sequences(some, [], []),
+        "8 x 704 negative": Sequences([704 // scale - other * (64 // scale)] * 8, [], []),
     }
 
 
-def inputs(tokens: int, rehearse: bool) -> tuple[list, Any]:
-    """Query, key, value (T, heads, D) and the gradient of an output."""
+def inputs(tokens: int, rehearse: bool, negative: bool = False) -> tuple[list, Any]:
+    """Query, key, value (T, heads, D) and the gradient of an output; `negative`, with scores of about -110."""
     import torch
 
     device, dtype = ("cpu", torch.float32) if rehearse else ("cuda", torch.bfloat16)
     heads = (4, 2, 2) if rehearse else (HEADS, KEY_HEADS, KEY_HEADS)
     dim = 16 if rehearse else DIM
     query, key, value = (torch.randn(tokens, h, dim, device=device, dtype=dtype, requires_grad=True) for h in heads)
+    if negative:
+        with torch.no_grad():
+            query.normal_(3.2, 0.3)
+            key.normal_(-3.2, 0.3).mul_((DIM / dim) ** 0.5)
     return [query, key, value], torch.randn_like(query)
 
 
@@ -179,19 +188,34 @@ def plans() -> int:
 
 
 @contextlib.contextmanager
-def buckets(times: int) -> Iterator[None]:
-    """Plans forgotten, and those of the part `times` as large as they would be."""
+def buckets(way: str) -> Iterator[None]:
+    """Plans forgotten, and those of the part of the size that the way says."""
     from recipes.parts import cudnn_packed
 
     for one in (cudnn_packed._forward, cudnn_packed._backward):
         one.cache_clear()
-    step = cudnn_packed._step
-    with mock.patch.object(cudnn_packed, "_step", lambda *given: step(*given) * times):
+    step, other = cudnn_packed._step, {}
+    if way == "cudnn wide":
+        other = {"_step": lambda *given: step(*given) * 4}
+    if way == "cudnn exact":
+        other = {"filled_up": list}
+    with mock.patch.multiple(cudnn_packed, **other) if other else contextlib.nullcontext():
         yield
 
 
-def measure(name: str, way: str, sequences: Any, other: Any, rehearse: bool, wanted: list, given: list, grad: Any):
-    """One line of the table; the milliseconds of forward and backward together."""
+def poison() -> None:
+    """Make NaN what is allocated next, so that memory which is read and was never written shows."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.full((2**30,), torch.nan, device="cuda")
+
+
+def measure(
+    name: str, way: str, sequences: Any, other: Any, rehearse: bool, wanted: list, given: list, grad: Any
+) -> tuple[float, list[float]]:
+    """One line of the table; the milliseconds of forward and backward together, and the errors."""
     import torch
 
     from recipes.parts.flash_packed import FlashMask, flash_attention
@@ -203,6 +227,7 @@ def measure(name: str, way: str, sequences: Any, other: Any, rehearse: bool, wan
         return [out, *torch.autograd.grad(out, given, grad)]
 
     first = seconds(lambda: run(sequences, given, grad))
+    poison()
     errors = [relative(*pair) for pair in zip(run(sequences, given, grad), wanted, strict=True)]
     others, built = inputs(sum(other.lengths), rehearse), plans()
     again = seconds(lambda: run(other, *others))
@@ -224,11 +249,9 @@ def measure(name: str, way: str, sequences: Any, other: Any, rehearse: bool, wan
         f"queued {queued:5.2f} ms  errors {' '.join(f'{one:.4f}' for one in errors)}  extra {extra:5.0f} MiB  "
         f"first {first:5.2f} s  other lengths {again * 1e3:6.1f} ms, {built} plans"
     )
-    if max(errors) > ERROR or not all(one == one for one in errors):
-        missed.append(f"{name}, {way}: relative errors {errors}, at most {ERROR} wanted")
     if built and way != "flash":
         missed.append(f"{name}, {way}: {built} plans were built for a row of other lengths in the same buckets")
-    return forward + backward
+    return forward + backward, errors
 
 
 def compare(rehearse: bool) -> None:
@@ -240,13 +263,17 @@ def compare(rehearse: bool) -> None:
     other = rows(rehearse, True)
     for name, sequences in rows(rehearse, False).items():
         with part(name):
-            given, grad = inputs(sum(sequences.lengths), rehearse)
-            wanted, took = reference(sequences, given, grad), {}
+            given, grad = inputs(sum(sequences.lengths), rehearse, "negative" in name)
+            wanted, took, allowed = reference(sequences, given, grad), {}, [ERROR] * 4
             for way in WAYS:
                 if way == "cudnn+flash" and not sequences.prompts:
                     continue
-                with part(f"  {way}"), buckets(4 if way == "cudnn wide" else 1):
-                    took[way] = measure(name, way, sequences, other[name], rehearse, wanted, given, grad)
+                with part(f"  {way}"), buckets(way):
+                    took[way], errors = measure(name, way, sequences, other[name], rehearse, wanted, given, grad)
+                    if way == "flash":
+                        allowed = [max(ERROR, 1.5 * one) for one in errors]
+                    if not all(one <= most for one, most in zip(errors, allowed, strict=True)):
+                        missed.append(f"{name}, {way}: relative errors {errors}, at most {allowed} wanted")
             if len(took) > 1 and "flash" in took:
                 best = min(took, key=took.get)
                 saved = (took["flash"] - took[best]) * LAYERS
