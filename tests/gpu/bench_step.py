@@ -1,7 +1,7 @@
 """Two cards: whole steps of GRPO, stock TRL against the recipe, lever by lever, on the same lengths.
 
     python tests/gpu/bench_step.py --load A --variants plain fp8+liger+shared --out A.json
-    python tests/gpu/bench_step.py --loads B C --rounds 2 --variants default default+both --out BC.json
+    python tests/gpu/bench_step.py --loads B C --variants default default+both --out BC.json
     python tests/gpu/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
     python tests/gpu/bench_step.py --part scaling --out scaling.json
     python tests/gpu/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
@@ -361,6 +361,8 @@ def read_options() -> argparse.Namespace:
     for variant in options.variants:
         if unknown := [name for name in variant.split("+") if "=" not in name and name not in VARIANTS]:
             parser.error(f"unknown levers {', '.join(unknown)} in {variant}; there are {', '.join(VARIANTS)}")
+    if options.rounds > 1 and not options.stock and any(map(uses_both, options.variants)):
+        parser.error("both needs the memory of stock's server, which stays between rounds: give --stock or --rounds 1")
     if options.stock and not options.stock.is_file():
         parser.error(f"--stock {options.stock} does not exist")
     return options
