@@ -262,7 +262,7 @@ class Bench:
         words += ["tests/gpu/bench/recipe.py", *self.flags(name, load, cards)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
         metrics = self.work / f"run-{name}" / "metrics.jsonl"
-        more = {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"} if self.cpu else {}
+        more = {"GLOO_SOCKET_IFNAME": "lo"} | ({"ACCELERATE_USE_CPU": "true"} if self.cpu else {})
         return self.steps_of(name, words, lambda log: read_metrics(metrics), self.note_ours, **more)
 
     def steps_of(
