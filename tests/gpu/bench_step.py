@@ -184,11 +184,13 @@ class Bench:
             self.server_gib["ours"] = self.grown(1, self.ours_from)
             self.say("our server is ready")
 
-    def run(self, side: str, load: str, trainers: int = 1, cards: list[int] | None = None) -> None:
+    def run(
+        self, side: str, load: str, trainers: int = 1, cards: list[int] | None = None, name: str | None = None
+    ) -> None:
         """One row: a side's steps, or its error. What it leaves on the disk is in a directory of its own. Ours runs on
         the first `trainers` cards and asks the replicas of `cards`."""
         trainers, cards = (2, [0, 1]) if uses_both(side) else (trainers, cards or [1])
-        row: dict[str, Any] = {"side": side, "load": load, "trainers": trainers, "replicas": len(cards)}
+        row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": len(cards)}
         kind = "stock" if side == "stock" else "ours"
         try:
             if kind in self.broken:
@@ -335,8 +337,7 @@ def scale(bench: Bench) -> int:
     pairs = [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])]
     for load in bench.options.loads:
         for trainers, cards in pairs:
-            bench.run(variant, load, trainers, cards)
-            bench.rows[-1]["side"] = f"{trainers} trainers, {len(cards)} replicas"
+            bench.run(variant, load, trainers, cards, f"{trainers} trainers, {len(cards)} replicas")
     efficiencies(bench.rows)
     return len(pairs) * len(bench.options.loads)
 
