@@ -43,7 +43,7 @@ def point_config(point: dict[str, Any]) -> Config:
         "run": {"name": "point"},
         "model": {"id": "point"},
         "policy": {"lora_rank": point["lora_rank"], "adapter_dtype": point.get("adapter_dtype", "float32")}
-        | {key: point[key] for key in ("compute", "kernels") if key in point},
+        | {key: point[key] for key in ("compute", "kernels", "embeddings") if key in point},
         "rollout": {
             "backend": "in_process" if point["kind"] == "rollout" else "server",
             "max_prompt_length": point.get("prompt_tokens", 256),
@@ -88,6 +88,7 @@ def rows_of(point: dict[str, Any], card_name: str) -> list[Row]:
     share = config.train.recompute_fraction
     name += f" of {100 * share:.0f} % of the layers" if share < 1 else ""
     name += ", offloaded" if config.train.recompute_offload else ""
+    name += ", embedding on the host" if config.policy.embeddings == "host" else ""
     if (packed := config.train.micro_batch_tokens) is not None:
         name += f", packs of {packed}"
     name += "".join(f", {one}" for one in (config.policy.compute, config.policy.kernels) if one not in AS_EVER)

@@ -215,6 +215,7 @@ def setting(point: dict[str, Any]) -> list:
     names += ("adapter_dtype", "backend", "weights", "sync", "kv_cache_gib", "max_num_seqs", "enforce_eager")
     found = [point.get(name) for name in (*names, "micro_batch_tokens")]
     switches = {"compute": "plain", "kernels": "torch", "recompute_fraction": 1.0, "recompute_offload": False}
+    switches |= {"embeddings": "gpu"}
     return [*found, recompute_of(point), *(point.get(name, default) for name, default in switches.items())]
 
 
@@ -241,7 +242,7 @@ def flags(work: Path, point: dict[str, Any], device: str) -> list[str]:
     keys |= {"train.gradient_accumulation_steps": point["completions"] // micro, "train.beta": point["beta"]}
     keys |= {"train.recompute": recompute_of(point)}
     groups = {
-        "policy": ("compute", "kernels"),
+        "policy": ("compute", "kernels", "embeddings"),
         "train": ("recompute_fraction", "recompute_offload", "micro_batch_tokens"),
     }
     keys |= {

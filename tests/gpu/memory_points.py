@@ -78,6 +78,7 @@ FASTER = [
     (("8b", 4, 1024, "none", 0.01, 16), FUSED | {"kernels": "liger"}),
     (("8b", 4, 1024, "full", 0.01, 16), FUSED | {"recompute_fraction": 0.5}),
     (("8b", 8, 1024, "full", 0.01, 16), FUSED | {"recompute_offload": True}),
+    (("8b", 8, 1024, "full", 0.01, 16), FUSED | {"recompute_offload": True, "embeddings": "host"}),
     (("8b", 8, 1024, "full", 0.01, 16), FUSED | {"micro_batch_tokens": 8704}),
     (("8b", 8, 1024, "full", 0.01, 16), {"compute": "fp8", "kernels": "liger", "micro_batch_tokens": 8704}),
     (("1.7b", 4, 1024, "selective", 0.01, 16), {}),
@@ -94,7 +95,7 @@ SERVER = [
 ]
 TINY_TRAINER = [("tiny", 4, 32, "full", 0.01, 8), ("tiny", 1, 16, "none", 0.0, 4)]
 TINY_FASTER = [  # liger needs a GPU
-    (("tiny", 4, 32, "selective", 0.01, 4), FUSED | {"recompute_offload": True}),
+    (("tiny", 4, 32, "selective", 0.01, 4), FUSED | {"recompute_offload": True, "embeddings": "host"}),
     (("tiny", 4, 32, "full", 0.01, 4), {"compute": "fp8", "recompute_fraction": 0.5, "micro_batch_tokens": 640}),
 ]
 TINY_SERVER = [("tiny", "fp8_per_channel", "adapter", 1, 8, True), ("tiny", "bf16", "remerge", 1, 8, True)]
@@ -301,6 +302,7 @@ def table(points: list[dict[str, Any]]) -> None:
                 "lora_rank",
                 "compute",
                 "kernels",
+                "embeddings",
                 "micro_batch_tokens",
                 "adapter_dtype",
                 "peak_gib",
