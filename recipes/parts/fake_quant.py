@@ -8,15 +8,18 @@ of 16 with E4M3 scales under a static global scale, as vLLM 0.31 emulates it.
 A *peak* is the largest |value| that a scale is made for: of a weight whole (`fp8_static`; `nvfp4`'s global scale), of
 every output channel (`fp8`), or of a layer's input, from calibration. Formats with a scale per block need none.
 
-On a GPU `fake_quant_kernel.py` computes the same numbers in one pass; the functions here define them.
-Not covered: gradients (qat.py passes them straight through).
+On a GPU with FP8 arithmetic `fake_quant_kernel.py` computes the same numbers in one pass; elsewhere, and as their
+definition, it is PyTorch. Not covered: gradients (qat.py passes them straight through).
 """
+
+import functools
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
 
 from recipes.parts import linear
-from recipes.parts.quant_format import ActivationFormat, QuantFormat
+from recipes.parts.quant_format import FORMATS, ActivationFormat, QuantFormat
 
 E4M3_MAX, E2M1_MAX, INT4_MAX = 448.0, 6.0, 7.5
 LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126
@@ -32,19 +35,42 @@ def effective_weight(
 ) -> torch.Tensor:
     """base + scaling · b · a (out, in), summed in float32 and rounded once to BF16, as merging does; in the base's
     dtype. a (r, in), b (out, r), both None without an adapter."""
-    weight = linear.weight_of(layer) if isinstance(layer, bnb.nn.Linear4bit) else layer.weight.data
+    if kernels := _kernels(layer.weight):
+        return kernels.quantize(_source(layer), a, b, scaling, None, None)
+    return effective_weight_in_torch(layer, a, b, scaling)
+
+
+def effective_weight_in_torch(
+    layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """What `effective_weight` is to return."""
+    weight = linear.weight_in_torch(layer) if isinstance(layer, bnb.nn.Linear4bit) else layer.weight.data
     dtype, weight = weight.dtype, weight.float()
     if a is not None:
         weight = weight + scaling * (b.float() @ a.float())
     return weight.to(torch.bfloat16).to(dtype)
 
 
+@torch.no_grad()
+def effective_peak(
+    layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, fmt: QuantFormat
+) -> torch.Tensor | None:
+    """`weight_peak(effective_weight(layer, a, b, scaling), fmt)`."""
+    if _has_peak(fmt) and (kernels := _kernels(layer.weight)):
+        return kernels.peak_of(_source(layer), a, b, scaling, fmt)
+    return weight_peak(effective_weight(layer, a, b, scaling), fmt) if _has_peak(fmt) else None
+
+
+def _has_peak(fmt: QuantFormat) -> bool:
+    return fmt.weight.kind == "nvfp4" or fmt.weight.block[1] is None
+
+
 def weight_peak(weight: torch.Tensor, fmt: QuantFormat) -> torch.Tensor | None:
     """The peak that `fmt` needs of a weight (out, in), float32: () of all of it, (out, 1) per output channel; None
     where every block's own is used. Layers that a server fuses take the largest of theirs (`fmt.shares_peak`)."""
-    if fmt.weight.kind == "nvfp4" or fmt.weight.block == (None, None):
-        return _peak(weight, None)
-    return _peak(weight, 1) if fmt.weight.block == (1, None) else None
+    if not _has_peak(fmt):
+        return None
+    return _peak(weight, 1 if fmt.weight.block == (1, None) else None)
 
 
 def _peak(value: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -59,6 +85,18 @@ def fake_quantize_weight(weight: torch.Tensor, fmt: QuantFormat, peak: torch.Ten
     `peak` as `weight_peak` makes it, which is taken of `weight` when it is None. Both sizes must be multiples of the
     format's block.
     """
+    peak = weight_peak(weight, fmt) if peak is None else peak
+    if kernels := _kernels(weight):
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        source = kernels.Source(weight, None, tuple(weight.shape), weight.dtype)
+        return kernels.quantize(source, None, None, 1.0, fmt, peak, is_rounded=False)
+    return fake_quantize_weight_in_torch(weight, fmt, peak)
+
+
+def fake_quantize_weight_in_torch(
+    weight: torch.Tensor, fmt: QuantFormat, peak: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What `fake_quantize_weight` is to return."""
     peak = weight_peak(weight, fmt) if peak is None else peak
     rows, columns = (size or whole for size, whole in zip(fmt.weight.block, weight.shape, strict=True))
     blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (out / R, R, in / C, C)
@@ -126,6 +164,7 @@ def to_e2m1(value: torch.Tensor) -> torch.Tensor:
     return (value * inverse).round_().div_(inverse)
 
 
+@torch.no_grad()
 def quantized_weight(
     layer: Layer,
     a: torch.Tensor | None,
@@ -135,20 +174,51 @@ def quantized_weight(
     peak: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fake_quantize_weight(effective_weight(layer, a, b, scaling), fmt, peak)`."""
-    return fake_quantize_weight(effective_weight(layer, a, b, scaling), fmt, peak)
+    if kernels := _kernels(layer.weight):
+        peak = effective_peak(layer, a, b, scaling, fmt) if peak is None else peak
+        return kernels.quantize(_source(layer), a, b, scaling, fmt, peak)
+    return fake_quantize_weight_in_torch(effective_weight_in_torch(layer, a, b, scaling), fmt, peak)
+
+
+@torch.no_grad()
+def fp8_weight(
+    layer: Layer,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scaling: float,
+    peak: torch.Tensor,
+    transposed: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The FP8 codes of format fp8 (out, in), stored as (in, out) when `transposed`; their scale is
+    `bf16_scale(peak, E4M3_MAX)` with the peak (out, 1) of the effective weight. Written to `out` if given."""
+    if kernels := _kernels(layer.weight):
+        return kernels.quantize(_source(layer), a, b, scaling, FORMATS["fp8"], peak, transposed=transposed, out=out)
+    codes = linear.to_e4m3(effective_weight_in_torch(layer, a, b, scaling), bf16_scale(peak, E4M3_MAX))
+    codes = codes.t().contiguous() if transposed else codes
+    return codes if out is None else out.copy_(codes)
 
 
 @torch.no_grad()
 def fake_quantize_activation(x: torch.Tensor, fmt: ActivationFormat, peak: torch.Tensor | None = None) -> torch.Tensor:
     """x (…, in) as a server computes with it, in the same dtype. `peak` (): the largest |x| of calibration, for static
     formats."""
+    if x.numel() and (kernels := _kernels(x)):
+        return kernels.fake_quantize_activation(x, fmt, peak)
+    return fake_quantize_activation_in_torch(x, fmt, peak)
+
+
+def fake_quantize_activation_in_torch(
+    x: torch.Tensor, fmt: ActivationFormat, peak: torch.Tensor | None
+) -> torch.Tensor:
+    """What `fake_quantize_activation` is to return."""
     if fmt.kind == "nvfp4":
         return _nvfp4_activation(x.float(), peak, fmt.group).to(x.dtype)
     if fmt.per == "tensor":
         scale = bf16_scale(peak, E4M3_MAX)
         return (linear.to_e4m3(x, scale).float() * scale).to(x.dtype)
     if fmt.per == "token":
-        codes, scale = linear.quantize_rows(x.reshape(-1, x.shape[-1]))
+        codes, scale = linear.quantize_rows_in_torch(x.reshape(-1, x.shape[-1]), linear.LEAST_SCALE)
         return (codes.float() * scale).to(x.dtype).view(x.shape)
     groups = x.float().unflatten(-1, (-1, fmt.group))
     scale = _divided(groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_GROUP_PEAK), E4M3_MAX)
@@ -162,3 +232,35 @@ def _nvfp4_activation(x: torch.Tensor, peak: torch.Tensor, group: int) -> torch.
     scale = _to_e4m3_number(by * (groups.abs().amax(-1, keepdim=True) * (1 / E2M1_MAX)))
     inverse = torch.where(scale == 0, 0.0, by / scale)
     return (to_e2m1(groups * inverse) * (scale / by)).flatten(-2)
+
+
+def _kernels(tensor: torch.Tensor) -> Any:
+    """The module of kernels where a tensor lies on a GPU that they run on; None elsewhere."""
+    if not tensor.is_cuda or not _has_fp8(tensor.device):
+        return None
+    from recipes.parts import fake_quant_kernel
+
+    return fake_quant_kernel
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= linear.FP8_CAPABILITY
+
+
+def _source(layer: Layer) -> Any:
+    """A layer's base as the kernels take it: its NF4 bytes, or the weight where they are of another layout."""
+    from recipes.parts.fake_quant_kernel import BLOCK_SIZE, NESTED_BLOCK, Source
+
+    if not isinstance(layer, bnb.nn.Linear4bit):
+        return Source(layer.weight.data, None, tuple(layer.weight.shape), layer.weight.dtype)
+    state = layer.weight.quant_state
+    shape = tuple(state.shape)
+    nested = state.state2.blocksize if state.nested else NESTED_BLOCK
+    if (
+        state.quant_type == "nf4"
+        and (state.blocksize, nested) == (BLOCK_SIZE, NESTED_BLOCK)
+        and not shape[1] % BLOCK_SIZE
+    ):
+        return Source(layer.weight.data, state, shape, state.dtype)
+    return Source(linear.weight_in_torch(layer), None, shape, state.dtype)

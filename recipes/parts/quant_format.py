@@ -143,96 +143,44 @@ def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> Non
     )
 
 
-def check_hardware(fmt: QuantFormat, compute: str) -> None:
-    """`BadInput` when this machine cannot train in `fmt` with `policy.compute`.
+def check_hardware(fmt: QuantFormat, backend: str) -> None:
+    """`BadInput` when this machine's GPU cannot sample in `fmt` with `rollout.backend`.
 
-    Every format is emulated: its numbers are computed with in the model's dtype, on any GPU and on a CPU, also FP4 on
-    a GPU that has no FP4. Only products that are taken in FP8 (`policy.compute: fp8`) need a GPU that can.
+    Training is never refused: every format's numbers are computed with in the model's dtype, on any GPU and on a CPU,
+    also FP4 where no FP4 arithmetic is. A rollout server leaves FP8 to vLLM, which on a GPU without FP8 arithmetic
+    multiplies with activations that are not quantized: another policy than the one that learns.
     """
     import torch
 
-    if compute != "fp8" or not torch.cuda.is_available():
+    if backend != "server" or fmt.name not in ("fp8", "fp8_block") or not torch.cuda.is_available():
         return
     if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
         raise BadInput(
-            f"policy.quant_cfg {fmt.name} with policy.compute fp8: {torch.cuda.get_device_name()} has no FP8 "
-            f"arithmetic (compute capability {capability[0]}.{capability[1]}, needed 8.9). Set policy.compute to "
-            "fused: the format's numbers are then computed with in the model's dtype."
+            f"policy.quant_cfg {fmt.name}: {torch.cuda.get_device_name()} has no FP8 arithmetic (compute capability "
+            f"{capability[0]}.{capability[1]}, needed 8.9), so vLLM would not quantize activations as the policy does. "
+            "Use fp8_static, w4a16, nvfp4a16 or nvfp4, whose numbers are served as BF16, or rollout.backend in_process."
         )
 
 
 def problems(config: Config) -> list[str]:
-    """Why this configuration cannot train in its format; nothing without `policy.quant_cfg`."""
-    policy, rollout = config.policy, config.rollout
-    if policy.quant_cfg is None:
-        if config.server.quant_cfg is not None:
-            return [
-                f"server.quant_cfg is {config.server.quant_cfg} and policy.quant_cfg null: the servers would sample "
-                "in numbers that the policy is not trained in. Set policy.quant_cfg to it, or server.quant_cfg to "
-                "null."
-            ]
-        return []
-    try:
-        fmt = read_quant_format(policy.quant_cfg)
-    except BadInput as error:
-        return [str(error)]
-    found = [*_server_problems(config, fmt), *_calibration_problems(config, fmt)]
-    if policy.compute == "fp8" and fmt.name != "fp8":
-        found.append(
-            f"policy.compute is fp8 and policy.quant_cfg {fmt.name}: the GPU's FP8 products with a scale per row are "
-            "those of fp8 and of no other format. Set policy.compute to fused."
-        )
-    if rollout.backend == "server" and rollout.sync != "remerge":
-        found.append(
-            f"policy.quant_cfg is {policy.quant_cfg} and rollout.sync {rollout.sync}: the servers would add the "
-            "adapter to quantized weights, and the policy is the quantized sum. Set rollout.sync to remerge."
-        )
-    if config.model.path and (file := Path(config.model.path) / "config.json").is_file():
-        try:
-            check_model(fmt, json.loads(file.read_text()))
-        except BadInput as error:
-            found.append(str(error))
-    return found
-
-
-def _server_problems(config: Config, fmt: QuantFormat) -> list[str]:
-    other = config.server.quant_cfg
-    if other is None:
-        return []
-    try:
-        served = read_quant_format(other)
-    except BadInput as error:
-        return [str(error).replace("policy.quant_cfg", "server.quant_cfg", 1)]
-    if served == fmt:
-        return []
-    return [
-        f"server.quant_cfg ({other}) is {served.name} and policy.quant_cfg ({config.policy.quant_cfg}) is {fmt.name}: "
-        "completions would be sampled by another policy than the one that learns from them. Leave server.quant_cfg "
-        "out, or set it to the same."
-    ]
-
-
-def _calibration_problems(config: Config, fmt: QuantFormat) -> list[str]:
+    """Why this configuration cannot train in its format, beside what its servers need (served_format.py), which also
+    says that there is no such format; nothing without `policy.quant_cfg`."""
     policy = config.policy
+    try:
+        fmt = read_quant_format(policy.quant_cfg) if policy.quant_cfg is not None else None
+    except BadInput:
+        return []
+    if fmt is None:
+        return []
     counts = {
         "policy.quant_calib_size": policy.quant_calib_size,
         "policy.quant_batch_size": policy.quant_batch_size,
         "policy.quant_sequence_length": policy.quant_sequence_length,
     }
     found = [f"{key} ({value}) must be at least 1." for key, value in counts.items() if value < 1]
-    if not fmt.needs_calibration or found:
-        return found
-    size, source = policy.quant_calib_size, policy.quant_calib_data
-    if source == "train":
-        there, where = config.data.max_train_problems, "data.max_train_problems leaves"
-    elif not (file := Path(source)).is_file():
-        return [f"policy.quant_calib_data ({source}) is neither train nor a file. Name a jsonl file that exists."]
-    else:
-        with open(file, errors="replace") as lines:
-            there, where = sum(1 for line in lines if line.strip()), f"policy.quant_calib_data ({source}) has"
-    if there is not None and there < size:
-        return [
-            f"policy.quant_calib_size is {size} and {where} {there or 'no'} prompts. Lower policy.quant_calib_size, "
-            "or give more prompts."
-        ]
-    return []
+    if config.model.path and (file := Path(config.model.path) / "config.json").is_file():
+        try:
+            check_model(fmt, json.loads(file.read_text()))
+        except BadInput as error:
+            found.append(str(error))
+    return found
