@@ -157,8 +157,9 @@ def check_hardware(fmt: QuantFormat, backend: str) -> None:
     if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
         raise BadInput(
             f"policy.quant_cfg {fmt.name}: {torch.cuda.get_device_name()} has no FP8 arithmetic (compute capability "
-            f"{capability[0]}.{capability[1]}, needed 8.9), so vLLM would not quantize activations as the policy does. "
-            "Use fp8_static, w4a16, nvfp4a16 or nvfp4, whose numbers are served as BF16, or rollout.backend in_process."
+            f"{capability[0]}.{capability[1]}, needed 8.9), so vLLM would not quantize activations as the policy "
+            "does. Use fp8_static, w4a16, nvfp4a16 or nvfp4, whose numbers are served as BF16, or rollout.backend "
+            "in_process."
         )
 
 
