@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from recipes.parts import noise, overlap, quant_format, recompute, served_format, sharding
 from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import problems as quantization_problems
 from recipes.parts.recipe import check_resumed_format
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import RunDir, read_json
@@ -71,7 +70,6 @@ def check_config(config: Config, processes: int) -> None:
         *recompute.problems(config, sharding.announced()),
         *_parallelism(config),
         *_compute(config),
-        *quantization_problems(config),
         *_micro_batches(config),
     ]
     if problems:
