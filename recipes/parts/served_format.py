@@ -19,7 +19,7 @@ def served_format(config: Config) -> QuantFormat | None:
 
 
 def problems(config: Config) -> list[str]:
-    """Why `server.weights` cannot serve `policy.quant_cfg`; nothing where no server is asked or the format is wrong."""
+    """Why `server.weights` cannot serve `policy.quant_cfg`; nothing where there is no server or no such format."""
     try:
         fmt = served_format(config)
     except BadInput:
