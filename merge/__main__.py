@@ -42,8 +42,10 @@ def at_least_one(text: str) -> int:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m merge", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--format", nargs="+", choices=FORMATS, help="formats to write")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--format", nargs="+", choices=FORMATS, help="formats to write; default: the one the run was trained for"
+    )
     what.add_argument(
         "--compare_bases", action="store_true", help="merge bf16 of the policy into both bases, say which is closer"
     )
@@ -59,7 +61,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="where <policy>/<format> goes; default: merged/, or merged-original/, in the run"
     )
-    parser.add_argument("--calib_samples", type=at_least_one, default=128, help="prompts that awq, nvfp4 calibrate on")
+    parser.add_argument(
+        "--calib_samples", type=at_least_one, default=128, help="prompts that awq, fp8_static, nvfp4 calibrate on"
+    )
     parser.add_argument("--calib_seq_len", type=at_least_one, default=512, help="tokens of each of them, at most")
     parser.add_argument(
         "--awq_python", type=Path, default=AWQ_PYTHON, help=f"Python that has llm-compressor; default {AWQ_PYTHON}"
@@ -123,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     merge = Merge(arguments)
     for policy, name in merge.targets():
         size = "" if merge.base is None else f", about {merge.bytes_of(name) / 2**20:.1f} MiB"
-        print(f"{policy} {name}: {merge.place(policy, name)}{size}", flush=True)
+        print(f"{policy} {name}: {merge.place(policy, name)}{size}{merge.note(name)}", flush=True)
     if merge.arguments.dry_run:
         return DONE
 

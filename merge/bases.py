@@ -49,7 +49,7 @@ def measure(merges: dict[str, Merge]) -> dict:
         place = merge.place("grpo", "bf16")
         if merge.reuses_bf16("grpo"):
             manifest = read_manifest(place, "checkpoint")
-            found = asdict(verifier.compare("grpo", place))
+            found = asdict(verifier.compare("grpo", place, plain=True))
         else:
             manifest = merge.write("grpo", "bf16")
             found = manifest["verify"]
@@ -59,7 +59,7 @@ def measure(merges: dict[str, Merge]) -> dict:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **{key: facts[key] for key in ("base_hash", "adapter_version", "adapter_hash")},
-        "base_kl": verifier.update_kl(),
+        "base_kl": verifier.update_kl(plain=True),
         "bases": bases,
         "closer": min(bases, key=lambda into: bases[into]["mean_kl"]),
     }

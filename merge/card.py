@@ -55,6 +55,7 @@ RECIPE = (
     "reward.weights",
     "policy.quantization",
     "policy.double_quantization",
+    "policy.quant_cfg",
     "policy.lora_rank",
     "policy.lora_alpha",
     "policy.use_rslora",
@@ -183,6 +184,7 @@ def front_matter(config: dict, manifest: dict) -> str:
     if look_up(config, "data.path") is None and HUB_ID.fullmatch(data) and manifest["policy"] == "grpo":
         lines += ["datasets:", f"- {json.dumps(data)}"]
     tags = ["grpo", "qlora"] if manifest["policy"] == "grpo" else []
+    tags += ["quantization-aware"] if manifest.get("trained_for") == manifest["format"] and tags else []
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in [*tags, manifest["format"]]), "---"])
 
 
@@ -193,7 +195,18 @@ def introduction(config: dict, manifest: dict) -> str:
     what = f"{model}, with {weights}: the base of run {name} without its adapter"
     if manifest["policy"] == "grpo":
         what = f"{model} trained with GRPO on an NF4 base (QLoRA) in run {name}; the adapter is merged into {weights}"
-    return f"# {name}, {manifest['policy']}, {form}\n\n{what}.\n\nRead by {READERS.get(form, form)}."
+    aware = quantization_aware(manifest)
+    return f"# {name}, {manifest['policy']}, {form}\n\n{what}.{aware}\n\nRead by {READERS.get(form, form)}."
+
+
+def quantization_aware(manifest: dict) -> str:
+    """A sentence on the format that the run was trained for, with a blank before it; nothing of other runs."""
+    if (own := manifest.get("trained_for")) is None:
+        return ""
+    text = f" The training was quantization-aware: the policy computed with the numbers of {own}"
+    if own == manifest["format"]:
+        return f"{text}, which is what this checkpoint stores."
+    return f"{text}. This checkpoint is {manifest['format']}, which it was not trained for."
 
 
 def origin(config: dict, base: dict, manifest: dict) -> str:
@@ -250,7 +263,12 @@ def checks(manifest: dict) -> str:
         lines.append(f"The stored weights keep {kept:.2%} of the adapter's update.")
     elif reason := manifest.get("no_retained_update"):
         lines.append(f"What is kept of the adapter's update was not computed: {reason}.")
+    if found and (to := found.get("policy_with")):
+        lines.append(f"The policy computed with {to} there.")
     if calibration := manifest.get("calibration"):
+        if "quantizers" in calibration:
+            lines.append(f"Activation scales are those of the training's quantizers, {code(calibration)}.")
+            return "\n".join(lines)
         lines.append(f"Calibrated on the run's training prompts: {code(calibration)}.")
     return "\n".join(lines)
 

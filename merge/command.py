@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from merge.trained import find_trained
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import INTO, RunDir, read_json, read_manifest
@@ -17,6 +18,7 @@ BYTES_PER_WEIGHT = {
     **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},
 }
 CALIBRATED = ("fp8_static", "awq", "nvfp4")
+RANGED = ("fp8_static", "nvfp4")  # activations by ranges of the layers' inputs, which a run for a format has already
 AWQ_PYTHON = Path(".venv-llmcompressor/bin/python")
 
 
@@ -30,11 +32,12 @@ class Merge:
         self.into = arguments.into
         self.run = RunDir.open(arguments.run)
         self.info = read_json(self.run.base_file)
-        # argparse keeps the order of the command line; bf16 is what the others are made from.
-        self.formats = [name for name in FORMATS if name in arguments.format]
         self.policies = [name for name in POLICIES if name in arguments.policy]
         self.out = arguments.out or self.run.merged_into(self.into)
         self.adapter, self.adapter_facts = self._find_adapter()
+        self.trained = find_trained(self.run, self.adapter or arguments.adapter)
+        # argparse keeps the order of the command line; bf16 is what the others are made from.
+        self.formats = [name for name in FORMATS if name in self._asked()]
         self._check_outputs()
         if "awq" in self.formats:
             from merge.calibrated import check_awq
@@ -75,9 +78,35 @@ class Merge:
         content = manifest.get("tensor_hash") or manifest["files"]["adapter_model.safetensors"]["blake2b"]
         return adapter, {"adapter_version": manifest.get("version"), "adapter_hash": content}
 
+    def _asked(self) -> list[str]:
+        """The formats to write: those of the command line, or the one that the run was trained for."""
+        if self.arguments.format:
+            return self.arguments.format
+        if self.trained is None:
+            raise BadInput(
+                f"--format is missing, and {self.run.path} was not trained for one (policy.quant_cfg). Name some of "
+                f"{', '.join(FORMATS)}."
+            )
+        return [self.trained.format.name]
+
+    def is_own(self, name: str) -> bool:
+        """Whether the run was trained for this format."""
+        return self.trained is not None and self.trained.format.name == name
+
+    def note(self, name: str) -> str:
+        """What a line about a checkpoint says of how it stands to the training."""
+        if self.trained is None or self.is_own(name):
+            return "" if self.trained is None else ", which the run was trained for"
+        return f"; the run was trained for {self.trained.format.name}"
+
+    def has_ranges(self, name: str) -> bool:
+        """Whether the activations' ranges of this format are in the run's quantizers, so that none are looked for."""
+        return name in RANGED and self.trained is not None and self.trained.format.needs_calibration
+
     def facts(self, policy: str) -> dict:
         """What every manifest of a policy says about where the checkpoint comes from."""
         adapter = self.adapter_facts if policy == "grpo" else {"adapter_version": None, "adapter_hash": None}
+        adapter |= {} if self.trained is None else self.trained.facts()
         return {"policy": policy, "into": self.into, "base_hash": self.info["hash"], **adapter, "promoted": False}
 
     def place(self, policy: str, name: str) -> Path:
@@ -156,7 +185,7 @@ class Merge:
 
     def _calibration(self) -> Any:
         """What the formats that need data are calibrated on; None when none of them was asked for."""
-        if not any(name in CALIBRATED for name in self.formats):
+        if not any(name in CALIBRATED and not self.has_ranges(name) for name in self.formats):
             return None
         from merge.calibrated import calibration_set
 
@@ -188,24 +217,25 @@ class Merge:
             def check(directory: Path) -> dict:
                 if self.batch is None:
                     return {"verify": None}
-                # Merged into other weights than the policy's, it is another model: how near is recorded, not judged.
-                judge = self.verifier().check_bf16 if self.into == INTO[0] else self.verifier().compare
-                return {"verify": asdict(judge(policy, directory))}
+                return {"verify": self._compared(policy, name, directory)}
 
             return write_bf16(self.base, updates, place, check, self.arguments.overwrite, **facts)
 
         def verify(directory: Path) -> dict | None:
-            return None if self.batch is None else asdict(self.verifier().compare(policy, directory))
+            return None if self.batch is None else self._compared(policy, name, directory)
 
         source, options = self.place(policy, "bf16"), self.arguments
-        if name in CALIBRATED:
+        if name in CALIBRATED and not self.has_ranges(name):
             print(f"calibrating {policy} {name} on {self.calibration.facts['tokens']} tokens", flush=True)
         if name == "awq":
             from merge.calibrated import write_awq
 
             made_by = (self.calibration, options.awq_python)
             return write_awq(source, place, self.base, *made_by, verify, options.overwrite, **facts)
-        if name in CALIBRATED:
+        if self.has_ranges(name):
+            facts["calibration"] = {"quantizers": self.trained.hash}
+            facts["input_peaks"] = self.trained.input_peaks(self.base.quantized)
+        elif name in RANGED:
             from merge.calibrated import input_peaks
 
             facts["calibration"] = self.calibration.facts
@@ -213,3 +243,18 @@ class Merge:
         return quantize_checkpoint(
             source, place, name, self.base, updates, verify, options.overwrite, options.force, **facts
         )
+
+    def _compared(self, policy: str, name: str, directory: Path) -> dict:
+        """What a manifest says about the distance to the policy; `CheckFailed` for one that is not the policy."""
+        verifier, judged = self.verifier(), self.into == INTO[0]
+        # Merged into other weights than the policy's, it is another model: how near is recorded, not judged.
+        if name == "bf16":
+            found = verifier.check_bf16(policy, directory) if judged else verifier.compare(policy, directory, True)
+        elif self.is_own(name) and judged:
+            found = verifier.check_own(policy, directory)
+        else:
+            found = verifier.compare(policy, directory)
+        if self.trained is None:
+            return asdict(found)
+        to = "no quantizers" if name == "bf16" else f"quantizers of {self.trained.format.name}"
+        return {**asdict(found), "policy_with": to}

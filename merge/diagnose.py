@@ -243,7 +243,7 @@ class Diagnosis:
             verify = manifest.get("verify")
             if verify is None and self.batch is not None:
                 verifier = verifier or Verifier(self.run, self.adapter, self.base, self.batch)
-                verify = asdict(verifier.compare("grpo", self.place("grpo", name)))
+                verify = asdict(verifier.compare("grpo", self.place("grpo", name), plain=name == "bf16"))
             if verify is not None:
                 found[name] = {"kl": verify["mean_kl"], "top1": verify["top1_agreement"]}
         return found

@@ -17,6 +17,7 @@ import torch
 
 from merge.base import BaseCheckpoint, disable_cpu_repacking, load_base
 from merge.checkpoint import find_checkpoint
+from merge.trained import find_trained
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 
@@ -28,6 +29,10 @@ MAX_LOGPROBS = 1 << 28  # log-probs held at once for a policy: 1 GiB in float32
 # amplify rounding, measure 3e-5 and 1.4e-4 (README.md); BF16 arithmetic adds noise and is allowed ten times more.
 KL_NOISE = {torch.float32: 5e-4, torch.bfloat16: 5e-3}
 BF16_KL_BOUND = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+# The same of a checkpoint in the format that the policy was trained for, against the policy with its quantizers. Both
+# compute with the same numbers: 0 in float32 (README.md). In BF16 readers round activations by other arithmetic.
+OWN_KL_NOISE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+OWN_KL_BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def scoring_dtype(device: torch.device | str) -> torch.dtype:
@@ -39,11 +44,14 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def load_for_scoring(directory: str | Path, device: torch.device | str | None = None) -> torch.nn.Module:
+def load_for_scoring(
+    directory: str | Path, device: torch.device | str | None = None, weights: torch.dtype | None = None
+) -> torch.nn.Module:
     """A checkpoint of any format, in eval mode, computing in float32 on a CPU and in bfloat16 on a GPU.
 
     fp8 and w4a16 weights are dequantized at load time (a GPU then holds them as bfloat16); the activations of fp8 are
-    still rounded to FP8 at every layer, as a server with FP8 kernels does.
+    still rounded to FP8 at every layer, as a server with FP8 kernels does. With `weights` the dequantized weights are
+    rounded to that dtype, as a reader that computes in it holds them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -64,7 +72,7 @@ def load_for_scoring(directory: str | Path, device: torch.device | str | None = 
     if method == "compressed-tensors":
         for module in model.modules():  # compressed-tensors dequantizes FP4 to BF16 whatever the model computes in
             if isinstance(module, torch.nn.Linear):
-                module.weight.data = module.weight.data.to(dtype)
+                module.weight.data = module.weight.data.to(weights or dtype).to(dtype)
     if method == "bitsandbytes":
         disable_cpu_repacking(model)
         compute_in(model, dtype)
@@ -130,11 +138,13 @@ def load_policy(
 ) -> torch.nn.Module:
     """The policy as trained, in eval mode: the run's NF4 base, and `adapter` on it unless that is None.
 
-    Computes in float32 on a CPU and in bfloat16 on a GPU. `BadInput` for an adapter of another base, before weights
-    are loaded; `CheckFailed` when the loaded base is not the one of base.json, bit for bit.
+    Of a run that was trained for a format (policy.quant_cfg), with the quantizers of `adapter`, or of the run's newest
+    one. Computes in float32 on a CPU and in bfloat16 on a GPU. `BadInput` for an adapter of another base, before
+    weights are loaded; `CheckFailed` when the loaded base is not the one of base.json, bit for bit.
     """
     run = run if isinstance(run, RunDir) else RunDir.open(run)
     checkpoint = base_checkpoint(run, base)
+    trained = find_trained(run, adapter)
     if adapter is not None:
         check_adapter_base(Path(adapter), checkpoint.info)
     device = torch.device(device) if device is not None else default_device()
@@ -145,6 +155,11 @@ def load_policy(
 
         model = PeftModel.from_pretrained(model, str(adapter))
         compute_in(model, scoring_dtype(device))
+    if trained is not None:
+        from recipes.parts.qat import load_quantizer_state, use_quantized_linears
+
+        use_quantized_linears(model, trained.format)
+        load_quantizer_state(model, trained.state())
     return model.eval()
 
 
@@ -249,36 +264,57 @@ def compare(policy: list[torch.Tensor], merged: list[torch.Tensor], batch: list[
 
 
 class Verifier:
-    """Compares checkpoints with the policies of a run on its fixed batch; the policies are scored once."""
+    """Compares checkpoints with the policies of a run on its fixed batch; the policies are scored once.
+
+    Of a run that was trained for a format, `scores` are of the policies as trained, with their quantizers, and `plain`
+    of the same with quantizers off, which BF16 is merged from; of other runs the two are one.
+    """
 
     def __init__(self, run: RunDir, adapter: Path | None, base: BaseCheckpoint, batch: list[torch.Tensor]):
         self.batch = batch
         self.device = default_device()
+        self.dtype = base.dtype
         model = load_policy(run, adapter, base.directory, self.device)
-        self.scores = {"base": log_probs(model, batch)} if adapter is None else {"grpo": log_probs(model, batch)}
-        if adapter is not None:
-            with model.disable_adapter():
-                self.scores["base"] = log_probs(model, batch)
+        self.scores = self.plain = _policy_scores(model, adapter is not None, batch)
+        if find_trained(run, adapter) is not None:
+            from recipes.parts.qat import quantizers_off
+
+            with quantizers_off(model):
+                self.plain = _policy_scores(model, adapter is not None, batch)
         del model
         release_memory()
 
-    def update_kl(self) -> float:
+    def update_kl(self, plain: bool = False) -> float:
         """KL(policy‖base): what a checkpoint without the adapter would show."""
-        return compare(self.scores["grpo"], self.scores["base"], self.batch).mean_kl
+        scores = self.plain if plain else self.scores
+        return compare(scores["grpo"], scores["base"], self.batch).mean_kl
 
-    def compare(self, policy: str, directory: Path) -> Comparison:
-        model = load_for_scoring(directory, self.device)
+    def compare(
+        self, policy: str, directory: Path, plain: bool = False, weights: torch.dtype | None = None
+    ) -> Comparison:
+        """A checkpoint against the policy as trained, or with `plain` against the policy without quantizers."""
+        model = load_for_scoring(directory, self.device, weights)
         scores = log_probs(model, self.batch)
         del model
         release_memory()
-        return compare(self.scores[policy], scores, self.batch)
+        return compare((self.plain if plain else self.scores)[policy], scores, self.batch)
 
     def check_bf16(self, policy: str, directory: Path) -> Comparison:
         """The comparison of a BF16 checkpoint; `CheckFailed` when it is not the policy up to rounding."""
-        found = self.compare(policy, directory)
-        bound = BF16_KL_BOUND[scoring_dtype(self.device)]
+        dtype = scoring_dtype(self.device)
+        found = self.compare(policy, directory, plain=True)
+        return self._check(policy, found, BF16_KL_BOUND[dtype], KL_NOISE[dtype], plain=True)
+
+    def check_own(self, policy: str, directory: Path) -> Comparison:
+        """The comparison of a checkpoint in the format that the policy was trained for, its weights read in the dtype
+        that the policy was trained in; `CheckFailed` when they do not compute the same."""
+        dtype = scoring_dtype(self.device)
+        found = self.compare(policy, directory, weights=self.dtype)
+        return self._check(policy, found, OWN_KL_BOUND[dtype], OWN_KL_NOISE[dtype], plain=False)
+
+    def _check(self, policy: str, found: Comparison, bound: float, noise: float, plain: bool) -> Comparison:
         if policy == "grpo":  # a small update must not hide under the bound: closer to the policy than the base is
-            bound = min(bound, max(KL_NOISE[scoring_dtype(self.device)], 0.5 * self.update_kl()))
+            bound = min(bound, max(noise, 0.5 * self.update_kl(plain)))
         if not found.mean_kl <= bound:
             raise CheckFailed(
                 f"the merged {policy} checkpoint is not the policy: mean KL(policy‖merged) {found.mean_kl:.2e} over "
@@ -286,3 +322,12 @@ class Verifier:
                 f"agreement {found.top1_agreement:.3f}. It was not published."
             )
         return found
+
+
+def _policy_scores(model: torch.nn.Module, has_adapter: bool, batch: list[torch.Tensor]) -> dict[str, list]:
+    """{"base": log-probs, and "grpo" where there is an adapter}."""
+    if not has_adapter:
+        return {"base": log_probs(model, batch)}
+    scores = {"grpo": log_probs(model, batch)}
+    with model.disable_adapter():
+        return scores | {"base": log_probs(model, batch)}

@@ -68,16 +68,28 @@ def make_model(
 
 
 def save_adapter(run: RunDir, base_hash: str, version: int, model: torch.nn.Module, **manifest) -> Path:
+    from recipes.parts.qat import write_quantizer_state
+
     with publish(run.adapter_dir(version)) as partial:
         model.save_pretrained(partial, save_embedding_layers=False)
+        manifest |= write_quantizer_state(model, partial)
         write_manifest(partial, "adapter", version=version, step=version, base_hash=base_hash, **manifest)
     return run.adapter_dir(version)
 
 
 def make_run(
-    folder: Path, model_dir: Path, dtype: str = "float32", update: float = 0.004, device: str = "cpu", **lora
+    folder: Path,
+    model_dir: Path,
+    dtype: str = "float32",
+    update: float = 0.004,
+    device: str = "cpu",
+    quant_cfg: str | None = None,
+    **lora,
 ) -> RunDir:
-    """A run directory with base.json, one adapter of random LoRA weights and held-out problems, but no training."""
+    """A run directory with base.json, one adapter of random LoRA weights and held-out problems, but no training.
+
+    With `quant_cfg` as a run for that format leaves it: quantizers that were calibrated, and their state.
+    """
     from peft import LoraConfig, get_peft_model
 
     folder.mkdir(parents=True)
@@ -95,6 +107,8 @@ def make_run(
             "system_prompt": "Answer.",
         },
     }
+    if quant_cfg is not None:
+        config["policy"] = {"quant_cfg": quant_cfg}
     write_json(run.config_file, {"config": config})
     model = load_nf4(model_dir, dtype, device=device)
     info = hash_nf4_model(model)
@@ -105,11 +119,24 @@ def make_run(
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0.0, update)
+    if quant_cfg is not None:
+        add_quantizers(wrapped, quant_cfg)
     save_adapter(run, info["hash"], 10, wrapped)
     run.completions.mkdir()
     row = {"problem_id": "0", "prompt": "<|im_start|>user\nWhat is 2 plus 11?<|im_end|>\n<|im_start|>assistant\n"}
     (run.completions / "step-000010.jsonl").write_text(json.dumps({**row, "completion": "It is 13.<|im_end|>"}) + "\n")
     return run
+
+
+def add_quantizers(model: torch.nn.Module, name: str) -> None:
+    """Quantizers of format `name` that were calibrated on some tokens."""
+    from recipes.parts.calibration import calibrate
+    from recipes.parts.qat import use_quantized_linears
+    from recipes.parts.quant_format import read_quant_format
+
+    use_quantized_linears(model, read_quant_format(name))
+    ids = torch.arange(1, 257).view(4, 64)
+    calibrate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))])
 
 
 def alter_adapter(run: RunDir, folder: Path, config: dict | None = None, rename=None, base_hash=None) -> Path:

@@ -1,0 +1,68 @@
+"""What a run was trained for: the format of its quantizers (policy.quant_cfg) and the input ranges they calibrated.
+
+Both are read from an adapter's directory: `quant_cfg` in its manifest, and its quantizer state. Imports no torch until
+the state is read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.errors import BadInput
+from recipes.parts.quant_format import QuantFormat, read_quant_format
+from recipes.parts.rundir import RunDir, read_manifest
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The quantizers of an adapter: what was trained was the checkpoint of format `format.name`."""
+
+    format: QuantFormat
+    adapter: Path
+    hash: str | None  # of the state, by the adapter's manifest
+
+    def facts(self) -> dict:
+        """What the manifest of every checkpoint of the run says."""
+        return {"trained_for": self.format.name, "quantizer_hash": self.hash}
+
+    def state(self) -> dict[str, Any]:
+        """{"<layer>.input_amax": () float32}, empty for a format without static input ranges; `BadInput` when it is of
+        another format than the manifest's."""
+        from recipes.parts.qat import read_quantizer_state
+
+        name, state = read_quantizer_state(self.adapter)
+        if name != self.format.name:
+            raise BadInput(f"{self.adapter} has quantizers of format {name}, its manifest says {self.format.name}.")
+        return state
+
+    def input_peaks(self, names: set[str]) -> dict[str, float]:
+        """{weight name: largest |input| of its layer} of the quantizers; `BadInput` when it is not of these layers."""
+        from recipes.parts.qat import AMAX
+
+        found = {f"{name.removesuffix(AMAX)}.weight": peak.item() for name, peak in self.state().items()}
+        if odd := sorted(found.keys() ^ names):
+            raise BadInput(
+                f"the quantizers of {self.adapter} have {len(found)} input ranges, the base has {len(names)} "
+                f"quantized layers (first difference: {odd[0]}). Pass an adapter that was trained on this base."
+            )
+        return found
+
+
+def find_trained(run: RunDir, adapter: Path | None = None) -> Trained | None:
+    """The quantizers of `adapter`, or of the run's newest one; None for a run without.
+
+    `BadInput` when the run's configuration names a format and the adapter does not.
+    """
+    declared = (run.config().get("policy") or {}).get("quant_cfg")
+    if adapter is None and declared is None:
+        return None
+    adapter = Path(adapter or run.newest_adapter())
+    manifest = read_manifest(adapter, "adapter")
+    if (name := manifest.get("quant_cfg")) is not None:
+        return Trained(read_quant_format(name), adapter, manifest.get("quantizer_hash"))
+    if declared is not None:
+        raise BadInput(
+            f"{run.path} was trained for {declared} (policy.quant_cfg), and {adapter} has no quantizers. Pass an "
+            "adapter of this run."
+        )
+    return None
