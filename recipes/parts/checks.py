@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from recipes.parts import noise, overlap, recompute, served_format, sharding
+from recipes.parts import noise, overlap, quant_format, recompute, served_format, sharding
 from recipes.parts.config import FORMATS, Config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
@@ -64,6 +64,7 @@ def check_config(config: Config, processes: int) -> None:
         *_lists(config),
         *_servers(config),
         *overlap.problems(config),
+        *quant_format.problems(config),
         *served_format.problems(config),
         *noise.problems(config, sharding.announced()),
         *recompute.problems(config, sharding.announced()),
