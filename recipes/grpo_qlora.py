@@ -44,6 +44,7 @@ from recipes.parts.checks import (
 )
 from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
+from recipes.parts.recipe import PLAIN, check_recipe
 
 
 def say(text: str) -> None:
@@ -142,6 +143,7 @@ def make_rollout(config: Config, tokenizer, model_config, run):
 
 def main() -> None:
     config, flags = parse_command(__doc__)
+    check_recipe(config, PLAIN)
     processes = world_size()
     check_config(config, processes)
     run = check_run_directory(config, flags.resume, processes)

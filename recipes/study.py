@@ -20,6 +20,7 @@ from typing import Any
 
 from recipes.parts.config import FORMATS, Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
+from recipes.parts.recipe import recipe_of
 from recipes.parts.rundir import MANIFEST, RunDir, read_json, write_json
 from recipes.quickstart import mean_reward, step
 
@@ -71,7 +72,7 @@ class Study:
             own = ["--run.name", self.name(seed), "--run.seed", str(seed), "--run.output_dir", place]
             launch = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
             resume = ["--resume"] if run.path.exists() else []
-            train = [*launch, "recipes/grpo_qlora.py", "--config", self.options.config, *self.overrides, *own, *resume]
+            train = [*launch, recipe_of(self.config), "--config", self.options.config, *self.overrides, *own, *resume]
             yield f"seed {seed}: GRPO", train, (DONE,)
         # The nf4 cells of the evaluation are the NF4 base with and without the adapter: nothing is merged for them.
         if merged := [name for name in self.formats if name != "nf4" and not is_merged(run, name)]:

@@ -11,6 +11,7 @@ from launch.vllm_command import Installed, is_loopback, plans
 from recipes.parts.checks import check_config
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
+from recipes.parts.recipe import recipe_of
 from recipes.parts.rundir import base_directory
 
 # Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
@@ -217,7 +218,7 @@ def _words(job: Job, config: Config, split: Split) -> str:
 def _several_nodes(job: Job, config: Config, split: Split) -> str:
     """Servers on the first node, the trainer on the others."""
     manifest = shlex.quote(str(base_directory(config) / "manifest.json"))
-    configs, recipe = "accelerate launch --config_file accelerate_configs", f"recipes/grpo_qlora.py {WORDS}"
+    configs, recipe = "accelerate launch --config_file accelerate_configs", f"{recipe_of(config)} {WORDS}"
     lines = [
         'on_first_node=(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --kill-on-bad-exit=1)',
         f"if [[ ! -e {manifest} ]]; then",

@@ -11,8 +11,8 @@ import yaml
 from launch.vllm_command import ROOT
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
+from recipes.parts.recipe import recipe_of
 
-RECIPE = "recipes/grpo_qlora.py"
 CPU, ONE_GPU, DDP = (f"accelerate_configs/{name}.yaml" for name in ("cpu", "one_gpu", "ddp"))
 
 
@@ -159,7 +159,7 @@ def trainer_command(
         words += ["--gpu_ids", "all"]  # all of CUDA_VISIBLE_DEVICES, which one_gpu.yaml would overrule
         if config.model.dtype == "float32" and launcher.mixed_precision != "no":
             words += ["--mixed_precision", "no"]
-    words += [in_checkout(RECIPE), "--config", config_path, *overrides]
+    words += [in_checkout(recipe_of(config)), "--config", config_path, *overrides]
     if placement.servers and all(gpu.isdigit() for gpu in placement.servers):
         # Its memory checks see only the trainer's own CUDA_VISIBLE_DEVICES.
         chosen = [int(gpu) for gpu in placement.servers]

@@ -90,6 +90,27 @@ def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[
         yield ids, real
 
 
+def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> str:
+    """Calibrate a policy over `prompts` (token ids), or take over the ranges of `policy.init_adapter` where that was
+    trained for a format; what was done, in one line."""
+    from recipes.parts.qat import quantizers_of, restore_quantizers
+    from recipes.parts.rundir import read_manifest
+
+    fmt, start = quantizers_of(model).fmt, config.policy.init_adapter
+    if not fmt.needs_calibration:
+        return f"{fmt.name} needs no calibration"
+    if start and read_manifest(Path(start)).get("quant_cfg"):
+        restore_quantizers(model, start)
+        return f"input ranges of {start}"
+    state = calibrate(model, batches(prompts, config.policy.quant_batch_size, model.device))
+    peaks = sorted(peak.item() for peak in state.values())
+    tokens = sum(map(len, prompts))
+    return (
+        f"calibrated {len(peaks)} layers over {len(prompts)} prompts, {tokens:,} tokens: largest |input| "
+        f"{peaks[0]:.3g} to {peaks[-1]:.3g}"
+    )
+
+
 def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     """Find the input ranges of formats with static activations and return the state; nothing for other formats.
 
@@ -122,12 +143,13 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
 
     hooks = [module.register_forward_pre_hook(watch(name)) for name, module in layers.items()]
     off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
+    backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model  # no output layer
     was_training = model.training
     try:
         model.eval()
         with torch.no_grad(), quantizers_off(model), off:
             for ids, now["real"] in batches:
-                model(input_ids=ids, use_cache=False)
+                backbone(input_ids=ids, use_cache=False)
     finally:
         model.train(was_training)
         for hook in hooks:

@@ -1,0 +1,152 @@
+"""GRPO through the numbers of the deployed checkpoint: `policy.quant_cfg` says which quantization format that is.
+
+Post-training quantization rounds what GRPO learned; here the rounding is part of the policy. Every linear layer of the
+base computes with Q(base + s·B·A), what a reader of the exported checkpoint computes with, and with inputs quantized
+as its server does where the format quantizes activations. Completions are sampled in the same numbers, in this process
+or by replicas that requantize at every sync. Backward, both quantizations pass the gradient straight through to A and
+B; the base is never written. The reference is the quantized base, the policy with its adapter off: the KL begins at 0.
+
+    nvfp4a16   FP4 weights in groups of 16 under E4M3 scales (W4A16)
+    w4a16      INT4 weights in groups of 128
+    fp8        FP8 weights by output channel, activations by token
+    fp8_block  FP8 weights in blocks of 128 x 128, activations in groups of 128
+    fp8_static FP8 weights and activations with one scale each; that of the activations is calibrated
+    nvfp4      FP4 weights and activations (W4A4); the activations' global scale is calibrated
+
+or a name or YAML of nvidia-modelopt (parts/quant_format.py). W4A4 is known to be unstable in reinforcement learning:
+rounding inputs to 4 bits is an error of some percent in every product that the straight-through gradient does not see,
+and activations grow out of the range that was calibrated at the start. metrics.jsonl has quant_clip_fraction and
+quant_peak_ratio to watch it; prefer nvfp4a16 or fp8.
+
+Left out on purpose: learned ranges and scales, formats that differ between layers, experts, LoRA dropout, a base that
+is split over processes.
+
+    # two CPU cores, a model made on the spot
+    python recipes/tiny_base.py --out models/tiny-base
+    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_qat.py \\
+        --config recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml
+
+    # two GPUs, one trains and one samples
+    python -m merge base --config recipes/configs/grpo-qwen3_8b-qat-nvfp4a16-2gpu.yaml
+    python -m launch.server --config recipes/configs/grpo-qwen3_8b-qat-nvfp4a16-2gpu.yaml --detach
+    CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/grpo_qat.py \\
+        --config recipes/configs/grpo-qwen3_8b-qat-nvfp4a16-2gpu.yaml
+
+Every key can be given on the command line (`--policy.quant_cfg fp8`); `--dry_run` checks everything and trains
+nothing; `--resume` continues from the newest whole checkpoint, ranges included. Exit code: 0 done, 1 a check said no,
+2 bad input.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from recipes.grpo_qlora import check_model, describe_plan, load_data, make_rollout, say
+from recipes.parts import quant_format
+from recipes.parts.checks import check_config, check_run_directory, lock_run, world_size
+from recipes.parts.config import Config, parse_command
+from recipes.parts.errors import run_command
+from recipes.parts.quant_format import QuantFormat, read_quant_format
+from recipes.parts.recipe import QUANTIZED, check_recipe
+
+
+def describe_format(fmt: QuantFormat, config: Config) -> str:
+    """What the policy computes with, as further lines of the plan."""
+    weight, activation, policy = fmt.weight, fmt.activation, config.policy
+    rows, columns = ("all" if size is None else size for size in weight.block)
+    inputs = "inputs as they are"
+    if activation is not None:
+        inputs = f"inputs {activation.kind}, a scale per {activation.per}"
+    lines = [f"format    {fmt.name}: weights {weight.kind}, a scale per {rows} x {columns}; {inputs}"]
+    if fmt.needs_calibration:
+        lines.append(
+            f"ranges    of inputs from {policy.quant_calib_size} prompts of {policy.quant_calib_data}, at most "
+            f"{policy.quant_sequence_length} tokens each"
+        )
+    if activation is not None and activation.kind == "nvfp4":
+        lines.append("note      activations in 4 bits are known to make GRPO unstable: watch quant_clip_fraction")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    config, flags = parse_command(__doc__)
+    processes = world_size()
+    check_recipe(config, QUANTIZED)
+    check_config(config, processes)
+    run = check_run_directory(config, flags.resume, processes)
+    fmt = read_quant_format(config.policy.quant_cfg)
+
+    from accelerate import PartialState
+
+    from recipes.parts.calibration import calibration_prompts, set_input_ranges
+    from recipes.parts.heldout import HeldOut
+    from recipes.parts.kernels import check_gpu
+    from recipes.parts.policy import check_base_unchanged, load_policy_base, load_tokenizer, lora_config, record_base
+    from recipes.parts.record import write_config
+    from recipes.parts.rundir import write_json
+    from recipes.parts.trainer import PolicyTrainer, check_card, limit_gpu_memory, trainer_arguments
+    from reward import reward_functions
+
+    model_config = check_model(config, processes)
+    quant_format.check_model(fmt, model_config)
+    rewards, weights = reward_functions(config.reward)
+    tokenizer = load_tokenizer(config)
+    dataset, problems = load_data(config, tokenizer, processes)
+    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if fmt.needs_calibration else []
+    arguments = trainer_arguments(config, run)
+    check_card(config)
+    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
+    state = PartialState()
+    say(f"{describe_plan(config, problems, processes)}\n{describe_format(fmt, config)}")
+    if flags.dry_run:
+        if state.is_main_process and not flags.resume:
+            write_config(config, run, processes)
+        return
+    lock = lock_run(run) if state.is_main_process else None
+    if state.is_main_process:
+        write_config(config, run, processes)
+
+    check_gpu(config)
+    limit_gpu_memory(config)
+    rollout = make_rollout(config, tokenizer, model_config, run)
+    base = load_policy_base(config)
+    facts = record_base(base, run, config, write=False)
+    if rollout:
+        rollout.check_base(facts["hash"])
+    if state.is_main_process:
+        write_json(run.base_file, facts)
+    arguments.reward_weights = weights
+    trainer = PolicyTrainer(  # whose layers compute in policy.quant_cfg
+        config=config,
+        run=run,
+        base_hash=facts["hash"],
+        rollout=rollout,
+        heldout=heldout,
+        model=base,
+        reward_funcs=rewards,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=lora_config(config.policy),
+    )
+    started = time.perf_counter()
+    if not flags.resume:  # else they are in the checkpoint
+        say(set_input_ranges(config, trainer.model, prompts))
+    try:
+        trainer.train_run(resume=flags.resume)
+    finally:
+        if rollout and state.is_main_process:
+            rollout.close()
+    check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
+    say(
+        f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
+        f"({facts['hash'][:12]}), adapter {run.newest_adapter()} for {fmt.name}"
+    )
+    if lock:
+        lock.close()
+
+
+if __name__ == "__main__":
+    run_command(main)
