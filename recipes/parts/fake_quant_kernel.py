@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from recipes.parts import fp8_kernel
 from recipes.parts.fp8_kernel import BLOCK_SIZE, NESTED_BLOCK, TYPES, _peak, _to_e4m3
 from recipes.parts.quant_format import ActivationFormat, QuantFormat
 
@@ -332,7 +333,7 @@ def quantize(
     tensors, numbers, constants = _arguments(source, a, b, scaling, is_rounded)
     tile = (128, 128) if kind == "block" else (128, 64) if transposed else (ROWS, COLUMNS)
     grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
-    with torch.cuda.device(out.device):
+    with fp8_kernel._on(out):
         _quantize[grid](
             out, *tensors, peak if peak is not None else tensors[0], *numbers, out.stride(0),
             KIND=kind, IS_CODES=is_codes, IS_TRANSPOSED=bool(transposed), ROWS=tile[0], COLUMNS=tile[1], **constants,
@@ -349,7 +350,7 @@ def peak_of(
     tiles = triton.cdiv(columns, COLUMNS)
     out = torch.empty(rows, tiles, dtype=torch.float32, device=source.data.device)
     tensors, numbers, constants = _arguments(source, a, b, scaling, is_rounded=True)
-    with torch.cuda.device(out.device):
+    with fp8_kernel._on(out):
         _peaks[(triton.cdiv(rows, ROWS), tiles)](
             out, *tensors, *numbers, tiles, ROWS=ROWS, COLUMNS=COLUMNS, **constants, num_warps=4
         )
@@ -360,7 +361,7 @@ def fake_quantize_activation(x: torch.Tensor, fmt: ActivationFormat, peak: torch
     """`fake_quant.fake_quantize_activation`."""
     x = x.contiguous()
     out, count, columns = torch.empty_like(x), x.numel(), x.shape[-1]
-    with torch.cuda.device(x.device):
+    with fp8_kernel._on(x):
         if fmt.per == "token":
             tile = min(WIDEST, triton.next_power_of_2(columns))
             _fake_rows[(count // columns,)](
