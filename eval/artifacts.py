@@ -5,9 +5,10 @@ All of it is read from manifests and hashes, before any weight is loaded.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from merge.trained import find_trained
 from recipes.parts import config
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import MANIFEST, RunDir, read_json, read_manifest, write_json
@@ -28,13 +29,17 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything the matrix is measured on; `adapter` is None when no nf4 cell was asked for."""
+    """Everything the matrix is measured on; `adapter` is None when no nf4 cell was asked for.
+
+    `trained_for` is {"trained_for": format, "quantizer_hash": …} of a run that was trained for a format, else empty.
+    """
 
     base_hash: str
     adapter: Path | None
     adapter_version: int | None
     adapter_hash: str | None
     artifacts: dict[tuple[str, str], Artifact]
+    trained_for: dict[str, str] = field(default_factory=dict)
 
 
 def check_formats(formats: list[str]) -> list[str]:
@@ -109,7 +114,22 @@ def find_sources(run: RunDir, formats: list[str]) -> Sources:
                 f"again: {merge_command(run, merged)} --overwrite"
             )
         version, digest = manifest.get("version"), adapter_hash(manifest)
-    return Sources(base_hash, adapter, version, digest, artifacts)
+    return Sources(base_hash, adapter, version, digest, artifacts, check_trained(run, version, artifacts))
+
+
+def check_trained(run: RunDir, version: int | None, checkpoints: dict[tuple[str, str], Artifact]) -> dict[str, str]:
+    """What the run was trained for, by the adapter of that version; `BadInput` when a checkpoint says another."""
+    adapter = run.adapter_dir(version) if version is not None else None
+    trained = find_trained(run, adapter if adapter is not None and adapter.is_dir() else None)
+    facts = {} if trained is None else trained.facts()
+    for (policy, name), checkpoint in checkpoints.items():
+        for key in ("trained_for", "quantizer_hash"):
+            if (found := checkpoint.manifest.get(key)) != facts.get(key):
+                raise BadInput(
+                    f"{policy} in {name} was merged from other quantizers: its manifest says {key} {found}, the run's "
+                    f"adapter {facts.get(key)}. Merge it again: {merge_command(run, [name])} --overwrite"
+                )
+    return facts
 
 
 def _adapter_of(run: RunDir, manifests: dict[str, dict]) -> tuple[int | None, str | None]:

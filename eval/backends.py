@@ -82,19 +82,22 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
     """`Answers` of the model that `load` returns, in this process; its memory is let go at the end."""
     import torch
 
+    from recipes.parts.qat import keeping_weights
+
     tokenizer = load_tokenizer(place)
     model = load()
     set_threads(sum(parameter.numel() for parameter in model.parameters()))
-    made = generate(
-        model,
-        tokenizer,
-        asking.conversations,
-        asking.max_new_tokens,
-        asking.batch_size,
-        temperature=asking.temperature,
-        seed=asking.seed,
-        samples=asking.samples,
-    )
+    with keeping_weights(model):  # of a policy with quantizers: they are not made again for every token
+        made = generate(
+            model,
+            tokenizer,
+            asking.conversations,
+            asking.max_new_tokens,
+            asking.batch_size,
+            temperature=asking.temperature,
+            seed=asking.seed,
+            samples=asking.samples,
+        )
     del model
     gc.collect()
     if torch.cuda.is_available():

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.artifacts import POLICIES, Artifact, artifact, merge_command, set_promotion
+from eval.artifacts import POLICIES, Artifact, artifact, check_trained, merge_command, set_promotion
 from eval.compare import points
 from eval.hygiene import RATES, UNDECIDED, findings, holds, limits_of
 from eval.problems import check_disjoint, held_out, problems_hash
@@ -82,6 +82,9 @@ def main(argv: list[str]) -> int:
     rules = judge(config, result, checkpoint.manifest)
     passed = all(rule.verdict == PASS for rule in rules)
     print_rules(rules, checkpoint)
+    if own := checkpoint.manifest.get("trained_for"):
+        other = "" if own == checkpoint.manifest["format"] else f", not for {checkpoint.manifest['format']}"
+        print(f"note: the training was quantization-aware, for {own}{other}")
     if note := base_note(config, result):
         print(note)
     if arguments.dry_run:
@@ -174,6 +177,7 @@ def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact)
             if not (place := run.merged / policy / used).is_dir():
                 raise BadInput(f"{place} does not exist any more. Make it with: {merge_command(run, [used])}")
             now = checkpoint if (policy, used) == ("grpo", name) else artifact(run, policy, used)
+            check_trained(run, manifest.get("adapter_version"), {(policy, used): now})
             if (old := result["matrix"][policy][used].get("artifact_hash")) != now.hash:
                 raise BadInput(
                     f"eval.json is stale: its artifact_hash of {policy} in {used} is {old}, that of {now.path} is now "

@@ -106,10 +106,11 @@ def markdown(result: dict) -> str:
     temperature = result.get("temperature", 0)
     decoding = f"Sampled at temperature {temperature:g}, seed {result['seed']}" if temperature else "Greedy decoding"
     lines += ["## Matrix", "", f"{decoding}; accuracies and rates in percent, 95 % Wilson intervals.", ""]
+    labels = {name: column(result, name) for name in result["matrix"]["grpo"]}
     lines += _table(
         "policy|format|accuracy|interval|boxed only|parsed|prompt leak|ended|cut|undecided|tokens|s",
         [
-            [policy, name, points(cell["accuracy"]), _pair(cell["interval"]), _optional(cell["strict"])]
+            [policy, labels[name], points(cell["accuracy"]), _pair(cell["interval"]), _optional(cell["strict"])]
             + [points(cell[rate]) for rate in ("parse_rate", "prompt_leak_rate", "end_of_turn_rate")]
             + [cell["max_token_hits"], cell["undecided"], f"{cell['mean_tokens']:.1f}", f"{cell['seconds']:.1f}"]
             for policy, row in result["matrix"].items()
@@ -120,7 +121,7 @@ def markdown(result: dict) -> str:
     lines += _table(
         "format|gain|interval|p|adjusted p|gained|lost|detectable at 80 % power|problems",
         [
-            [name, *_columns(gain), *p_values(gain), *gain["discordant"], detectable, gain["n"]]
+            [labels[name], *_columns(gain), *p_values(gain), *gain["discordant"], detectable, gain["n"]]
             for name, gain in result["gain"].items()
             for detectable in [points(gain["minimum_detectable_effect"])]
         ],
@@ -132,7 +133,7 @@ def markdown(result: dict) -> str:
         lines += _table(
             "format|gain minus gain in bf16|interval|GRPO accuracy lost against bf16|interval",
             [
-                [name, *_columns(survival), *_columns(result["quantization_loss"][name])]
+                [labels[name], *_columns(survival), *_columns(result["quantization_loss"][name])]
                 for name, survival in result["gain_survival"].items()
             ],
         )
@@ -157,6 +158,15 @@ def engines(matrix: dict) -> str:
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{text} ({', '.join(names)})" for text, names in found.items())
+
+
+def column(result: dict, name: str) -> str:
+    """A format's name, and of a run that was trained for one what the column is of it."""
+    own = result.get("trained_for")
+    if own is None or name not in ("nf4", "bf16", own):
+        return name
+    what = {"nf4": f"policy with the numbers of {own}", "bf16": "no quantizers"}
+    return f"{name} ({what.get(name, 'trained for')})"
 
 
 def _several(gains: dict) -> list[str]:

@@ -211,7 +211,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"eval {plan.run.path}: {len(plan.problems)} held-out problems, {{{', '.join(POLICIES)}}} "
         f"x {{{', '.join(plan.formats)}}}, up to {plan.max_new_tokens} new tokens, adapter "
-        f"v{plan.sources.adapter_version}",
+        f"v{plan.sources.adapter_version}"
+        + (f", trained for {own}" if (own := plan.sources.trained_for.get("trained_for")) else ""),
         flush=True,
     )
     with contextlib.suppress(BadInput):  # a run without adapters can still compare merged checkpoints
@@ -256,7 +257,8 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "problems_hash": problems_hash(plan.problems),
         "matrix": matrix,
         **comparison,
-        "conclusion": compare.conclude(comparison, plan.formats),
+        "conclusion": conclusion(plan, comparison),
+        **plan.sources.trained_for,
         "base_hash": plan.sources.base_hash,
         "adapter_version": plan.sources.adapter_version,
         "adapter_hash": plan.sources.adapter_hash,
@@ -277,6 +279,15 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
     report.write_report(result, plan.out)
     write_json(plan.out / "eval.json", result)
     return result
+
+
+def conclusion(plan: Plan, comparison: dict) -> str:
+    """The verdicts in sentences, after one on the format that the run was trained for."""
+    own, said = plan.sources.trained_for.get("trained_for"), compare.conclude(comparison, plan.formats)
+    if own is None:
+        return said
+    nf4 = f"nf4 is the policy as it was trained, with the numbers of {own}; " if "nf4" in plan.formats else ""
+    return f"The training was quantization-aware, for {own}: {nf4}bf16 is the same without quantizers.\n{said}"
 
 
 def questions(plan: Plan) -> Asking:
@@ -320,8 +331,9 @@ def cell_identity(plan: Plan, policy: str, name: str) -> dict:
     weights: Any = {"base": plan.sources.base_hash}
     if (artifact := plan.sources.artifacts.get((policy, name))) is not None:
         weights = {"artifact": artifact.hash}
-    elif policy == "grpo":
-        weights["adapter"] = plan.sources.adapter_hash
+    else:
+        weights |= {"adapter": plan.sources.adapter_hash} if policy == "grpo" else {}
+        weights |= plan.sources.trained_for
     engine = plan.engine(policy, name)
     endpoint = plan.endpoints.get((policy, name))
     reward = dataclasses.asdict(plan.config.reward)
@@ -340,13 +352,15 @@ def cell_identity(plan: Plan, policy: str, name: str) -> dict:
 
 
 def weights_of(plan: Plan, policy: str, name: str, cell: Cell) -> dict:
-    """{"artifact_hash"} of a merged checkpoint whose files were measured.
+    """{"artifact_hash"} of a merged checkpoint whose files were measured; {"quantizers": format} of an nf4 cell that
+    computed with the numbers of the format that the run was trained for.
 
     A server does not tell which weights it holds: only one that names the checkpoint's own directory (vLLM's `root`)
     is taken to hold it, so that the gate, which wants the hash, does not promote what was not measured.
     """
     if (artifact := plan.sources.artifacts.get((policy, name))) is None:
-        return {}
+        own = plan.sources.trained_for.get("trained_for")
+        return {"quantizers": own} if own and cell.engine == "transformers" else {}
     if cell.engine == "server" and Path(cell.versions.get("root", "/")).resolve() != artifact.path.resolve():
         return {}
     return {"artifact_hash": artifact.hash}

@@ -102,7 +102,7 @@ def accuracy(found: Found) -> Section | None:
     result = found.result
     if result is None:
         return None
-    from eval.report import engines
+    from eval.report import column, engines
 
     temperature = result.get("temperature", 0)
     decoding = f"sampled at temperature {temperature:g}, seed {result.get('seed')}" if temperature else "greedy"
@@ -112,6 +112,8 @@ def accuracy(found: Found) -> Section | None:
         f"{engines(result['matrix'])}. Percent and points; every interval covers 95 % by itself, none is corrected "
         "for looking at several formats."
     )
+    if result.get("trained_for"):
+        text += f" The columns: {'; '.join(column(result, name) for name in result['matrix']['grpo'])}."
     alt = "Accuracy of base and GRPO by format with 95 % intervals, and the gain in each format minus that in bf16"
     picture = Picture("accuracy", plots.svg(plots.matrix(result)), alt)
     return Section("Accuracy", [Text(text), picture, *_cell_tables(result), *_gain_tables(result)])
@@ -308,6 +310,7 @@ def settings(found: Found) -> Section:
         "adapter": _adapter(evaluated, found),
         "LoRA rank, alpha": _joined(policy.get("lora_rank"), policy.get("lora_alpha")),
         "LoRA on": policy.get("target_modules"),
+        "trained for (policy.quant_cfg)": policy.get("quant_cfg"),
         "data": data.get("id") or data.get("path"),
         "rewards": ", ".join(map(str, reward.get("functions") or [])) or None,
         "loss, beta": _joined(train.get("loss_type"), train.get("beta")),
