@@ -14,11 +14,12 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
 FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
-FOUNDATION += ("recipes.parts.served_format", "recipes.parts.recipe")
+FOUNDATION += ("recipes.parts.served_format", "recipes.parts.recipe", "recipes.parts.modelopt_config")
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.
 WIRE = ("recipes.parts.replica", "recipes.parts.canary")
 FOUNDATION_LIBRARIES = {"yaml"}
 WIRE_LIBRARIES = {"numpy", "requests"}
+LIBRARIES_IN_FUNCTIONS = {"recipes.parts.quant_format": {"torch"}}  # to look at the GPU
 # Every room may import itself and the foundation.
 MAY_IMPORT = {
     "reward": (),
@@ -30,6 +31,7 @@ MAY_IMPORT = {
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (
         "recipes.parts.data",
+        "recipes.parts.qat",
         "reward",
         "merge",
         "launch.watching.metrics",
@@ -100,6 +102,7 @@ def import_violations(root: Path) -> list[str]:
         is_foundation = module in (*FOUNDATION, *WIRE)
         allowed = FOUNDATION if is_foundation else (*FOUNDATION, *WIRE, room, *MAY_IMPORT[room])
         libraries = FOUNDATION_LIBRARIES | (WIRE_LIBRARIES if module in WIRE else set())
+        libraries |= LIBRARIES_IN_FUNCTIONS.get(module, set())
         for line, name in imports(root, file):
             top = name.split(".")[0]
             if top in own:
