@@ -29,14 +29,17 @@ class _Waiting:
 
 class HostInputs:
     """Hooks for tensors that autograd saves: `pack` takes one away, `unpack` gives it back. Without a GPU the copies
-    are plain ones, in the same order."""
+    are plain ones, in the same order. What needs no gradient stays: masks and rotary angles, which all layers share;
+    and so does the empty tensor on the CPU that the checkpoint of torch 2.11 saves beside its arguments."""
 
     def __init__(self) -> None:
         self._latest: Any = lambda: None
         self._stream: Any = None
         self._reached: list[Any] = []  # events of the layers queued last
 
-    def pack(self, tensor: torch.Tensor) -> _Waiting:
+    def pack(self, tensor: torch.Tensor) -> "_Waiting | torch.Tensor":
+        if not tensor.requires_grad or not tensor.numel():
+            return tensor
         if tensor.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(tensor.device)
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -52,7 +55,9 @@ class HostInputs:
         self._latest = weakref.ref(waiting)
         return waiting
 
-    def unpack(self, waiting: _Waiting) -> torch.Tensor:
+    def unpack(self, waiting: "_Waiting | torch.Tensor") -> torch.Tensor:
+        if isinstance(waiting, torch.Tensor):
+            return waiting
         self._fetch(waiting)
         tensor = waiting.fetched
         waiting.fetched = None

@@ -177,7 +177,7 @@ def test_inputs_of_layers_may_wait_in_host_memory(recompute, fraction, monkeypat
 
 
 def test_an_input_comes_back_one_ahead_and_is_let_go():
-    inputs, tensors = HostInputs(), [torch.full((2,), float(n)) for n in range(3)]
+    inputs, tensors = HostInputs(), [torch.full((2,), float(n), requires_grad=True) for n in range(3)]
     waiting = [inputs.pack(one) for one in tensors]
     assert inputs.unpack(waiting[2]).tolist() == [2, 2]
     assert waiting[1].fetched is not None and waiting[0].fetched is None
@@ -185,6 +185,12 @@ def test_an_input_comes_back_one_ahead_and_is_let_go():
     del waiting[0]
     assert gone() is None  # nothing but the graph keeps it
     assert inputs.unpack(waiting[0]).tolist() == [1, 1] and inputs.unpack(waiting[0]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("stays", [torch.ones(2), torch.empty(0, requires_grad=True)])
+def test_what_all_layers_share_and_what_is_empty_stay_where_they_are(stays):
+    inputs = HostInputs()
+    assert inputs.pack(stays) is stays and inputs.unpack(stays) is stays
 
 
 def test_the_host_stays_a_layer_ahead_of_the_card():
