@@ -1,14 +1,14 @@
 # make quickstart   train, merge and evaluate a small model on this machine, from nothing
 # make test         lint and every test that needs no GPU
 # make install      only the environment, in .venv (the two above call it)
-# make lint | make format | make llmcompressor | make lm_eval | make verl | make clean
+# make lint | make format | make llmcompressor | make lm_eval | make verl | make modelopt | make clean
 #
 # PYTHON=python3.12 picks the interpreter; DEVICE=cpu or DEVICE=cuda overrides what nvidia-smi says.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart test install lint format llmcompressor lm_eval verl clean
+.PHONY: quickstart test install lint format llmcompressor lm_eval verl modelopt clean
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -69,10 +69,10 @@ endif
 	@rm -f $(STARTED); touch $(STAMP)
 
 # Environments of their own: llm-compressor and vllm pin different versions of compressed-tensors, lm-eval brings much,
-# verl is there for its configuration schema only and comes without what it needs to train.
+# verl is there for its configuration schema only and comes without what it needs to train, modelopt for tests only.
 # torch and transformers are .venv's, which a .pth file shows behind their own packages, so the build of torch fits this
 # device. pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
-llmcompressor lm_eval verl: %: .venv-%/.installed
+llmcompressor lm_eval verl modelopt: %: .venv-%/.installed
 .venv-verl/.installed: PIP_OPTIONS := --no-deps --no-compile
 .venv-%/.installed: requirements-%.txt $(STAMP)
 	rm -rf .venv-$*
@@ -84,5 +84,5 @@ llmcompressor lm_eval verl: %: .venv-%/.installed
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
-	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -58,10 +58,10 @@ def third_party_imports() -> dict[str, str]:
 # One of the two vllm distributions is installed; code for the other may still name it. What runs inside its server
 # uses what it brings, in the versions that it wants: its web framework and, on a GPU, Triton and NVML.
 BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
-# merge/awq.py and launch/export/schema.py run in environments of their own, whose pins are in
-# requirements-llmcompressor.txt and requirements-verl.txt.
+# merge/awq.py, launch/export/schema.py and tests/unit/modelopt_numbers.py run in environments of their own, pinned in
+# requirements-llmcompressor.txt, requirements-verl.txt and requirements-modelopt.txt.
 # tests/gpu/bench_update.py runs Unsloth beside the kit where it is installed.
-OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth"}
+OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth", "modelopt"}
 # In requirements-cuda.txt alone: its kernels need a GPU.
 OF_GPUS = {"liger_kernel"}
 
