@@ -32,18 +32,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from recipes.grpo_qat import describe_format
 from recipes.grpo_qlora import check_model, load_data, make_rollout, say
-from recipes.parts import distill
+from recipes.parts import distill, quant_format
 from recipes.parts.checks import check_config, check_run_directory, describe_split, lock_run, world_size
 from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
+from recipes.parts.quant_format import QuantFormat, read_quant_format
+from recipes.parts.recipe import DISTILLATION, check_recipe
 
 
 def check_distillation(config: Config, processes: int) -> str:
     """`BadInput` for everything that cannot work, by the configuration alone. GRPO's keys are set aside after they
     were checked; what that changes, as one line."""
-    problems = distill.problems(config)
-    if problems:
+    check_recipe(config, DISTILLATION)
+    if problems := distill.problems(config):
         raise BadInput("\n".join(problems))
     check_config(config, processes)
     return distill.settle(config)
@@ -58,7 +61,7 @@ def describe_teacher(config: Config) -> str:
     return f"{config.distill.teacher} in nf4, a second model in memory"
 
 
-def describe_plan(config: Config, problems: int, processes: int, unused: str) -> str:
+def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, processes: int, unused: str) -> str:
     """What the run would do, in a few lines."""
     train, rollout, policy, wanted = config.train, config.rollout, config.policy, config.distill
     completions = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
@@ -68,7 +71,8 @@ def describe_plan(config: Config, problems: int, processes: int, unused: str) ->
         [
             f"run       {config.run.name} -> {config.run.directory}",
             f"student   {config.model.source}, {policy.quantization}, LoRA rank {policy.lora_rank} from "
-            f"{policy.init_adapter or 'zero'}, computes in {policy.quant_cfg or config.model.dtype}",
+            f"{policy.init_adapter or 'zero'}, computes in {fmt.name if fmt else config.model.dtype}",
+            *([describe_format(fmt, config)] if fmt else []),
             f"teacher   {describe_teacher(config)}",
             f"loss      {wanted.divergence}{mixture}, temperature {wanted.temperature:g}, learning rate "
             f"{train.learning_rate}",
@@ -86,9 +90,11 @@ def main() -> None:
     processes = world_size()
     unused = check_distillation(config, processes)
     run = check_run_directory(config, flags.resume, processes)
+    fmt = read_quant_format(config.policy.quant_cfg) if config.policy.quant_cfg is not None else None
 
     from accelerate import PartialState
 
+    from recipes.parts.calibration import calibration_prompts, set_input_ranges
     from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
     from recipes.parts.heldout import HeldOut
     from recipes.parts.kernels import check_gpu
@@ -100,15 +106,19 @@ def main() -> None:
     from reward import reward_functions
 
     model_config = check_model(config, processes)
+    if fmt:
+        quant_format.check_model(fmt, model_config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     check_teacher(config, run, tokenizer, model_config)
     dataset, problems = load_data(config, tokenizer, processes)
+    is_static = fmt is not None and fmt.needs_calibration
+    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if is_static else []
     arguments = distill_arguments(config, run)
     check_card(config)
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     state = PartialState()
-    say(describe_plan(config, problems, processes, unused))
+    say(describe_plan(config, fmt, problems, processes, unused))
     if flags.dry_run:
         if state.is_main_process and not flags.resume:
             write_config(config, run, processes)
@@ -143,6 +153,8 @@ def main() -> None:
         peft_config=lora_config(config.policy),
     )
     started = time.perf_counter()
+    if is_static and not flags.resume:  # else they are in the checkpoint
+        say(set_input_ranges(config, trainer.model, prompts))
     try:
         trainer.train_run(resume=flags.resume)
     finally:

@@ -9,17 +9,12 @@ from pathlib import Path
 
 from recipes.parts import sharding
 from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
 
 BASE = "base"  # distill.teacher: the student's own model
 MOST_CHUNK_TOKENS = 4096  # trl's own tile
 # Keys of GRPO's loss that a distillation has no use for, and the values that leave trl nothing to do for them.
 SET = {"train.loss_type": "dapo", "train.beta": 0.0, "rollout.correction": "none"}
 UNUSED = ("train.scale_rewards", "train.epsilon", "train.epsilon_high", "rollout.correction_cap")
-WITHOUT = (
-    "the group distill says that the run is a distillation. Start it with recipes/distill_qat.py, or leave out "
-    "distill.teacher and distill.teacher_adapter."
-)
 
 
 def settle(config: Config) -> str:
@@ -41,13 +36,8 @@ def settle(config: Config) -> str:
 
 
 def problems(config: Config) -> list[str]:
-    """Why this configuration is no distillation that works; for recipes/distill_qat.py only."""
+    """Why this configuration with a teacher is no distillation that works; for recipes/distill_qat.py only."""
     distill, policy, found = config.distill, config.policy, []
-    if not distill.is_given:
-        return [
-            "distill.teacher is missing: base (the student's own model, unquantized), a model's id or path, or "
-            "distill.teacher_adapter, an adapter directory of an earlier run on this base."
-        ]
     if distill.teacher_adapter and distill.teacher not in (None, BASE):
         found.append(
             f"distill.teacher is {distill.teacher} and distill.teacher_adapter {distill.teacher_adapter}: an adapter "
@@ -105,9 +95,3 @@ def _place(path: str | None) -> Path | None:
 
 def _deepspeed() -> str | None:
     return "DeepSpeed" if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" else None
-
-
-def check_recipe(config: Config, is_distillation: bool) -> None:
-    """`BadInput` when a configuration with a teacher is given to a recipe that has none; before anything else."""
-    if config.distill.is_given and not is_distillation:
-        raise BadInput(WITHOUT)

@@ -7,11 +7,13 @@ import pytest
 import torch
 from trl.kernels import chunked_divergence
 
+from merge.base import plain_name
 from recipes.parts.config import load_config
 from recipes.parts.distill import problems, settle
 from recipes.parts.distill_trainer import DistillTrainer, Head, divergence, last_states
 from recipes.parts.errors import BadInput
 from recipes.parts.policy import publish_adapter
+from recipes.parts.qat import quantizer_state, quantizers_of
 from recipes.parts.update import take_rows
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -259,6 +261,49 @@ def test_the_parts_of_a_step_add_up_and_rows_without_a_token_count_nothing(taugh
     assert not any(one.abs().max() for one in gradients(taught).values())
 
 
+@pytest.fixture(scope="module")
+def quantized(build, another):
+    """Weights and inputs in NVFP4, with input ranges."""
+    from recipes.parts.qat import load_quantizer_state, quantized_layers
+
+    trainer = build({"distill.teacher_adapter": another, "policy.quant_cfg": "nvfp4", "policy.quant_calib_size": 8})
+    shift(trainer.model, seed=2)
+    names = [plain_name(name) for name in quantized_layers(trainer.model)]
+    load_quantizer_state(trainer.model, {f"{name}.input_amax": torch.tensor(3.0 + n) for n, name in enumerate(names)})
+    return trainer
+
+
+def test_the_teacher_of_a_quantized_student_is_not_quantized_and_leaves_its_quantizers_alone(quantized, taught):
+    before, watched = quantizer_state(quantized.model), quantizers_of(quantized.model)
+    ids = rows(quantized)["completion_ids"]
+    with torch.no_grad():
+        student = quantized.model(input_ids=ids).logits
+        with quantized.teacher.of(quantized.model) as teacher:
+            assert not watched.is_on
+            found = teacher(input_ids=ids).logits
+        with taught.teacher.of(taught.model) as teacher:
+            wanted = teacher(input_ids=ids).logits
+        assert torch.equal(found, wanted)
+        assert watched.is_on and torch.equal(quantized.model(input_ids=ids).logits, student)
+        assert (student - taught.model(input_ids=ids).logits).abs().max() > 0.05  # the quantizers do something
+    after = quantizer_state(quantized.model)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_quantized_student_learns_from_the_divergence_of_its_quantized_logits(quantized):
+    inputs = rows(quantized)
+    loss, grads = step(quantized, inputs)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad():
+        ours = quantized.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
+        with quantized.teacher.of(quantized.model) as teacher:
+            theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
+    each = direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()]
+    assert loss == pytest.approx(each.mean().item(), rel=1e-4)
+    assert any(one.abs().max() > 1e-5 for one in grads.values())
+
+
 def config(**keys: Any) -> Any:
     given = {"distill.teacher": "base", "policy.quant_cfg": "nvfp4a16", **keys}
     return load_config(CONFIG, [f"--{key}={value}" for key, value in given.items()])
@@ -267,7 +312,6 @@ def config(**keys: Any) -> Any:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"distill.teacher": "null"}, "distill.teacher is missing: base"),
         ({"distill.teacher": "Qwen/Qwen3-4B", "distill.teacher_adapter": "a"}, "an adapter belongs to the student's"),
         ({"distill.divergence": "js", "distill.js_beta": 1}, "distill.js_beta .1. must lie between 0 and 1"),
         ({"distill.js_beta": 0.3}, "js_beta is for distill.divergence js, which is reverse_kl"),
