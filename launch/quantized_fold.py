@@ -83,7 +83,7 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
         if fmt.shares_peak:
             peaks = [torch.stack(peaks).amax(0)] * len(peaks)
         if linear.layer.tp_size > 1:
-            peaks = [_largest_of_workers(peak, fmt, linear.layer) for peak in peaks]
+            peaks = [_largest_of_workers(peak, linear.layer) for peak in peaks]
     for rows, peak in zip(shards, peaks, strict=True):
         quantize_rows(weight[rows], fmt, peak, out=value[rows])
     return value
@@ -96,15 +96,18 @@ def peak_of(weight: Any, fmt: QuantFormat) -> Any:
     return weight_peak(weight, fmt)
 
 
-def _largest_of_workers(peak: Any, fmt: QuantFormat, layer: Any) -> Any:
+def _largest_of_workers(peak: Any, layer: Any) -> Any:
     """The peak of the whole weight. Channels have peaks of their own, which only a split by inputs cuts."""
+    is_cut = layer.input_size != getattr(layer, "input_size_per_partition", layer.input_size)
+    return _largest(peak.clone()) if peak.numel() == 1 or is_cut else peak
+
+
+def _largest(peak: Any) -> Any:
+    """The largest of all workers' values, in place."""
     import torch
     from vllm.distributed import get_tp_group
 
-    is_cut = layer.input_size != getattr(layer, "input_size_per_partition", layer.input_size)
-    if peak.numel() == 1 or is_cut:
-        peak = peak.clone()
-        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)
+    torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group)
     return peak
 
 

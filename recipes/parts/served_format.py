@@ -19,15 +19,38 @@ def served_format(config: Config) -> QuantFormat | None:
 
 
 def problems(config: Config) -> list[str]:
-    """Why `server.weights` cannot serve `policy.quant_cfg`; nothing where there is no server or no such format."""
+    """Why the replicas would not sample in the numbers of `policy.quant_cfg`; also that it names no format."""
+    policy, server = config.policy, config.server
+    if policy.quant_cfg is None:
+        if server.quant_cfg is None:
+            return []
+        return [
+            f"server.quant_cfg is {server.quant_cfg} and policy.quant_cfg is not set: the replicas would sample in "
+            "numbers that the policy is not trained in. Set policy.quant_cfg to it, or remove server.quant_cfg."
+        ]
     try:
-        fmt = served_format(config)
-    except BadInput:
-        return []  # quant_format.problems says so
-    if fmt is None or config.rollout.backend != "server" or config.server.weights == served_weights(fmt):
-        return []
-    return [
-        f"server.weights is {config.server.weights} and policy.quant_cfg {config.policy.quant_cfg}: {fmt.name} is "
-        f"served as {served_weights(fmt)}, and any other quantization would come on top of it. Set server.weights to "
-        f"{served_weights(fmt)}."
-    ]
+        fmt = read_quant_format(policy.quant_cfg)
+        served = read_quant_format(server.quant_cfg) if server.quant_cfg is not None else fmt
+    except BadInput as error:
+        return [str(error)]
+    found = []
+    if served != fmt:
+        found.append(
+            f"server.quant_cfg ({server.quant_cfg}) is {served.name} and policy.quant_cfg ({policy.quant_cfg}) is "
+            f"{fmt.name}: completions would be sampled by another policy than the one that learns from them. Remove "
+            "server.quant_cfg, or set it to the same."
+        )
+    if config.rollout.backend != "server":
+        return found
+    if server.weights != served_weights(fmt):
+        found.append(
+            f"server.weights is {server.weights} and policy.quant_cfg {policy.quant_cfg}: {fmt.name} is served as "
+            f"{served_weights(fmt)}, and any other quantization would come on top of it. Set server.weights to "
+            f"{served_weights(fmt)}."
+        )
+    if config.rollout.sync != "remerge":
+        found.append(
+            f"rollout.sync is {config.rollout.sync} with policy.quant_cfg {policy.quant_cfg}: an adapter beside the "
+            "weights is not quantized with them. Set rollout.sync to remerge."
+        )
+    return found

@@ -42,6 +42,7 @@ class FakeReplica(ThreadingHTTPServer):
         self.before: dict[str, Callable[[Any], dict | tuple[int, dict] | None]] = {}
         self.holds: int | None = None
         self.asleep = False
+        self.noise: dict | None = None
         self.seconds_per_request = 0.0
         self.most_at_once = self._at_once = 0
         self.lock = threading.Lock()
@@ -127,6 +128,10 @@ class FakeReplica(ThreadingHTTPServer):
         with self.lock:
             self._at_once -= 1
         return 200, {"version": self.served[1], "samples": samples(decode_ids(body["token_ids"]), body["n"])}
+
+    def do_noise(self, body: dict, query: dict) -> tuple[int, dict]:
+        self.noise = body
+        return 200, {"seconds": {}}
 
     def do_sleep(self, body: Any, query: dict) -> tuple[int, dict]:
         self.asleep = True

@@ -260,3 +260,51 @@ def test_flat_log_probs_take_the_first_of_every_position():
     assert endpoint.flat_floats(several, 3, 1).tolist() == [-1.0, -2.0]
     with pytest.raises(RuntimeError, match="3 log-probs for 4 tokens"):
         endpoint.flat_floats(several, 4, 1)
+
+
+def quantized_server(tmp_path: Path, quant_cfg: str, extension: str = versions.REMERGE) -> Server:
+    engine = Engine(write_base(tmp_path / "base-of-a-format"), workers=1, quantization=None)
+    engine.vllm_config.additional_config = {"quant_cfg": quant_cfg}
+    engine.vllm_config.parallel_config.worker_extension_cls = extension
+    return Server(engine, tmp_path)
+
+
+def test_a_server_with_a_format_answers_only_once_its_base_is_in_it(tmp_path):
+    server = quantized_server(tmp_path, "nvfp4a16")
+    status, answer = server.post("generate", generate_body())
+    assert status == 503 and "not in nvfp4a16 yet" in answer["error"]
+    info = server.info()
+    assert (info["quant_cfg"], info["sync"], info["weights"]) == ("nvfp4a16", ["remerge"], "bf16")
+    assert "an unmerged adapter would not be quantized" in info["refused"]["adapter"]
+    calls = [call.split()[0] for call in server.engine.calls]
+    assert calls == ["remerge_describe", "pause", "remerge_setup", "resume"], "requests would mix two bases"
+    assert server.post("generate", generate_body())[0] == 200
+    status, answer = server.stage(1, "remerge")
+    assert status == 422 and "it was trained as the unquantized policy" in answer["error"]
+
+
+def test_a_format_with_static_activations_needs_workers_that_quantize_inputs(tmp_path):
+    info = quantized_server(tmp_path, "nvfp4").info()
+    assert info["sync"] == [] and f"--worker-extension-cls {versions.QUANTIZED_INPUTS}" in info["refused"]["remerge"]
+    assert quantized_server(tmp_path / "2", "nvfp4", versions.QUANTIZED_INPUTS).info()["sync"] == ["remerge"]
+
+
+def test_noise_is_put_on_the_served_version_and_gone_with_the_next(server):
+    server.serve(1, "remerge")
+    body = {"session": "s1", "version": 1, "sigma": 0.01, "seed": 5}
+    server.engine.calls.clear()
+    assert server.post("noise", body)[0] == 200
+    assert server.engine.calls == ["pause", "remerge_noise 0.01 5", "reset_prefix_cache", "resume"]
+    assert server.info()["noise"] == {"sigma": 0.01, "seed": 5}
+    server.serve(2, "remerge")
+    assert server.info()["noise"] is None
+    status, answer = server.post("noise", body)
+    assert status == 409 and "serves s1/2" in answer["error"]
+    for wrong in ({"sigma": -1}, {"sigma": "1"}, {"seed": 0.5}, {"sigma": 1}, {"session": None}):
+        assert server.post("noise", body | {"version": 2} | wrong)[0] == 400
+
+
+def test_an_unmerged_adapter_gets_no_noise(server):
+    server.serve(1, "adapter")
+    status, answer = server.post("noise", {"session": "s1", "version": 1, "sigma": 0.01, "seed": 5})
+    assert status == 400 and "only remerge" in answer["error"]

@@ -93,6 +93,9 @@ def assert_complete(answers: list, prompts: int = 8) -> None:
         ({}, ["--server.weights=bf16", "--model.dtype=bfloat16"], r"fp8_per_channel, server\.weights says bf16"),
         ({"kv_cache": "fp8_e4m3"}, [], r"its kv_cache is fp8_e4m3, server\.kv_cache says auto\."),
         ({"tensor_parallel": 2}, [], r"server\.tensor_parallel says 1\..* or set server\.tensor_parallel"),
+        ({"quant_cfg": "fp8"}, [], r"it computes in fp8, policy\.quant_cfg says nothing\. Restart it"),
+        ({}, ["--policy.quant_cfg=fp8"], r"it computes in unquantized weights, policy\.quant_cfg says fp8\."),
+        ({"quant_cfg": "fp8"}, ["--policy.quant_cfg=FP8_DEFAULT_CFG"], "computes in fp8, .* says fp8_static"),
     ],
 )
 def test_a_replica_that_cannot_serve_the_run_is_refused(rollout, info, overrides, reason):

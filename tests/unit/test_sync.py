@@ -12,6 +12,7 @@ import pytest
 from recipes.parts.canary import read_canary
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
+from recipes.parts.noise import Noise
 from recipes.parts.replica import Replica
 from recipes.parts.rundir import RunDir
 from recipes.parts.sync import AdapterSync
@@ -218,6 +219,28 @@ def test_a_replica_whose_weights_are_not_the_policys_takes_all_back(synced, held
         sync.publish(2, Adapter(), scores_of(2))
     assert f"the canary of {both[1].url} failed" in str(failed.value) and reason in str(failed.value)
     assert both[0].url not in str(failed.value) and "All replicas serve version 1 again." in str(failed.value)
+    assert_all_serve(both, sync, 1)
+
+
+def test_noise_follows_the_canary_and_is_the_same_everywhere(synced):
+    both, sync = synced(2)
+    sync.publish(2, Adapter(), scores_of(2), Noise(0.01, 42))
+    for replica in both:
+        assert replica.calls[-3:] == ["activate", "score", "noise"] or "discard" in replica.calls[-3:]
+        assert replica.calls.index("noise") > replica.calls.index("score")
+        assert replica.noise == {"session": sync.session, "version": 2, "sigma": 0.01, "seed": 42}
+    assert sync.seconds.keys() == {"write", "stage", "activate", "canary", "noise"}
+    sync.publish(3, Adapter(), scores_of(3), Noise(0.0, 43))
+    assert "noise" not in sync.seconds, "a stage without noise asks for none"
+
+
+def test_noise_that_one_replica_does_not_take_takes_all_back(synced):
+    both, sync = synced(2)
+    both[1].refuses["noise"] = (500, "no norms")
+    with pytest.raises(
+        CheckFailed, match=f"{both[1].url} did not put noise on the norms of adapter version 2: 500 no"
+    ):
+        sync.publish(2, Adapter(), scores_of(2), Noise(0.01, 42))
     assert_all_serve(both, sync, 1)
 
 
