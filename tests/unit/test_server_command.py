@@ -94,22 +94,6 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
         ),
         ({"model": {"dtype": "float32"}, "server": {"weights": "bf16"}}, ["--dtype float32"], []),
         (
-            {"policy": {"quant_cfg": "W4A16_NVFP4_CFG"}, "server": {"weights": "bf16"}},
-            ["--worker-extension-cls launch.remerge.Remerge", '--additional-config {"quant_cfg": "nvfp4a16"}'],
-            ["--quantization"],
-        ),
-        (
-            {"policy": {"quant_cfg": "nvfp4"}, "server": {"weights": "bf16", "quant_cfg": "NVFP4_DEFAULT_CFG"}},
-            ["launch.quantized_inputs.RemergeQuantizedInputs", '--additional-config {"quant_cfg": "nvfp4"}'],
-            ["--quantization"],
-        ),
-        (
-            {"policy": {"quant_cfg": "fp8"}},
-            ["--quantization fp8_per_channel", "launch.remerge.Remerge", '{"quant_cfg": "fp8"}'],
-            [],
-        ),
-        ({"model": {"dtype": "float32"}}, ["--dtype bfloat16"], []),
-        (
             {
                 "server": {
                     "vllm": {"max_num_batched_tokens": 8192, "async_scheduling": True, "enable_prefix_caching": False}
@@ -232,18 +216,6 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
         ({"rollout": {"server_urls": ["http://h:1/v1"]}}, CUDA, ["0"], "http://host:port"),
         ({"rollout": {"server_urls": ["http://h:99999"]}}, CUDA, ["0"], "http://h:99999"),
         ({"server": {"host": "0.0.0.0"}}, CUDA, ["0"], "open to the network, without a key"),
-        ({"server": {"quant_cfg": "fp8"}}, CUDA, ["0"], "Set policy.quant_cfg to it"),
-        ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "w4a16"}}, CUDA, ["0"], "by another policy"),
-        ({"policy": {"quant_cfg": "nvfp4"}}, CUDA, ["0"], "Set server.weights to bf16"),
-        ({"policy": {"quant_cfg": "fp8_block"}}, CUDA, ["0"], "Set server.weights to fp8_per_block"),
-        ({"policy": {"quant_cfg": "fp8"}, "server": {"weights": "bf16"}}, CUDA, ["0"], "to fp8_per_channel"),
-        ({"policy": {"quant_cfg": "fp8"}, "rollout": {"sync": "adapter"}}, CUDA, ["0"], "Set rollout.sync to remerge"),
-        (
-            {"policy": {"quant_cfg": "fp8"}, "server": {"vllm": {"additional-config": {}}}},
-            CUDA,
-            ["0"],
-            "the format of",
-        ),
         ({"rollout": {"server_urls": ["http://10.0.0.7:8000"]}}, CUDA, ["0"], "VLLM_API_KEY"),
     ],
 )
