@@ -310,6 +310,8 @@ def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
     for name, module in layers.items():
         if hasattr(module, "lora_A"):
             linear.check_plain(name, module)
+        if "forward" in vars(module):
+            raise ValueError(f"{name} has a forward of its own already, which would go on computing unquantized")
         module.__class__ = CLASSES[type(module)]
         module.product = Product(module, quantizers)
     _make_groups(model)

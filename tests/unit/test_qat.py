@@ -1,0 +1,496 @@
+"""Quantized LoRA layers: gradients against full-size autograd, what they keep, peaks, recomputation, calibration."""
+
+import collections
+import copy
+import itertools
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import layer as peft_layer
+from torch.utils.checkpoint import checkpoint
+
+from merge.base import dequantize, hash_nf4_model, load_nf4
+from recipes.parts import qat
+from recipes.parts.calibration import batches, calibrate, calibration_prompts
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.fake_quant import fake_quantize_activation, fake_quantize_weight, weight_peak
+from recipes.parts.qat import (
+    STATE,
+    keeping_weights,
+    load_quantizer_state,
+    quantizer_state,
+    quantizers_of,
+    quantizers_off,
+    restore_quantizers,
+    use_quantized_linears,
+    write_quantizer_state,
+)
+from recipes.parts.quant_format import FORMATS
+from recipes.parts.recompute import use_recompute
+from tests.unit.test_linear import CONFIG, add_adapter, factors, make_layer, relative
+from tests.unit.test_plan_activations import config as layer_config
+from tests.unit.test_plan_activations import nf4_policy, shape
+
+INPUTS, OUTPUTS = 256, {"q_proj": 256, "k_proj": 128, "v_proj": 128}
+PEAK = 2.5  # of the inputs, below their largest
+
+
+def make_group(kind="nf4", dtype=torch.float32, bias=False, adapted=tuple(OUTPUTS)) -> torch.nn.ModuleDict:
+    members = {}
+    for seed, (name, outputs) in enumerate(OUTPUTS.items()):
+        if kind == "nf4":
+            layer = make_layer(dtype, inputs=INPUTS, outputs=outputs, bias=bias, seed=seed)
+        else:
+            torch.manual_seed(seed)
+            layer = torch.nn.Linear(INPUTS, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+        # Peaks that differ, so that sharing them shows.
+        members[name] = layer if name not in adapted else with_adapter(layer, kind)
+    return torch.nn.ModuleDict(members)
+
+
+def with_adapter(layer, kind):
+    if kind == "nf4":
+        return add_adapter(layer)
+    module = peft_layer.Linear(layer, "default", config=LoraConfig(r=8, lora_alpha=24), r=8, lora_alpha=24)
+    torch.nn.init.normal_(module.lora_B["default"].weight, std=0.05)
+    return module
+
+
+def quantize(group, fmt, alone=False):
+    made = copy.deepcopy(group)
+    for part in [torch.nn.ModuleDict({"layer": one}) for one in made.values()] if alone else [made]:
+        use_quantized_linears(part, fmt)
+    for one in made.values():
+        one.product.input_peak = torch.tensor(PEAK)
+    return made
+
+
+def straight_through(value, quantized):
+    return value + (quantized - value).detach()
+
+
+def full_size(group, x, fmt):
+    """{name: y} by autograd through weights of full size, each quantized with its straight-through gradient."""
+    weights = {}
+    for name, module in group.items():
+        layer = getattr(module, "base_layer", module)
+        weight = dequantize(layer) if isinstance(layer, bnb.nn.Linear4bit) else layer.weight
+        if hasattr(module, "lora_A"):
+            a, b = factors(module)
+            weight = weight + module.scaling["default"] * (b @ a)
+        weights[name] = straight_through(weight, weight.to(torch.bfloat16).to(weight.dtype))
+    peak = torch.stack([weight_peak(one, fmt) for one in weights.values()]).amax() if fmt.shares_peak else None
+    if fmt.activation is not None:
+        x = straight_through(x, fake_quantize_activation(x, fmt.activation, torch.tensor(PEAK)))
+    found = {}
+    for name, weight in weights.items():
+        bias = getattr(group[name], "base_layer", group[name]).bias
+        quantized = straight_through(weight, fake_quantize_weight(weight.detach(), fmt, peak))
+        found[name] = torch.nn.functional.linear(x, quantized, bias)
+    return found
+
+
+def gradients(group, x, g, call, used=tuple(OUTPUTS)):
+    """({name: y}, dx, {parameter: gradient}) of some outputs."""
+    x = x.clone().requires_grad_()
+    group.zero_grad()
+    ys = call(group, x)
+    torch.autograd.backward([ys[name] for name in used], [g[name] for name in used])
+    found = {name: one.grad for name, one in group.named_parameters() if one.grad is not None}
+    return {name: y.detach() for name, y in ys.items()}, x.grad, found
+
+
+def plainly(group, x):
+    return {name: group[name](x) for name in OUTPUTS}
+
+
+def through_checkpoint(group, x):
+    return dict(
+        zip(OUTPUTS, checkpoint(lambda x: tuple(plainly(group, x).values()), x, use_reentrant=False), strict=True)
+    )
+
+
+def close(found, expected, bound):
+    assert found[0].keys() == expected[0].keys() and found[2].keys() == expected[2].keys()
+    pairs = [(found[n][key], expected[n][key]) for n in (0, 2) for key in expected[n]]
+    for one, other in [*pairs, (found[1], expected[1])]:
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert relative(one, other) < bound
+
+
+def sample(dtype=torch.float32):
+    torch.manual_seed(7)
+    return torch.randn(2, 9, INPUTS).to(dtype), {name: torch.randn(2, 9, n).to(dtype) for name, n in OUTPUTS.items()}
+
+
+@pytest.mark.parametrize("call", [plainly, through_checkpoint])
+@pytest.mark.parametrize("kind", ["nf4", "bf16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_those_of_straight_through_estimation_at_full_size(name, kind, call):
+    fmt, group, (x, g) = FORMATS[name], make_group(kind, bias=True), sample()
+    expected = gradients(group, x, g, lambda group, x: full_size(group, x, fmt))
+    close(gradients(quantize(group, fmt), x, g, call), expected, 1e-5)
+    unquantized = gradients(group, x, g, plainly)
+    assert relative(expected[0]["q_proj"], unquantized[0]["q_proj"]) > 0.005  # what is compared is quantized
+    assert relative(expected[1], unquantized[1]) > 0.005
+
+
+@pytest.mark.parametrize("name", ["nvfp4a16", "fp8_static"])
+@pytest.mark.parametrize("adapted", [("q_proj", "v_proj"), ("k_proj",), ()])
+@pytest.mark.parametrize("used", [("k_proj",), ("q_proj", "v_proj")])
+def test_layers_without_an_adapter_and_outputs_that_nobody_uses_change_nothing(name, adapted, used):
+    fmt, group, (x, g) = FORMATS[name], make_group(adapted=adapted), sample()
+    expected = gradients(group, x, g, lambda group, x: full_size(group, x, fmt), used)
+    close(gradients(quantize(group, fmt), x, g, plainly, used), expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_in_bfloat16_the_gradients_are_within_rounding(name):
+    fmt, group, (x, g) = FORMATS[name], make_group(dtype=torch.bfloat16), sample(torch.bfloat16)
+    exact = make_group()
+    for name_, module in exact.items():
+        module.base_layer = group[name_].base_layer
+        module.load_state_dict(group[name_].state_dict(), strict=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(quantize(group, fmt), x, g, plainly)
+    wide = {key: value.float() for key, value in g.items()}
+    expected = gradients(exact, x.float(), wide, lambda group, x: full_size_float(group, x, fmt))
+    for one, other in [(found[1], expected[1]), *((found[2][key], expected[2][key]) for key in expected[2])]:
+        assert relative(one, other) < 0.02
+
+
+def full_size_float(group, x, fmt):
+    """As `full_size`, with NF4 weights that dequantize to bfloat16 taken as float32."""
+    plain = torch.nn.ModuleDict()
+    for name, module in group.items():
+        layer = torch.nn.Linear(INPUTS, OUTPUTS[name], bias=False).requires_grad_(False)
+        layer.weight.data = dequantize(module.base_layer).float()
+        plain[name] = with_adapter(layer, "bf16")
+        plain[name].lora_A, plain[name].lora_B = module.lora_A, module.lora_B
+    return full_size(plain, x, fmt)
+
+
+def test_nvidia_modelopt_s_quantizer_gives_the_same_gradients():
+    quantization = pytest.importorskip("modelopt.torch.quantization", exc_type=ImportError)
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig
+
+    attributes = QuantizerAttributeConfig(num_bits=(4, 3), axis=0)
+    quantizer = quantization.nn.TensorQuantizer(attributes)
+    group, (x, g) = make_group(), sample()
+
+    def modelopt(group, x):
+        ys = {}
+        for name, module in group.items():
+            a, b = factors(module)
+            weight = dequantize(module.base_layer) + module.scaling["default"] * (b @ a)
+            quantizer.amax = None
+            quantizer.amax = weight.detach().abs().amax(1, keepdim=True)
+            activation = straight_through(x, fake_quantize_activation(x, FORMATS["fp8"].activation))
+            ys[name] = torch.nn.functional.linear(activation, quantizer(weight))
+            del quantizer._amax
+        return ys
+
+    expected = gradients(group, x, g, modelopt)
+    found = gradients(quantize(group, FORMATS["fp8"]), x, g, plainly)
+    # Its scales are float32 numbers and ours those that a checkpoint stores, in BF16.
+    close(found, expected, 0.01)
+    for key, value in expected[2].items():  # x and g alone decide over the adapter's
+        assert relative(found[2][key], value) < 1e-5
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_of_a_weight_s_size_is_kept_for_the_backward_pass(name):
+    fmt, (x, g) = FORMATS[name], sample()
+    group, kept = quantize(make_group(), fmt), []
+    x.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ys = plainly(group, x)
+    ours = {factor.data_ptr() for module in group.values() for factor in factors(module)}
+    (only,) = [tensor for tensor in kept if tensor.data_ptr() not in ours]  # one input for three layers
+    assert only.numel() == x.numel()
+    assert (only.data_ptr() == x.data_ptr()) == (fmt.activation is None)
+    torch.autograd.backward(list(ys.values()), list(g.values()))
+    for module in group.values():
+        held = [value for value in vars(module.product).values() if isinstance(value, torch.Tensor)]
+        assert module.product._kept is None and all(tensor.numel() == 1 for tensor in held)
+        assert all(peak is None or peak.numel() <= 256 for _, peak in module.product._peaks.values())
+
+
+def test_a_layer_alone_computes_what_it_does_in_its_group_where_no_scale_is_shared():
+    group, (x, g) = make_group(), sample()
+    for name in ("fp8", "w4a16", "fp8_static"):
+        together, alone = (quantize(group, FORMATS[name], alone) for alone in (False, True))
+        close(gradients(alone, x, g, plainly), gradients(together, x, g, plainly), 1e-6)
+
+
+def count_peaks(monkeypatch) -> list:
+    calls, peak = [], qat.weight_peak
+    monkeypatch.setattr(qat, "weight_peak", lambda *args: calls.append(1) or peak(*args))
+    return calls
+
+
+def test_a_peak_is_found_again_when_the_adapter_changed_and_not_before(monkeypatch):
+    calls, (x, g) = count_peaks(monkeypatch), sample()
+    group = quantize(make_group(), FORMATS["nvfp4a16"])
+    for _ in range(2):
+        gradients(group, x, g, through_checkpoint)
+    assert len(calls) == 3
+    k = group["k_proj"].product
+    before = k.peak(*k.factors(True))
+    with torch.no_grad():
+        factors(group["q_proj"])[1].mul_(40)  # its peak is that of k and v too
+    assert k.peak(*k.factors(True)) > 2 * before and len(calls) == 4
+    factors(group["v_proj"])[1].data.mul_(1.5)  # past its version, as DeepSpeed does
+    plainly(group, x)
+    assert len(calls) == 4
+    qat.forget_peaks(group)
+    plainly(group, x)
+    assert len(calls) == 7
+
+
+def test_merged_weights_and_shapes_that_a_format_cannot_store_are_refused():
+    group, (x, _) = make_group(), sample()
+    made = quantize(group, FORMATS["fp8"])
+    made["q_proj"].merged_adapters.append("default")
+    with pytest.raises(CheckFailed, match="one adapter that is not merged"):
+        made["q_proj"](x)
+    odd = torch.nn.ModuleDict({"layer": make_layer(inputs=192, outputs=64)})
+    with pytest.raises(BadInput, match="w4a16 needs groups of 128 inputs; 1 of 1"):
+        use_quantized_linears(odd, FORMATS["w4a16"])
+    group["q_proj"].forward = group["q_proj"].forward  # as use_recompute does
+    with pytest.raises(ValueError, match="q_proj has a forward of its own"):
+        use_quantized_linears(group, FORMATS["fp8"])
+    with pytest.raises(BadInput, match=r"LoRA dropout.*policy.quant_cfg"):
+        use_quantized_linears(torch.nn.ModuleDict({"layer": add_adapter(make_layer(), dropout=0.1)}), FORMATS["fp8"])
+
+
+# A whole model.
+
+
+@pytest.fixture(scope="module")
+def small(learning_model_dir):
+    """`small(format name)`: the policy as the trainer makes it, the same adapter each time, zero unless `learned`."""
+
+    def make(name=None, learned=True, dtype="float32"):
+        base = load_nf4(learning_model_dir, dtype=dtype, device="cpu")
+        torch.manual_seed(1)
+        model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key and learned:
+                torch.nn.init.normal_(parameter.data, std=0.02)
+        if name is not None:
+            assert use_quantized_linears(model, FORMATS[name]) == 14
+        return model
+
+    return make
+
+
+def token_ids(rows=3, length=20):
+    return torch.randint(5, 300, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def calibrated(model, ids=None):
+    ids = token_ids() if ids is None else ids
+    calibrate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))])
+    return model
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_static", "nvfp4a16", "nvfp4"])
+def test_before_the_first_update_the_policy_is_the_reference_which_is_quantized_too(small, name):
+    model, ids = calibrated(small(name, learned=False)), token_ids()
+    with torch.no_grad():
+        policy = model(input_ids=ids).logits
+        with model.disable_adapter():
+            assert torch.equal(model(input_ids=ids).logits, policy)
+        with quantizers_off(model):
+            plain = model(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits, policy)
+    assert torch.equal(plain, small(learned=False)(input_ids=ids).logits)
+    assert relative(policy, plain) > 0.01
+
+
+def test_the_base_its_hash_and_every_name_are_those_of_the_plain_model(small):
+    plain, model = small(), small("nvfp4")
+    assert hash_nf4_model(model)["hash"] == hash_nf4_model(plain)["hash"]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert type(model.get_base_model().lm_head) is torch.nn.Linear
+    assert quantizers_of(plain) is None and quantizers_of(model).fmt is FORMATS["nvfp4"]
+
+
+def test_generation_makes_every_weight_once_and_keeps_none(small, monkeypatch):
+    model, made = small("nvfp4a16"), []
+    original = qat.quantized_weight
+    monkeypatch.setattr(qat, "quantized_weight", lambda *args: made.append(1) or original(*args))
+    with torch.no_grad():
+        slowly = model.generate(input_ids=token_ids(), max_new_tokens=6, do_sample=False)
+        count = len(made)
+        with keeping_weights(model):
+            assert torch.equal(model.generate(input_ids=token_ids(), max_new_tokens=6, do_sample=False), slowly)
+    assert count > len(made) - count == 14
+    assert all(module.product._kept is None for module in qat.quantized_layers(model).values())
+
+
+def test_an_uncalibrated_model_says_so(small):
+    with pytest.raises(CheckFailed, match="has no input range"):
+        small("nvfp4")(input_ids=token_ids())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_ranges_are_the_largest_inputs_of_the_unquantized_base_whatever_the_batches(small, size):
+    prompts = [row[: 3 + 4 * n].tolist() for n, row in enumerate(token_ids(5, 24))]
+    plain, peaks = small(learned=False), {}
+
+    def watch(name):
+        def hook(_, inputs):
+            peaks[name] = max(peaks.get(name, 0.0), inputs[0].abs().max().item())
+
+        return hook
+
+    for name, module in plain.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit) and "base_layer" in name:
+            module.register_forward_pre_hook(watch(name.removeprefix("base_model.model.").replace(".base_layer", "")))
+    for ids in prompts:
+        plain(input_ids=torch.tensor([ids]))
+    state = calibrate(small("nvfp4"), batches(prompts, size, "cpu"))
+    assert {name.removesuffix(".input_amax") for name in state} == peaks.keys() and len(peaks) == 14
+    for name, peak in peaks.items():
+        assert state[f"{name}.input_amax"].item() == pytest.approx(peak, rel=1e-4)
+
+
+def test_values_beyond_the_range_are_counted(small):
+    model = calibrated(small("nvfp4"))
+    assert quantizers_of(model).watched() == {}
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    first = quantizers_of(model).watched()
+    load_quantizer_state(model, {name: peak / 2 for name, peak in quantizer_state(model).items()})
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    with torch.no_grad():
+        model(input_ids=token_ids())  # no update
+    second = quantizers_of(model).watched()
+    assert first["quant_clip_fraction"] < 0.01 < second["quant_clip_fraction"] < 0.5
+    assert 1.5 < second["quant_peak_ratio"] < 3
+    assert quantizers_of(model).watched() == {}
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4a16"])
+def test_the_state_comes_back_bit_for_bit_and_only_into_its_own_format(small, name, tmp_path):
+    model = calibrated(small(name))
+    facts = write_quantizer_state(model, tmp_path)
+    assert facts["quant_cfg"] == name and (tmp_path / STATE).is_file()
+    other = small(name)
+    restore_quantizers(other, tmp_path)
+    assert write_quantizer_state(other, tmp_path) == facts
+    assert quantizer_state(other).keys() == quantizer_state(model).keys()
+    assert len(quantizer_state(other)) == (14 if name == "nvfp4" else 0)
+    for key, value in quantizer_state(model).items():
+        assert torch.equal(quantizer_state(other)[key], value)
+    with torch.no_grad():
+        assert torch.equal(other(input_ids=token_ids()).logits, model(input_ids=token_ids()).logits)
+    with pytest.raises(BadInput, match=f"written for format {name}, this policy computes in fp8_static"):
+        restore_quantizers(small("fp8_static"), tmp_path)
+    if name == "nvfp4":
+        state = quantizer_state(model)
+        state.pop(next(iter(state)))
+        with pytest.raises(BadInput, match="has 13 input ranges, format nvfp4 of this model has 14"):
+            load_quantizer_state(model, state)
+    with pytest.raises(BadInput, match="has no quantizer state"):
+        restore_quantizers(model, tmp_path / "none")
+    assert write_quantizer_state(small(), tmp_path) == {}
+
+
+# Recomputation.
+
+
+def recomputing(mode: str, name: str):
+    torch.manual_seed(0)
+    made = layer_config("all-linear", "none")
+    made.policy.lora_rank = 16
+    model = nf4_policy(shape(2, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64), made)
+    made.train.recompute = mode
+    use_quantized_linears(model, FORMATS[name])
+    calibrated(model, token_ids() % 200)
+    use_recompute(model, made)
+    if mode != "none":
+        model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8", "fp8_block"])
+def test_every_recomputation_has_the_same_gradients_and_makes_no_weight_for_a_known_answer(name, monkeypatch):
+    asked = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
+    found, made = {}, collections.Counter()
+    original, mode = qat.quantized_weight, "none"
+    monkeypatch.setattr(qat, "quantized_weight", lambda *args: made.update([mode]) or original(*args))
+    for mode in ("none", "full", "selective"):
+        model = recomputing(mode, name)
+        made.clear() if mode == "none" else None
+        ids = token_ids() % 200
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found[mode] = {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
+    for mode, key in itertools.product(("full", "selective"), found["none"]):
+        assert torch.equal(found[mode][key], found["none"][key]), (mode, key)
+    # Forward and backward of 14 layers; a second run of all but down_proj; of none.
+    assert made == {"none": 28, "full": 28 + 12, "selective": 28}
+
+
+# Calibration prompts.
+
+
+class Words:
+    """A tokenizer of one id a character."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def apply_chat_template(self, messages, **_):
+        return {"input_ids": [ord(letter) for letter in "|".join(one["content"] for one in messages)]}
+
+
+def prompts_of(tmp_path, text, messages=(), **keys):
+    (tmp_path / "calibration.jsonl").write_text(text)
+    path = str(tmp_path / "calibration.jsonl")
+    overrides = [f"--policy.{key}={value}" for key, value in ({"quant_calib_data": path} | keys).items()]
+    config = load_config(CONFIG, overrides)
+    return ["".join(map(chr, ids)) for ids in calibration_prompts(config, list(messages), Words())]
+
+
+def test_calibration_prompts_are_spread_over_the_training_split_and_cut(tmp_path):
+    messages = [[{"role": "user", "content": f"problem {n}"}] for n in range(10)]
+    found = prompts_of(tmp_path, "", messages, quant_calib_data="train", quant_calib_size=3, quant_sequence_length=9)
+    assert found == ["problem 0", "problem 3", "problem 6"]
+    with pytest.raises(BadInput, match="the training split holds 10 prompts"):
+        prompts_of(tmp_path, "", messages, quant_calib_data="train", quant_calib_size=11)
+
+
+def test_a_calibration_file_may_hold_text_prompts_messages_and_questions(tmp_path):
+    rows = '{"text": "raw"}\n\n{"prompt": "asked"}\n{"prompt": [{"role": "user", "content": "said"}]}\n'
+    rows += '{"question": "what"}\n'
+    assert prompts_of(tmp_path, rows, quant_calib_size=4) == ["raw", "asked", "said", "what"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "holds no prompt and policy.quant_calib_size is 2"),
+        ('{"text": "one"}\n', "holds 1 prompts and policy.quant_calib_size is 2"),
+        ('{"text": "one"}\n{"txt": "two"}\n', ":2 has no prompt .*text, prompt or question"),
+        ('{"text": "one"}\n{"text": " "}\n', ":2 has no prompt"),
+        ('{"text": "one"}\n[1]\n', ":2 has no prompt"),
+        ('{"text": "one"}\nnot json\n', ":2 has no prompt"),
+        ('{"text": "one"}\n{"prompt": [{"content": 3}]}\n', ":2 has no prompt"),
+    ],
+)
+def test_a_calibration_file_that_cannot_be_used_is_refused(tmp_path, text, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        prompts_of(tmp_path, text, quant_calib_size=2)
+
+
+def test_a_calibration_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BadInput, match="no file at /nowhere/rows"):
+        prompts_of(tmp_path, "", quant_calib_data="/nowhere/rows.jsonl")
