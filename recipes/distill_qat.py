@@ -42,14 +42,12 @@ from recipes.parts.quant_format import QuantFormat, read_quant_format
 from recipes.parts.recipe import DISTILLATION, check_recipe
 
 
-def check_distillation(config: Config, processes: int) -> str:
-    """`BadInput` for everything that cannot work, by the configuration alone. GRPO's keys are set aside after they
-    were checked; what that changes, as one line."""
+def check_distillation(config: Config, processes: int) -> None:
+    """`BadInput` for everything that cannot work, by the configuration alone."""
     check_recipe(config, DISTILLATION)
     if problems := distill.problems(config):
         raise BadInput("\n".join(problems))
     check_config(config, processes)
-    return distill.settle(config)
 
 
 def describe_teacher(config: Config) -> str:
@@ -61,7 +59,7 @@ def describe_teacher(config: Config) -> str:
     return f"{config.distill.teacher} in nf4, a second model in memory"
 
 
-def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, processes: int, unused: str) -> str:
+def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, processes: int) -> str:
     """What the run would do, in a few lines."""
     train, rollout, policy, wanted = config.train, config.rollout, config.policy, config.distill
     completions = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
@@ -80,7 +78,7 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
             f"{rollout.max_completion_length} tokens, {train.max_steps} steps over {problems:,} problems",
             f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
             *([f"memory    {split}"] if split else []),
-            f"rewards   {unused}",
+            f"rewards   {distill.without_effect(config)}",
         ]
     )
 
@@ -88,7 +86,7 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
 def main() -> None:
     config, flags = parse_command(__doc__)
     processes = world_size()
-    unused = check_distillation(config, processes)
+    check_distillation(config, processes)
     run = check_run_directory(config, flags.resume, processes)
     fmt = read_quant_format(config.policy.quant_cfg) if config.policy.quant_cfg is not None else None
 
@@ -118,7 +116,7 @@ def main() -> None:
     check_card(config)
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     state = PartialState()
-    say(describe_plan(config, fmt, problems, processes, unused))
+    say(describe_plan(config, fmt, problems, processes))
     if flags.dry_run:
         if state.is_main_process and not flags.resume:
             write_config(config, run, processes)

@@ -3,8 +3,8 @@
 Imports no torch.
 """
 
-import dataclasses
 import os
+from dataclasses import fields, replace
 from pathlib import Path
 
 from recipes.parts import sharding
@@ -17,22 +17,25 @@ SET = {"train.loss_type": "dapo", "train.beta": 0.0, "rollout.correction": "none
 UNUSED = ("train.scale_rewards", "train.epsilon", "train.epsilon_high", "rollout.correction_cap")
 
 
-def settle(config: Config) -> str:
-    """Set the keys of GRPO's loss to what a distillation has (`SET`), in place; which ones did not say so already, in
-    one line, with those that have no effect."""
-    found = []
+def settled(config: Config) -> Config:
+    """A copy in which the keys of GRPO's loss are what a distillation has (`SET`)."""
+    changed = {"train": {}, "rollout": {}}
     for key, value in SET.items():
         group, name = key.split(".")
-        if getattr(getattr(config, group), name) != value:
-            setattr(getattr(config, group), name, value)
-            found.append(key)
-    for key in UNUSED:
+        changed[group][name] = value
+    return replace(config, **{group: replace(getattr(config, group), **keys) for group, keys in changed.items()})
+
+
+def without_effect(config: Config) -> str:
+    """What of the configuration a distillation does not learn from, in one line."""
+    found = []
+    for key in (*SET, *UNUSED):
         group, name = key.split(".")
-        defaults = {field.name: field.default for field in dataclasses.fields(getattr(config, group))}
-        if getattr(getattr(config, group), name) != defaults[name]:
+        defaults = {field.name: field.default for field in fields(getattr(config, group))}
+        if getattr(getattr(config, group), name) not in (defaults[name], SET.get(key, defaults[name])):
             found.append(key)
-    measured = f"reward.functions ({', '.join(config.reward.functions)}) are measured and teach nothing"
-    return "; ".join([measured, *([f"without effect: {', '.join(found)}"] if found else [])])
+    measured = f"{', '.join(config.reward.functions)}, measured and not learned from"
+    return measured + (f"; without effect: {', '.join(found)}" if found else "")
 
 
 def problems(config: Config) -> list[str]:

@@ -29,6 +29,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.models.utils import _ForwardRedirection
 
 from recipes.parts.config import Config, DistillConfig
+from recipes.parts.distill import settled
 from recipes.parts.errors import BadInput
 from recipes.parts.packed_attention import mask_kind, use_packed_attention
 from recipes.parts.packing import pack_rows, read_rows
@@ -43,14 +44,14 @@ NOT_HERE = ("kl", "zero_spread_fraction", "clip_fraction", "corrected_token_frac
 
 
 def distill_arguments(config: Config, run: RunDir) -> Any:
-    """TRL's arguments for a checked configuration that `distill.settle` went over; `BadInput` also for a key of
-    `train.trl` that only GRPO's loss reads."""
+    """TRL's arguments for a checked configuration; `BadInput` also for a key of `train.trl` that only GRPO's loss
+    reads."""
     from trl import DistillationConfig
 
     for key in config.train.trl:
         if key not in DistillationConfig.__dataclass_fields__:
             raise BadInput(f"train.trl.{key} does nothing in a distillation. Remove it.")
-    return trainer_arguments(config, run)
+    return trainer_arguments(settled(config), run)
 
 
 def beta_of(distill: DistillConfig) -> float:
@@ -113,8 +114,8 @@ def last_states(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 class DistillTrainer(PolicyTrainer):
     """`PolicyTrainer` whose update follows a teacher; records `divergence` and `seconds.teacher` besides."""
 
-    def __init__(self, *, other_teacher: torch.nn.Module | None = None, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self, *, config: Config, other_teacher: torch.nn.Module | None = None, **kwargs: Any):
+        super().__init__(config=settled(config), **kwargs)
         distill = self.config.distill
         self.teacher = Teacher(self.config, self.model, other_teacher)
         if other_teacher is not None and self.config.train.micro_batch_tokens is not None:

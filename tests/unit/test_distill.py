@@ -9,7 +9,7 @@ from trl.kernels import chunked_divergence
 
 from merge.base import plain_name
 from recipes.parts.config import load_config
-from recipes.parts.distill import problems, settle
+from recipes.parts.distill import problems, settled, without_effect
 from recipes.parts.distill_trainer import DistillTrainer, Head, divergence, last_states
 from recipes.parts.errors import BadInput
 from recipes.parts.policy import publish_adapter
@@ -344,8 +344,9 @@ def test_a_split_base_is_refused(monkeypatch):
 
 
 def test_keys_of_grpo_s_loss_are_set_aside_and_named():
-    given = config(**{"train.beta": 0.02, "train.loss_type": "dapo", "train.epsilon_high": 0.28})
-    said = settle(given)
-    assert said.endswith("without effect: train.beta, rollout.correction, train.epsilon_high")
-    assert "reward.functions (math) are measured and teach nothing" in said
-    assert given.train.beta == 0 and given.rollout.correction == "none"
+    given = config(**{"train.beta": 0.02, "train.loss_type": "grpo", "train.epsilon_high": 0.28})
+    said = "math, measured and not learned from; without effect: train.loss_type, train.beta, train.epsilon_high"
+    assert without_effect(given) == said
+    used = settled(given)
+    assert (used.train.beta, used.train.loss_type, used.rollout.correction) == (0.0, "dapo", "none")
+    assert (given.train.beta, given.rollout.correction) == (0.02, "token_truncate")  # config.json says what was given
