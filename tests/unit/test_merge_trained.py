@@ -240,5 +240,5 @@ def test_an_evaluation_measures_the_policy_with_its_quantizers_and_gates_its_for
         gate(["--run", str(run.path)])
     change_manifest(place, trained_for="nvfp4a16")
     scaled(place, ".weight_global_scale", 0.5)
-    with pytest.raises(BadInput, match="is not whole|is damaged"):
+    with pytest.raises(BadInput, match=r"is not whole|is damaged"):
         gate(["--run", str(run.path)])
