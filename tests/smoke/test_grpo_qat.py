@@ -1,0 +1,190 @@
+"""The quantization-aware recipe by its command line: what a run leaves behind, a resume, and what it refuses."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launch.starting.trainer_command import Placement, choose_launcher, trainer_command
+from recipes.parts.config import load_config
+from recipes.parts.errors import run_command
+from recipes.parts.rundir import RunDir, read_json, read_manifest
+from tests.conftest import LAUNCH, ROOT, SMALL
+
+RECIPE = "recipes/grpo_qat.py"
+CONFIG = "recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml"
+W4A4 = {"policy.quant_cfg": "nvfp4", "policy.quant_calib_size": 8, "train.save_steps": 1}
+
+
+def arguments(model: Path, output: Path, changes: dict | None = None, flags: tuple[str, ...] = ()) -> list[str]:
+    keys = {"run.output_dir": output, "model.path": model, "data.path": model, **SMALL, **(changes or {})}
+    return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items()), *flags]
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """`recipe(words, file)`: the command line in this process: exit code and all output."""
+
+    def run(words: list[str], file: str = RECIPE) -> tuple[int, str]:
+        from recipes import grpo_qat, grpo_qlora
+
+        out = io.StringIO()
+        monkeypatch.setattr(sys, "argv", [file, *words])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
+            run_command({RECIPE: grpo_qat.main, "recipes/grpo_qlora.py": grpo_qlora.main}[file])
+        return ended.value.code, out.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(made_once, learning_model_dir) -> RunDir:
+    """Two steps of W4A4 with a checkpoint after each, started as a user does."""
+
+    def train(folder: Path) -> None:
+        words = arguments(learning_model_dir, folder, W4A4 | {"train.max_steps": 2})
+        done = subprocess.run([*LAUNCH, RECIPE, *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        (folder / "stdout.txt").write_text(done.stdout)
+
+    return RunDir(made_once("tiny-qat-run", train))
+
+
+def test_two_steps_start_at_the_quantized_reference_and_learn(run, read_jsonl):
+    first, second = read_jsonl(run.metrics_file)
+    assert first["kl"] == 0.0 < second["kl"]
+    assert first["grad_norm"] > 0 and first["completion_tokens"] > 0
+    assert 0 <= first["quant_clip_fraction"] < 0.05 and 0 < first["quant_peak_ratio"] < 10
+    said = (run.path / "stdout.txt").read_text()
+    assert "format    nvfp4: weights nvfp4, a scale per 1 x 16; inputs nvfp4, a scale per block" in said
+    assert "calibrated 14 layers over 8 prompts" in said and "base unchanged" in said
+    assert read_json(run.config_file)["config"]["policy"]["quant_cfg"] == "nvfp4"
+
+
+def test_adapters_and_checkpoints_carry_one_state(run):
+    places = [run.adapter_dir(1), run.adapter_dir(2), run.checkpoints / "step-000001", run.checkpoints / "step-000002"]
+    states = [load_file(place / "quantizer.safetensors") for place in places]
+    assert len(states[0]) == 14 and "model.layers.0.self_attn.q_proj.input_amax" in states[0]
+    for place, state in zip(places, states, strict=True):
+        manifest = read_manifest(place, deep=True)
+        assert manifest["quant_cfg"] == "nvfp4" and "quantizer.safetensors" in manifest["files"]
+        assert manifest["quantizer_hash"] == read_manifest(places[0])["quantizer_hash"]
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+    queries = [states[0][f"model.layers.0.self_attn.{name}_proj.input_amax"] for name in "qkv"]
+    assert queries[0] == queries[1] == queries[2] > 0
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, recipe, learning_model_dir, tmp_path):
+    once = tmp_path / "once"
+    words = arguments(learning_model_dir, once, W4A4 | {"train.max_steps": 1})
+    assert recipe(words)[0] == 0
+    state = once / "checkpoints" / "step-000001" / "quantizer.safetensors"
+    before = state.read_bytes()
+    words = arguments(learning_model_dir, once, W4A4 | {"train.max_steps": 2}, ("--resume",))
+    code, said = recipe(words)
+    assert code == 0 and "calibrated" not in said
+    assert (once / "adapters" / "v000002" / "quantizer.safetensors").read_bytes() == before
+    files = [place / "adapters" / "v000002" / "adapter_model.safetensors" for place in (once, run.path)]
+    resumed, uninterrupted = map(load_file, files)
+    assert all(torch.equal(value, uninterrupted[name]) for name, value in resumed.items())
+
+
+def test_a_resume_and_an_adapter_of_another_format_are_refused(run, recipe, learning_model_dir, tmp_path):
+    other = W4A4 | {"policy.quant_cfg": "fp8_static"}
+    code, said = recipe(arguments(learning_model_dir, run.path, other | {"train.max_steps": 2}, ("--resume",)))
+    assert code == 2 and "policy.quant_cfg was 'nvfp4', is 'fp8_static'" in said
+    start = {"policy.init_adapter": run.adapter_dir(2)}
+    code, said = recipe(arguments(learning_model_dir, tmp_path / "new", other | start))
+    assert code == 2 and "was trained for nvfp4, policy.quant_cfg says fp8_static" in said
+    plain = [
+        "--config",
+        "recipes/configs/grpo-tiny-nf4-cpu.yaml",
+        *arguments(learning_model_dir, tmp_path / "p", start)[2:],
+    ]
+    code, said = recipe(plain, "recipes/grpo_qlora.py")
+    assert code == 2 and "was trained for nvfp4, policy.quant_cfg says nothing" in said
+
+
+def test_a_format_whose_yaml_changed_is_refused_on_resume(recipe, learning_model_dir, run, tmp_path):
+    folder, file = tmp_path / "run", tmp_path / "format.yaml"
+    file.write_text("placeholder")
+    manifest = {"config": read_json(run.config_file)["config"], "processes": 1}
+    folder.mkdir()
+    manifest["config"]["policy"]["quant_cfg"] = "nvfp4a16"  # what the configuration said then, and says now
+    manifest["config"]["run"]["output_dir"] = str(folder)
+    (folder / "config.json").write_text(json.dumps(manifest))
+    (folder / "base.json").write_bytes(run.base_file.read_bytes())
+    (folder / "checkpoints").symlink_to(run.checkpoints)
+    words = W4A4 | {"policy.quant_cfg": "nvfp4a16", "train.max_steps": 2}
+    code, said = recipe(arguments(learning_model_dir, folder, words, ("--resume",)))
+    assert code == 2 and "was trained for nvfp4, policy.quant_cfg nvfp4a16 is nvfp4a16 now" in said
+
+
+def test_an_adapter_of_the_same_format_brings_its_ranges(run, recipe, learning_model_dir, tmp_path):
+    keys = W4A4 | {"train.max_steps": 1, "policy.init_adapter": run.adapter_dir(2)}
+    code, said = recipe(arguments(learning_model_dir, tmp_path / "run", keys))
+    assert code == 0 and "input ranges of" in said, said
+    states = [place / "quantizer.safetensors" for place in (run.adapter_dir(2), tmp_path / "run/adapters/v000001")]
+    assert states[0].read_bytes() == states[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"policy.quant_cfg": "nvfp4a15"}, "Did you mean nvfp4a16?"),
+        ({"policy.quant_cfg": "formats/none.yaml"}, "formats/none.yaml"),
+        ({"policy.compute": "fused"}, "policy.compute is fused with policy.quant_cfg nvfp4a16"),
+        ({"policy.lora_dropout": 0.1}, "policy.lora_dropout (0.1) with policy.quant_cfg nvfp4a16"),
+        ({"server.quant_cfg": "fp8"}, "server.quant_cfg"),
+        ({"rollout.backend": "server", "rollout.sync": "adapter"}, "rollout.sync"),
+        ({"policy.quant_cfg": "nvfp4", "policy.quant_calib_size": 201}, "policy.quant_calib_size is 201"),
+        ({"policy.quant_cfg": "nvfp4", "policy.quant_calib_size": 0}, "policy.quant_calib_size (0)"),
+        ({"policy.quant_cfg": "nvfp4", "policy.quant_calib_data": "/nowhere.jsonl"}, "/nowhere.jsonl"),
+        ({"policy.quant_cfg": "nvfp4", "policy.quant_calib_data": "EMPTY"}, "policy.quant_calib_size"),
+        ({"policy.quant_cfg": "fp8_block"}, "fp8_block needs whole blocks of 128 x 128"),
+        ({"policy.quant_cfg": "w4a16"}, "w4a16 needs groups of 128 inputs"),
+        ({"distill.teacher": "base"}, "Start it with recipes/distill_qat.py"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_weights_load(
+    recipe, tiny_model_dir, tmp_path, changes, complaint, monkeypatch
+):
+    def load(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("recipes.parts.policy.load_nf4", load)
+    (tmp_path / "empty.jsonl").touch()
+    changes = {key: tmp_path / "empty.jsonl" if value == "EMPTY" else value for key, value in changes.items()}
+    code, said = recipe(arguments(tiny_model_dir, tmp_path / "run", {"policy.quant_calib_size": 8} | changes))
+    assert code == 2 and complaint in said, said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_split_base_is_refused(recipe, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    code, said = recipe(arguments(tiny_model_dir, tmp_path / "run"))
+    assert code == 2 and "policy.quant_cfg is nvfp4a16 under FSDP2" in said
+
+
+def test_each_recipe_names_the_one_that_trains_the_configuration(recipe, tiny_model_dir, tmp_path):
+    words = arguments(tiny_model_dir, tmp_path / "run")
+    code, said = recipe(words, "recipes/grpo_qlora.py")
+    assert (
+        code == 2 and "policy.quant_cfg is nvfp4a16: recipes/grpo_qlora.py does not train this. Start it with" in said
+    )
+    code, said = recipe([*words, "--policy.quant_cfg", "null"])
+    assert code == 2 and "Start it with recipes/grpo_qlora.py, or set policy.quant_cfg" in said
+
+
+def test_launch_up_starts_the_recipe_that_the_configuration_needs():
+    for path, recipe in ((CONFIG, RECIPE), ("recipes/configs/grpo-tiny-nf4-cpu.yaml", "recipes/grpo_qlora.py")):
+        command = trainer_command(load_config(path), path, [], choose_launcher(0), Placement(is_machine_without=True))
+        assert recipe in command.words
