@@ -1,8 +1,8 @@
 """Which deployable format a configuration of nvidia-modelopt stands for, if any.
 
 A configuration is a list of (pattern of quantizers' names, attributes) of which the last that fits a quantizer counts;
-the older form is a dictionary. NeMo RL's recipes for quantization-aware RL have it under `quantize`. Names of the
-package's own configurations are known here; others are read from the package where it is installed.
+the older form is a dictionary. NeMo RL's recipes for quantization-aware RL have it under `quantize`. The names of
+version 0.47 are known here; those of other versions are read from the package where it is installed.
 The output embedding stays BF16 in every format of the kit, so what a configuration says about it is not read.
 """
 
@@ -28,19 +28,27 @@ LAYOUTS = {
     "W4A16_NVFP4_CFG": "nvfp4a16",
 }
 _AWQ = "AWQ searches scales for a weight as it is, and training moves it. Take w4a16 or nvfp4a16"
+_SEARCH = "it searches scales or parts of a weight as it is, and training moves it. Take nvfp4a16 or nvfp4"
 _INT8 = "no layout of the kit holds INT8. Take fp8"
 _MX = "no layout of the kit has MX blocks of 32 with E8M0 scales. Take nvfp4a16, nvfp4 or fp8_block"
 _MIXED = "it leaves some linear layers unquantized, and a layout of the kit has one format for all. Take nvfp4a16"
-# Those that nothing deploys, by why; the package itself says it of others.
-NO_LAYOUT = {
-    **dict.fromkeys(("INT4_AWQ_CFG", "W4A8_AWQ_BETA_CFG", "NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ_CLIP_CFG"), _AWQ),
-    "NVFP4_AWQ_FULL_CFG": _AWQ,
-    **dict.fromkeys(("INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG", "INT8_WEIGHT_ONLY_CFG", "MXINT8_DEFAULT_CFG"), _INT8),
-    **dict.fromkeys(("MXFP4_DEFAULT_CFG", "MXFP6_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "W4A8_MXFP4_FP8_CFG"), _MX),
-    **dict.fromkeys(("NVFP4_MLP_ONLY_CFG", "NVFP4_MLP_WEIGHT_ONLY_CFG", "NVFP4_OMLP_ONLY_CFG"), _MIXED),
-    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "servers quantize the activations of FP8 blocks too. Take fp8_block",
-    "W4A8_NVFP4_FP8_CFG": "no layout of the kit has FP4 weights with FP8 activations. Take nvfp4a16 or nvfp4",
+_MOE = "it is for a mixture of experts, whose experts neither adapter nor quantizer reaches"
+_KV = "it quantizes the KV cache alone, for which server.kv_cache is the key"
+# The others of that version, by why nothing deploys them.
+_REFUSED = {
+    _AWQ: "INT4_AWQ W4A8_AWQ_BETA NVFP4_AWQ_LITE NVFP4_AWQ_CLIP NVFP4_AWQ_FULL",
+    _SEARCH: "NVFP4_SVDQUANT_DEFAULT NVFP4_FOUR_OVER_SIX NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN "
+    "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP",
+    _INT8: "INT8_DEFAULT INT8_SMOOTHQUANT INT8_WEIGHT_ONLY MXINT8_DEFAULT",
+    _MX: "MXFP4_DEFAULT MXFP4_MLP_WEIGHT_ONLY MXFP6_DEFAULT MXFP8_DEFAULT W4A8_MXFP4_FP8",
+    _MIXED: "NVFP4_MLP_ONLY NVFP4_MLP_WEIGHT_ONLY NVFP4_OMLP_ONLY",
+    _MOE: "MAMBA_MOE_FP8_AGGRESSIVE MAMBA_MOE_FP8_CONSERVATIVE MAMBA_MOE_NVFP4_AGGRESSIVE "
+    "MAMBA_MOE_NVFP4_CONSERVATIVE NVFP4_EXPERTS_ONLY",
+    _KV: "FP8_KV FP8_AFFINE_KV NVFP4_KV NVFP4_AFFINE_KV NVFP4_KV_ROTATE",
+    "servers quantize the activations of FP8 blocks too. Take fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY",
+    "no layout of the kit has FP4 weights with FP8 activations. Take nvfp4a16 or nvfp4": "W4A8_NVFP4_FP8",
 }
+NO_LAYOUT = {f"{name}_CFG": why for why, names in _REFUSED.items() for name in names.split()}
 PACKAGE = "modelopt.torch.quantization.config"
 LINEARS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),

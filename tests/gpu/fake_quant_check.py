@@ -27,8 +27,8 @@ from tests.gpu.linear_kernels import case, interpret, make_layer, missed
 # (out, in) of a Qwen3-8B decoder layer; a model has 36.
 DECODER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (12288, 4096), (12288, 4096), (4096, 12288)]
 SHAPES = [(4096, 4096), (12288, 4096), (4096, 12288), (1024, 4096), (384, 640)]
-TINY = [(128, 256), (256, 128)]
-ODD = (200, 320)
+TINY = [(128, 256)]
+ODD = (200, 192)
 LAYERS, RANK, SCALING = 36, 16, 2.0
 PARTS = ("bits", "speed")
 PEAK = 11.3  # the range of static activations
@@ -109,7 +109,7 @@ def check_weights(device: str, shapes: list[tuple[int, int]]) -> None:
         a, b = factors(shape, device)
         check_layer(layer, shape, f"{shape} with adapter", every, a, b)
         if shape[0] * shape[1] <= 1 << 24:
-            check_layer(layer, shape, f"{shape} without", every, None, None)
+            check_layer(layer, shape, f"{shape} without", few if device == "cpu" else every, None, None)
         plain = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16, device=device)
         check_layer(plain, shape, f"{shape}, BF16 base", few, a, b)
     small = shapes[-1]
@@ -117,8 +117,8 @@ def check_weights(device: str, shapes: list[tuple[int, int]]) -> None:
         layer = make_layer(small, dtype, device, double)
         check_layer(layer, small, f"{small}, {str(dtype)[6:]}, double {double}", few, *factors(small, device))
     layer = make_layer(ODD, torch.bfloat16, device)
-    check_layer(layer, ODD, f"{ODD}, rank 5", every, *factors(ODD, device, rank=5))
-    check_layer(layer, ODD, f"{ODD}, rank 48", few, *factors(ODD, device, rank=48))
+    check_layer(layer, ODD, f"{ODD}, rank 5", few if device == "cpu" else every, *factors(ODD, device, rank=5))
+    check_layer(layer, ODD, f"{ODD}, rank 48", few[1:], *factors(ODD, device, rank=48))
     for fmt in formats_for(shapes[0]):
         with case(f"{fmt.name} weight with zeros, huge and small values"):
             check_nasty(shapes[0], fmt, device)
@@ -147,7 +147,7 @@ def check_order(device: str, shape: tuple[int, int]) -> None:
     layer = make_layer(shape, torch.bfloat16, device)
     a, b = factors(shape, device, exact=False)
     exact, source = fake_quant.effective_weight_in_torch(layer, a, b, SCALING), fake_quant._source(layer)
-    for fmt in (None, *formats_for(shape)):
+    for fmt in (None, *formats_for(shape)[:: 4 if device == "cpu" else 1]):
         with case(f"{fmt.name if fmt else 'effective'} weight, {shape}, any adapter"):
             peak = fake_quant.weight_peak(exact, fmt) if fmt else None
             expected = fake_quant.fake_quantize_weight_in_torch(exact, fmt, peak) if fmt else exact
