@@ -15,13 +15,13 @@ in all vLLM servers fixes the lengths (bench_lengths.py), which change from row 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing. Ours: the
 recipe's main() under accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is
 levers of workload.py joined by +, or written key=value; `plain` is every lever off, `default` what the configuration
-says when nothing is asked for. With --rounds the sides alternate. --warm steps come first and do not count; figures
-are medians of the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the trainer
-waited for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer; tok/s of rollout
-and update are over gen and upd. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s.
-`trainer` is torch's peak of a process, `card 0` what the driver saw of that card (with `both` in any variant, a
-replica too), `server` what the server took of GPU 1 when ready. Stock's rows come first; in the last round its server
-then ends.
+says when nothing is asked for; plain@BC runs for works B and C only. With --rounds the sides alternate. --warm steps
+come first and do not count; figures are medians of the others. `step` is wall-clock from the end of one step to the
+end of the next, `gen` what the trainer waited for completions, `refs` the forwards without gradients, `upd` forward,
+backward and optimizer; tok/s of rollout and update are over gen and upd. `mfu` is the useful operations (workload.py)
+over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, `card 0` what the driver saw of that card
+(with `both` in any variant, a replica too), `server` what the server took of GPU 1 when ready. Stock's rows come
+first; in the last round its server then ends.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -224,16 +224,22 @@ class Bench:
         head |= {"lengths": {name: load.lengths for name, load in self.loads.items()}, "limit_s": options.limit_s}
         write_json(options.out, head | {"rows": self.rows})
 
+    def steps(self, load: str) -> int:
+        """Steps of a row, those that do not count included."""
+        counted = self.options.steps
+        return self.options.warm + (counted[self.options.loads.index(load)] if len(counted) > 1 else counted[0])
+
     def stock_steps(self, load: str) -> list[dict[str, Any]]:
         """Stock's rows, also those of a run that was cut short."""
-        name, options = f"stock-{self.call}-{self.runs}", self.options
+        name, steps = f"stock-{self.call}-{self.runs}", self.steps(load)
         self.runs += 1
         words = ["tests/gpu/bench/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
-        words += ["--load", load, "--steps", options.warm + options.steps]
+        words += ["--load", load, "--steps", steps]
         words += ["--rehearse"] if self.cpu else []
         return self.steps_of(
             name,
             words,
+            steps,
             lambda log: [
                 json.loads(line[4:])
                 for line in log.read_text(errors="replace").splitlines()
@@ -245,7 +251,7 @@ class Bench:
         """The rows of our metrics.jsonl, in stock's names."""
         name, load = f"ours-{self.call}-{self.runs}", self.loads[load_name]
         self.runs += 1
-        steps = self.options.warm + self.options.steps
+        steps = self.steps(load_name)
         keys: dict[str, Any] = {"train.max_steps": steps, "train.save_steps": steps}
         keys |= {"train.per_device_train_batch_size": load.group}
         keys |= {"train.gradient_accumulation_steps": load.completions // load.group // trainers}
@@ -265,13 +271,13 @@ class Bench:
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
         metrics = self.work / f"run-{name}" / "metrics.jsonl"
         more = {"GLOO_SOCKET_IFNAME": "lo"} | ({"ACCELERATE_USE_CPU": "true"} if self.cpu else {})
-        return self.steps_of(name, words, lambda log: read_metrics(metrics), self.note_ours, **more)
+        return self.steps_of(name, words, steps, lambda log: read_metrics(metrics), self.note_ours, **more)
 
     def steps_of(
-        self, name: str, words: list, read: Any, look: Any = lambda: None, **more: str
+        self, name: str, words: list, wanted: int, read: Any, look: Any = lambda: None, **more: str
     ) -> list[dict[str, Any]]:
         """Run a side, looking every now and then; `Failed` only when no counted step was finished."""
-        child, wanted = Child(name, words, self.work, **more), self.options.warm + self.options.steps
+        child = Child(name, words, self.work, **more)
         self.children.append(child)
         deadline = time.time() + min(self.options.side_s, max(1.0, self.left))
         try:
@@ -307,7 +313,7 @@ class Bench:
 
 
 def uses_both(variant: str) -> bool:
-    return "both" in variant.split("+")
+    return "both" in variant.partition("@")[0].split("+")
 
 
 def compare(bench: Bench) -> int:
@@ -324,10 +330,15 @@ def compare(bench: Bench) -> int:
                     with bench.going_on("ours"):
                         bench.wait_ours()  # what it takes is told by what the card has more
                 bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
-        for load in options.loads:
-            for variant in options.variants:
-                bench.run(variant, load)
-    return options.rounds * len(options.loads) * (len(options.variants) + with_stock)
+        for variant, load in rows(options):
+            bench.run(variant, load)
+    return options.rounds * (len(rows(options)) + with_stock * len(options.loads))
+
+
+def rows(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """(variant, load) of our rows, in their order."""
+    named = [variant.partition("@") for variant in options.variants]
+    return [(variant, load) for variant, _, only in named for load in options.loads if load in (only or load)]
 
 
 def scale(bench: Bench) -> int:
@@ -350,7 +361,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--stock", type=Path, help="an earlier --out with stock's rows, instead of running stock")
     parser.add_argument("--rounds", type=int, default=1, help="times that the sides alternate")
     parser.add_argument("--warm", type=int, default=1, help="steps before those that count")
-    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[3], help="steps that count; one number, or one a load"
+    )
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_step"), help="kept: model, base, logs")
     parser.add_argument("--limit_s", type=float, default=570, help="stop after this, with a table of what is there")
     parser.add_argument("--side_s", type=float, default=300, help="longest time of one row")
@@ -360,8 +373,11 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     options.out = options.out.resolve()
     for variant in options.variants:
-        if unknown := [name for name in variant.split("+") if "=" not in name and name not in VARIANTS]:
+        names = variant.partition("@")[0].split("+")
+        if unknown := [name for name in names if "=" not in name and name not in VARIANTS]:
             parser.error(f"unknown levers {', '.join(unknown)} in {variant}; there are {', '.join(VARIANTS)}")
+    if len(options.steps) not in (1, len(options.loads)):
+        parser.error(f"--steps names {len(options.steps)} numbers for {len(options.loads)} loads")
     if options.rounds > 1 and not options.stock and any(map(uses_both, options.variants)):
         parser.error("both needs the memory of stock's server, which stays between rounds: give --stock or --rounds 1")
     if options.stock and not options.stock.is_file():
