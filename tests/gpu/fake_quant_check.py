@@ -27,8 +27,8 @@ from tests.gpu.linear_kernels import case, interpret, make_layer, missed
 # (out, in) of a Qwen3-8B decoder layer; a model has 36.
 DECODER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (12288, 4096), (12288, 4096), (4096, 12288)]
 SHAPES = [(4096, 4096), (12288, 4096), (4096, 12288), (1024, 4096), (384, 640)]
-TINY = [(128, 256)]
-ODD = (200, 192)
+TINY = [(128, 128)]
+ODD = (72, 192)
 LAYERS, RANK, SCALING = 36, 16, 2.0
 PARTS = ("bits", "speed")
 PEAK = 11.3  # the range of static activations
