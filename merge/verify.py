@@ -8,6 +8,7 @@ which is the evaluation's.
 import contextlib
 import gc
 import json
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,12 @@ def default_device() -> torch.device:
 
 
 def load_for_scoring(
-    directory: str | Path, device: torch.device | str | None = None, weights: torch.dtype | None = None
+    directory: str | Path,
+    device: torch.device | str | None = None,
+    weights: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
-    """A checkpoint of any format, in eval mode, computing in float32 on a CPU and in bfloat16 on a GPU.
+    """A checkpoint of any format, in eval mode, computing in `dtype`: by default float32 on a CPU, bfloat16 on a GPU.
 
     fp8 and w4a16 weights are dequantized at load time (a GPU then holds them as bfloat16); the activations of fp8 are
     still rounded to FP8 at every layer, as a server with FP8 kernels does. With `weights` the dequantized weights are
@@ -59,7 +63,7 @@ def load_for_scoring(
     if not (directory / "config.json").is_file():
         raise BadInput(f"no checkpoint at {directory}: it has no config.json.")
     device = torch.device(device) if device is not None else default_device()
-    dtype = scoring_dtype(device)
+    dtype = dtype or scoring_dtype(device)
     quantization = getattr(AutoConfig.from_pretrained(directory), "quantization_config", None) or {}
     method = quantization.get("quant_method")
     options: dict[str, Any] = {}
@@ -135,12 +139,13 @@ def load_policy(
     adapter: str | Path | None,
     base: str | Path | None = None,
     device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
     """The policy as trained, in eval mode: the run's NF4 base, and `adapter` on it unless that is None.
 
     Of a run that was trained for a format (policy.quant_cfg), with the quantizers of `adapter`, or of the run's newest
-    one. Computes in float32 on a CPU and in bfloat16 on a GPU. `BadInput` for an adapter of another base, before
-    weights are loaded; `CheckFailed` when the loaded base is not the one of base.json, bit for bit.
+    one. Computes in `dtype`, by default float32 on a CPU and bfloat16 on a GPU. `BadInput` for an adapter of another
+    base, before weights are loaded; `CheckFailed` when the loaded base is not the one of base.json, bit for bit.
     """
     run = run if isinstance(run, RunDir) else RunDir.open(run)
     checkpoint = base_checkpoint(run, base)
@@ -148,13 +153,14 @@ def load_policy(
     if adapter is not None:
         check_adapter_base(Path(adapter), checkpoint.info)
     device = torch.device(device) if device is not None else default_device()
+    dtype = dtype or scoring_dtype(device)
     model = load_base(checkpoint, device)
-    compute_in(model, scoring_dtype(device))
+    compute_in(model, dtype)
     if adapter is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(adapter))
-        compute_in(model, scoring_dtype(device))
+        compute_in(model, dtype)
     if trained is not None:
         from recipes.parts.qat import load_quantizer_state, use_quantized_linears
 
@@ -267,16 +273,20 @@ class Verifier:
     """Compares checkpoints with the policies of a run on its fixed batch; the policies are scored once.
 
     Of a run that was trained for a format, `scores` are of the policies as trained, with their quantizers, and `plain`
-    of the same with quantizers off, which BF16 is merged from; of other runs the two are one.
+    of the same with quantizers off, which BF16 is merged from; of other runs the two are one. Such a run is scored in
+    float32 on a GPU too where it has room for that: BF16 arithmetic falls on other codes of rounded activations.
     """
 
     def __init__(self, run: RunDir, adapter: Path | None, base: BaseCheckpoint, batch: list[torch.Tensor]):
         self.batch = batch
         self.device = default_device()
-        self.dtype = base.dtype
-        model = load_policy(run, adapter, base.directory, self.device)
+        self.weights, self.dtype = base.dtype, scoring_dtype(self.device)
+        trained = find_trained(run, adapter)
+        if trained is not None and _has_room(base, self.device):
+            self.dtype = torch.float32
+        model = load_policy(run, adapter, base.directory, self.device, self.dtype)
         self.scores = self.plain = _policy_scores(model, adapter is not None, batch)
-        if find_trained(run, adapter) is not None:
+        if trained is not None:
             from recipes.parts.qat import quantizers_off
 
             with quantizers_off(model):
@@ -293,7 +303,7 @@ class Verifier:
         self, policy: str, directory: Path, plain: bool = False, weights: torch.dtype | None = None
     ) -> Comparison:
         """A checkpoint against the policy as trained, or with `plain` against the policy without quantizers."""
-        model = load_for_scoring(directory, self.device, weights)
+        model = load_for_scoring(directory, self.device, weights, self.dtype)
         scores = log_probs(model, self.batch)
         del model
         release_memory()
@@ -301,16 +311,14 @@ class Verifier:
 
     def check_bf16(self, policy: str, directory: Path) -> Comparison:
         """The comparison of a BF16 checkpoint; `CheckFailed` when it is not the policy up to rounding."""
-        dtype = scoring_dtype(self.device)
         found = self.compare(policy, directory, plain=True)
-        return self._check(policy, found, BF16_KL_BOUND[dtype], KL_NOISE[dtype], plain=True)
+        return self._check(policy, found, BF16_KL_BOUND[self.dtype], KL_NOISE[self.dtype], plain=True)
 
     def check_own(self, policy: str, directory: Path) -> Comparison:
         """The comparison of a checkpoint in the format that the policy was trained for, its weights read in the dtype
         that the policy was trained in; `CheckFailed` when they do not compute the same."""
-        dtype = scoring_dtype(self.device)
-        found = self.compare(policy, directory, weights=self.dtype)
-        return self._check(policy, found, OWN_KL_BOUND[dtype], OWN_KL_NOISE[dtype], plain=False)
+        found = self.compare(policy, directory, weights=self.weights)
+        return self._check(policy, found, OWN_KL_BOUND[self.dtype], OWN_KL_NOISE[self.dtype], plain=False)
 
     def _check(self, policy: str, found: Comparison, bound: float, noise: float, plain: bool) -> Comparison:
         if policy == "grpo":  # a small update must not hide under the bound: closer to the policy than the base is
@@ -322,6 +330,13 @@ class Verifier:
                 f"agreement {found.top1_agreement:.3f}. It was not published."
             )
         return found
+
+
+def _has_room(base: BaseCheckpoint, device: torch.device) -> bool:
+    """Whether a checkpoint of the model in float32 takes at most half of the device's free memory."""
+    if device.type != "cuda":
+        return True
+    return 4 * sum(math.prod(base.shape(name)) for name in base.files) <= torch.cuda.mem_get_info(device)[0] / 2
 
 
 def _policy_scores(model: torch.nn.Module, has_adapter: bool, batch: list[torch.Tensor]) -> dict[str, list]:
