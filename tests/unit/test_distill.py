@@ -11,7 +11,7 @@ from merge.base import plain_name
 from recipes.parts.config import load_config
 from recipes.parts.distill import problems, settled, without_effect
 from recipes.parts.distill_trainer import DistillTrainer, Head, divergence, last_states
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import publish_adapter
 from recipes.parts.qat import quantizer_state, quantizers_of
 from recipes.parts.update import take_rows
@@ -302,6 +302,38 @@ def test_a_quantized_student_learns_from_the_divergence_of_its_quantized_logits(
     each = direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()]
     assert loss == pytest.approx(each.mean().item(), rel=1e-4)
     assert any(one.abs().max() > 1e-5 for one in grads.values())
+
+
+class Sampler:
+    """Stands in for the replicas: completions of five ids, each with the same log-prob."""
+
+    def __init__(self, logprob: float):
+        self.logprob, self.versions = logprob, []
+        self.report = {"canary_delta": 0.01, "canary_k3": 1e-4}
+
+    def generate(self, trainer: Any, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        self.versions = [trainer.adapter_version] * len(prompt_ids)
+        ids = [[5 + (row + place) % 11 for place in range(5)] for row in range(len(prompt_ids))]
+        return ids, [[self.logprob] * 5 for _ in ids]
+
+
+@pytest.mark.parametrize("changes", [{}, PACKED], ids=["padded", "packed"])
+def test_a_run_with_servers_records_how_far_they_are_from_the_student(build, another, changes, read_jsonl):
+    keys = {"distill.teacher_adapter": another, "train.max_steps": 2, "rollout.max_sampler_k3": 1e6}
+    trainer = build({**keys, **changes})
+    trainer.rollout, trainer.use_vllm = Sampler(-5.5), True
+    trainer.train_run(resume=False)
+    for row in read_jsonl(trainer.run.metrics_file):
+        assert 0 < row["sampler_k3"] < 1 and 0 < row["effective_sample_size"] <= 1 and row["canary_k3"] == 1e-4
+        assert row["corrected_token_fraction"] is None and row["divergence"] > 0
+
+
+def test_a_server_that_is_not_the_student_stops_the_run(build, another, read_jsonl):
+    trainer = build({"distill.teacher_adapter": another, "rollout.max_sampler_k3": 1e-6})
+    trainer.rollout, trainer.use_vllm = Sampler(-5.0), True
+    with pytest.raises(CheckFailed, match="step 1: the sampler is not the policy"):
+        trainer.train_run(resume=False)
+    assert read_jsonl(trainer.run.metrics_file)[0]["sampler_k3"] > 1e-6
 
 
 def config(**keys: Any) -> Any:
