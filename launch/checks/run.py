@@ -22,7 +22,7 @@ HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # of the request, and of the child proces
 SOME_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 ANSWER_S = 2.0
 # Bytes of a merged checkpoint per byte of the 16-bit one, embeddings and scales included.
-FORMAT_SHARES = {"bf16": 1.0, "fp8": 0.6, "fp8_block": 0.6}
+FORMAT_SHARES = {"bf16": 1.0, "fp8": 0.6, "fp8_block": 0.6, "fp8_static": 0.6}
 QUARTER_SHARE = 0.4
 NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight
 # An adapter of rank 16 on all linear layers in float32: 175 MB of the 8B model's 16 GB; Adam keeps two more.

