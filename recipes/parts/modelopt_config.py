@@ -144,8 +144,8 @@ def _words(activation: ActivationFormat | None) -> str:
 
 def _entries(quant_cfg: Any) -> Iterable[tuple[str, str | None, bool | None, Any]]:
     """(pattern, class of the layer or None, enabled or None, attributes or None) of every entry, in order."""
-    if isinstance(quant_cfg, Mapping):
-        quant_cfg = [{key: value} for key, value in quant_cfg.items()]
+    if isinstance(quant_cfg, Mapping):  # the older form, in which `default` comes first wherever it is written
+        quant_cfg = [{key: quant_cfg[key]} for key in sorted(quant_cfg, key=lambda key: key != "default")]
     if not isinstance(quant_cfg, list | tuple):
         raise _Refused(f"quant_cfg is {type(quant_cfg).__name__}, neither a list nor a dictionary")
     for raw in quant_cfg:

@@ -11,6 +11,7 @@ import torch
 
 from merge import quantize as export
 from recipes.parts import fake_quant, linear
+from recipes.parts.errors import BadInput
 from recipes.parts.fake_quant import (
     effective_peak,
     effective_weight,
@@ -20,6 +21,7 @@ from recipes.parts.fake_quant import (
     quantized_weight,
     weight_peak,
 )
+from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from recipes.parts.quant_format import FORMATS
 from tests.gpu.linear_kernels import make_layer
 
@@ -226,39 +228,56 @@ def test_e2m1_has_the_nearest_of_its_numbers_and_ties_go_to_even():
     assert np.array_equal(fake_quant.to_e2m1(torch.from_numpy(value).float()).numpy(), expected)
 
 
-@pytest.mark.skipif(not MODELOPT.exists(), reason="nvidia-modelopt is in .venv-modelopt (make modelopt)")
-def test_numbers_are_those_of_nvidia_modelopt(tmp_path):
-    """At equal scales: its own are not BF16 numbers and no powers of two, and INT4's are 1/7 of a peak, not 1/7.5. It
-    multiplies by a scale's reciprocal, so a quotient halfway between two codes may go the other way."""
-    weight = random_weight((96, 256)).float()
-    x = inputs()[0].float()
-    by = {
+@pytest.fixture(scope="module")
+def modelopt(tmp_path_factory) -> tuple[dict, dict, dict]:
+    """Values by kind, the scales that they are quantized with, and what nvidia-modelopt says (modelopt_numbers.py)."""
+    if not MODELOPT.exists():
+        pytest.skip("nvidia-modelopt is in .venv-modelopt (make modelopt)")
+    weight, folder = random_weight((96, 256)).float(), tmp_path_factory.mktemp("modelopt")
+    values = {"fp8": weight, "int4": weight, "nvfp4": weight, "input": inputs()[0].float()}
+    scales = {
         "fp8": fake_quant.bf16_scale(weight_peak(weight, FORMATS["fp8"]), 448.0),
         "int4": fake_quant.bf16_scale(weight.unflatten(1, (-1, 128)).abs().amax(-1).view(-1, 1), 7.5),
         "nvfp4": 1 / fake_quant.global_scale(weight.abs().max()),
         "input": fake_quant.bf16_scale(torch.tensor(11.3), 448.0),
     }
     largest = {"fp8": 448, "int4": 7, "nvfp4": 448 * 6, "input": 448}
-    values = {"fp8": weight, "int4": weight, "nvfp4": weight, "input": x}
-    torch.save({kind: (values[kind], by[kind] * largest[kind]) for kind in values}, tmp_path / "in.pt")
-    command = [MODELOPT, "tests/unit/modelopt_numbers.py", tmp_path / "in.pt", tmp_path / "out.pt"]
+    torch.save({kind: (values[kind], scales[kind] * largest[kind]) for kind in values}, folder / "in.pt")
+    command = [MODELOPT, "tests/unit/modelopt_numbers.py", folder / "in.pt", folder / "out.pt"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
-    theirs = torch.load(tmp_path / "out.pt", weights_only=False)["numbers"]
+    return values, scales, torch.load(folder / "out.pt", weights_only=False)
+
+
+def test_numbers_are_those_of_nvidia_modelopt_at_equal_scales(modelopt):
+    """Its own are no BF16 numbers and no powers of two, and INT4's are 1/7 of a peak, not 1/7.5. It multiplies by a
+    scale's reciprocal, so of FP8 the last bit differs, and what is halfway between two codes may go to the other."""
+    values, scales, theirs = modelopt
     ours = {
-        "fp8": fake_quantize_weight(weight, FORMATS["fp8"]),
-        "int4": fake_quantize_weight(weight, FORMATS["w4a16"]),
-        "nvfp4": fake_quantize_weight(weight, FORMATS["nvfp4a16"]),
-        "input": fake_quantize_activation(x, FORMATS["fp8_static"].activation, torch.tensor(11.3)),
+        "fp8": fake_quantize_weight(values["fp8"], FORMATS["fp8"]),
+        "int4": fake_quantize_weight(values["int4"], FORMATS["w4a16"]),
+        "nvfp4": fake_quantize_weight(values["nvfp4"], FORMATS["nvfp4a16"]),
+        "input": fake_quantize_activation(values["input"], FORMATS["fp8_static"].activation, torch.tensor(11.3)),
     }
-    assert torch.equal(theirs["nvfp4"], ours["nvfp4"])
+    found = theirs["numbers"]
+    assert torch.equal(found["nvfp4"], ours["nvfp4"])
     for kind in ("fp8", "int4", "input"):
-        other = ~torch.isclose(theirs[kind], ours[kind], rtol=3e-7, atol=0)
-        assert other.float().mean() < 2e-3, f"{kind}: {int(other.sum())} of {other.numel()}"
-        scale = by[kind].repeat_interleave(2, 1).view(-1, 2).repeat_interleave(128, 1) if kind == "int4" else by[kind]
-        if kind == "int4" and other.any():  # those two codes are half a step from the value
-            rest = (values[kind] / scale.view(96, -1)[:, : weight.shape[1]])[other].frac().abs()
-            assert torch.allclose(rest, torch.full_like(rest, 0.5), atol=1e-5)
+        other = ~torch.isclose(found[kind], ours[kind], rtol=3e-7, atol=0)
+        assert other.float().mean() < 1e-3, f"{kind}: {int(other.sum())} of {other.numel()}"
+        if kind == "int4":
+            steps = values[kind].view(-1, 128) / scales[kind]
+            assert torch.allclose(steps[other.view(-1, 128)].frac().abs(), torch.tensor(0.5), atol=1e-5)
+
+
+def test_named_configurations_are_what_nvidia_modelopt_has_under_the_name(modelopt):
+    named = modelopt[2]["configurations"]
+    assert set(named) == {*LAYOUTS, *NO_LAYOUT}
+    for name, content in named.items():
+        if name in LAYOUTS:
+            assert read(content, name).name == LAYOUTS[name]
+        else:
+            with pytest.raises(BadInput, match="cannot be deployed"):
+                read(content, name)
 
 
 def test_the_gpu_kernels_give_the_numbers_of_their_definitions_in_tritons_interpreter():
