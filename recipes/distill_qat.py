@@ -106,6 +106,7 @@ def main() -> None:
     model_config = check_model(config, processes)
     if fmt:
         quant_format.check_model(fmt, model_config)
+        quant_format.check_hardware(fmt, config.rollout.backend)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     check_teacher(config, run, tokenizer, model_config)

@@ -91,6 +91,7 @@ def main() -> None:
 
     model_config = check_model(config, processes)
     quant_format.check_model(fmt, model_config)
+    quant_format.check_hardware(fmt, config.rollout.backend)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)
