@@ -301,6 +301,8 @@ def settings(found: Found) -> Section:
         config.get(group) or {} for group in ("model", "policy", "train", "data", "rollout", "reward")
     )
     base = read_json(found.run.base_file) if found.run.base_file.is_file() else {}
+    distill = config.get("distill") or {}
+    teacher = distill.get("teacher_adapter") or distill.get("teacher")
     facts = {
         "run": (config.get("run") or {}).get("name", found.run.path.name),
         "base": model.get("id"),
@@ -313,7 +315,9 @@ def settings(found: Found) -> Section:
         "trained for (policy.quant_cfg)": policy.get("quant_cfg"),
         "data": data.get("id") or data.get("path"),
         "rewards": ", ".join(map(str, reward.get("functions") or [])) or None,
-        "loss, beta": _joined(train.get("loss_type"), train.get("beta")),
+        "teacher": teacher,
+        "loss, beta": None if teacher else _joined(train.get("loss_type"), train.get("beta")),
+        "divergence": distill.get("divergence") if teacher else None,
         "learning rate": train.get("learning_rate"),
         "steps": f"{found.rows[-1]['step']} of {train.get('max_steps')}" if found.rows else train.get("max_steps"),
         "group size": rollout.get("group_size"),
