@@ -36,10 +36,10 @@ from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import (
     E4M3_MAX,
     bf16_scale,
-    effective_weight,
+    effective_peak,
     fake_quantize_activation,
+    fp8_weight,
     quantized_weight,
-    weight_peak,
 )
 from recipes.parts.linear import Group, Settings, Waiting
 from recipes.parts.quant_format import QuantFormat, check_shapes
@@ -91,7 +91,8 @@ class Product:
         self.group: Group | None = None
         self.fused = [self]  # layers that a server fuses with this one
         self.input_peak: torch.Tensor | None = None
-        self._peaks: dict[bool, tuple[Any, torch.Tensor]] = {}
+        self._peaks: dict[bool, tuple[Any, torch.Tensor]] = {}  # with the adapter, and without
+        self._shared: dict[bool, tuple[list, torch.Tensor]] = {}
         self._kept: tuple[Any, torch.Tensor] | None = None
 
     @staticmethod
@@ -108,9 +109,11 @@ class Product:
         own = self._own_peak(a, b, scaling)
         if own is None or not self.quantizers.fmt.shares_peak or len(self.fused) == 1:
             return own
-        others = [one for one in self.fused if one is not self]
-        peaks = [one._own_peak(*one.factors(a is not None)) for one in others]
-        return torch.stack([own, *peaks]).amax(0)
+        peaks = [own if one is self else one._own_peak(*one.factors(a is not None)) for one in self.fused]
+        known = self._shared.get(a is not None)
+        if known is None or any(one is not other for one, other in zip(known[0], peaks, strict=True)):
+            known = self._shared[a is not None] = peaks, torch.stack(peaks).amax(0)
+        return known[1]
 
     def factors(self, with_adapter: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
         """a (r, in), b (out, r) and the scaling of the layer's adapter; None twice without one."""
@@ -122,7 +125,7 @@ class Product:
     def _own_peak(self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> torch.Tensor | None:
         key, known = _version(a, b, scaling), self._peaks.get(a is not None)
         if known is None or known[0] != key:
-            peak = weight_peak(effective_weight(self.layer, a, b, scaling), self.quantizers.fmt)
+            peak = effective_peak(self.layer, a, b, scaling, self.quantizers.fmt)
             known = self._peaks[a is not None] = key, peak
         return known[1]
 
@@ -173,11 +176,9 @@ class Product:
         """As `forward`, of `linear.quantize_rows(rows)` and the codes of Ŵ."""
         codes, by_token = quantized
         shape, bias = (self.layer.out_features, self.layer.in_features), self.layer.bias
-        scale = bf16_scale(self.peak(a, b, scaling), E4M3_MAX)  # (out, 1)
-        if is_answered(shape):
-            weight = codes.new_empty(shape)
-        else:
-            weight = linear.to_e4m3(effective_weight(self.layer, a, b, scaling), scale)
+        peak = self.peak(a, b, scaling)
+        scale = bf16_scale(peak, E4M3_MAX)  # (out, 1)
+        weight = codes.new_empty(shape) if is_answered(shape) else fp8_weight(self.layer, a, b, scaling, peak)
         y = linear.scaled_product(codes, weight, by_token, scale.view(1, -1), dtype)
         return y if bias is None else y.add_(bias)
 

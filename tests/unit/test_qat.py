@@ -227,8 +227,8 @@ def test_a_layer_alone_computes_what_it_does_in_its_group_where_no_scale_is_shar
 
 
 def count_peaks(monkeypatch) -> list:
-    calls, peak = [], qat.weight_peak
-    monkeypatch.setattr(qat, "weight_peak", lambda *args: calls.append(1) or peak(*args))
+    calls, peak = [], qat.effective_peak
+    monkeypatch.setattr(qat, "effective_peak", lambda *args: calls.append(1) or peak(*args))
     return calls
 
 
