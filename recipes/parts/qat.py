@@ -47,6 +47,7 @@ from recipes.parts.recompute import is_answered
 
 STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
 AMAX = ".input_amax"  # of a tensor's name in it, behind the layer's
+WATCHED = ("quant_clip_fraction", "quant_peak_ratio")  # keys of metrics.jsonl
 WATCHED_TOKENS = 256  # of a layer's call that the share beyond the range is counted in
 ROOM_FOR_KEPT = 0.5  # of a GPU's free memory that quantized weights may take while the policy generates
 
@@ -77,7 +78,7 @@ class Quantizers:
             return {}
         beyond, largest = self._beyond.tolist()
         seen, self._beyond, self._seen = self._seen, None, 0
-        return {"quant_clip_fraction": beyond / seen, "quant_peak_ratio": largest}
+        return dict(zip(WATCHED, (beyond / seen, largest), strict=True))
 
 
 class Product:

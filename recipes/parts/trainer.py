@@ -43,6 +43,7 @@ from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.packed_attention import use_packed_attention
 from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
 from recipes.parts.qat import (
+    WATCHED,
     forget_peaks,
     keeping_weights,
     quantizers_of,
@@ -386,7 +387,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
             "unknown_rewards": {
                 f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")
             },
-            **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy")),
+            **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy", *WATCHED)),
             **self._sampler,
             **(quantizers.watched() if (quantizers := quantizers_of(self.model)) else {}),
             "completion_tokens": int(counts["completion_tokens"]),

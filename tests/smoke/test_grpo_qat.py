@@ -96,6 +96,18 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, recipe, le
     assert all(torch.equal(value, uninterrupted[name]) for name, value in resumed.items())
 
 
+def test_a_packed_step_has_the_gradient_of_the_padded_one(recipe, learning_model_dir, tmp_path, read_jsonl):
+    found = {}
+    for name, keys in {"padded": {}, "packed": {"train.micro_batch_tokens": 200, "train.recompute": "full"}}.items():
+        words = arguments(learning_model_dir, tmp_path / name, {"train.max_steps": 1} | keys)
+        code, said = recipe(words)
+        assert code == 0, said
+        (found[name],) = read_jsonl(tmp_path / name / "metrics.jsonl")
+    assert found["packed"]["completion_tokens"] == found["padded"]["completion_tokens"]
+    assert found["packed"]["grad_norm"] == pytest.approx(found["padded"]["grad_norm"], rel=1e-4) and found["packed"]["kl"] < 1e-8
+    assert found["padded"]["quant_clip_fraction"] is None  # no calibrated range
+
+
 def test_a_resume_and_an_adapter_of_another_format_are_refused(run, recipe, learning_model_dir, tmp_path):
     other = W4A4 | {"policy.quant_cfg": "fp8_static"}
     code, said = recipe(arguments(learning_model_dir, run.path, other | {"train.max_steps": 2}, ("--resume",)))
