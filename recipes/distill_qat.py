@@ -50,6 +50,15 @@ def check_distillation(config: Config, processes: int) -> None:
     check_config(config, processes)
 
 
+def check_format(config: Config, model_config) -> QuantFormat | None:
+    """What the student computes in, None for the numbers of the base; `BadInput` when the model does not fit it."""
+    if config.policy.quant_cfg is None:
+        return None
+    fmt = read_quant_format(config.policy.quant_cfg)
+    quant_format.check_model(fmt, model_config)
+    return fmt
+
+
 def describe_teacher(config: Config) -> str:
     """The teacher in a few words."""
     if config.distill.teacher_adapter:
@@ -88,7 +97,6 @@ def main() -> None:
     processes = world_size()
     check_distillation(config, processes)
     run = check_run_directory(config, flags.resume, processes)
-    fmt = read_quant_format(config.policy.quant_cfg) if config.policy.quant_cfg is not None else None
 
     from accelerate import PartialState
 
