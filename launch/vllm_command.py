@@ -28,6 +28,8 @@ from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifes
 ROOT = Path(__file__).parents[1]
 # The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
 FOLD_GIB = 0.7
+# The same layer in float32, which vLLM's FP8 is given with a format (quantized_fold.py).
+FORMAT_GIB = 0.4
 CPU_WEIGHTS = ("fp8_per_channel", "bf16")
 # Flags that the configuration decides, and where.
 OWN_FLAGS = {
@@ -308,11 +310,14 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[di
     if config.rollout.sync == "remerge" and card_gib:
         files = base_directory(config).glob("nf4/*.safetensors") if server.nf4_copy == "gpu" else ()
         copy_gib = sum(file.stat().st_size for file in files) / 2**30 / server.tensor_parallel
-        share = round(share - (copy_gib + FOLD_GIB) / card_gib, 3)
+        fmt = served_format.served_format(config) if config.policy.quant_cfg else None
+        fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.name in served_format.BY_VLLM else 0)
+        share = round(share - (copy_gib + fold_gib) / card_gib, 3)
         if share <= 0:
             return {}, [
                 f"server.gpu_memory_utilization {server.gpu_memory_utilization} of {card_gib:.1f} GiB leaves nothing "
-                f"beside the NF4 copy ({copy_gib:.1f} GiB) and {FOLD_GIB} GiB to fold in. Set server.nf4_copy to host."
+                f"beside the NF4 copy ({copy_gib:.1f} GiB) and {fold_gib:g} GiB to fold in. Set server.nf4_copy to "
+                "host."
             ]
     return {"gpu_memory_utilization": share}, []
 
