@@ -51,11 +51,12 @@ def check_distillation(config: Config, processes: int) -> None:
 
 
 def check_format(config: Config, model_config) -> QuantFormat | None:
-    """What the student computes in, None for the numbers of the base; `BadInput` when the model does not fit it."""
+    """What the student computes in, None for the numbers of the base; `BadInput` when model or machine do not fit."""
     if config.policy.quant_cfg is None:
         return None
     fmt = read_quant_format(config.policy.quant_cfg)
     quant_format.check_model(fmt, model_config)
+    quant_format.check_hardware(fmt, config.rollout.backend)
     return fmt
 
 
@@ -112,9 +113,7 @@ def main() -> None:
     from reward import reward_functions
 
     model_config = check_model(config, processes)
-    if fmt:
-        quant_format.check_model(fmt, model_config)
-        quant_format.check_hardware(fmt, config.rollout.backend)
+    fmt = check_format(config, model_config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     check_teacher(config, run, tokenizer, model_config)
