@@ -142,7 +142,7 @@ def test_the_recipe_is_shown_as_configured_and_hostile_text_stays_in_its_cell(ru
     assert "| train.max_steps | `3` |" in text and "| run.seed | `0` |" in text
     assert "| data.prompt_suffix | `a \\| b\\n'rm'\\n\\n# Title` |" in text
     unset = {key for key in RECIPE if f"| {key} |" not in text}
-    assert unset == {"train.epsilon_high", "reward.weights"}
+    assert unset == {"train.epsilon_high", "reward.weights", "policy.quant_cfg"}
 
 
 def test_every_format_says_who_reads_it():

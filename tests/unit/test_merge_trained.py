@@ -67,14 +67,20 @@ def exports():
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_the_checkpoint_computes_what_the_policy_with_its_quantizers_does(exports, tmp_path, name):
     export = exports(name)
-    found = export.verifier.check_own("grpo", export.write(tmp_path))
+    verifier, place = export.verifier, export.write(tmp_path)
+    found, unrounded = verifier.check_own("grpo", place), verifier.compare("grpo", place).mean_kl
+    off, update = verifier.compare("grpo", place, plain=True).mean_kl, verifier.update_kl()
+    plain = verifier.check_bf16("grpo", tmp_path / "bf16").mean_kl
+    bf16 = verifier.compare("grpo", tmp_path / "bf16").mean_kl
+    print(
+        f"{name}: KL(policy‖it) {found.mean_kl:.1e}, read in float32 {unrounded:.1e}, quantizers off {off:.1e}; "
+        f"bf16 {bf16:.1e}, quantizers off {plain:.1e}; KL(policy‖base) {update:.1e}; {found.tokens} tokens"
+    )
     assert found.mean_kl < 1e-8 and found.max_abs_dlogp < 1e-4 and found.top1_agreement == 1
     # Neither the quantizers nor the adapter could be left out without being seen.
-    assert export.verifier.compare("grpo", tmp_path / "own", plain=True).mean_kl > 1e-3
-    assert export.verifier.update_kl() > 1e-3
+    assert off > 1e-3 and update > 1e-3
     # BF16 is the policy without quantizers, and only that.
-    assert export.verifier.check_bf16("grpo", tmp_path / "bf16").mean_kl < 2e-4
-    assert export.verifier.compare("grpo", tmp_path / "bf16").mean_kl > 1e-3
+    assert plain < 2e-4 and bf16 > 1e-3
 
 
 def scaled(folder: Path, suffix: str, factor: float) -> Path:

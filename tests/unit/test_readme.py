@@ -74,7 +74,7 @@ def read(tmp_path: Path, text: str) -> list:
         ("python -m merge.quantise", "no module merge.quantise"),
         ("python -m merge --run runs/tiny --formats bf16", "--format"),
         ("python -m merge --run runs/tiny --format fp9", "invalid choice: 'fp9'"),
-        ("python -m merge --run runs/tiny --form bf16", "--format"),
+        ("python -m merge --run runs/tiny --form bf16", "--form"),
         ("python -m launch.watch", "required: run"),
         ("python -m launch.watch runs/tiny --plots", "unrecognized arguments: --plots"),
         ("python -m recipes.quickstart --seed one", "invalid int value"),
