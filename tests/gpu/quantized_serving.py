@@ -27,7 +27,7 @@ SEQUENCES, LENGTH, NEW_TOKENS, BATCH = 8, 64, 64, 32
 
 
 def write_policy(model_dir: Path, name: str, dtype: str, work: Path) -> None:
-    """The adapter as a sync sends it, and scores.json: token ids, log-probs of the policy with and without quantizers."""
+    """The adapter as a sync sends it, and scores.json: log-probs of the policy with its quantizers and without."""
     import numpy as np
     import torch
 
