@@ -8,6 +8,7 @@ from typing import Any
 from recipes.parts.checks import FLOOR_FIELD, check_config
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
+from recipes.parts.recipe import PLAIN, recipe_of
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import base_directory
 
@@ -78,6 +79,11 @@ def here(config: Config) -> int:
 
 def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
     train, policy, found = config.train, config.policy, []
+    if (recipe := recipe_of(config)) != PLAIN:
+        found.append(
+            f"{recipe} trains this configuration, {PLAIN} alone has a counterpart in verl. Leave out policy.quant_cfg "
+            "and the group distill."
+        )
     if "length" in config.reward.functions:
         found.append(
             "reward.functions names length: it counts tokens, and verl hands the reward a text. Leave it out, and use "
