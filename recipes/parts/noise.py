@@ -6,7 +6,8 @@ equal length over `train.max_steps`: none in the first, then from `policy.quant_
 each stage the same factor below the one before. That is what QeRL's published code does (its noise_scheduler.py; its
 scripts go from 1e-2 to 1e-4 in 10 stages), and so are these two, which decide what is learned:
 
-- Only the sampler is noisy. Log-probs of the update, of the reference and of the canary are taken without noise.
+- Only the sampler is noisy. Log-probs of the update, of the reference and of the canary are taken without noise. The
+  held-out accuracy while training (`watch.eval_every`) is the sampler's, so it is with noise.
 - Nothing there corrects for it. Here `rollout.correction` does with rollouts from servers, as for any sampler that is
   not the policy; `none` is QeRL's way, and so is generation in the trainer's process. `sampler_k3` contains the noise.
 
