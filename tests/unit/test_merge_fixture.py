@@ -135,7 +135,7 @@ def add_quantizers(model: torch.nn.Module, name: str) -> None:
     from recipes.parts.quant_format import read_quant_format
 
     use_quantized_linears(model, read_quant_format(name))
-    ids = torch.arange(1, 257).view(4, 64)
+    ids = torch.arange(1, 257, device=next(model.parameters()).device).view(4, 64)
     calibrate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))])
 
 
