@@ -273,6 +273,13 @@ def test_merged_weights_and_shapes_that_a_format_cannot_store_are_refused():
         use_quantized_linears(torch.nn.ModuleDict({"layer": add_adapter(make_layer(), dropout=0.1)}), FORMATS["fp8"])
 
 
+def test_the_check_for_a_gpu_can_be_rehearsed():
+    from tests.gpu import qat_check
+
+    qat_check.check_errors("cpu", qat_check.SMALL, 16)
+    assert qat_check.missed == [] and len(qat_check.tables[-1].splitlines()) == 1 + len(FORMATS)
+
+
 # A whole model.
 
 
