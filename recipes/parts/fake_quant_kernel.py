@@ -144,7 +144,7 @@ def _fake_nvfp4(value, peak, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     groups = tl.reshape(value, (ROWS, COLUMNS // 16, 16))
     scale = tl.div_rn(tl.max(tl.abs(groups), 2), 6.0) * by
     scale = tl.where(scale > 448.0, 448.0, scale).to(tl.float8e4nv).to(tl.float32)
-    scale = tl.where(scale == 0.0, 0.125, scale) * tl.div_rn(1.0, by)  # exact
+    scale = scale * tl.div_rn(1.0, by)  # exact; of a scale of 0 the inverse and so the codes are 0
     inverse = _inverse(scale)
     groups = _to_e2m1(_quotient(groups, scale[:, :, None], inverse[:, :, None])) * scale[:, :, None]
     return tl.reshape(groups, (ROWS, COLUMNS))
