@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from merge.base import dequantize, hash_nf4_model, load_nf4
 from recipes.parts import qat
-from recipes.parts.calibration import batches, calibrate, calibration_prompts
-from recipes.parts.config import load_config
+from recipes.parts.calibration import batches, calibrate
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import fake_quantize_activation, fake_quantize_weight, weight_peak
 from recipes.parts.qat import (
@@ -32,7 +31,7 @@ from recipes.parts.qat import (
 )
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.recompute import use_recompute
-from tests.unit.test_linear import CONFIG, ROOT, add_adapter, factors, make_layer, relative
+from tests.unit.test_linear import ROOT, add_adapter, factors, make_layer, relative
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import nf4_policy, shape
 
@@ -450,60 +449,3 @@ def test_every_recomputation_has_the_same_gradients_and_makes_no_weight_for_a_kn
         assert torch.equal(found[mode][key], found["none"][key]), (mode, key)
     # Forward and backward of 14 layers; a second run of all but down_proj; of none.
     assert made == {"none": 28, "full": 28 + 12, "selective": 28}
-
-
-# Calibration prompts.
-
-
-class Words:
-    """A tokenizer of one id a character."""
-
-    def __call__(self, text, **_):
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def apply_chat_template(self, messages, **_):
-        return {"input_ids": [ord(letter) for letter in "|".join(one["content"] for one in messages)]}
-
-
-def prompts_of(tmp_path, text, messages=(), **keys):
-    (tmp_path / "calibration.jsonl").write_text(text)
-    path = str(tmp_path / "calibration.jsonl")
-    overrides = [f"--policy.{key}={value}" for key, value in ({"quant_calib_data": path} | keys).items()]
-    config = load_config(CONFIG, overrides)
-    return ["".join(map(chr, ids)) for ids in calibration_prompts(config, list(messages), Words())]
-
-
-def test_calibration_prompts_are_spread_over_the_training_split_and_cut(tmp_path):
-    messages = [[{"role": "user", "content": f"problem {n}"}] for n in range(10)]
-    found = prompts_of(tmp_path, "", messages, quant_calib_data="train", quant_calib_size=3, quant_sequence_length=9)
-    assert found == ["problem 0", "problem 3", "problem 6"]
-    with pytest.raises(BadInput, match="the training split holds 10 prompts"):
-        prompts_of(tmp_path, "", messages, quant_calib_data="train", quant_calib_size=11)
-
-
-def test_a_calibration_file_may_hold_text_prompts_messages_and_questions(tmp_path):
-    rows = '{"text": "raw"}\n\n{"prompt": "asked"}\n{"prompt": [{"role": "user", "content": "said"}]}\n'
-    rows += '{"question": "what"}\n'
-    assert prompts_of(tmp_path, rows, quant_calib_size=4) == ["raw", "asked", "said", "what"]
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "holds no prompt and policy.quant_calib_size is 2"),
-        ('{"text": "one"}\n', "holds 1 prompts and policy.quant_calib_size is 2"),
-        ('{"text": "one"}\n{"txt": "two"}\n', ":2 has no prompt .*text, prompt or question"),
-        ('{"text": "one"}\n{"text": " "}\n', ":2 has no prompt"),
-        ('{"text": "one"}\n[1]\n', ":2 has no prompt"),
-        ('{"text": "one"}\nnot json\n', ":2 has no prompt"),
-        ('{"text": "one"}\n{"prompt": [{"content": 3}]}\n', ":2 has no prompt"),
-    ],
-)
-def test_a_calibration_file_that_cannot_be_used_is_refused(tmp_path, text, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        prompts_of(tmp_path, text, quant_calib_size=2)
-
-
-def test_a_calibration_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(BadInput, match="no file at /nowhere/rows"):
-        prompts_of(tmp_path, "", quant_calib_data="/nowhere/rows.jsonl")
