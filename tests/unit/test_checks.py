@@ -367,15 +367,17 @@ def test_more_steps_need_a_constant_schedule(tiny_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(tiny_run.path, folder)
     record = json.loads((folder / "config.json").read_text())
-    for scheduler, allowed in (("constant", True), ("cosine", False)):
+    cases = (("constant", 0.0, None), ("cosine", 0.0, "moves the whole schedule"), ("constant", 0.1, "noise's stages"))
+    for scheduler, noise, reason in cases:
         record["config"]["train"]["lr_scheduler"] = scheduler
+        record["config"]["policy"]["quant_noise_start"] = noise
         (folder / "config.json").write_text(json.dumps(record))
         config = config_from_dict(record["config"])
         config.run.output_dir, config.train.max_steps = str(folder), 12
-        if allowed:
+        if reason is None:
             check_run_directory(config, resume=True, processes=1)
         else:
-            with pytest.raises(BadInput, match="moves the whole schedule"):
+            with pytest.raises(BadInput, match=reason):
                 check_run_directory(config, resume=True, processes=1)
 
 
