@@ -51,7 +51,7 @@ from recipes.parts.qat import (
     use_quantized_linears,
     write_quantizer_state,
 )
-from recipes.parts.quant_format import check_hardware, read_quant_format
+from recipes.parts.quant_format import read_quant_format
 from recipes.parts.recompute import use_recompute
 from recipes.parts.record import Recorder
 from recipes.parts.rundir import RunDir
@@ -154,10 +154,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
 
 def check_card(config: Config) -> None:
     """`BadInput` when the GPU, if there is one, is too small for the trainer's limit and the replicas beside it, or
-    cannot compute as `policy.compute` says, or cannot sample in `policy.quant_cfg`."""
+    cannot compute as `policy.compute` says."""
     check_compute(config.policy.compute, config.model.dtype)
-    if config.policy.quant_cfg is not None:
-        check_hardware(read_quant_format(config.policy.quant_cfg), config.rollout.backend)
     if torch.cuda.is_available() and (problem := split_problem(config, torch.cuda.mem_get_info()[1] / 2**30)):
         raise BadInput(problem)
 
