@@ -133,9 +133,9 @@ def main() -> None:
         peft_config=lora_config(config.policy),
     )
     started = time.perf_counter()
-    if not flags.resume:  # else they are in the checkpoint
-        say(set_input_ranges(config, trainer.model, prompts))
     try:
+        if not flags.resume:  # else they are in the checkpoint
+            say(set_input_ranges(config, trainer.model, prompts))
         trainer.train_run(resume=flags.resume)
     finally:
         if rollout and state.is_main_process:
