@@ -245,6 +245,8 @@ class Bench:
                 for line in log.read_text(errors="replace").splitlines()
                 if line.startswith("ROW ")
             ],
+            # TRL spreads a model over every GPU that it sees.
+            **({} if self.cpu else {"CUDA_VISIBLE_DEVICES": "0"}),
         )
 
     def our_steps(self, variant: str, load_name: str, trainers: int, cards: list[int]) -> list[dict[str, Any]]:
@@ -258,8 +260,9 @@ class Bench:
         if shared := set(range(trainers)) & set(cards):
             self.wait_ours()  # what it takes of the cards is known then
             if not self.cpu:
-                free = min(self.watch.totals[card] - self.watch.now[card] for card in shared)
-                keys["train.max_gpu_gib"] = int(free - SPARE_GIB)
+                # Not what is free now: the run before may still be letting go of its memory.
+                card = min(self.watch.totals[card] for card in shared)
+                keys["train.max_gpu_gib"] = int(card - self.server_gib["ours"] - SPARE_GIB)
         port = MEETING_PORT + self.runs % 20
         if self.cpu and trainers > 1:  # accelerate starts several processes on a CPU by MPI
             words = ["-m", "torch.distributed.run", "--nproc_per_node", trainers, "--master_port", port]
