@@ -1,8 +1,7 @@
 """Run by .venv-modelopt: gradients of a LoRA layer whose merged weight nvidia-modelopt's TensorQuantizer quantizes.
 
-    python tests/unit/modelopt_gradients.py in.pt out.pt
-
-in.pt: base (out, in), a, b, scaling, x (T, in), g (T, out), float32. out.pt: by format, the gradients of x, a and b. Its quantizer of FP4 needs a GPU and is left out.
+Arguments are the files IN and OUT. IN holds base (out, in), a, b, scaling, x (T, in), g (T, out), float32; OUT, by
+format, the gradients of x, a and b. Its quantizer of FP4 needs a GPU and is left out.
 """
 
 import sys

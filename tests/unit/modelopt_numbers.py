@@ -1,8 +1,6 @@
-"""What nvidia-modelopt makes of weights, and its named configurations; runs in .venv-modelopt (`make modelopt`).
+"""What nvidia-modelopt makes of weights, and its named configurations; run by .venv-modelopt (`make modelopt`).
 
-    .venv-modelopt/bin/python tests/unit/modelopt_numbers.py IN OUT
-
-IN holds {"fp8" | "int4" | "nvfp4" | "input": (value (n, in) float32, amax)}, OUT {"numbers": {kind: value as quantized},
+Arguments are the files IN and OUT. IN holds {"fp8" | "int4" | "nvfp4" | "input": (value (n, in) float32, amax)}, OUT {"numbers": {kind: value as quantized},
 "configurations": {name: dictionary}}.
 """
 
