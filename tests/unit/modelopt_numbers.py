@@ -1,7 +1,7 @@
 """What nvidia-modelopt makes of weights, and its named configurations; run by .venv-modelopt (`make modelopt`).
 
-Arguments are the files IN and OUT. IN holds {"fp8" | "int4" | "nvfp4" | "input": (value (n, in) float32, amax)}, OUT {"numbers": {kind: value as quantized},
-"configurations": {name: dictionary}}.
+Arguments are the files IN and OUT. IN holds {"fp8" | "int4" | "nvfp4" | "input": (value (n, in) float32, amax)}, OUT
+{"numbers": {kind: value as quantized}, "configurations": {name: dictionary}}.
 """
 
 import sys
