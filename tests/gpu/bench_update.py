@@ -4,6 +4,7 @@
     python tests/gpu/bench_update.py --cases stock_nf4 plain fp8+liger --targets all --batches 8x2048 --out x.json
     python tests/gpu/bench_update.py --cases fp8+liger --profile --out x.json  # and where the time goes
     python tests/gpu/bench_update.py --cases unsloth --unsloth_path DIR --out x.json
+    python tests/gpu/bench_update.py --cases fused policy.quant_cfg=nvfp4a16 --out x.json   # what quantizing costs
     python tests/gpu/bench_update.py --rehearse --out x.json                  # the same path on a CPU
 
 A Qwen3-8B shape with random weights, rank 16, on q, k, v, o and on all linear layers. A step is forward, backward and
@@ -130,7 +131,7 @@ def verdict(row: dict[str, Any], is_exact: bool) -> str | None:
     """What is wrong with a row, None when nothing is; a row that ran out of memory is a figure, too."""
     if "error" in row:
         return None if "OutOfMemory" in row["error"] else row["error"]
-    if row["case"] in (*PLAIN, "unsloth"):
+    if row["case"] in (*PLAIN, "unsloth") or "policy.quant_cfg=" in row["case"]:  # qat_check.py compares those
         return None
     if "cosine" not in row:
         return "no gradient of the plain path to compare with"

@@ -26,6 +26,7 @@ from workload import CONFIG, LEVERS, PEAK_FLOPS, TARGETS, update_flops
 WARM_UP, STEPS, RANK, ALPHA, BRANCHES = 2, 3, 16, 32, 0.1
 STOCK = ("stock_bf16", "stock_nf4")
 PLAIN = (*STOCK, "plain")
+INPUT_PEAK = 16.0  # of formats with static input ranges
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class Case:
             "loss": loss.item(),
             "grad_norm": sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5,
         }
-        if self.name == "unsloth" or self.name == "stock_bf16":  # another base
+        if self.name in ("unsloth", "stock_bf16") or self.config.policy.quant_cfg is not None:  # another base
             return found
         file = self.work / f"plain-{self.targets}-{batch.rows}x{batch.length}{'r' * batch.is_ragged}.pt"
         if self.name == "plain":
@@ -261,16 +262,25 @@ class Case:
 
 
 def put_on_levers(model: Any, config: Any) -> None:
-    """What the trainer does to its model for the keys of LEVERS, in its order."""
+    """What the trainer does to its model for the keys of LEVERS, in its order; input ranges are made up."""
+    import torch
+
     from recipes.parts.kernels import use_kernels
     from recipes.parts.linear import use_fused_linears
     from recipes.parts.packed_attention import use_packed_attention
+    from recipes.parts.qat import quantized_layers, use_quantized_linears
+    from recipes.parts.quant_format import read_quant_format
     from recipes.parts.recompute import use_recompute
 
     if config.train.micro_batch_tokens is not None:
         use_packed_attention(model.get_base_model())
     if config.policy.compute != "plain":
         use_fused_linears(model, config.policy.compute)
+    if config.policy.quant_cfg is not None:
+        fmt = read_quant_format(config.policy.quant_cfg)
+        use_quantized_linears(model, fmt)
+        for layer in quantized_layers(model).values() if fmt.needs_calibration else ():
+            layer.product.input_peak = layer.weight.new_tensor(INPUT_PEAK, dtype=torch.float32)
     use_kernels(model, config)
     use_recompute(model, config)
 
