@@ -317,7 +317,10 @@ class Sampler:
         return ids, [[self.logprob] * 5 for _ in ids]
 
 
-@pytest.mark.parametrize("changes", [{}, PACKED], ids=["padded", "packed"])
+ACCUMULATED = {key: value for key, value in PACKED.items() if key != "train.micro_batch_tokens"}
+
+
+@pytest.mark.parametrize("changes", [{}, ACCUMULATED, PACKED], ids=["padded", "accumulated", "packed"])
 def test_a_run_with_servers_records_how_far_they_are_from_the_student(build, another, changes, read_jsonl):
     keys = {"distill.teacher_adapter": another, "train.max_steps": 2, "rollout.max_sampler_k3": 1e6}
     trainer = build({**keys, **changes})
@@ -326,6 +329,7 @@ def test_a_run_with_servers_records_how_far_they_are_from_the_student(build, ano
     for row in read_jsonl(trainer.run.metrics_file):
         assert 0 < row["sampler_k3"] < 1 and 0 < row["effective_sample_size"] <= 1 and row["canary_k3"] == 1e-4
         assert row["corrected_token_fraction"] is None and row["divergence"] > 0
+        assert row["loss"] == pytest.approx(row["divergence"], rel=1e-4)
 
 
 def test_a_server_that_is_not_the_student_stops_the_run(build, another, read_jsonl):
