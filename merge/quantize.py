@@ -31,6 +31,7 @@ LEAST_RETAINED = 0.5  # of the update, for NF4 to be written without --force
 BLOCK = 128  # both sides of a block of fp8_block
 FP4_GROUP = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+ZERO_E4M3_SCALE = 0.125  # of a group of zeros
 # Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs have to be equal.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for each
@@ -63,6 +64,24 @@ def _scheme(name: str) -> Any:
     return scheme
 
 
+def _scales(peaks: torch.Tensor, args: Any, global_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The scales of blocks with these largest |weight|, as compressed-tensors' `calculate_qparams` has them on a CPU.
+
+    On a GPU that divides by a number, for which PyTorch multiplies by its reciprocal: what lies on a tie between two
+    E4M3 or BF16 scales then falls to the wrong side, and the weights are not those that were trained with.
+    """
+    from compressed_tensors.quantization.utils import calculate_range
+
+    low, high = calculate_range(args, peaks.device)
+    scales = peaks / ((high - low) / 2)
+    if global_scale is not None:
+        scales = global_scale * scales
+    if args.scale_dtype is not None:  # E4M3
+        scales = scales.clamp(max=E4M3_MAX).to(args.scale_dtype).to(scales.dtype)
+    zero = ZERO_E4M3_SCALE if args.scale_dtype is not None else torch.finfo(scales.dtype).eps
+    return torch.where(scales == 0, zero, scales)
+
+
 def read_back(store: Format, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     """(what `store` stores of `weight`, what a reader of it computes with: (out, in) in float32)."""
     value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
@@ -77,17 +96,14 @@ def _compress(
     `peak` is the largest |weight| that every block's scale is made for, when it is not the block's own.
     """
     from compressed_tensors.compressors.base import BaseCompressor
-    from compressed_tensors.quantization.utils import calculate_qparams
 
     preset, layout = LAYOUTS[name]
     scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(layout)
 
     def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         blocks = rows.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
-        if peak is not None:
-            low, high = -peak.expand_as(low), peak.expand_as(high)
-        scale, _ = calculate_qparams(low, high, scheme.weights)
+        own = torch.maximum(blocks.amin((1, 3)).abs(), blocks.amax((1, 3)).abs())  # not abs() first: a copy
+        scale = _scales(own if peak is None else peak.expand_as(own), scheme.weights)
         # Readers load scales in the model's dtype, so the codes are made for the scale as BF16 has it; the division
         # is float32, since a BF16 quotient would round twice.
         scale = scale.to(torch.bfloat16)
@@ -147,7 +163,7 @@ def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
     of exponents it does not change what the codes stand for, so layers can share it at no loss.
     """
     from compressed_tensors.compressors.base import BaseCompressor
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from compressed_tensors.quantization.utils import generate_gparam
 
     preset, layout = LAYOUTS["nvfp4a16"]
     scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(layout)
@@ -156,7 +172,8 @@ def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
 
     def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         groups = rows.unflatten(1, (-1, FP4_GROUP))
-        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale)
+        peaks = torch.maximum(groups.amin(-1).abs(), groups.amax(-1).abs())
+        scale = _scales(peaks, scheme.weights, global_scale)
         stored = compressor.compress(
             {"weight": rows, "weight_scale": scale, "weight_global_scale": global_scale}, scheme
         )
