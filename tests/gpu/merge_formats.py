@@ -62,7 +62,7 @@ class Case:
 def cases(capability: tuple[int, int] | None) -> list[Case]:
     """What to serve on a GPU of this compute capability, or (None) on a CPU."""
     found = [Case("bf16", 0.05), Case("fp8", 0.15), Case("fp8_block", 0.15, on_cpu=False), Case("w4a16", 0.05)]
-    found += [Case("fp8_static", 0.15), Case("awq", 0.05), Case("nvfp4a16", 0.05, on_cpu=False)]
+    found += [Case("fp8_static", 0.15, on_cpu=False), Case("awq", 0.05), Case("nvfp4a16", 0.05, on_cpu=False)]
     # NF4 of a policy is refused, so the base's. vLLM's loader of bitsandbytes checkpoints needs a GPU.
     found += [Case("nf4", 0.05, on_cpu=False, policy="base")]
     if capability is None:
