@@ -62,8 +62,8 @@ BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
 # requirements-llmcompressor.txt, requirements-verl.txt and requirements-modelopt.txt.
 # tests/gpu/bench_update.py runs Unsloth beside the kit where it is installed.
 OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth", "modelopt"}
-# In requirements-cuda.txt alone: its kernels need a GPU.
-OF_GPUS = {"liger_kernel"}
+# In requirements-cuda.txt alone: their kernels need a GPU.
+OF_GPUS = {"liger_kernel", "cudnn"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
