@@ -1,7 +1,7 @@
 """A rollout server's weights in the numbers of a deployment format (`server.quant_cfg`): Q(dequantize(NF4) + s·B·A).
 
 Every Hugging Face layer of a worker is quantized as `recipes/parts/fake_quant.py` defines it, which is what
-`python -m merge quantize` writes. Two ways to serve that:
+`python -m merge` writes. Two ways to serve that:
 
 - BF16 weights that hold the quantized numbers (w4a16, nvfp4a16, nvfp4, fp8_static): what a reader of the exported
   checkpoint computes with. Formats with static activations also quantize the inputs (`quantized_inputs.py`).
