@@ -1,6 +1,6 @@
 """Is what vLLM serves what was trained? Runs for every format, merged, served, and compared; exits 1 out of bound.
 
-    python tests/gpu/trained_formats.py [--out DIR] [--tiny] [--formats fp8 nvfp4a16 …] [--skip_vllm]
+    python tests/gpu/trained_formats.py [--out DIR] [--tiny] [--formats fp8 nvfp4a16] [--skip_vllm]
 
 For each format of policy.quant_cfg: a run directory as quantization-aware training leaves it (random Qwen3, random
 adapter, quantizers that were calibrated), `python -m merge --run` without a format, which refuses a checkpoint that is
