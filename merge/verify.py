@@ -69,7 +69,8 @@ def load_for_scoring(
     options: dict[str, Any] = {}
     if method == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    with warnings.catch_warnings():
+    # compressed-tensors has its rounding to FP4 compiled, which takes longer than all that is computed here.
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         # transformers says that the checkpoint's own configuration wins over ours, all but `dequantize`: as meant.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}, **options)
@@ -242,7 +243,8 @@ def as_text(message: str | list[dict], tokenizer: Any) -> str:
 def log_probs(model: torch.nn.Module, batch: list[torch.Tensor]) -> list[torch.Tensor]:
     """Per sequence, the log-probs (T-1, V) of every next token, float32 on the CPU."""
     device = model.get_input_embeddings().weight.device
-    return [model(ids.to(device)).logits[0, :-1].float().log_softmax(-1).cpu() for ids in batch]
+    with torch.compiler.set_stance("force_eager"):
+        return [model(ids.to(device)).logits[0, :-1].float().log_softmax(-1).cpu() for ids in batch]
 
 
 @dataclass(frozen=True)
