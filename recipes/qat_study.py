@@ -1,0 +1,217 @@
+"""Does training for a format beat quantizing afterwards? Plain GRPO, quantization-aware GRPO, distillation; by seed.
+
+    python -m recipes.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --launcher accelerate_configs/cpu.yaml
+    python -m recipes.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --jobs 12 --cards 0 1 \\
+        --model.dtype bfloat16                                                          # GPUs, several runs on each
+
+Per seed: `ptq`, plain GRPO, merged into every format; per seed and format: `qat`, the same steps through the format's
+numbers (grpo_qat.py), and `qad`, --distill_steps of on-policy distillation into the format (distill_qat.py), which
+starts from plain GRPO's adapter and has it in full precision as its teacher. Each run is merged into its format and
+judged on the same held-out problems, sampled with the same random numbers. A difference is of the same problems and
+seeds: the mean over the seeds, with a 95 % bootstrap over the problems. `kl` is that of the checkpoint to the policy
+that was trained, nats a token; `steps` counts those of the reward's curve until it is within .05 of its last ten.
+
+Each step is the command a user would type; its output goes to <out>/logs. What is there already is kept, so the study
+goes on where it was interrupted. The table comes last, study.md and study.json in --out keep it. Keys of the
+configuration can be given as --group.key value and hold for all runs.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.config import Config, load_config
+from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
+from recipes.parts.quant_format import FORMATS
+from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
+from recipes.parts.rundir import MANIFEST, RunDir, read_json, write_json
+
+ARMS = ("ptq", "qat", "qad")
+NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; steps
+
+
+def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.qat_study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML of the plain run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["nvfp4a16", "w4a16", "fp8", "nvfp4"])
+    parser.add_argument("--distill_steps", type=int, default=40)
+    parser.add_argument("--distill_rate", default="1e-4", help="learning rate of the distillation")
+    parser.add_argument("--samples", type=int, default=4, help="completions per held-out problem")
+    parser.add_argument("--launcher", default="accelerate_configs/one_gpu.yaml", help="accelerate configuration")
+    parser.add_argument("--jobs", type=int, default=1, help="commands at once")
+    parser.add_argument("--cards", nargs="+", default=[], help="GPUs that runs are spread over, as CUDA names them")
+    parser.add_argument("--out", type=Path, help="default: runs/<run.name>-qat-study")
+    return parser.parse_known_args(argv)
+
+
+class Study:
+    """The runs of one call and the commands that they lack."""
+
+    def __init__(self, options: argparse.Namespace, overrides: list[str]):
+        self.options, self.overrides = options, overrides
+        self.config: Config = load_config(options.config, overrides)
+        if self.config.policy.quant_cfg is not None:
+            raise BadInput(f"{options.config} sets policy.quant_cfg; the study starts from the plain run's YAML.")
+        if len(set(options.seeds)) != len(options.seeds):
+            raise BadInput(f"--seeds names a seed twice: {options.seeds}.")
+        if self.config.eval.temperature == 0 and options.samples > 1:
+            raise BadInput("eval.temperature is 0, so all --samples are the same. Set it, or --samples 1.")
+        self.out: Path = options.out or self.config.run.directory.with_name(f"{self.config.run.name}-qat-study")
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+
+    def run(self, arm: str, seed: int, name: str | None = None) -> RunDir:
+        return RunDir(self.out / (f"{arm}-{seed}" if name is None else f"{arm}-{name}-{seed}"))
+
+    def train(self, arm: str, seed: int, name: str | None) -> RunDir:
+        """Train, merge and judge one run, as far as it is not there."""
+        run, steps = self.run(arm, seed, name), self.config.train.max_steps
+        recipe, keys = PLAIN, {}
+        if name is not None:
+            recipe, keys = QUANTIZED, {"policy.quant_cfg": name}
+        if arm == "qad":
+            recipe, steps = DISTILLATION, self.options.distill_steps
+            teacher = self.run("ptq", seed).newest_adapter()
+            keys |= {"policy.init_adapter": teacher, "distill.teacher_adapter": teacher}
+            keys |= {"train.max_steps": steps, "train.learning_rate": self.options.distill_rate}
+        if not (run.adapter_dir(steps) / MANIFEST).is_file():
+            keys |= {"run.name": run.path.name, "run.seed": seed, "run.output_dir": run.path}
+            words = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
+            words += ["--gpu_ids", "all"] if self.options.cards else []  # of CUDA_VISIBLE_DEVICES
+            words += [recipe, "--config", self.options.config, *self.overrides]
+            words += [f"--{key}={value}" for key, value in keys.items()]
+            self.command(run, "train", words + (["--resume"] if run.path.exists() else []))
+        formats = self.options.formats if name is None else [name]
+        if lacking := [one for one in formats if not (run.merged / "grpo" / one / MANIFEST).is_file()]:
+            self.command(run, "merge", ["-m", "merge", "--run", str(run.path), "--format", "bf16", *lacking])
+        known = read_json(run.eval_file)["matrix"]["grpo"] if run.eval_file.is_file() else {}
+        if not set(formats) <= known.keys():
+            words = ["-m", "eval", "--run", str(run.path), "--formats", "bf16", *formats]
+            self.command(run, "eval", [*words, "--samples", str(self.options.samples)])
+        return run
+
+    def command(self, run: RunDir, what: str, words: list[str]) -> None:
+        """Run one command; `CheckFailed` with its log when it fails."""
+        log = self.out / "logs" / f"{run.path.name}-{what}.log"
+        print(f"{run.path.name}: {what}", flush=True)
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+        if cards := self.options.cards:
+            environment["CUDA_VISIBLE_DEVICES"] = cards[sum(map(ord, run.path.name)) % len(cards)]
+        with open(log, "w") as file:
+            code = subprocess.run([sys.executable, *words], env=environment, stdout=file, stderr=file).returncode
+        if code != DONE:
+            raise CheckFailed(f"{run.path.name}: {what} ended with exit code {code}; log {log}.")
+
+    def everything(self) -> list[str]:
+        """All runs, plain ones first because others start from them; what failed."""
+        failed = []
+        with ThreadPoolExecutor(self.options.jobs) as pool:
+            for arms in (("ptq",), ("qat", "qad")):
+                names = [None] if arms == ("ptq",) else self.options.formats
+                wanted = [(arm, seed, name) for seed in self.options.seeds for name in names for arm in arms]
+                runs = [pool.submit(self.train, *one) for one in wanted]
+                for one in runs:
+                    if (error := one.exception()) is not None:
+                        failed.append(str(error))
+                        print(error, flush=True)
+        return failed
+
+
+def shares(run: RunDir, name: str) -> dict[str, float]:
+    """The share of right completions of every held-out problem."""
+    from eval.cells import read_records, records_file
+
+    found: dict[str, list[bool]] = {}
+    for record in read_records(records_file(run.path / "eval", "grpo", name)):
+        found.setdefault(record.problem_id, []).append(bool(record.correct))
+    return {problem: statistics.mean(right) for problem, right in found.items()}
+
+
+def curve(run: RunDir) -> dict[str, float]:
+    """First and last steps of the reward's curve, and when it came near its end."""
+    rewards = [json.loads(line)["reward"] for line in run.metrics_file.read_text().splitlines()]
+    last = statistics.mean(rewards[-ENDS:])
+    means = [statistics.mean(rewards[max(0, end - ENDS) : end]) for end in range(1, len(rewards) + 1)]
+    near = next(step for step, mean in enumerate(means, 1) if mean >= last - NEAR)
+    return {"first": statistics.mean(rewards[:ENDS]), "last": last, "steps": near}
+
+
+def collect(study: Study) -> dict[str, Any]:
+    """By format and arm: accuracy by seed, its mean and interval, the difference to `ptq`, KL and curve."""
+    import numpy as np
+
+    from eval.stats import cluster_interval, paired_difference
+
+    options, samples = study.options, study.config.eval.bootstrap_samples
+    found: dict[str, Any] = {}
+    for name in ["bf16", *options.formats]:
+        before = None
+        for arm in ARMS if name != "bf16" else ("ptq",):
+            runs = {seed: study.run(arm, seed, None if arm == "ptq" else name) for seed in options.seeds}
+            runs = {seed: run for seed, run in runs.items() if run.eval_file.is_file()}
+            if not runs:
+                continue
+            tables = [shares(run, name) for run in runs.values()]
+            problems = sorted(tables[0])
+            mean = np.array([statistics.mean(table[problem] for table in tables) for problem in problems])
+            before = mean if arm == "ptq" else before
+            verify = [read_json(run.merged / "grpo" / name / MANIFEST).get("verify") or {} for run in runs.values()]
+            row: dict[str, Any] = {"accuracy": float(mean.mean()), "seeds": [*runs]}
+            row["interval"] = list(cluster_interval(mean, options.samples * len(runs)))
+            row["by_seed"] = [statistics.mean(table.values()) for table in tables]
+            row["kl"] = [one.get("mean_kl") for one in verify]
+            row["curve"] = [curve(run) for run in runs.values()]
+            if arm != "ptq" and before is not None:
+                row["change"] = paired_difference(mean, before, samples, study.config.eval.seed)
+            found.setdefault(name, {})[arm] = row
+    return found
+
+
+def markdown(found: dict[str, Any], head: str) -> str:
+    lines = [head, "", "| format | arm | accuracy | by seed | minus ptq | kl | reward | steps |", "|" + "---|" * 8]
+    for name, arms in found.items():
+        for arm, row in arms.items():
+            low, high = row["interval"]
+            change = row.get("change")
+            pair = change and [100 * value for value in change["interval"]]
+            shown = f"{100 * change['difference']:+.1f} [{pair[0]:+.1f}, {pair[1]:+.1f}]" if change else "–"
+            kl = max((value for value in row["kl"] if value is not None), default=None)
+            rewards = " ".join(f"{one['first']:.2f} → {one['last']:.2f}" for one in row["curve"])
+            cells = [name, arm, f"{100 * row['accuracy']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"]
+            cells += [" ".join(f"{100 * value:.1f}" for value in row["by_seed"]), shown]
+            cells += [f"{kl:.1e}" if kl is not None else "–", rewards]
+            lines.append("| " + " | ".join([*cells, " ".join(str(one["steps"]) for one in row["curve"])]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, overrides = parse_arguments(argv)
+    study, started = Study(options, overrides), time.perf_counter()
+    failed = study.everything()
+    found = collect(study)
+    command = " ".join(["python", "-m", "recipes.qat_study", *(sys.argv[1:] if argv is None else argv)])
+    head = (
+        f"`{command}`, {time.strftime('%Y-%m-%d')}, {time.perf_counter() - started:.0f} s, {len(options.seeds)} seeds"
+    )
+    write_json(study.out / "study.json", {"command": command, "formats": found, "failed": failed})
+    (study.out / "study.md").write_text(markdown(found, head))
+    print(markdown(found, head), flush=True)
+    if failed:
+        raise CheckFailed("; ".join(failed))
+    return DONE
+
+
+if __name__ == "__main__":
+    run_command(main)

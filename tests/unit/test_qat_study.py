@@ -1,0 +1,114 @@
+"""recipes.qat_study: what it runs in which order, what it leaves out, and how its table is computed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import qat_study
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
+
+CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+PROBLEMS = 60
+
+
+def options(out: Path, *words: str) -> tuple:
+    return qat_study.parse_arguments(["--config", CONFIG, "--out", str(out), "--train.max_steps", "12", *words])
+
+
+def rows(right: int) -> str:
+    """An evaluation's jsonl in which the first `right` problems are solved."""
+    fields = {"completion": "", "tokens": 1, "ended": True, "hit_max_tokens": False, "parsed": True, "answer": "1"}
+    fields |= {"gold": "1", "correct_strict": True, "prompt_leak": False}
+    return "".join(json.dumps(fields | {"problem_id": f"p{n}", "correct": n < right}) + "\n" for n in range(PROBLEMS))
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """A study whose commands leave what the real ones leave; `asked` has their words."""
+    made, asked = qat_study.Study(*options(tmp_path, "--seeds", "0", "1", "--formats", "nvfp4a16", "fp8")), []
+
+    def command(run: Any, what: str, words: list[str]) -> None:
+        asked.append((run.path.name, what, words))
+        right = {"ptq": 30, "qat": 45, "qad": 36}[run.path.name.partition("-")[0]]
+        if what == "train":
+            steps = made.options.distill_steps if DISTILLATION in words else 12
+            adapter = run.adapter_dir(steps)
+            adapter.mkdir(parents=True)
+            (adapter / "manifest.json").write_text(json.dumps({"kind": "adapter", "files": {}}))
+            curve = [0.0] * 6 + [1.0] * (steps - 6)
+            run.metrics_file.write_text("".join(json.dumps({"reward": one}) + "\n" for one in curve))
+        elif what == "merge":
+            for name in words[words.index("--format") + 1 :]:
+                folder = run.merged / "grpo" / name
+                folder.mkdir(parents=True)
+                (folder / "manifest.json").write_text(json.dumps({"verify": {"mean_kl": 0.5}}))
+        else:
+            names = words[words.index("--formats") + 1 : words.index("--samples")]
+            run.eval_file.write_text(json.dumps({"matrix": {"grpo": dict.fromkeys(names)}}))
+            (run.path / "eval").mkdir(exist_ok=True)
+            for name in names:
+                (run.path / "eval" / f"grpo-{name}.jsonl").write_text(rows(right))
+
+    monkeypatch.setattr(made, "command", command)
+    made.asked = asked
+    return made
+
+
+def test_every_format_is_trained_for_and_distilled_into_from_the_plain_run_of_its_seed(study):
+    assert study.everything() == []
+    trained = {name: words for name, what, words in study.asked if what == "train"}
+    assert len(trained) == 2 + 2 * 2 * 2
+    assert PLAIN in trained["ptq-1"] and "--run.seed=1" in trained["ptq-1"]
+    assert QUANTIZED in trained["qat-fp8-1"] and "--policy.quant_cfg=fp8" in trained["qat-fp8-1"]
+    distilled = trained["qad-nvfp4a16-1"]
+    teacher = study.run("ptq", 1).newest_adapter()
+    assert DISTILLATION in distilled and f"--distill.teacher_adapter={teacher}" in distilled
+    assert f"--policy.init_adapter={teacher}" in distilled and "--train.max_steps=40" in distilled
+
+
+def test_what_is_there_is_kept(study):
+    study.everything()
+    study.asked.clear()
+    assert study.everything() == [] and study.asked == []
+    study.run("qat", 0, "fp8").eval_file.unlink()
+    assert study.everything() == [] and [one[:2] for one in study.asked] == [("qat-fp8-0", "eval")]
+
+
+def test_the_table_compares_with_the_plain_run_in_the_same_format(study):
+    study.everything()
+    found = qat_study.collect(study)
+    assert list(found) == ["bf16", "nvfp4a16", "fp8"] and list(found["bf16"]) == ["ptq"]
+    row = found["fp8"]["qat"]
+    assert row["accuracy"] == 0.75 and row["by_seed"] == [0.75, 0.75] and row["kl"] == [0.5, 0.5]
+    assert row["change"]["difference"] == pytest.approx(0.25) and row["change"]["interval"][0] > 0
+    assert row["curve"] == [{"first": 0.4, "last": 0.6, "steps": 12}] * 2
+    assert "| fp8 | qat | 75.0" in qat_study.markdown(found, "head")
+
+
+def test_a_run_that_fails_leaves_the_others(study, monkeypatch):
+    command = study.command
+
+    def failing(run: Any, what: str, words: list[str]) -> None:
+        if run.path.name == "qat-fp8-0":
+            raise CheckFailed("qat-fp8-0: train ended with exit code 1")
+        command(run, what, words)
+
+    monkeypatch.setattr(study, "command", failing)
+    assert study.everything() == ["qat-fp8-0: train ended with exit code 1"]
+    assert qat_study.collect(study)["fp8"]["qat"]["seeds"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy.quant_cfg", "fp8"], "starts from the plain run"),
+        (["--seeds", "1", "1"], "names a seed twice"),
+        (["--eval.temperature", "0"], "all --samples are the same"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, words, said):
+    with pytest.raises(BadInput, match=said):
+        qat_study.Study(*options(tmp_path, *words))
