@@ -1,4 +1,4 @@
-"""recipes.qat_study: what it runs in which order, what it leaves out, and how its table is computed."""
+"""eval.qat_study: what it runs in which order, what it leaves out, and how its table is computed."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipes import qat_study
+from eval import qat_study
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
 

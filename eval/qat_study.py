@@ -1,7 +1,7 @@
 """Does training for a format beat quantizing afterwards? Plain GRPO, quantization-aware GRPO, distillation; by seed.
 
-    python -m recipes.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --launcher accelerate_configs/cpu.yaml
-    python -m recipes.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --jobs 12 --cards 0 1 \\
+    python -m eval.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --launcher accelerate_configs/cpu.yaml
+    python -m eval.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --jobs 12 --cards 0 1 \\
         --model.dtype bfloat16                                                          # GPUs, several runs on each
 
 Per seed: `ptq`, plain GRPO, merged into every format; per seed and format: `qat`, the same steps through the format's
@@ -27,6 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from eval.cells import read_records, records_file
+from eval.stats import cluster_interval, paired_difference
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
 from recipes.parts.quant_format import FORMATS
@@ -39,7 +43,7 @@ NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; steps
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.qat_study",
+        prog="python -m eval.qat_study",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -131,8 +135,6 @@ class Study:
 
 def shares(run: RunDir, name: str) -> dict[str, float]:
     """The share of right completions of every held-out problem."""
-    from eval.cells import read_records, records_file
-
     found: dict[str, list[bool]] = {}
     for record in read_records(records_file(run.path / "eval", "grpo", name)):
         found.setdefault(record.problem_id, []).append(bool(record.correct))
@@ -150,10 +152,6 @@ def curve(run: RunDir) -> dict[str, float]:
 
 def collect(study: Study) -> dict[str, Any]:
     """By format and arm: accuracy by seed, its mean and interval, the difference to `ptq`, KL and curve."""
-    import numpy as np
-
-    from eval.stats import cluster_interval, paired_difference
-
     options, samples = study.options, study.config.eval.bootstrap_samples
     found: dict[str, Any] = {}
     for name in ["bf16", *options.formats]:
@@ -201,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     study, started = Study(options, overrides), time.perf_counter()
     failed = study.everything()
     found = collect(study)
-    command = " ".join(["python", "-m", "recipes.qat_study", *(sys.argv[1:] if argv is None else argv)])
+    command = " ".join(["python", "-m", "eval.qat_study", *(sys.argv[1:] if argv is None else argv)])
     head = (
         f"`{command}`, {time.strftime('%Y-%m-%d')}, {time.perf_counter() - started:.0f} s, {len(options.seeds)} seeds"
     )
