@@ -165,15 +165,19 @@ def main() -> int:
         keys = [f"--model.path={given.model}", f"--model.dtype={given.dtype}"]
         if code := merge_base(["--config", str(CONFIG), *keys, "--out", str(base)]):
             return code
-        rows = {name: run(given, name, base, Path(folder) / name) for name in given.formats}
+        rows: dict[str, dict] = {}
+        for name in given.formats:
+            started = time.perf_counter()
+            rows[name] = run(given, name, base, Path(folder) / name)
+            print(f"{name}: k3 {rows[name]['k3']:.2g}, {time.perf_counter() - started:.0f} s", flush=True)
+            if given.out:  # what is known when the time is over
+                given.out.write_text(json.dumps(rows, indent=2) + "\n")
     print(f"{'format':<11} {'k3':>9} {'off':>9} {'first fold s':>12} {'fold s':>8} {'tok/s':>8}")
     for name, row in rows.items():
         print(
             f"{name:<11} {row['k3']:>9.2g} {row['off']:>9.2g} {row['first_fold_s']:>12.3f} {row['fold_s']:>8.3f} "
             f"{row['tokens_per_s']:>8.0f}"
         )
-    if given.out:
-        given.out.write_text(json.dumps(rows, indent=2) + "\n")
     far = [name for name, row in rows.items() if name != "none" and not row["k3"] < row["off"] / 2]
     if far:
         print(f"{', '.join(far)}: the server is no nearer to its policy than half of what the quantizers change")
