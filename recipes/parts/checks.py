@@ -10,7 +10,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from recipes.parts import noise, overlap, quant_format, recompute, served_format, sharding
-from recipes.parts.config import FORMATS, Config, to_dict
+from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
 from recipes.parts.replica import SERVED_RANKS
@@ -445,7 +445,9 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
             f"{run.path} holds a run already. Continue it with --resume, or start another with --run.name NAME."
         )
     before = read_json(run.config_file)
-    changed = _changed_keys(before["config"], to_dict(config))
+    # A key that is newer than the run had its default's meaning.
+    known = to_dict(config_from_dict(before["config"], str(run.config_file)))
+    changed = _changed_keys(known, to_dict(config))
     steps = before["config"]["train"]["max_steps"]
     if config.train.max_steps != steps and not config.train.lr_scheduler.startswith("constant"):
         changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the whole schedule")

@@ -320,6 +320,17 @@ def test_resume_with_another_setting_is_refused_by_its_name(tmp_path, changes, m
     assert message in directory_refusal(configuration(run__output_dir=tmp_path / "run", **changes), resume=True)
 
 
+def test_a_run_that_is_older_than_a_key_resumes_with_its_default_and_with_nothing_else(tmp_path):
+    config = configuration(run__output_dir=tmp_path / "run")
+    run = run_with_checkpoint(tmp_path / "run", config)
+    written = json.loads(run.config_file.read_text())
+    del written["config"]["distill"], written["config"]["train"]["epsilon_high"]
+    run.config_file.write_text(json.dumps(written))
+    check_run_directory(config, resume=True, processes=1)
+    other = configuration(run__output_dir=tmp_path / "run", train__epsilon_high=0.28)
+    assert "train.epsilon_high was None, is 0.28" in directory_refusal(other, resume=True)
+
+
 def test_resume_may_change_what_does_not_alter_the_learning(tmp_path):
     run_with_checkpoint(tmp_path / "run", configuration())
     changes = {"train__max_steps": 200, "train__save_steps": 5, "watch__completions_every": 1, "eval__max_problems": 9}
