@@ -159,9 +159,9 @@ def main() -> None:
         peft_config=lora_config(config.policy),
     )
     started = time.perf_counter()
-    if is_static and not flags.resume:  # else they are in the checkpoint
-        say(set_input_ranges(config, trainer.model, prompts))
     try:
+        if is_static and not flags.resume:  # else they are in the checkpoint
+            say(set_input_ranges(config, trainer.model, prompts))
         trainer.train_run(resume=flags.resume)
     finally:
         if rollout and state.is_main_process:

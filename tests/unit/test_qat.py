@@ -228,6 +228,7 @@ def test_a_layer_alone_computes_what_it_does_in_its_group_where_no_scale_is_shar
     group, (x, g) = make_group(), sample()
     for name in ("fp8", "w4a16", "fp8_static"):
         together, alone = (quantize(group, FORMATS[name], alone) for alone in (False, True))
+        assert all(module.product.group is None for module in alone.values()), name
         close(gradients(alone, x, g, plainly), gradients(together, x, g, plainly), 1e-6)
 
 
