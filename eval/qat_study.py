@@ -119,17 +119,19 @@ class Study:
             raise CheckFailed(f"{run.path.name}: {what} ended with exit code {code}; log {log}.")
 
     def everything(self) -> list[str]:
-        """All runs, plain ones first because others start from them; what failed."""
-        failed = []
+        """All runs, distillations after the plain run that they start from; what failed."""
+        failed, runs = [], []
         with ThreadPoolExecutor(self.options.jobs) as pool:
-            for arms in (("ptq",), ("qat", "qad")):
-                names = [None] if arms == ("ptq",) else self.options.formats
-                wanted = [(arm, seed, name) for seed in self.options.seeds for name in names for arm in arms]
-                runs = [pool.submit(self.train, *one) for one in wanted]
-                for one in runs:
-                    if (error := one.exception()) is not None:
-                        failed.append(str(error))
-                        print(error, flush=True)
+            plain = [pool.submit(self.train, "ptq", seed, None) for seed in self.options.seeds]
+            pairs = [(seed, name) for seed in self.options.seeds for name in self.options.formats]
+            runs += [pool.submit(self.train, "qat", *pair) for pair in pairs]
+            for seed, run in zip(self.options.seeds, plain, strict=True):
+                run.exception()
+                runs += [pool.submit(self.train, "qad", seed, name) for name in self.options.formats]
+            for run in [*plain, *runs]:
+                if (error := run.exception()) is not None:
+                    failed.append(str(error))
+                    print(error, flush=True)
         return failed
 
 
