@@ -417,7 +417,7 @@ def named_version(body: dict) -> tuple[str, int]:
 
 
 def base_hash(directory: Path) -> str | None:
-    """The NF4 hash of a directory that `python -m merge base` wrote, else None."""
+    """The base hash of a directory that `python -m merge base` wrote, else None."""
     try:
         found = json.loads((directory / "manifest.json").read_text()).get("base_hash")
     except (OSError, ValueError, AttributeError):

@@ -207,7 +207,7 @@ def check_base(config: Config, config_path: str) -> dict:
     trained = RunDir(config.run.directory).base_file
     if config.model.path is not None and trained.is_file():
         if (one := facts.get("hash")) != (two := read_json(trained).get("hash")):
-            wrong.append(f"its NF4 hash is {str(one)[:12]}, that of the run ({trained}) is {str(two)[:12]}")
+            wrong.append(f"its base hash is {str(one)[:12]}, that of the run ({trained}) is {str(two)[:12]}")
     if wrong:
         raise BadInput(
             f"{directory} is the base of another configuration: {'; '.join(wrong)}. {write} --out ELSEWHERE."

@@ -147,7 +147,7 @@ def plain_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
-def hash_nf4_model(model: torch.nn.Module) -> dict:
+def hash_base(model: torch.nn.Module) -> dict:
     """The content of `base.json` for a model loaded in NF4: one hash per base tensor and one over all of them.
 
     The same for the model alone and wrapped by peft, before and after training; LoRA tensors are left out and tied
@@ -450,7 +450,7 @@ def _match(model: torch.nn.Module, base: BaseCheckpoint) -> None:
     """
     from bitsandbytes.nn import Params4bit
 
-    found = hash_nf4_model(model)["tensors"]
+    found = hash_base(model)["tensors"]
     for name, value in base.info["tensors"].items():
         if found.get(name) == value:
             continue

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     }
     if out.exists():
         manifest = check_reusable(out, config, origin, commit, refresh=not arguments.dry_run)
-        print(f"{out} is there already (NF4 hash {manifest['base_hash'][:12]})")
+        print(f"{out} is there already (base hash {manifest['base_hash'][:12]})")
         return DONE
     if arguments.dry_run:
         place = find_checkpoint(source, revision, weights=False)
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     place = find_checkpoint(source, revision)
     info = export(_open(config, place), out, origin, commit)
     made_on = info["quantization"]["device"]
-    print(f"wrote {out}: {source} as dequantized NF4 in BF16, NF4 hash {info['hash'][:12]} as a {made_on} makes it")
+    print(f"wrote {out}: {source} as dequantized NF4 in BF16, base hash {info['hash'][:12]} as a {made_on} makes it")
     return DONE
 
 

@@ -7,7 +7,7 @@ Covers loading, the adapter's shape, publishing versioned adapters, and the proo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merge.base import hash_nf4_model, load_nf4, unquantized_config
+from merge.base import hash_base, load_nf4, unquantized_config
 from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import read_quant_format
@@ -141,7 +141,7 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
             )
     if base_hash is not None and manifest["base_hash"] != base_hash:
         raise BadInput(
-            f"{directory} was trained on another base (NF4 hash {manifest['base_hash'][:12]}, this base has "
+            f"{directory} was trained on another base (base hash {manifest['base_hash'][:12]}, this base has "
             f"{base_hash[:12]}). Set model.id or model.path to the base it was trained on."
         )
 
@@ -206,7 +206,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
     `BadInput`, and nothing is written, when a resumed run was started on another base or `policy.init_adapter` was
     trained on another.
     """
-    facts = hash_nf4_model(model)
+    facts = hash_base(model)
     # A local path as merge and eval can find it from anywhere; of a hub id, the commit that was loaded.
     source = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
     facts |= {"model": source, "revision": config.model.revision or facts["revision"]}
@@ -215,7 +215,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
         earlier = read_json(run.base_file)
         if earlier["hash"] != facts["hash"]:
             raise BadInput(
-                f"{run.path} was started on another base: its NF4 hash is {earlier['hash'][:12]}, this one is "
+                f"{run.path} was started on another base: its base hash is {earlier['hash'][:12]}, this one is "
                 f"{facts['hash'][:12]}. Resume with the model it was started with."
             )
     if write:
@@ -225,7 +225,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
 
 def check_base_unchanged(model: "torch.nn.Module", facts: dict) -> None:
     """`CheckFailed`, naming the tensors, when any byte of the frozen base differs from `facts` (base.json)."""
-    now = hash_nf4_model(model)
+    now = hash_base(model)
     if now["hash"] == facts["hash"]:
         return
     changed = [name for name, value in now["tensors"].items() if facts["tensors"].get(name) != value]

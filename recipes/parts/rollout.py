@@ -94,12 +94,12 @@ class ServerRollout:
         self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
 
     def check_base(self, base_hash: str, source: str = "the trainer's base") -> None:
-        """`BadInput` unless every replica holds the base with this NF4 hash."""
+        """`BadInput` unless every replica holds the base with this base hash."""
         for url, info in self._infos.items():
             if info["base_hash"] != base_hash:
                 held = f"{info['base_hash']:.12}" if info["base_hash"] else "unknown (no base.json beside its weights)"
                 raise BadInput(
-                    f"{url} serves {info['model']}, whose NF4 hash is {held}; {source} has {base_hash[:12]}. Write "
+                    f"{url} serves {info['model']}, whose base hash is {held}; {source} has {base_hash[:12]}. Write "
                     f"this model's base (python -m merge base --config ...) and restart the replica ({START})."
                 )
 

@@ -61,7 +61,7 @@ def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
 
 
 def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
-    """The NF4 hash of the student's base before it is loaded, and where it stands; None where nothing says it."""
+    """The base hash of the student's base before it is loaded, and where it stands; None where nothing says it."""
     for file in (run.base_file, base_directory(config) / "base.json"):
         if file.is_file():
             return read_json(file)["hash"], str(file)
@@ -71,14 +71,14 @@ def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
 
 
 def check_adapter_base(config: Config, base_hash: str, source: str = "this base") -> None:
-    """`BadInput` when `distill.teacher_adapter` was trained on another base than the one with this NF4 hash."""
+    """`BadInput` when `distill.teacher_adapter` was trained on another base than the one with this base hash."""
     directory = config.distill.teacher_adapter
     if directory is None:
         return
     theirs = read_manifest(Path(directory), "adapter")["base_hash"]
     if theirs != base_hash:
         raise BadInput(
-            f"distill.teacher_adapter {directory} was trained on another base (NF4 hash {theirs[:12]}, {source} has "
+            f"distill.teacher_adapter {directory} was trained on another base (base hash {theirs[:12]}, {source} has "
             f"{base_hash[:12]}). Set model.id or model.path to the base it was trained on."
         )
 

@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
-from merge.base import dequantize, hash_nf4_model, load_nf4, plain_name
+from merge.base import dequantize, hash_base, load_nf4, plain_name
 from merge.export import export
 from merge.quantize import Retained, read_back, to_fp8
 from merge.stream import NF4_FOLDER, Original
@@ -230,7 +230,7 @@ def measure_ours(
     channel as `merge` does it (vLLM's own quantization keeps the scale in float32); the share is against the base as
     that server holds it.
     """
-    facts, set_size = hash_nf4_model(model), growing(model, grow)
+    facts, set_size = hash_base(model), growing(model, grow)
     file = AdapterFile(model, getattr(torch, facts["quantization"]["storage_dtype"]), facts["hash"])
     with tempfile.TemporaryDirectory() as folder:
         state = server_state(base, facts, Path(folder))
@@ -246,7 +246,7 @@ def measure_ours(
     wanted, bf16, held = wanted_updates(model), computed(adapter), computed({})
     fp8, held_fp8 = ({name: read_back(to_fp8, weight)[1] for name, weight in side.items()} for side in (bf16, held))
     on, off = accuracies(model, accuracy)
-    same = hash_nf4_model(model)["hash"] == facts["hash"]
+    same = hash_base(model)["hash"] == facts["hash"]
     set_size(grow or 0)
     return Ours(same, kept_share(bf16, held, wanted), kept_share(fp8, held_fp8, wanted), on, off)
 

@@ -102,11 +102,11 @@ def compare_nf4_of_devices(model_dir: Path) -> None:
     """Print whether NF4 of the same checkpoint made on the CPU and on the GPU has the same bytes."""
     import torch
 
-    from merge.base import BaseCheckpoint, hash_nf4_model, load_nf4
+    from merge.base import BaseCheckpoint, hash_base, load_nf4
     from recipes.parts.errors import CheckFailed
 
     for dtype in ("bfloat16", "float32"):
-        infos = {device: hash_nf4_model(load_nf4(model_dir, dtype, device=device)) for device in ("cpu", "cuda")}
+        infos = {device: hash_base(load_nf4(model_dir, dtype, device=device)) for device in ("cpu", "cuda")}
         ours, theirs = infos["cpu"]["tensors"], infos["cuda"]["tensors"]
         differ = [name for name in theirs if ours[name] != theirs[name]]
         print(f"nf4 {dtype}: {len(differ)} of {len(theirs)} tensors hash differently on cpu and cuda {differ[:3]}")

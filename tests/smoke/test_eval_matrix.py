@@ -95,10 +95,10 @@ def save_adapter(run: RunDir, model_dir: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer
 
-    from merge.base import hash_nf4_model, load_nf4
+    from merge.base import hash_base, load_nf4
 
     model = load_nf4(model_dir, "float32", device="cpu")
-    info = hash_nf4_model(model)
+    info = hash_base(model)
     write_json(run.base_file, {**info, "model": str(model_dir)})
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     seen = []

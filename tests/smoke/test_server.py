@@ -220,7 +220,7 @@ def test_a_server_of_another_base_is_refused(served, recipe, recipe_arguments, l
     keys = {**served.keys, "server.base": tmp_path / "none"}
     done = recipe(recipe_arguments(other, tmp_path / "run", keys))
     assert done.code == 2
-    assert "whose NF4 hash is" in done.err and served.url in done.err and "merge base" in done.err
+    assert "whose base hash is" in done.err and served.url in done.err and "merge base" in done.err
     assert not RunDir(tmp_path / "run").base_file.exists(), "the directory is free for the corrected run"
 
 

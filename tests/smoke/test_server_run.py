@@ -94,7 +94,7 @@ class Setup:
 
 def merged_adapters(model_dir: Path, folder: Path) -> tuple[str, dict[int, Path], Path]:
     """(base hash, two random adapters by version, the second merged by `merge` into a BF16 checkpoint)."""
-    from merge.base import BaseCheckpoint, hash_nf4_model
+    from merge.base import BaseCheckpoint, hash_base
     from merge.merge import read_adapter, write_bf16
     from recipes.parts.policy import publish_adapter
     from tests.evidence.stock_merge import load_policy
@@ -102,7 +102,7 @@ def merged_adapters(model_dir: Path, folder: Path) -> tuple[str, dict[int, Path]
     adapters = {}
     for version in (1, 2):
         model = load_policy(model_dir, size=0.1, seed=version, dtype=DTYPE)
-        facts = hash_nf4_model(model)
+        facts = hash_base(model)
         adapters[version] = publish_adapter(model, folder / f"adapter-{version}", version, facts["hash"])
     base, merged = BaseCheckpoint(model_dir, facts), folder / "merged"
     write_bf16(base, read_adapter(adapters[2], base), merged, lambda _: {})

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from merge.base import hash_nf4_model
+from merge.base import hash_base
 from tests.evidence.stock_merge import (
     greedy_accuracy,
     layers,
@@ -123,9 +123,9 @@ def test_stock_syncs_of_a_growing_adapter_cost_the_accuracy_and_ours_do_not(lear
 
 def test_our_syncs_leave_the_base_and_carry_the_whole_update(learning_model_dir):
     model = load_policy(learning_model_dir, size=0.03)
-    before = hash_nf4_model(model)["hash"]
+    before = hash_base(model)["hash"]
     ours = measure_ours(model, learning_model_dir, syncs=20)
-    assert ours.base_unchanged and hash_nf4_model(model)["hash"] == before
+    assert ours.base_unchanged and hash_base(model)["hash"] == before
     assert ours.kept_bf16 == pytest.approx(1.0, abs=0.01)
     # On layers of 64 inputs: one block a row, so few values that FP8 rounds alike. Wide layers keep 0.99 and more.
     assert ours.kept_fp8 > 0.97

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from merge.__main__ import main
-from merge.base import hash_nf4_model, load_nf4
+from merge.base import hash_base, load_nf4
 from recipes.parts.canary import read_canary
 from recipes.parts.policy import load_adapter_weights
 from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
@@ -97,7 +97,7 @@ def test_two_processes_write_one_run(ddp):
 def fake_replica(model: Path) -> FakeReplica:
     """A stand-in for a replica of a model; what it samples of a prompt is the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    base = hash_nf4_model(load_nf4(model, dtype="float32", double_quantization=True, device="cpu"))
+    base = hash_base(load_nf4(model, dtype="float32", double_quantization=True, device="cpu"))
     found = FakeReplica(base_hash=base["hash"], tokenizer_hash=tokenizer_hash(tokenizer), vocab_size=len(tokenizer))
 
     def echo(body: dict) -> dict:
@@ -252,7 +252,7 @@ def test_a_split_base_learns_what_ddp_learns(split, ddp, kind):
 
 
 def test_each_process_holds_half_of_the_base_that_one_process_has(split, ddp, untied):
-    base = hash_nf4_model(model := load_nf4(untied, dtype="float32", device="cpu"))
+    base = hash_base(model := load_nf4(untied, dtype="float32", device="cpu"))
     for kind in SHARDED:
         facts = json.loads(split.run(kind).base_file.read_text())
         assert facts == json.loads(ddp[0].base_file.read_text()) and facts["hash"] == base["hash"]

@@ -12,7 +12,7 @@ from launch.planning import memory
 from launch.planning.fitting import changed, changes, lay_out
 from launch.planning.gpus import CARDS, parse_gpus
 from launch.planning.shapes import shape_by_size
-from merge.base import hash_nf4_model
+from merge.base import hash_base
 from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
@@ -74,9 +74,9 @@ def test_nothing_that_handles_parameters_sees_the_table():
 
 def test_the_hash_of_the_base_stays_and_covers_the_table():
     model = policy()
-    facts = hash_nf4_model(model)
+    facts = hash_base(model)
     keep_embedding_on_host(model.get_base_model())
-    found = hash_nf4_model(model)
+    found = hash_base(model)
     assert found["hash"] == facts["hash"] and "model.embed_tokens.weight" in found["tensors"]
     check_base_unchanged(model, facts)
     model.get_base_model().model.embed_tokens.host_weight[7, 3] += 1

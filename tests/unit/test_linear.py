@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import bnb as peft_bnb
 from torch.utils.checkpoint import checkpoint
 
-from merge.base import dequantize, hash_nf4_model, load_nf4
+from merge.base import dequantize, hash_base, load_nf4
 from merge.quantize import to_fp8
 from recipes.parts import linear
 from recipes.parts.checks import check_config
@@ -309,7 +309,7 @@ def test_an_fp8_model_repeats_itself_under_checkpointing_and_stays_near_the_plai
 @pytest.mark.parametrize("compute", ["fused", "fp8"])
 def test_the_base_its_hash_the_names_and_the_reference_are_those_of_the_plain_model(small, compute, tmp_path):
     plain, model = small(), small(compute)
-    assert hash_nf4_model(model)["hash"] == hash_nf4_model(plain)["hash"]
+    assert hash_base(model)["hash"] == hash_base(plain)["hash"]
     assert model.state_dict().keys() == plain.state_dict().keys()
     ids = torch.randint(0, 300, (2, 9))
     with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():

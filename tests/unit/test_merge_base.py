@@ -15,7 +15,7 @@ from merge.base import (
     BaseCheckpoint,
     dequantize,
     dequantized_tensors,
-    hash_nf4_model,
+    hash_base,
     hash_quantized,
     load_base,
     load_nf4,
@@ -66,7 +66,7 @@ def dequantize_in_numpy(weight, number: type = np.float64) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streaming_equals_loading_bit_for_bit(dtype, double_quantization):
     model = load_nf4(shared_model(), dtype, double_quantization, device="cpu")
-    info = hash_nf4_model(model)
+    info = hash_base(model)
     assert info["quantization"]["double_quantization"] is double_quantization
     assert info["quantization"]["storage_dtype"] == dtype
     streamed = dict(dequantized_tensors(shared_model(), info))
@@ -92,34 +92,34 @@ def test_packed_bytes_stored_as_bfloat16_are_the_same_base():
         for storage in (torch.uint8, torch.bfloat16)
     )
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
-    assert hash_nf4_model(model) == hash_nf4_model(expected)
+    assert hash_base(model) == hash_base(expected)
     for found, other in zip(_linear4bit(model), _linear4bit(expected), strict=True):
         assert torch.equal(dequantize(found), dequantize(other))
 
 
 def test_only_linear_layers_are_quantized_and_skipped_ones_are_not():
     model = load_nf4(shared_model(tied=False), "float32", skip_modules=["o_proj"], device="cpu")
-    info = hash_nf4_model(model)
+    info = hash_base(model)
     assert {name.rpartition(".")[2] for name in info["quantized"]} == set(LINEARS) - {"o_proj"}
     assert type(model.lm_head) is torch.nn.Linear
     assert "lm_head.weight" in info["tensors"]
 
 
 def test_tied_weights_count_once():
-    assert "lm_head.weight" not in hash_nf4_model(load_nf4(shared_model(), device="cpu"))["tensors"]
+    assert "lm_head.weight" not in hash_base(load_nf4(shared_model(), device="cpu"))["tensors"]
 
 
 def test_hash_survives_peft_an_eval_forward_and_a_cast_up():
     from peft import LoraConfig, get_peft_model
 
     model = load_nf4(shared_model(), "bfloat16", device="cpu")
-    before = hash_nf4_model(model)
+    before = hash_base(model)
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=LINEARS))
-    assert hash_nf4_model(wrapped) == before
+    assert hash_base(wrapped) == before
     with torch.no_grad():
         wrapped.eval()(torch.arange(1, 40)[None])
     model.model.norm.weight.data = model.model.norm.weight.data.float()
-    assert hash_nf4_model(wrapped) == before
+    assert hash_base(wrapped) == before
 
 
 def test_eval_forward_leaves_every_byte_where_bitsandbytes_would_repack(monkeypatch):
@@ -129,7 +129,7 @@ def test_eval_forward_leaves_every_byte_where_bitsandbytes_would_repack(monkeypa
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(CheckFailed, match="repacked"):
-        hash_nf4_model(model)
+        hash_base(model)
     with pytest.raises(CheckFailed, match="repacked"):
         dequantize(layer)
 
@@ -143,7 +143,7 @@ def _linear4bit(model):
 @pytest.mark.parametrize("part", ["packed", "absmax", "nested absmax", "offset", "norm", "embedding"])
 def test_hash_changes_with_one_byte(part):
     model = load_nf4(shared_model(), "float32", device="cpu")
-    before = hash_nf4_model(model)
+    before = hash_base(model)
     weight = model.model.layers[0].self_attn.k_proj.weight
     tensor = {
         "packed": weight.data,
@@ -155,7 +155,7 @@ def test_hash_changes_with_one_byte(part):
     }[part]
     flat = tensor.reshape(-1).view(torch.uint8)
     flat[flat.numel() // 2] ^= 1
-    after = hash_nf4_model(model)
+    after = hash_base(model)
     changed = [name for name, value in after["tensors"].items() if value != before["tensors"][name]]
     assert len(changed) == 1
     assert after["hash"] != before["hash"]
@@ -194,14 +194,14 @@ def test_loading_quantizes_with_one_thread(monkeypatch):
 
 
 def test_base_made_on_another_device_is_rebuilt_from_the_recorded_offset():
-    info = json.loads(json.dumps(hash_nf4_model(load_nf4(shared_model(), "float32", device="cpu"))))
+    info = json.loads(json.dumps(hash_base(load_nf4(shared_model(), "float32", device="cpu"))))
     name = "model.layers.1.mlp.gate_proj.weight"
     reader = BaseCheckpoint(shared_model(), info)
     shifted = np.nextafter(np.float32(info["offsets"][name]), np.float32(1)).item()
     packed, state = quantize_weight(reader.original(name), True, shifted)
     info["offsets"][name], info["tensors"][name] = shifted, hash_quantized(packed, state)
     model = load_base(BaseCheckpoint(shared_model(), info), "cpu")
-    assert hash_nf4_model(model)["tensors"] == info["tensors"]
+    assert hash_base(model)["tensors"] == info["tensors"]
     with torch.no_grad():
         assert torch.isfinite(model(torch.arange(1, 9)[None]).logits).all()
 
@@ -318,4 +318,4 @@ def test_a_disk_that_a_download_fills_is_not_called_a_missing_checkpoint(monkeyp
 
 def test_model_without_nf4_has_no_nf4_hash():
     with pytest.raises(BadInput, match="no NF4 layer"):
-        hash_nf4_model(torch.nn.Linear(4, 4))
+        hash_base(torch.nn.Linear(4, 4))

@@ -61,7 +61,7 @@ def test_a_local_model_is_recorded_by_its_full_path_and_reused(written, tmp_path
     assert (info["model"], info["revision"]) == (str(shared_model().resolve()), None)
     monkeypatch.chdir(shared_model().parent)
     assert export(tmp_path, written, path=shared_model().name) == 0
-    assert f"is there already (NF4 hash {info['hash'][:12]})" in capsys.readouterr().out
+    assert f"is there already (base hash {info['hash'][:12]})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_server_takes_a_local_models_base_whatever_its_path_unless_the_run_has
     assert served(written, tmp_path)["base_hash"] == info["hash"]
     write_json(tmp_path / "run" / "base.json", {**info, "hash": "cd" * 32})
     with pytest.raises(
-        BadInput, match=rf"its NF4 hash is {info['hash'][:12]}, that of the run \(.*\) is cdcdcdcdcdcd"
+        BadInput, match=rf"its base hash is {info['hash'][:12]}, that of the run \(.*\) is cdcdcdcdcdcd"
     ):
         served(written, tmp_path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from merge.base import hash_nf4_model, load_nf4
+from merge.base import hash_base, load_nf4
 from recipes.parts.rundir import RunDir, publish, write_json, write_manifest
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -111,7 +111,7 @@ def make_run(
         config["policy"] = {"quant_cfg": quant_cfg}
     write_json(run.config_file, {"config": config})
     model = load_nf4(model_dir, dtype, device=device)
-    info = hash_nf4_model(model)
+    info = hash_base(model)
     write_json(run.base_file, info)
     torch.manual_seed(1)
     wrapped = get_peft_model(model, LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": LINEARS, **lora}))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from merge import export as merge_export
-from merge.base import dequantize, dequantized_tensors, hash_nf4_model, load_nf4
+from merge.base import dequantize, dequantized_tensors, hash_base, load_nf4
 from merge.export import export
 from merge.stream import Original, TensorFile, plan_base
 from recipes.parts.errors import BadInput, CheckFailed
@@ -55,9 +55,9 @@ def test_streaming_writes_what_the_loaded_model_is_bit_for_bit(tmp_path, model, 
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     loaded = load_nf4(model(), dtype, double_quantization, device="cpu")
-    assert write(model(), tmp_path / "out", dtype, double_quantization) == hash_nf4_model(loaded) | ORIGIN
+    assert write(model(), tmp_path / "out", dtype, double_quantization) == hash_base(loaded) | ORIGIN
     info = read_json(tmp_path / "out/base.json")
-    assert json.dumps(info) == json.dumps(hash_nf4_model(loaded) | ORIGIN)  # the order of the keys, too
+    assert json.dumps(info) == json.dumps(hash_base(loaded) | ORIGIN)  # the order of the keys, too
     stored, index = read_all(tmp_path / "out"), read_json(tmp_path / "out/nf4/index.json")
     copies = read_all(tmp_path / "out/nf4")
     assert sorted(stored) == sorted(info["tensors"])
@@ -280,8 +280,8 @@ def test_of_a_single_file_and_an_index_the_one_that_transformers_loads_is_taken(
     model = shutil.copytree(shared_model(), tmp_path / "model")
     tensors = {name: tensor * 2 for name, tensor in read_all(shared_model()).items()}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    loaded = hash_nf4_model(load_nf4(model, "float32", device="cpu"))
-    assert loaded["hash"] != hash_nf4_model(load_nf4(shared_model(), "float32", device="cpu"))["hash"]
+    loaded = hash_base(load_nf4(model, "float32", device="cpu"))
+    assert loaded["hash"] != hash_base(load_nf4(shared_model(), "float32", device="cpu"))["hash"]
     assert write(model, tmp_path / "out")["hash"] == loaded["hash"]
     recorded = read_manifest(tmp_path / "out")["source"]["files"]
     assert "model.safetensors" in recorded
@@ -324,7 +324,7 @@ def test_tensors_that_transformers_passes_over_are_left_out(tmp_path, make, name
     tensors = read_all(tmp_path / "model")
     save_file(tensors | {name: torch.ones(8)}, tmp_path / "model/model.safetensors", {"format": "pt"})
     info = write(tmp_path / "model", tmp_path / "out")
-    assert info["hash"] == hash_nf4_model(load_nf4(tmp_path / "model", "float32", device="cpu"))["hash"]
+    assert info["hash"] == hash_base(load_nf4(tmp_path / "model", "float32", device="cpu"))["hash"]
     merged = dict(dequantized_tensors(tmp_path / "model", info))
     assert set(merged) == set(read_all(tmp_path / "out")) == set(tensors)
 

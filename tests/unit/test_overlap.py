@@ -44,10 +44,10 @@ OVERLAP_ONLY = ("adapter_version", "policy_lag", "sync_seconds")
 @pytest.fixture(scope="module")
 def replica(learning_model_dir) -> Iterator[FakeReplica]:
     """Answers some samples of every prompt in a box; `started` and `ended` are the requests in order."""
-    from merge.base import hash_nf4_model, load_nf4
+    from merge.base import hash_base, load_nf4
 
     names = AutoTokenizer.from_pretrained(learning_model_dir)
-    base = hash_nf4_model(load_nf4(learning_model_dir, dtype="float32", double_quantization=True, device="cpu"))
+    base = hash_base(load_nf4(learning_model_dir, dtype="float32", double_quantization=True, device="cpu"))
     found = FakeReplica(base_hash=base["hash"], tokenizer_hash=tokenizer_hash(names), vocab_size=len(names))
     end = [names.eos_token_id]
     plain, boxed = (names.encode(text, add_special_tokens=False) + end for text in ("4", "\\boxed{4}"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge.base import disable_cpu_repacking, hash_nf4_model, hash_pairs, hash_tensor, load_nf4
+from merge.base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_nf4
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import check_base_unchanged, check_init_adapter, load_tokenizer
@@ -54,14 +54,14 @@ def flip_embedding(model) -> str:
 def test_the_base_hashes_after_a_run_to_what_it_was_before(tiny_run, learning_model_dir):
     facts = read_json(tiny_run.base_file)
     assert f"base unchanged ({facts['hash'][:12]})" in (tiny_run.path / "stdout.txt").read_text()
-    assert hash_nf4_model(load_nf4(learning_model_dir, dtype="float32", device="cpu"))["hash"] == facts["hash"]
+    assert hash_base(load_nf4(learning_model_dir, dtype="float32", device="cpu"))["hash"] == facts["hash"]
     assert len(facts["quantized"]) == LINEARS and facts["model"] == str(learning_model_dir)
 
 
 @pytest.mark.parametrize("flip", [flip_packed, flip_scale, flip_norm, flip_embedding])
 def test_one_flipped_bit_of_the_base_fails_the_check_and_names_the_tensor(learning_model_dir, flip):
     model = load_nf4(learning_model_dir, dtype="float32", device="cpu")
-    facts = hash_nf4_model(model)
+    facts = hash_base(model)
     check_base_unchanged(model, facts)
     name = flip(model)
     with pytest.raises(CheckFailed, match=rf"the frozen base changed during training: 1 of \d+ tensors.*{name}"):
@@ -276,7 +276,7 @@ def test_an_adapter_of_another_base_is_refused_and_the_directory_stays_free(
     changes = {"policy.init_adapter": tiny_run.adapter_dir(6)}
     arguments = recipe_arguments(tiny_model_dir, tmp_path / "run", changes)
     done = recipe(arguments)
-    assert done.code == 2 and "was trained on another base (NF4 hash" in done.err, done.err
+    assert done.code == 2 and "was trained on another base (base hash" in done.err, done.err
     assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == [".lock", "config.json"]
 
 

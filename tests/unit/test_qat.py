@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import layer as peft_layer
 from torch.utils.checkpoint import checkpoint
 
-from merge.base import dequantize, hash_nf4_model, load_nf4
+from merge.base import dequantize, hash_base, load_nf4
 from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate
 from recipes.parts.errors import BadInput, CheckFailed
@@ -327,7 +327,7 @@ def test_before_the_first_update_the_policy_is_the_reference_which_is_quantized_
 
 def test_the_base_its_hash_and_every_name_are_those_of_the_plain_model(small):
     plain, model = small(), small("nvfp4")
-    assert hash_nf4_model(model)["hash"] == hash_nf4_model(plain)["hash"]
+    assert hash_base(model)["hash"] == hash_base(plain)["hash"]
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert type(model.get_base_model().lm_head) is torch.nn.Linear
     assert quantizers_of(plain) is None and quantizers_of(model).fmt is FORMATS["nvfp4"]

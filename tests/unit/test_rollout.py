@@ -120,7 +120,7 @@ def test_another_base_is_refused_with_both_hashes(rollout):
     found = rollout(1)
     found.check(LINEARS, 316)
     found.check_base("ab" * 32)
-    with pytest.raises(BadInput, match=r"NF4 hash is abababababab; the trainer's base has cdcdcdcdcdcd.*merge base"):
+    with pytest.raises(BadInput, match=r"base hash is abababababab; the trainer's base has cdcdcdcdcdcd.*merge base"):
         found.check_base("cd" * 32)
 
 
