@@ -27,19 +27,27 @@ nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 don
 """
 
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.grpo_qat import describe_format
-from recipes.grpo_qlora import check_model, load_data, make_rollout, say
 from recipes.parts import distill, quant_format
-from recipes.parts.checks import check_config, check_run_directory, describe_split, lock_run, world_size
+from recipes.parts.checks import check_config, check_run_directory, describe_split, world_size
 from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
 from recipes.parts.quant_format import QuantFormat, read_quant_format
 from recipes.parts.recipe import DISTILLATION, check_recipe
+from recipes.parts.setup import (
+    check_model,
+    describe_format,
+    describe_step,
+    load_base,
+    load_data,
+    record_config,
+    say,
+    started,
+    training,
+)
 
 
 def check_distillation(config: Config, processes: int) -> None:
@@ -72,7 +80,6 @@ def describe_teacher(config: Config) -> str:
 def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, processes: int) -> str:
     """What the run would do, in a few lines."""
     train, rollout, policy, wanted = config.train, config.rollout, config.policy, config.distill
-    completions = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
     mixture = f", {wanted.js_beta:g} of the teacher in the mixture" if wanted.divergence == "js" else ""
     split = describe_split(config) if config.server.gpus is not None or train.max_gpu_gib is not None else None
     return "\n".join(
@@ -84,8 +91,7 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
             f"teacher   {describe_teacher(config)}",
             f"loss      {wanted.divergence}{mixture}, temperature {wanted.temperature:g}, learning rate "
             f"{train.learning_rate}",
-            f"step      {completions // rollout.group_size} problems x {rollout.group_size} completions of at most "
-            f"{rollout.max_completion_length} tokens, {train.max_steps} steps over {problems:,} problems",
+            describe_step(config, problems, processes),
             f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
             *([f"memory    {split}"] if split else []),
             f"rewards   {distill.without_effect(config)}",
@@ -99,17 +105,12 @@ def main() -> None:
     check_distillation(config, processes)
     run = check_run_directory(config, flags.resume, processes)
 
-    from accelerate import PartialState
-
     from recipes.parts.calibration import calibration_prompts, set_input_ranges
     from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
     from recipes.parts.heldout import HeldOut
-    from recipes.parts.kernels import check_gpu
-    from recipes.parts.policy import check_base_unchanged, load_policy_base, load_tokenizer, lora_config, record_base
-    from recipes.parts.record import write_config
-    from recipes.parts.rundir import write_json
-    from recipes.parts.teacher import check_adapter_base, check_teacher, load_teacher
-    from recipes.parts.trainer import check_card, limit_gpu_memory
+    from recipes.parts.policy import load_tokenizer, lora_config
+    from recipes.parts.teacher import check_teacher, load_teacher
+    from recipes.parts.trainer import check_card
     from reward import reward_functions
 
     model_config = check_model(config, processes)
@@ -121,58 +122,35 @@ def main() -> None:
     is_static = fmt is not None and fmt.needs_calibration
     prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if is_static else []
     arguments = distill_arguments(config, run)
+    arguments.reward_weights = weights
     check_card(config)
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
-    state = PartialState()
     say(describe_plan(config, fmt, problems, processes))
     if flags.dry_run:
-        if state.is_main_process and not flags.resume:
-            write_config(config, run, processes)
+        if not flags.resume:
+            record_config(config, run, processes)
         return
-    lock = lock_run(run) if state.is_main_process else None
-    if state.is_main_process:
-        write_config(config, run, processes)
 
-    check_gpu(config)
-    limit_gpu_memory(config)
-    rollout = make_rollout(config, tokenizer, model_config, run)
-    base = load_policy_base(config)
-    facts = record_base(base, run, config, write=False)
-    check_adapter_base(config, facts["hash"])
-    if rollout:
-        rollout.check_base(facts["hash"])
-    if state.is_main_process:
-        write_json(run.base_file, facts)
-    arguments.reward_weights = weights
-    trainer = DistillTrainer(
-        config=config,
-        run=run,
-        base_hash=facts["hash"],
-        other_teacher=load_teacher(config),
-        rollout=rollout,
-        heldout=heldout,
-        model=base,
-        reward_funcs=rewards,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        peft_config=lora_config(config.policy),
-    )
-    started = time.perf_counter()
-    try:
-        if is_static and not flags.resume:  # else they are in the checkpoint
-            say(set_input_ranges(config, trainer.model, prompts))
-        trainer.train_run(resume=flags.resume)
-    finally:
-        if rollout and state.is_main_process:
-            rollout.close()
-    check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
-    say(
-        f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
-        f"({facts['hash'][:12]}), adapter {run.newest_adapter()}"
-    )
-    if lock:
-        lock.close()
+    with started(config, run, processes):
+        base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
+        trainer = DistillTrainer(
+            config=config,
+            run=run,
+            base_hash=facts["hash"],
+            other_teacher=load_teacher(config),
+            rollout=rollout,
+            heldout=heldout,
+            model=base,
+            reward_funcs=rewards,
+            args=arguments,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            peft_config=lora_config(config.policy),
+        )
+        with training(trainer, facts):
+            if is_static and not flags.resume:  # else they are in the checkpoint
+                say(set_input_ranges(config, trainer.model, prompts))
+            trainer.train_run(resume=flags.resume)
 
 
 if __name__ == "__main__":

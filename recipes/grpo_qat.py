@@ -42,36 +42,27 @@ nothing; `--resume` continues from the newest whole checkpoint, ranges included.
 """
 
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.grpo_qlora import check_model, describe_plan, load_data, make_rollout, say
 from recipes.parts import quant_format
-from recipes.parts.checks import check_config, check_run_directory, lock_run, world_size
-from recipes.parts.config import Config, parse_command
+from recipes.parts.checks import check_config, check_run_directory, world_size
+from recipes.parts.config import parse_command
 from recipes.parts.errors import run_command
-from recipes.parts.quant_format import QuantFormat, read_quant_format
+from recipes.parts.quant_format import read_quant_format
 from recipes.parts.recipe import QUANTIZED, check_recipe
-
-
-def describe_format(fmt: QuantFormat, config: Config) -> str:
-    """What the policy computes with, as further lines of the plan."""
-    weight, activation, policy = fmt.weight, fmt.activation, config.policy
-    rows, columns = ("all" if size is None else size for size in weight.block)
-    inputs = "inputs as they are"
-    if activation is not None:
-        inputs = f"inputs {activation.kind}, a scale per {activation.per}"
-    lines = [f"format    {fmt.name}: weights {weight.kind}, a scale per {rows} x {columns}; {inputs}"]
-    if fmt.needs_calibration:
-        lines.append(
-            f"ranges    of inputs from {policy.quant_calib_size} prompts of {policy.quant_calib_data}, at most "
-            f"{policy.quant_sequence_length} tokens each"
-        )
-    if activation is not None and activation.kind == "nvfp4":
-        lines.append("note      activations in 4 bits are known to make GRPO unstable: watch quant_clip_fraction")
-    return "\n".join(lines)
+from recipes.parts.setup import (
+    check_model,
+    describe_format,
+    describe_plan,
+    load_base,
+    load_data,
+    record_config,
+    say,
+    started,
+    training,
+)
 
 
 def main() -> None:
@@ -82,15 +73,10 @@ def main() -> None:
     run = check_run_directory(config, flags.resume, processes)
     fmt = read_quant_format(config.policy.quant_cfg)
 
-    from accelerate import PartialState
-
     from recipes.parts.calibration import calibration_prompts, set_input_ranges
     from recipes.parts.heldout import HeldOut
-    from recipes.parts.kernels import check_gpu
-    from recipes.parts.policy import check_base_unchanged, load_policy_base, load_tokenizer, lora_config, record_base
-    from recipes.parts.record import write_config
-    from recipes.parts.rundir import write_json
-    from recipes.parts.trainer import PolicyTrainer, check_card, limit_gpu_memory, trainer_arguments
+    from recipes.parts.policy import load_tokenizer, lora_config
+    from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 
     model_config = check_model(config, processes)
@@ -101,56 +87,34 @@ def main() -> None:
     dataset, problems = load_data(config, tokenizer, processes)
     prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if fmt.needs_calibration else []
     arguments = trainer_arguments(config, run)
+    arguments.reward_weights = weights
     check_card(config)
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
-    state = PartialState()
     say(f"{describe_plan(config, problems, processes)}\n{describe_format(fmt, config)}")
     if flags.dry_run:
-        if state.is_main_process and not flags.resume:
-            write_config(config, run, processes)
+        if not flags.resume:
+            record_config(config, run, processes)
         return
-    lock = lock_run(run) if state.is_main_process else None
-    if state.is_main_process:
-        write_config(config, run, processes)
 
-    check_gpu(config)
-    limit_gpu_memory(config)
-    rollout = make_rollout(config, tokenizer, model_config, run)
-    base = load_policy_base(config)
-    facts = record_base(base, run, config, write=False)
-    if rollout:
-        rollout.check_base(facts["hash"])
-    if state.is_main_process:
-        write_json(run.base_file, facts)
-    arguments.reward_weights = weights
-    trainer = PolicyTrainer(  # whose layers compute in policy.quant_cfg
-        config=config,
-        run=run,
-        base_hash=facts["hash"],
-        rollout=rollout,
-        heldout=heldout,
-        model=base,
-        reward_funcs=rewards,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        peft_config=lora_config(config.policy),
-    )
-    started = time.perf_counter()
-    try:
-        if not flags.resume:  # else they are in the checkpoint
-            say(set_input_ranges(config, trainer.model, prompts))
-        trainer.train_run(resume=flags.resume)
-    finally:
-        if rollout and state.is_main_process:
-            rollout.close()
-    check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
-    say(
-        f"done: {trainer.state.global_step} steps in {time.perf_counter() - started:.0f} s, base unchanged "
-        f"({facts['hash'][:12]}), adapter {run.newest_adapter()} for {fmt.name}"
-    )
-    if lock:
-        lock.close()
+    with started(config, run, processes):
+        base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
+        trainer = PolicyTrainer(  # whose layers compute in policy.quant_cfg
+            config=config,
+            run=run,
+            base_hash=facts["hash"],
+            rollout=rollout,
+            heldout=heldout,
+            model=base,
+            reward_funcs=rewards,
+            args=arguments,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            peft_config=lora_config(config.policy),
+        )
+        with training(trainer, facts, note=f" for {fmt.name}"):
+            if not flags.resume:  # else they are in the checkpoint
+                say(set_input_ranges(config, trainer.model, prompts))
+            trainer.train_run(resume=flags.resume)
 
 
 if __name__ == "__main__":

@@ -161,16 +161,16 @@ def random_reward(completions: list, **columns: Any) -> list[float]:
 
 def replace_parts() -> None:
     """Put the stand-ins where the recipe's main() imports its parts from."""
-    import recipes.grpo_qlora
     import recipes.parts.policy
     import recipes.parts.rundir
+    import recipes.parts.setup
     import recipes.parts.trainer
     import reward
 
     def make_rollout(config: Any, tokenizer: Any, model_config: Any, run: Any) -> StubRollout | None:
         return StubRollout(config, model_config.vocab_size) if config.rollout.backend == "server" else None
 
-    recipes.grpo_qlora.make_rollout = make_rollout
+    recipes.parts.setup.make_rollout = make_rollout
     recipes.parts.policy.load_policy_base = random_nf4
     recipes.parts.policy.record_base = lambda *args, **keys: {"hash": "0" * 64}
     recipes.parts.policy.check_base_unchanged = lambda *args, **keys: None

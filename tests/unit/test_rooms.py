@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "merge": ("recipes.parts.data", "recipes.parts.fake_quant", "recipes.parts.qat"),
     "recipes.parts": ("reward", "merge"),
     # `train.recompute: auto` is the plan's arithmetic.
-    "recipes": ("recipes.parts", "reward", "merge", "launch.planning.recompute"),
+    "recipes.parts.setup": ("recipes.parts", "launch.planning.recompute"),
+    "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (
         "recipes.parts.data",

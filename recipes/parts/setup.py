@@ -1,0 +1,208 @@
+"""What every recipe does around its method: the checks of model and data, the plan, the run's lock, the recorded base,
+the last look at it.
+
+Everything up to `started` works without weights and without a GPU; a dry run ends there.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from recipes.parts.checks import describe_split, is_main_process, lock_run
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+from recipes.parts.quant_format import QuantFormat
+from recipes.parts.rundir import RunDir, write_json
+
+
+def say(text: str) -> None:
+    """Print, in the main process only."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+def check_context(config: Config, model_config: Any) -> None:
+    """`BadInput` unless a prompt and a completion of the longest allowed length fit the model's context."""
+    wanted = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    context = model_config.get_text_config().max_position_embeddings
+    if wanted > context:
+        raise BadInput(
+            f"rollout.max_prompt_length + max_completion_length ({wanted}) exceeds the context of "
+            f"{config.model.source} ({context}). Lower one of them."
+        )
+
+
+def check_model(config: Config, processes: int) -> Any:
+    """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved."""
+    from recipes.parts.host_embedding import check_embeddings
+    from recipes.parts.kernels import check_kernels
+    from recipes.parts.packing import check_packing
+    from recipes.parts.policy import check_base, check_init_adapter
+
+    model_config = check_base(config)
+    check_context(config, model_config)
+    check_packing(config, model_config)
+    check_embeddings(config, model_config)
+    check_init_adapter(config)
+    check_kernels(config, model_config.model_type)
+    if config.train.recompute == "auto":
+        from launch.planning.recompute import resolve
+
+        say(resolve(config, model_config.to_dict(), processes))
+    return model_config
+
+
+def problems_a_step(config: Config, processes: int) -> int:
+    """How many problems an optimizer step draws."""
+    train = config.train
+    rows = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
+    return rows // config.rollout.group_size
+
+
+def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]:
+    """The training set as TRL reads it and its size; every prompt fits, and the held-out problems can be read."""
+    from recipes.parts.data import drop_long, read_problems, to_dataset
+
+    problems, report = read_problems(config.data, "train")
+    problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
+    say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
+    heldout, report = read_problems(config.data, "eval")
+    say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
+    needed = problems_a_step(config, processes)
+    if len(problems) < needed:
+        raise BadInput(
+            f"a step draws {needed} problems and {len(problems)} are left. Lower the batch, or add problems."
+        )
+    return to_dataset(problems, config.data), len(problems)
+
+
+def describe_plan(config: Config, problems: int, processes: int) -> str:
+    """What a run of GRPO would do, in a few lines."""
+    import torch
+
+    train, rollout = config.train, config.rollout
+    has_gpu = torch.cuda.is_available() or train.max_gpu_gib is not None or config.server.gpus is not None
+    split = describe_split(config) if has_gpu else None
+    return "\n".join(
+        [
+            f"run       {config.run.name} -> {config.run.directory}",
+            f"base      {config.model.source}, {config.policy.quantization}, {config.model.dtype} compute, "
+            f"double quantization {'on' if config.policy.double_quantization else 'off'}",
+            f"adapter   LoRA rank {config.policy.lora_rank}, alpha {config.policy.lora_alpha}, "
+            f"{config.policy.adapter_dtype}, on {config.policy.target_modules}",
+            describe_step(config, problems, processes),
+            f"loss      {train.loss_type}, beta {train.beta}, learning rate {train.learning_rate}",
+            f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
+            *([f"memory    {split}"] if split else []),
+            f"rewards   {', '.join(config.reward.functions)}",
+        ]
+    )
+
+
+def describe_step(config: Config, problems: int, processes: int) -> str:
+    """What a step draws, as a line of the plan."""
+    rollout = config.rollout
+    return (
+        f"step      {problems_a_step(config, processes)} problems x {rollout.group_size} completions of at most "
+        f"{rollout.max_completion_length} tokens, {config.train.max_steps} steps over {problems:,} problems"
+    )
+
+
+def describe_format(fmt: QuantFormat, config: Config) -> str:
+    """What the policy computes with, as further lines of the plan."""
+    weight, activation, policy = fmt.weight, fmt.activation, config.policy
+    rows, columns = ("all" if size is None else size for size in weight.block)
+    inputs = "inputs as they are"
+    if activation is not None:
+        inputs = f"inputs {activation.kind}, a scale per {activation.per}"
+    lines = [f"format    {fmt.name}: weights {weight.kind}, a scale per {rows} x {columns}; {inputs}"]
+    if fmt.needs_calibration:
+        lines.append(
+            f"ranges    of inputs from {policy.quant_calib_size} prompts of {policy.quant_calib_data}, at most "
+            f"{policy.quant_sequence_length} tokens each"
+        )
+    if activation is not None and activation.kind == "nvfp4":
+        lines.append("note      activations in 4 bits are known to make GRPO unstable: watch quant_clip_fraction")
+    return "\n".join(lines)
+
+
+def record_config(config: Config, run: RunDir, processes: int) -> None:
+    """Write `config.json`, in the main process only."""
+    from accelerate import PartialState
+
+    from recipes.parts.record import write_config
+
+    if PartialState().is_main_process:
+        write_config(config, run, processes)
+
+
+@contextlib.contextmanager
+def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
+    """Hold the run's directory for the length of the block, with the configuration written, on a GPU that was checked
+    and of which no more is taken than `train.max_gpu_gib`. `BadInput` when another process holds it."""
+    from accelerate import PartialState
+
+    from recipes.parts.kernels import check_gpu
+    from recipes.parts.trainer import limit_gpu_memory
+
+    with lock_run(run) if PartialState().is_main_process else contextlib.nullcontext():
+        record_config(config, run, processes)
+        check_gpu(config)
+        limit_gpu_memory(config)
+        yield
+
+
+def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir) -> Any:
+    """The rollout backend, checked as far as it can be without weights; None: the policy generates in this process."""
+    if config.rollout.backend == "in_process":
+        return None
+    from recipes.parts.policy import adapted_layers
+    from recipes.parts.rollout import ServerRollout
+
+    rollout = ServerRollout(config, tokenizer, run)
+    rollout.check(adapted_layers(config, model_config), model_config.get_text_config().vocab_size)
+    return rollout
+
+
+def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, arguments: Any) -> tuple[Any, dict, Any]:
+    """(the frozen base, what it holds as `base.json` has it by now, the rollout backend, whose servers hold the same).
+
+    `arguments` are the trainer's. `BadInput` when a server, the run that is resumed, or an adapter that the run starts
+    from or learns from has another base.
+    """
+    from accelerate import PartialState
+
+    from recipes.parts.policy import load_policy_base, record_base
+    from recipes.parts.sharding import loading_whole
+    from recipes.parts.teacher import check_adapter_base
+
+    with loading_whole(arguments):
+        rollout = make_rollout(config, tokenizer, model_config, run)
+        base = load_policy_base(config)
+    facts = record_base(base, run, config, write=False)
+    check_adapter_base(config, facts["hash"])
+    if rollout:
+        rollout.check_base(facts["hash"])
+    if PartialState().is_main_process:
+        write_json(run.base_file, facts)
+    return base, facts, rollout
+
+
+@contextlib.contextmanager
+def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
+    """Around the training of `trainer`: its servers are let go however it ends; when it is done, the base still is the
+    one of `facts` (base.json; else `CheckFailed`) and a line says what was made, with `note` at its end."""
+    from recipes.parts.policy import check_base_unchanged
+
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        if trainer.rollout and trainer.accelerator.is_main_process:
+            trainer.rollout.close()
+    check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
+    say(
+        f"done: {trainer.state.global_step} steps in {time.perf_counter() - began:.0f} s, base unchanged "
+        f"({facts['hash'][:12]}), adapter {trainer.run.newest_adapter()}{note}"
+    )
