@@ -12,23 +12,24 @@ the replicas of GPU 0 and 1 then are there from the start, and other variants as
 completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at 2,048. C: 32 of 4,096. A plugin
 in all vLLM servers fixes the lengths (bench_lengths.py), which change from row to row.
 
-Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing. Ours: the
+Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
+defaults have it; `--stock_sides stock stock+none` adds rows without checkpointing, which ratios do not use. Ours: the
 recipe's main() under accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is
 levers of workload.py joined by +, or written key=value; `plain` is every lever off, `default` what the configuration
 says when nothing is asked for; plain@BC runs for works B and C only. With --rounds the sides alternate. --warm steps
-come first and do not count; figures are medians of the others. `step` is wall-clock from the end of one step to the
-end of the next, `gen` what the trainer waited for completions, `refs` the forwards without gradients, `upd` forward,
-backward and optimizer; tok/s of rollout and update are over gen and upd. `mfu` is the useful operations (workload.py)
-over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, `card 0` what the driver saw of that card
-(with `both` in any variant, a replica too), `server` what the server took of GPU 1 when ready. Stock's rows come
-first; in the last round its server then ends.
+come first and do not count, nor does one step more of `overlap`, whose batch was generated behind a slow first step.
+Figures are medians of the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the
+trainer waited for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours
+all else too; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each of its
+completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of
+a process, `card 0` what the driver saw of that card (with `both` in any variant, a replica too), `server` what the
+server took of GPU 1 when ready. Stock's rows come first; in the last round its server then ends.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -55,7 +56,7 @@ from servers import (
     write_lengths,
     write_plugin,
 )
-from step_table import PHASES, efficiencies, figures, read_metrics, table
+from step_table import PHASES, efficiencies, figures, read_metrics, read_rows, table
 from workload import LEVERS, TINY_WORKS, WORKS, Work
 
 from recipes.parts.rundir import write_json
@@ -63,6 +64,7 @@ from recipes.parts.rundir import write_json
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}}
+STOCK_SIDES = ("stock", "stock+none")
 SPARE_GIB = 3  # of a card that the trainer shares: its context, and what a replica needs while it syncs
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
 
@@ -191,7 +193,7 @@ class Bench:
         the first `trainers` cards and asks the replicas of `cards`."""
         trainers, cards = (2, [0, 1]) if uses_both(side) else (trainers, cards or [1])
         row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": len(cards)}
-        kind = "stock" if side == "stock" else "ours"
+        kind = "stock" if side.startswith("stock") else "ours"
         try:
             if kind in self.broken:
                 raise Failed(self.broken[kind])
@@ -199,9 +201,9 @@ class Bench:
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
             write_lengths(self.work, self.loads[load])
             self.watch.reset()
-            steps = self.stock_steps(load) if kind == "stock" else self.our_steps(side, load, trainers, cards)
-            if not (counted := [one for one in steps if one["number"] > self.options.warm]):
-                raise Failed(f"{len(steps)} steps, none after the first {self.options.warm}")
+            steps = self.stock_steps(side, load) if kind == "stock" else self.our_steps(side, load, trainers, cards)
+            if not (counted := [one for one in steps if one["number"] > self.warm(side)]):
+                raise Failed(f"{len(steps)} steps, none after the first {self.warm(side)}")
             row |= figures(counted, self.loads[load], self.shape, trainers)
             row |= {"server_gib": self.server_gib.get(kind), "card_gib": self.watch.peak(0)}
         except Failed as error:
@@ -224,27 +226,28 @@ class Bench:
         head |= {"lengths": {name: load.lengths for name, load in self.loads.items()}, "limit_s": options.limit_s}
         write_json(options.out, head | {"rows": self.rows})
 
-    def steps(self, load: str) -> int:
+    def warm(self, side: str) -> int:
+        """Steps of a row that do not count. The batch of an overlapped run's second step was generated behind the
+        first, which is slow, so that step would wait too little."""
+        return self.options.warm + ("overlap" in side.partition("@")[0].split("+"))
+
+    def steps(self, side: str, load: str) -> int:
         """Steps of a row, those that do not count included."""
         counted = self.options.steps
-        return self.options.warm + (counted[self.options.loads.index(load)] if len(counted) > 1 else counted[0])
+        return self.warm(side) + (counted[self.options.loads.index(load)] if len(counted) > 1 else counted[0])
 
-    def stock_steps(self, load: str) -> list[dict[str, Any]]:
+    def stock_steps(self, side: str, load: str) -> list[dict[str, Any]]:
         """Stock's rows, also those of a run that was cut short."""
-        name, steps = f"stock-{self.call}-{self.runs}", self.steps(load)
+        name, steps = f"stock-{self.call}-{self.runs}", self.steps(side, load)
         self.runs += 1
         words = ["tests/gpu/bench/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
-        words += ["--load", load, "--steps", steps]
+        words += ["--load", load, "--steps", steps, "--recompute", "none" if side == "stock+none" else "full"]
         words += ["--rehearse"] if self.cpu else []
         return self.steps_of(
             name,
             words,
             steps,
-            lambda log: [
-                json.loads(line[4:])
-                for line in log.read_text(errors="replace").splitlines()
-                if line.startswith("ROW ")
-            ],
+            read_rows,
             # TRL spreads a model over every GPU that it sees.
             **({} if self.cpu else {"CUDA_VISIBLE_DEVICES": "0"}),
         )
@@ -253,7 +256,7 @@ class Bench:
         """The rows of our metrics.jsonl, in stock's names."""
         name, load = f"ours-{self.call}-{self.runs}", self.loads[load_name]
         self.runs += 1
-        steps = self.steps(load_name)
+        steps = self.steps(variant, load_name)
         keys: dict[str, Any] = {"train.max_steps": steps, "train.save_steps": steps}
         keys |= {"train.per_device_train_batch_size": load.group}
         keys |= {"train.gradient_accumulation_steps": load.completions // load.group // trainers}
@@ -327,7 +330,8 @@ def compare(bench: Bench) -> int:
     for number in range(options.rounds):
         if with_stock:
             for load in options.loads:
-                bench.run("stock", load)
+                for side in options.stock_sides:
+                    bench.run(side, load)
             if number == options.rounds - 1:
                 if "ours" in bench.servers:
                     with bench.going_on("ours"):
@@ -335,7 +339,7 @@ def compare(bench: Bench) -> int:
                 bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
         for variant, load in rows(options):
             bench.run(variant, load)
-    return options.rounds * (len(rows(options)) + with_stock * len(options.loads))
+    return options.rounds * (len(rows(options)) + with_stock * len(options.loads) * len(options.stock_sides))
 
 
 def rows(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -362,6 +366,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--load", "--loads", dest="loads", nargs="+", choices=WORKS, default=["A"], help="of A, B, C")
     parser.add_argument("--variants", nargs="*", default=[], help=f"of {', '.join(VARIANTS)}, joined by +")
     parser.add_argument("--stock", type=Path, help="an earlier --out with stock's rows, instead of running stock")
+    parser.add_argument(
+        "--stock_sides", nargs="+", choices=STOCK_SIDES, default=["stock"], help="rows of stock a load"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="times that the sides alternate")
     parser.add_argument("--warm", type=int, default=1, help="steps before those that count")
     parser.add_argument(

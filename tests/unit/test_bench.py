@@ -18,7 +18,7 @@ import bench_update
 from kernel_groups import group_of
 from memory_child import SHAPES, parameters
 from servers import write_lengths
-from step_table import figures, table
+from step_table import figures, read_rows, table
 from update_child import Batch
 from workload import CONFIG, LEVERS, ROOT, WORKS, Work, linear_weights, step_flops, update_flops
 
@@ -129,6 +129,28 @@ def test_rows_are_compared_with_stock_of_the_same_load(capsys, tmp_path):
     table(rows[2:], tmp_path / "stock.json")
     again = capsys.readouterr().out
     assert [line.split()[2] for line in again.splitlines() if line.startswith("x ")] == ["4.00", "3.00"]
+
+
+def test_an_overlapped_row_warms_up_one_step_longer(bench):
+    made = bench("--loads", "A", "B", "--steps", "3", "2", "--variants", "shared")
+    assert (made.steps("shared", "A"), made.steps("shared+overlap@A", "A")) == (4, 5)
+    assert (made.steps("stock", "B"), made.steps("overlap", "B")) == (3, 4)
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path):
+    log = tmp_path / "log"
+    log.write_text('text\nROW {"number": 1}\nROW {"num')
+    assert read_rows(log) == [{"number": 1}]
+
+
+def test_a_step_with_other_prompts_or_completions_is_a_problem():
+    load = WORKS["A"]
+    step = dict.fromkeys(("step", "update", "logps", "peak_gib"), 1.0) | {"generate": 0.0}
+    step |= {"completion_tokens": 128 * 1024, "prompt_tokens": 128 * 250}
+    assert figures([step], load, SHAPES["8b"], 1)["problem"] is None
+    for key in ("completion_tokens", "prompt_tokens"):
+        problem = figures([step | {key: 7}], load, SHAPES["8b"], 1)["problem"]
+        assert problem.startswith(f"[7] {key.replace('_', ' ')}"), problem
 
 
 class FakeParent:

@@ -14,7 +14,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Our steps in stock's names; the first has no step before it to be timed from, so its own seconds count."""
     if not file.is_file():
         return []
-    rows, found = [json.loads(line) for line in file.read_text().splitlines()], []
+    rows, found = [json.loads(line) for line in whole_lines(file)], []
     for place, row in enumerate(rows):
         parts = row["seconds"]
         step = row["time"] - rows[place - 1]["time"] if place else parts["step"]
@@ -32,10 +32,23 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+def whole_lines(file: Path) -> list[str]:
+    """The lines of a file that is being written, without one that has no end yet."""
+    return file.read_text(errors="replace").split("\n")[:-1]
+
+
+def read_rows(log: Path) -> list[dict[str, Any]]:
+    """Stock's steps, from its log."""
+    return [json.loads(line[4:]) for line in whole_lines(log) if line.startswith("ROW ")]
+
+
 def figures(steps: list[dict[str, Any]], load: Work, shape: dict[str, Any], cards: int) -> dict[str, Any]:
     """Medians of the steps that count, of a trainer on so many cards."""
     wrong = {one["completion_tokens"] for one in steps} - {sum(load.lengths)}
     problem = f"{sorted(wrong)} completion tokens, {sum(load.lengths)} were wanted" if wrong else None
+    prompts = load.completions * load.prompt  # ours counts completions only
+    if longer := {found for one in steps if (found := one.get("prompt_tokens", prompts)) != prompts}:
+        problem = f"{sorted(longer)} prompt tokens, {prompts} were wanted"
     found = {name: statistics.median(one.get(name, 0.0) for one in steps) for name in PHASES}
     busy = found["update"] + found["logps"]
     found |= {"steps": len(steps), "update_tok_s": load.tokens / found["update"], "all": steps}

@@ -1,8 +1,8 @@
 """Whole steps of stock TRL against a stock vLLM server, timed by phase; one line "ROW {json}" a step.
 
 GRPOTrainer of trl 1.16 as its documentation sets it up for LoRA: BF16 base, rank 16 on all linear layers, server mode,
-gradient checkpointing, micro-batch of one group. Seconds by wrapping its own methods; a step ends where the next
-begins. On a CPU (`--rehearse`) the weights are not sent: that needs NCCL.
+gradient checkpointing (`--recompute none`: without), micro-batch of one group. Seconds by wrapping its own methods; a
+step ends where the next begins. On a CPU (`--rehearse`) the weights are not sent: that needs NCCL.
 """
 
 import argparse
@@ -106,7 +106,9 @@ def recorder() -> Any:
             found |= {"number": state.global_step, "step": round(now - self.ended, 3)}
             found["update"] = found["training_step"] - found["score"] + found["optimizer"]
             found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-            print("ROW", json.dumps(found), flush=True)
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            print(f"ROW {json.dumps(found)}", flush=True)
             self.ended = now
             seconds.clear()
 
@@ -119,6 +121,7 @@ def main() -> None:
     parser.add_argument("--url", required=True, help="the stock server")
     parser.add_argument("--load", choices=WORKS, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--recompute", choices=("full", "none"), default="full", help="none: no checkpointing")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     load = (TINY_WORKS if options.rehearse else WORKS)[options.load]
@@ -145,7 +148,7 @@ def main() -> None:
         max_completion_length=load.longest,
         beta=0.01,
         learning_rate=1e-5,
-        gradient_checkpointing=True,
+        gradient_checkpointing=options.recompute == "full",
         bf16=not options.rehearse,
         use_cpu=options.rehearse,
         max_steps=options.steps,
