@@ -6,6 +6,7 @@
 
 import contextlib
 import fcntl
+import importlib
 import io
 import json
 import os
@@ -34,6 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from recipes.parts.errors import run_command
+from recipes.parts.recipe import PLAIN
 from recipes.parts.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +144,7 @@ def launch() -> Callable[[list[str]], subprocess.Popen]:
     """Start `accelerate launch recipes/grpo_qlora.py` as a user does, in a process group of its own."""
 
     def start(arguments: list[str]) -> subprocess.Popen:
-        command = [*LAUNCH, "recipes/grpo_qlora.py", *arguments]
+        command = [*LAUNCH, PLAIN, *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
@@ -161,18 +163,22 @@ def tiny_run(made_once, launch, recipe_arguments, learning_model_dir) -> RunDir:
     return RunDir(made_once("tiny-run", train))
 
 
+def main_of(file: str) -> Callable[[], None]:
+    """The `main()` of a recipe's file."""
+    return importlib.import_module(file.removesuffix(".py").replace("/", ".")).main
+
+
 @pytest.fixture(scope="session")
-def recipe() -> Callable[[list[str]], Finished]:
-    """The recipe's command line in this process (imports cost 10 s per launch): exit code and output."""
+def recipe() -> Callable[..., Finished]:
+    """`recipe(arguments, file)`: a recipe's command line in this process (imports cost 10 s per launch): exit code and
+    output."""
 
-    def run(arguments: list[str]) -> Finished:
-        from recipes.grpo_qlora import main
-
+    def run(arguments: list[str], file: str = PLAIN) -> Finished:
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            patch.setattr(sys, "argv", ["recipes/grpo_qlora.py", *arguments])
+            patch.setattr(sys, "argv", [file, *arguments])
             with pytest.raises(SystemExit) as ended:
-                run_command(main)
+                run_command(main_of(file))
         return Finished(ended.value.code, out.getvalue(), err.getvalue())
 
     return run
@@ -180,13 +186,12 @@ def recipe() -> Callable[[list[str]], Finished]:
 
 @pytest.fixture(scope="session")
 def build_trainer() -> Callable[..., Any]:
-    """The trainer as the recipe builds it, not yet started; `rewards` replaces the configured reward functions."""
+    """The trainer as a recipe builds it, not yet started; `rewards` replaces the configured reward functions."""
 
     class Built(Exception):
         pass
 
-    def build(arguments: list[str], rewards: list | None = None) -> Any:
-        from recipes.grpo_qlora import main
+    def build(arguments: list[str], rewards: list | None = None, file: str = PLAIN) -> Any:
         from recipes.parts.trainer import PolicyTrainer
 
         found = []
@@ -196,12 +201,12 @@ def build_trainer() -> Callable[..., Any]:
             raise Built
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["recipes/grpo_qlora.py", *arguments])
+            patch.setattr(sys, "argv", [file, *arguments])
             patch.setattr(PolicyTrainer, "train_run", stop)
             if rewards is not None:
                 patch.setattr("reward.reward_functions", lambda config: (rewards, [1.0] * len(rewards)))
             with pytest.raises(Built):
-                main()
+                main_of(file)()
         return found[0]
 
     return build

@@ -1,7 +1,5 @@
 """The distillation recipe by its command line: what a run leaves behind, that the student comes nearer, resuming."""
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -13,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipes.parts.errors import run_command
 from recipes.parts.policy import publish_adapter
+from recipes.parts.recipe import DISTILLATION
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 
 LOG_LINE = re.compile(
@@ -24,20 +22,12 @@ LOG_LINE = re.compile(
 
 
 @pytest.fixture(scope="session")
-def distill(recipe_arguments) -> Callable:
+def distill(recipe, recipe_arguments) -> Callable:
     """`distill(model, run directory, {key: value}, *flags)`: (exit code, output, errors) of the recipe."""
 
     def run(model: Path, output: Path, changes: dict, *flags: str) -> tuple[int, str, str]:
-        from recipes.distill_qat import main
-
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            patch.setattr(
-                sys, "argv", ["recipes/distill_qat.py", *recipe_arguments(model, output, changes, flags=flags)]
-            )
-            with pytest.raises(SystemExit) as ended:
-                run_command(main)
-        return ended.value.code, out.getvalue(), err.getvalue()
+        done = recipe(recipe_arguments(model, output, changes, flags=flags), DISTILLATION)
+        return done.code, done.out, done.err
 
     return run
 

@@ -1,10 +1,8 @@
 """The quantization-aware recipe by its command line: what a run leaves behind, a resume, and what it refuses."""
 
-import contextlib
-import io
 import json
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,11 @@ from safetensors.torch import load_file
 
 from launch.starting.trainer_command import Placement, choose_launcher, trainer_command
 from recipes.parts.config import load_config
-from recipes.parts.errors import run_command
+from recipes.parts.recipe import PLAIN
+from recipes.parts.recipe import QUANTIZED as RECIPE
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.conftest import LAUNCH, ROOT, SMALL
 
-RECIPE = "recipes/grpo_qat.py"
 CONFIG = "recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml"
 W4A4 = {"policy.quant_cfg": "nvfp4", "policy.quant_calib_size": 8, "train.save_steps": 1}
 
@@ -27,18 +25,13 @@ def arguments(model: Path, output: Path, changes: dict | None = None, flags: tup
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items()), *flags]
 
 
-@pytest.fixture
-def recipe(monkeypatch):
+@pytest.fixture(scope="session")
+def recipe(recipe):
     """`recipe(words, file)`: the command line in this process: exit code and all output."""
 
     def run(words: list[str], file: str = RECIPE) -> tuple[int, str]:
-        from recipes import grpo_qat, grpo_qlora
-
-        out = io.StringIO()
-        monkeypatch.setattr(sys, "argv", [file, *words])
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
-            run_command({RECIPE: grpo_qat.main, "recipes/grpo_qlora.py": grpo_qlora.main}[file])
-        return ended.value.code, out.getvalue()
+        done = recipe(words, file)
+        return done.code, done.out + done.err
 
     return run
 
@@ -82,16 +75,15 @@ def test_adapters_and_checkpoints_carry_one_state(run):
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, recipe, learning_model_dir, tmp_path):
-    once = tmp_path / "once"
-    words = arguments(learning_model_dir, once, W4A4 | {"train.max_steps": 1})
-    assert recipe(words)[0] == 0
-    state = once / "checkpoints" / "step-000001" / "quantizer.safetensors"
-    before = state.read_bytes()
-    words = arguments(learning_model_dir, once, W4A4 | {"train.max_steps": 2}, ("--resume",))
+    parts = shutil.copytree(run.path, tmp_path / "parts")
+    shutil.rmtree(parts / "checkpoints" / "step-000002")
+    shutil.rmtree(parts / "adapters" / "v000002")
+    words = arguments(learning_model_dir, parts, W4A4 | {"train.max_steps": 2}, ("--resume",))
     code, said = recipe(words)
-    assert code == 0 and "calibrated" not in said
-    assert (once / "adapters" / "v000002" / "quantizer.safetensors").read_bytes() == before
-    files = [place / "adapters" / "v000002" / "adapter_model.safetensors" for place in (once, run.path)]
+    assert code == 0 and "resuming from" in said and "calibrated" not in said, said
+    state = (parts / "checkpoints" / "step-000001" / "quantizer.safetensors").read_bytes()
+    assert (parts / "adapters" / "v000002" / "quantizer.safetensors").read_bytes() == state
+    files = [place / "adapters" / "v000002" / "adapter_model.safetensors" for place in (parts, run.path)]
     resumed, uninterrupted = map(load_file, files)
     assert all(torch.equal(value, uninterrupted[name]) for name, value in resumed.items())
 
@@ -121,7 +113,7 @@ def test_a_resume_and_an_adapter_of_another_format_are_refused(run, recipe, lear
         "recipes/configs/grpo-tiny-nf4-cpu.yaml",
         *arguments(learning_model_dir, tmp_path / "p", start)[2:],
     ]
-    code, said = recipe(plain, "recipes/grpo_qlora.py")
+    code, said = recipe(plain, PLAIN)
     assert code == 2 and "was trained for nvfp4, policy.quant_cfg says nothing" in said
 
 
@@ -189,7 +181,7 @@ def test_a_split_base_is_refused(recipe, tiny_model_dir, tmp_path, monkeypatch):
 
 def test_each_recipe_names_the_one_that_trains_the_configuration(recipe, tiny_model_dir, tmp_path):
     words = arguments(tiny_model_dir, tmp_path / "run")
-    code, said = recipe(words, "recipes/grpo_qlora.py")
+    code, said = recipe(words, PLAIN)
     assert (
         code == 2 and "policy.quant_cfg is nvfp4a16: recipes/grpo_qlora.py does not train this. Start it with" in said
     )

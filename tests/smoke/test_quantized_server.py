@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from recipes.parts.canary import CanaryResult, compare, read_canary
+from recipes.parts.recipe import QUANTIZED
 from recipes.parts.rundir import RunDir, read_json
 from tests.smoke.test_server_run import Server
 
@@ -84,15 +85,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def quantized_recipe(recipe):
-    """`recipes/grpo_qat.py` in this process, as `recipe` runs the plain one."""
-    from recipes import grpo_qat, grpo_qlora
-
-    def run(arguments: list[str]) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grpo_qlora, "main", grpo_qat.main)
-            return recipe(arguments)
-
-    return run
+    return lambda arguments: recipe(arguments, QUANTIZED)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Distillation: the chunked divergence against a direct one, the teacher's pass, and that the student comes nearer."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ from trl.kernels import chunked_divergence
 from merge.base import plain_name
 from recipes.parts.config import load_config
 from recipes.parts.distill import problems, settled, without_effect
-from recipes.parts.distill_trainer import DistillTrainer, Head, divergence, last_states
+from recipes.parts.distill_trainer import Head, divergence, last_states
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import publish_adapter
 from recipes.parts.qat import quantizer_state, quantizers_of
+from recipes.parts.recipe import DISTILLATION
 from recipes.parts.update import take_rows
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -57,29 +57,13 @@ def test_the_divergence_in_chunks_is_the_direct_one_in_float64_and_so_is_its_gra
 
 
 @pytest.fixture(scope="module")
-def build(recipe_arguments, tiny_model_dir, tmp_path_factory):
+def build(build_trainer, recipe_arguments, tiny_model_dir, tmp_path_factory):
     """`build({key: value})`: the trainer as the recipe builds it, its student's and teacher's adapters not zero."""
 
-    class Built(Exception):
-        pass
-
     def make(changes: dict | None = None) -> Any:
-        from recipes.distill_qat import main
-
-        found = []
-
-        def stop(trainer: Any, resume: bool) -> None:
-            found.append(trainer)
-            raise Built
-
         folder = tmp_path_factory.mktemp("distill") / "run"
         keys = {"train.max_steps": 4, **(changes or {})}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["recipes/distill_qat.py", *recipe_arguments(tiny_model_dir, folder, keys)])
-            patch.setattr(DistillTrainer, "train_run", stop)
-            with pytest.raises(Built):
-                main()
-        return found[0]
+        return build_trainer(recipe_arguments(tiny_model_dir, folder, keys), file=DISTILLATION)
 
     return make
 
@@ -155,17 +139,21 @@ def step(trainer: Any, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), gradients(trainer)
 
 
-def test_a_step_s_loss_is_the_mean_divergence_of_the_models_own_logits(taught):
-    inputs = rows(taught)
-    loss, _ = step(taught, inputs)
+def divergence_of_logits(trainer: Any, inputs: dict) -> float:
+    """The mean reverse KL of the student's logits from the teacher's, over the tokens of completions."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     with torch.no_grad():
-        ours = taught.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
-        with taught.teacher.of(taught.model) as teacher:
+        ours = trainer.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
+        with trainer.teacher.of(trainer.model) as teacher:
             theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
-    each = direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()]
-    assert loss == pytest.approx(each.mean().item(), rel=1e-4) and loss > 0.01
+    return direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()].mean().item()
+
+
+def test_a_step_s_loss_is_the_mean_divergence_of_the_models_own_logits(taught):
+    inputs = rows(taught)
+    loss, _ = step(taught, inputs)
+    assert loss == pytest.approx(divergence_of_logits(taught, inputs), rel=1e-4) and loss > 0.01
     assert taught._metrics["train"]["divergence"][-1] == pytest.approx(loss, rel=1e-5)
 
 
@@ -293,14 +281,7 @@ def test_the_teacher_of_a_quantized_student_is_not_quantized_and_leaves_its_quan
 def test_a_quantized_student_learns_from_the_divergence_of_its_quantized_logits(quantized):
     inputs = rows(quantized)
     loss, grads = step(quantized, inputs)
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    with torch.no_grad():
-        ours = quantized.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
-        with quantized.teacher.of(quantized.model) as teacher:
-            theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
-    each = direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()]
-    assert loss == pytest.approx(each.mean().item(), rel=1e-4)
+    assert loss == pytest.approx(divergence_of_logits(quantized, inputs), rel=1e-4)
     assert any(one.abs().max() > 1e-5 for one in grads.values())
 
 
