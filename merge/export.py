@@ -46,8 +46,7 @@ def main(argv: list[str]) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     config = load_config(arguments.config, overrides)
     out = arguments.out or base_directory(config)
-    if config.model.path is not None and not Path(config.model.path).is_dir():
-        raise BadInput(f"model.path {config.model.path} does not exist (seen from {Path.cwd()}).")
+    config.model.check_path()
     source = config.model.source
     described = unquantized_config(source, config.model.revision)
     # transformers tells a commit of a directory too, when it lies in the hub's cache.

@@ -77,6 +77,13 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
     serving = config.rollout.backend == "server"
     replicas = len(config.rollout.server_urls) if serving else 0
     names = [str(number) for number in range(count)]
+    listed = {"train.gpus": config.train.gpus, "server.gpus": config.server.gpus if serving else None}
+    if count < (needed := 1 + max((gpu for gpus in listed.values() for gpu in gpus or []), default=-1)):
+        keys = " and ".join(f"{key} {gpus}" for key, gpus in listed.items() if gpus)
+        raise BadInput(
+            f"{keys} need {needed} GPUs, there are {count} ({card.name}). Name the cards of the run's machine, such "
+            f"as --gpu {'h200' if card.is_cpu else card.name}:{needed}, or change the lists."
+        )
     where = place(config, names, replicas_on_gpus=serving and count > 0, trainer_on_gpus=count > 0)
     each = config.server.tensor_parallel
     if serving and count and len(where.servers) < replicas * each:
@@ -376,8 +383,7 @@ def remedy(layout: Layout) -> dict[str, Any] | None:
 def cards_that_fit(layout: Layout) -> list[str]:
     """Other cards, as many of them, on which the configuration fits as it is; those with the least memory first."""
     others = sorted((card for card in CARDS.values() if card.name != layout.card.name), key=lambda card: card.gib)
-    fitting = [card.name for card in others if lay_out(layout.shape, layout.config, card, max(1, layout.count)).fits]
-    return fitting[:3]
+    return [card.name for card in others if lay_out(layout.shape, layout.config, card, layout.count).fits][:3]
 
 
 @dataclass

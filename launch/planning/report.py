@@ -60,8 +60,11 @@ def summary(layout: Layout) -> str:
 def _advice(layout: Layout) -> str:
     keys = fitting.remedy(layout)
     if keys is None:
-        cards = ", ".join(fitting.cards_that_fit(layout))
-        other = f"It fits as it is on as many {cards}." if cards else "It fits no card of the table as it is."
+        if not layout.count:
+            other = "Plan it for GPUs: python -m launch.plan --gpu h200:2."
+        else:
+            cards = ", ".join(fitting.cards_that_fit(layout))
+            other = f"It fits as it is on as many {cards}." if cards else "It fits no card of the table as it is."
         return f"No change of the configuration that the plan knows makes it fit these cards. {other}"
     return f"This would fit: {spell(keys)}"
 

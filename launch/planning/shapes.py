@@ -164,7 +164,10 @@ def find_shape(source: str, revision: str | None = None) -> Shape:
 def config_shape(config: Config, facts: dict[str, Any] | None = None) -> Shape:
     """The shape of a run's model; `facts` is its config.json, when it was read already."""
     source = config.model.source
-    return shape_from_facts(facts, source) if facts else find_shape(source, config.model.revision)
+    if facts:
+        return shape_from_facts(facts, source)
+    config.model.check_path()
+    return find_shape(source, config.model.revision)
 
 
 def _cached(source: str, revision: str | None) -> Path | None:

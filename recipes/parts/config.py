@@ -54,6 +54,14 @@ class ModelConfig:
     def source(self) -> str:
         return self.path or self.id
 
+    def check_path(self) -> None:
+        """`BadInput` when `path` is no directory here: transformers would ask the hub for a model of that name."""
+        if self.path is not None and not Path(self.path).is_dir():
+            raise BadInput(
+                f"model.path {self.path} is no directory (seen from {Path.cwd()}). Name one that holds a model "
+                f"(recipes/tiny_base.py makes a small one), or leave model.path out to take {self.id} from the hub."
+            )
+
 
 @dataclass(kw_only=True)
 class PolicyConfig:

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 def check_base(config: Config) -> Any:
     """The base model's transformers config, read without any weight.
 
-    `BadInput` when it is quantized already, when transformers cannot build it with `model.attn_implementation`, or
-    when a name in `policy.target_modules` is no linear layer of it (peft would adapt the others and say nothing).
+    `BadInput` when it is not there or quantized already, when transformers cannot build it with
+    `model.attn_implementation`, or when a name in `policy.target_modules` is no linear layer of it (peft would adapt
+    the others and say nothing).
     """
+    config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
     adapted_layers(config, facts)
     return facts

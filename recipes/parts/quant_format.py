@@ -7,7 +7,7 @@ w4a16       weights INT4, symmetric, groups of 128.
 nvfp4a16    weights FP4 (E2M1) in groups of 16 with E4M3 scales under one global scale.
 nvfp4       the same, and activations in FP4 like them, under a global scale that calibration finds (W4A4).
 
-Each is a layout that `python -m merge quantize` writes, and fake_quant.py has its numbers. A configuration of
+Each is a layout that `python -m merge --format` writes, and fake_quant.py has its numbers. A configuration of
 nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no torch.
 """
 
@@ -48,7 +48,7 @@ class ActivationFormat:
 
 @dataclass(frozen=True)
 class QuantFormat:
-    name: str  # of `python -m merge quantize`
+    name: str  # of `python -m merge --format`
     weight: WeightFormat
     activation: ActivationFormat | None
 
@@ -73,6 +73,13 @@ FORMATS = {
         QuantFormat("nvfp4", WeightFormat("nvfp4", (1, 16)), ActivationFormat("nvfp4", "block", True)),
     )
 }
+# The merge's other formats: what to do in place of training for one.
+NOT_TRAINED = {
+    "bf16": "training computes in 16 bits without quantizers. Leave policy.quant_cfg out.",
+    "nf4": "it is how the frozen base is stored (policy.quantization). Leave policy.quant_cfg out.",
+    "awq": "its scales are found on the trained weights. Train for w4a16, which is stored the same way, or leave "
+    "policy.quant_cfg out and merge with --format awq.",
+}
 
 
 def read_quant_format(text: str) -> QuantFormat:
@@ -87,6 +94,11 @@ def read_quant_format(text: str) -> QuantFormat:
         return modelopt_config.read_file(Path(text))
     if (found := modelopt_config.by_name(text)) is not None:
         return found
+    if text in NOT_TRAINED:
+        raise BadInput(
+            f"policy.quant_cfg ({text}) is a format of the merge that no run is trained for: {NOT_TRAINED[text]} "
+            f"Known: {', '.join(FORMATS)}."
+        )
     names = {name.lower(): name for name in (*FORMATS, *modelopt_config.LAYOUTS)}
     near = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.4)
     hint = f" Did you mean {names[near[0]]}?" if near else ""

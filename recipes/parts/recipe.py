@@ -27,8 +27,9 @@ def check_recipe(config: Config, recipe: str) -> None:
     elif needed == QUANTIZED:
         why, instead = f"policy.quant_cfg is {fmt}", "leave policy.quant_cfg out to train without quantizers"
     else:
-        why = "policy.quant_cfg is not set" if recipe == QUANTIZED else "distill.teacher is not set"
-        instead = f"set {why.split()[0]}"
+        why, instead = "policy.quant_cfg is not set", "set policy.quant_cfg"
+    if recipe == DISTILLATION:  # with or without quantizers, what it lacks is a teacher
+        why, instead = "distill.teacher and distill.teacher_adapter are not set", "set one of them"
     raise BadInput(f"{why}: {recipe} does not train this. Start it with {needed}, or {instead}.")
 
 

@@ -76,6 +76,12 @@ def test_the_command_line_ends_with_0_1_and_2():
         assert done.stdout if code < 2 else done.stderr.startswith("error: --gpu rtx1: unknown card")
 
 
+def test_what_the_memory_of_a_cpu_does_not_hold_is_to_be_planned_for_gpus(monkeypatch, capsys):
+    words = ["--gpu", "cpu", "--train.gpus", "null", "--server.gpus", "null", "--params", "32b"]
+    code, out = command(monkeypatch, capsys, "--config", TWO, *words)
+    assert code == 1 and "Plan it for GPUs: python -m launch.plan --gpu" in " ".join(out.split())
+
+
 def test_cards_are_named_together_only_when_they_follow_each_other(monkeypatch, capsys):
     _, out = command(monkeypatch, capsys, "--config", EIGHT, "--gpu", "h200:8")
     assert "GPU 0 to 3, trainer" in out and "GPU 4 to 7, server" in out
@@ -163,7 +169,9 @@ def test_a_hub_id_is_read_from_the_cache_without_the_network(tmp_path, monkeypat
         (["--gpu", "h200", "--train.per_device_train_batch_size", "0"], "must be at least 1"),
         (["--gpu", "h200", "--policy.target_modules", "[q_prj]"], "policy.target_modules names 'q_prj'"),
         (["--gpu", "h200:2", "--rollout.server_urls", "[http://a:1, http://b:1, http://c:1]"], "need 3 GPUs"),
-        (["--gpu", "h200", "--server.gpus", "[1]"], "names 1"),
+        (["--gpu", "h200", "--server.gpus", "[1]"], "server.gpus [1] need 2 GPUs, there are 1 (h200)"),
+        (["--gpu", "cpu"], "there are 0 (cpu). Name the cards of the run's machine, such as --gpu h200:1"),
+        (["--gpu", "h200", "--model.path", "nowhere"], "model.path nowhere is no directory (seen from"),
     ],
 )
 def test_bad_input_is_named_with_its_fix(words, complaint, monkeypatch, capsys):

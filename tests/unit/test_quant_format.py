@@ -11,6 +11,7 @@ import yaml
 from merge.quantize import FORMATS as STORED
 from recipes.parts import modelopt_config
 from recipes.parts.checks import check_config
+from recipes.parts.config import FORMATS as MERGED
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
@@ -87,6 +88,17 @@ def test_reading_a_format_imports_no_torch():
 def test_an_unknown_name_is_refused_with_the_nearest(text, nearest):
     assert f"policy.quant_cfg ({text}) is no format" in refusal(text)
     assert f"Did you mean {nearest}" in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [("bf16", "Leave policy.quant_cfg out"), ("nf4", "policy.quantization"), ("awq", "Train for w4a16")],
+)
+def test_a_format_of_the_merge_that_is_not_trained_for_is_refused_with_what_to_do(text, fix):
+    assert set(MERGED) == {*FORMATS, "bf16", "nf4", "awq"}
+    message = refusal(text)
+    assert f"policy.quant_cfg ({text}) is a format of the merge that no run is trained for" in message
+    assert fix in message and "Did you mean" not in message
 
 
 def test_a_name_like_no_other_is_refused_with_all():
