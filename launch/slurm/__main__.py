@@ -26,24 +26,29 @@ def main() -> int:
     )
     parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
     parser.add_argument("--nodes", type=int, default=1, help="1: servers and trainer share it; 2 or more: see above")
-    parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs to ask for on each node; 0: a CPU node")
+    parser.add_argument(
+        "--gpus_per_node",
+        type=int,
+        help="GPUs to ask for on each node; 0: a CPU node; default 8, on one node those that the YAML counts up to",
+    )
     parser.add_argument("--cpus_per_gpu", type=int, default=8, help="CPU cores to ask for, per GPU")
     parser.add_argument("--partition", help="Slurm partition; default the cluster's")
     parser.add_argument("--account", help="Slurm account; default the user's")
     parser.add_argument("--time", default="24:00:00", help="time limit as Slurm writes it: 24:00:00, 2-12, 90")
     parser.add_argument("--out", type=Path, help="file to write; default standard output")
     flags, overrides = parser.parse_known_args()
+    config = load_config(flags.config, overrides)
+    listed = [*(config.train.gpus or []), *(config.server.gpus or [])] if flags.nodes == 1 else []
     job = Job(
         config_path=flags.config,
         overrides=tuple(overrides),
         nodes=flags.nodes,
-        gpus=flags.gpus_per_node,
+        gpus=flags.gpus_per_node if flags.gpus_per_node is not None else 1 + max(listed, default=7),
         cpus_per_gpu=flags.cpus_per_gpu,
         partition=flags.partition,
         account=flags.account,
         time=flags.time,
     )
-    config = load_config(flags.config, overrides)
     text = write_script(job, config)
     print(describe(job, config), file=sys.stderr)
     if flags.out is None:

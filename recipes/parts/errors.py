@@ -1,6 +1,7 @@
 """The two ways a command of the kit ends badly, and the exit code of each."""
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +32,8 @@ def run_command(main: Callable[[], int | None]) -> None:
 
     A `KitError` and a full disk print one message; of several processes that fail alike, the main one prints it.
     """
+    # On some CPUs bitsandbytes asks for a package with a kernel of its own, which merge.base turns off.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         code = main()
     except KitError as error:

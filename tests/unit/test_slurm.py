@@ -3,16 +3,19 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from launch.slurm.__main__ import main
 from launch.slurm.script import Job, describe, split_run, write_script
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 EIGHT = "recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
+TWO = "recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml"
 ONE_CARD = "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
 ALONE = "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml"
 TINY = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -173,3 +176,14 @@ def test_what_cannot_work_is_refused_before_it_waits_in_a_queue(path, overrides,
     with pytest.raises(BadInput) as refused:
         script(path, *overrides, **job)
     assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "gpus"),
+    [(TWO, [], "2"), (ONE_CARD, [], "1"), (EIGHT, [], "8"), (TINY, [], "8"), (TWO, ["--nodes", "2"], "8")],
+)
+def test_a_job_asks_for_the_gpus_that_the_configuration_names(path, words, gpus, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["slurm", "--config", path, *words])
+    assert main() == 0
+    assert options(capsys.readouterr().out)["gpus-per-node"] == gpus
