@@ -5,13 +5,15 @@ Everything up to `started` works without weights and without a GPU; a dry run en
 """
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from recipes.parts.checks import describe_split, is_main_process, lock_run
 from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import QuantFormat
 from recipes.parts.rundir import RunDir, write_json
 
@@ -189,15 +191,46 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
     return base, facts, rollout
 
 
+def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
+    """The error of a step for which the GPU had no memory, with what takes less and may change with --resume."""
+    train, rollout = config.train, config.rollout
+    longest = rollout.max_prompt_length + rollout.max_completion_length
+    if train.micro_batch_tokens is None:
+        changes = [f"set train.micro_batch_tokens ({longest} or more)"]
+    elif train.micro_batch_tokens > longest:
+        changes = [f"lower train.micro_batch_tokens ({train.micro_batch_tokens}; at least {longest})"]
+    else:
+        changes = []
+    if train.recompute != "full" or train.recompute_fraction < 1:
+        changes.append("set train.recompute to full and train.recompute_fraction to 1")
+    elif not train.recompute_offload:
+        changes.append("set train.recompute_offload to true")
+    if train.max_gpu_gib is not None:
+        changes.append(f"raise train.max_gpu_gib ({train.max_gpu_gib:g})")
+    what = "; or ".join(changes) or "use a larger card"
+    return CheckFailed(
+        f"step {step}: out of GPU memory. To go on with --resume, {what}. `python -m launch.plan` says what fits. "
+        f"{str(error).partition('. See documentation')[0].partition('. If reserved')[0]}"
+    )
+
+
 @contextlib.contextmanager
 def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
     """Around the training of `trainer`: its servers are let go however it ends; when it is done, the base still is the
-    one of `facts` (base.json; else `CheckFailed`) and a line says what was made, with `note` at its end."""
+    one of `facts` (base.json; else `CheckFailed`) and a line says what was made, with `note` at its end. A GPU without
+    memory is a `CheckFailed` too, with the keys that take less of it."""
+    import torch
+
     from recipes.parts.policy import check_base_unchanged
 
     began = time.perf_counter()
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        failed = out_of_memory(trainer.config, trainer.state.global_step + 1, error)
+        if not is_main_process():  # of one that fails alone, nobody else says why
+            print(f"error: process {os.environ['RANK']}: {failed}", file=sys.stderr, flush=True)
+        raise failed from error
     finally:
         if trainer.rollout and trainer.accelerator.is_main_process:
             trainer.rollout.close()

@@ -1,0 +1,52 @@
+"""What every recipe does around its training, where no run of a recipe shows it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes.parts.config import load_config
+from recipes.parts.errors import CheckFailed
+from recipes.parts.setup import training
+from tests.conftest import CONFIG
+
+# torch 2.11's words.
+TORCH = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.20 GiB is "
+    "free. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([], "set train.micro_batch_tokens (104 or more); or set train.recompute to full"),
+        (["--train.micro_batch_tokens=512"], "lower train.micro_batch_tokens (512; at least 104); or set"),
+        (
+            ["--train.micro_batch_tokens=104", "--train.recompute=full"],
+            "--resume, set train.recompute_offload to true",
+        ),
+        (
+            ["--train.micro_batch_tokens=104", "--train.recompute=full", "--train.recompute_offload=true"],
+            "--resume, use a larger card.",
+        ),
+        (["--train.max_gpu_gib=40"], "or raise train.max_gpu_gib (40)"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypatch, capsys, changes, said, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    closed = []
+    trainer = SimpleNamespace(
+        config=load_config(CONFIG, changes),
+        state=SimpleNamespace(global_step=6),
+        rollout=SimpleNamespace(close=lambda: closed.append(True)),
+        accelerator=SimpleNamespace(is_main_process=rank == 0),
+    )
+    with pytest.raises(CheckFailed) as found, training(trainer, {}):
+        raise torch.OutOfMemoryError(TORCH)
+    text = str(found.value)
+    assert text.startswith("step 7: out of GPU memory. ") and said in text and "Tried to allocate 2.00 GiB" in text
+    assert "PYTORCH" not in text and closed == [True] * (rank == 0)
+    # The main process's own is printed by what runs the command.
+    assert (f"error: process 1: {text}" in capsys.readouterr().err) == (rank == 1)
