@@ -90,7 +90,8 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     # The last product of a layer is not computed again.
     layer = shape.linear_weights / shape.layers
     products = passes + again * is_full * (1 - shape.intermediate * shape.hidden / layer)
-    attending = passes + again * (is_full or train.micro_batch_tokens is not None)
+    is_flex = train.packed_attention == "flex" or config.model.dtype == "float32"  # which selective runs again, too
+    attending = passes + again * (is_full or (train.micro_batch_tokens is not None and is_flex))
     fp8 = policy.compute == "fp8" and card.fp8_tflops is not None
     reached = value("update_efficiency") * card.bf16_tflops * 1e12
     linear = 2 * shape.linear_weights * one.tokens / (value("fp8_products") if fp8 else 1)
