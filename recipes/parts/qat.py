@@ -62,9 +62,9 @@ class Quantizers:
 
     def watch(self, rows: torch.Tensor, peak: torch.Tensor) -> None:
         """Count values of rows (T, in) beyond ± peak, in some of the rows."""
-        sample = rows[:: -(-len(rows) // WATCHED_TOKENS)].abs()
-        if not sample.numel():
+        if not rows.numel():
             return
+        sample = rows[:: -(-len(rows) // WATCHED_TOKENS)].abs()
         found = torch.stack([(sample > peak).sum().float(), (sample.amax() / peak).float()])
         if self._beyond is None:
             self._beyond = found
@@ -110,11 +110,17 @@ class Product:
         own = self._own_peak(a, b, scaling)
         if own is None or not self.quantizers.fmt.shares_peak or len(self.fused) == 1:
             return own
-        peaks = [own if one is self else one._own_peak(*one.factors(a is not None)) for one in self.fused]
-        known = self._shared.get(a is not None)
+        # Of a layer without an adapter, the others may still compute with theirs.
+        is_adapted = a is not None or any(one.has_adapter_on() for one in self.fused if one is not self)
+        peaks = [own if one is self else one._own_peak(*one.factors(is_adapted)) for one in self.fused]
+        known = self._shared.get(is_adapted)
         if known is None or any(one is not other for one, other in zip(known[0], peaks, strict=True)):
-            known = self._shared[a is not None] = peaks, torch.stack(peaks).amax(0)
+            known = self._shared[is_adapted] = peaks, torch.stack(peaks).amax(0)
         return known[1]
+
+    def has_adapter_on(self) -> bool:
+        """Whether the layer has an adapter and computes with it now."""
+        return hasattr(self.module, "lora_A") and not self.module.disable_adapters
 
     def factors(self, with_adapter: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
         """a (r, in), b (out, r) and the scaling of the layer's adapter; None twice without one."""

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import subprocess
 
@@ -14,10 +15,11 @@ from peft.tuners.lora import layer as peft_layer
 from torch.utils.checkpoint import checkpoint
 
 from merge.base import dequantize, hash_base, load_nf4
+from merge.quantize import read_back, to_nvfp4
 from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.fake_quant import fake_quantize_activation, fake_quantize_weight, weight_peak
+from recipes.parts.fake_quant import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
 from recipes.parts.qat import (
     STATE,
     keeping_weights,
@@ -47,7 +49,6 @@ def make_group(kind="nf4", dtype=torch.float32, bias=False, adapted=tuple(OUTPUT
         else:
             torch.manual_seed(seed)
             layer = torch.nn.Linear(INPUTS, outputs, bias=bias, dtype=dtype).requires_grad_(False)
-        # Peaks that differ, so that sharing them shows.
         members[name] = layer if name not in adapted else with_adapter(layer, kind)
     return torch.nn.ModuleDict(members)
 
@@ -146,6 +147,40 @@ def test_layers_without_an_adapter_and_outputs_that_nobody_uses_change_nothing(n
     fmt, group, (x, g) = FORMATS[name], make_group(adapted=adapted), sample()
     expected = gradients(group, x, g, lambda group, x: full_size(group, x, fmt), used)
     close(gradients(quantize(group, fmt), x, g, plainly, used), expected, 1e-5)
+
+
+@pytest.mark.parametrize("adapted", [tuple(OUTPUTS), ("q_proj", "v_proj"), ("k_proj",), ()])
+def test_fused_layers_have_one_global_scale_with_the_adapter_and_without_as_the_export_has(adapted):
+    group = make_group("bf16", torch.bfloat16, adapted=adapted)
+    keys = group["k_proj"]
+    getattr(keys, "base_layer", keys).weight.data.mul_(1e-5)  # so small that scales under that of all three lose bits
+    with torch.no_grad():
+        for name in adapted:
+            factors(group[name])[1].mul_(0 if name == "k_proj" else 20)
+    made = quantize(group, FORMATS["nvfp4a16"])
+    for is_on in (True, False):
+        for name in adapted:
+            made[name].enable_adapters(is_on)
+        weights = {}
+        for name, module in made.items():
+            a, b, scaling, _ = module.settings(torch.ones(1, INPUTS))
+            found = module.product.weight(a, b, scaling, torch.float32)
+            weights[name] = effective_weight(module.product.layer, a, b, scaling), found
+        largest = max(weight.abs().max().item() for weight, _ in weights.values())
+        for weight, found in weights.values():
+            assert torch.equal(found, read_back(functools.partial(to_nvfp4, amax=largest), weight)[1])
+        alone, found = weights["k_proj"]
+        assert not torch.equal(found, read_back(to_nvfp4, alone)[1])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_token_at_all_is_no_error(name):
+    group = quantize(make_group(), FORMATS[name])
+    x = torch.zeros(0, INPUTS, requires_grad=True)
+    ys = plainly(group, x)
+    assert {key: tuple(y.shape) for key, y in ys.items()} == {key: (0, n) for key, n in OUTPUTS.items()}
+    torch.autograd.backward([y.sum() for y in ys.values()])
+    assert x.grad.shape == x.shape and quantizers_of(group).watched() == {}
 
 
 @pytest.mark.parametrize("name", FORMATS)
