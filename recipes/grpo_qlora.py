@@ -1,7 +1,17 @@
 """GRPO on an NF4 base with a LoRA adapter; the KL reference is the same model with the adapter off.
 
 The base is quantized once and never written again: its bytes are hashed before the first step and after the last.
-Only the adapter learns, only the adapter is saved. Losses: Dr. GRPO, DAPO, GRPO (`train.loss_type`).
+Only the adapter learns, only the adapter is saved. Losses: Dr. GRPO, DAPO, GRPO (`train.loss_type`). A step:
+
+    sample     `rollout.group_size` completions of each problem, by the policy in this process or by vLLM servers that
+               hold the same base, dequantized, and take the adapter before each step; a canary batch that trainer and
+               servers score shows that they are one policy
+    reward     `reward.functions`; a reward that could not be computed is masked and counted, never 0
+    advantage  the reward less the mean of its group, divided by a deviation where `train.scale_rewards` says so
+    loss       the clipped importance ratio times the advantage, `train.beta` times the KL to the reference, corrected
+               for what sampler and policy differ by (`rollout.correction`); one forward gives the old log-probs too
+    update     of the adapter, unless a gradient is not finite or the sampler is too far (`rollout.max_sampler_k3`)
+    record     a line of metrics, the ids of its problems; every `train.save_steps` a checkpoint and the adapter
 
 Left out on purpose: a reward model, several turns, tools, a second model in memory.
 
