@@ -32,7 +32,10 @@ def check_kernels(config: Config, model_type: str) -> None:
             "policy.kernels torch."
         )
     if importlib.util.find_spec("liger_kernel") is None:
-        raise BadInput(f"policy.kernels is liger and liger-kernel is not installed. Install it: {INSTALL}")
+        raise BadInput(
+            f"policy.kernels is liger and liger-kernel is not installed. On a machine with a GPU: "
+            f"{INSTALL}. Else use policy.kernels torch."
+        )
 
 
 def check_gpu(config: Config) -> None:

@@ -179,7 +179,9 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise BadInput(f"{directory} does not exist.")
+        beside = sorted(entry.parent.name for entry in directory.parent.glob(f"*/{MANIFEST}"))
+        others = f" {directory.parent} has {', '.join(beside[-3:])}." if beside else ""
+        raise BadInput(f"{directory} does not exist (seen from {Path.cwd()}).{others}")
     if not (directory / MANIFEST).is_file():
         raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not to the end.")
     manifest = read_json(directory / MANIFEST)

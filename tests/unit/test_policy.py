@@ -256,7 +256,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_loaded(
     content[-1] ^= 1
     (damaged / "adapter_model.safetensors").write_bytes(content)
     cases = [
-        ({"policy.init_adapter": tmp_path / "absent"}, "absent does not exist."),
+        ({"policy.init_adapter": tmp_path / "absent"}, "absent does not exist (seen from"),
         ({"policy.init_adapter": damaged}, "is damaged: the content of adapter_model.safetensors"),
         ({"policy.init_adapter": tiny_run.path}, "has no manifest.json"),
         (

@@ -168,6 +168,14 @@ def test_a_missing_file_manifest_or_directory_is_named(tmp_path):
         read_manifest(tmp_path / "b")
 
 
+def test_an_adapter_that_is_missing_is_named_with_those_that_are_there(tmp_path):
+    for version in (40, 80):
+        (folder := tmp_path / "adapters" / f"v{version:06d}").mkdir(parents=True)
+        write_manifest(folder, kind="adapter")
+    with pytest.raises(BadInput, match=r"v000099 does not exist \(seen from /.*adapters has v000040, v000080\."):
+        read_manifest(tmp_path / "adapters/v000099")
+
+
 def test_a_truncated_file_is_found_by_size_and_a_changed_byte_by_hash(tmp_path):
     folder = artifact(tmp_path / "a")
     content = bytearray((folder / "weights.bin").read_bytes())
