@@ -13,17 +13,18 @@ completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8,
 in all vLLM servers fixes the lengths (bench_lengths.py), which change from row to row.
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
-defaults have it; `--stock_sides stock stock+none` adds rows without checkpointing, which ratios do not use. Ours: the
-recipe's main() under accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is
-levers of workload.py joined by +, or written key=value; `plain` is every lever off, `default` what the configuration
-says when nothing is asked for; plain@BC runs for works B and C only. With --rounds the sides alternate. --warm steps
-come first and do not count, nor does one step more of `overlap`, whose batch was generated behind a slow first step.
-Figures are medians of the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the
-trainer waited for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours
-all else too; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each of its
-completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of
-a process, `card 0` what the driver saw of that card (with `both` in any variant, a replica too), `server` what the
-server took of GPU 1 when ready. Stock's rows come first; in the last round its server then ends.
+defaults have it; ratios are to that. `--stock_sides stock stock+none stock+both` adds rows without checkpointing, and
+of TRL's colocated mode, a process and its vLLM on either card, works A and C only. Ours: the recipe's main() under
+accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is levers of workload.py
+joined by +, or written key=value; `plain` is every lever off, `default` what the configuration says when nothing is
+asked for; plain@BC runs for works B and C only. With --rounds the sides alternate. --warm steps come first and do not
+count, nor does one step more of `overlap`, whose batch was generated behind a slow first step. Figures are medians of
+the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the trainer waited for
+completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours all else too; tok/s
+of rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the
+useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, `card 0` what
+the driver saw of that card (with `both` in any variant, a replica too), `server` what the server took of GPU 1 when
+ready. Stock's rows come first; in the last round its server then ends, and what needs its memory begins.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -64,7 +65,7 @@ from recipes.parts.rundir import write_json
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}}
-STOCK_SIDES = ("stock", "stock+none")
+STOCK_SIDES = ("stock", "stock+none", "stock+both")
 SPARE_GIB = 3  # of a card that the trainer shares: its context, and what a replica needs while it syncs
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
 
@@ -195,7 +196,7 @@ class Bench:
         row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": len(cards)}
         kind = "stock" if side.startswith("stock") else "ours"
         try:
-            if kind in self.broken:
+            if kind in self.broken and side != "stock+both":  # which needs no server
                 raise Failed(self.broken[kind])
             if self.left < (0 if self.cpu else LEAST_S[kind]):
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
@@ -205,7 +206,8 @@ class Bench:
             if not (counted := [one for one in steps if one["number"] > self.warm(side)]):
                 raise Failed(f"{len(steps)} steps, none after the first {self.warm(side)}")
             row |= figures(counted, self.loads[load], self.shape, trainers)
-            row |= {"server_gib": self.server_gib.get(kind), "card_gib": self.watch.peak(0)}
+            server = None if side == "stock+both" else self.server_gib.get(kind)
+            row |= {"server_gib": server, "card_gib": self.watch.peak(0)}
         except Failed as error:
             row["error"] = str(error)
             self.say(f"{side}: {error}")
@@ -243,14 +245,23 @@ class Bench:
         words = ["tests/gpu/bench/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
         words += ["--load", load, "--steps", steps, "--recompute", "none" if side == "stock+none" else "full"]
         words += ["--rehearse"] if self.cpu else []
-        return self.steps_of(
-            name,
-            words,
-            steps,
-            read_rows,
-            # TRL spreads a model over every GPU that it sees.
-            **({} if self.cpu else {"CUDA_VISIBLE_DEVICES": "0"}),
-        )
+        # TRL spreads a model over every GPU that it sees.
+        more = {} if self.cpu else {"CUDA_VISIBLE_DEVICES": "0"}
+        if uses_both(side):
+            prefix, more = self.launcher(2)
+            words = [*prefix, *words, "--colocate"]
+        return self.steps_of(name, words, steps, read_rows, **more)
+
+    def launcher(self, processes: int) -> tuple[list, dict[str, str]]:
+        """What starts a script in so many processes, on the first cards, and its environment."""
+        port, more = MEETING_PORT + self.runs % 20, {"GLOO_SOCKET_IFNAME": "lo"}
+        if self.cpu:
+            more["ACCELERATE_USE_CPU"] = "true"
+        if self.cpu and processes > 1:  # accelerate starts several processes on a CPU by MPI
+            return ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", port], more
+        name = "cpu" if self.cpu else "one_gpu" if processes == 1 else "ddp"
+        words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+        return [*words, "--num_processes", processes, "--main_process_port", port], more
 
     def our_steps(self, variant: str, load_name: str, trainers: int, cards: list[int]) -> list[dict[str, Any]]:
         """The rows of our metrics.jsonl, in stock's names."""
@@ -266,17 +277,10 @@ class Bench:
                 # Not what is free now: the run before may still be letting go of its memory.
                 card = min(self.watch.totals[card] for card in shared)
                 keys["train.max_gpu_gib"] = int(card - self.server_gib["ours"] - SPARE_GIB)
-        port = MEETING_PORT + self.runs % 20
-        if self.cpu and trainers > 1:  # accelerate starts several processes on a CPU by MPI
-            words = ["-m", "torch.distributed.run", "--nproc_per_node", trainers, "--master_port", port]
-        else:
-            launcher = "cpu" if self.cpu else "one_gpu" if trainers == 1 else "ddp"
-            words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
-            words += ["--num_processes", trainers, "--main_process_port", port]
+        words, more = self.launcher(trainers)
         words += ["tests/gpu/bench/recipe.py", *self.flags(name, load, cards)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
         metrics = self.work / f"run-{name}" / "metrics.jsonl"
-        more = {"GLOO_SOCKET_IFNAME": "lo"} | ({"ACCELERATE_USE_CPU": "true"} if self.cpu else {})
         return self.steps_of(name, words, steps, lambda log: read_metrics(metrics), self.note_ours, **more)
 
     def steps_of(
@@ -329,17 +333,26 @@ def compare(bench: Bench) -> int:
     bench.prepare(with_stock)
     for number in range(options.rounds):
         if with_stock:
-            for load in options.loads:
-                for side in options.stock_sides:
-                    bench.run(side, load)
+            for side, load in stock_rows(options, colocated=False):
+                bench.run(side, load)
             if number == options.rounds - 1:
                 if "ours" in bench.servers:
                     with bench.going_on("ours"):
                         bench.wait_ours()  # what it takes is told by what the card has more
                 bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
+                for side, load in stock_rows(options, colocated=True):
+                    bench.run(side, load)
         for variant, load in rows(options):
             bench.run(variant, load)
-    return options.rounds * (len(rows(options)) + with_stock * len(options.loads) * len(options.stock_sides))
+    wanted = options.rounds * len(stock_rows(options, False)) + len(stock_rows(options, True)) if with_stock else 0
+    return options.rounds * len(rows(options)) + wanted
+
+
+def stock_rows(options: argparse.Namespace, colocated: bool) -> list[tuple[str, str]]:
+    """(side, load) of stock's rows, in their order: those with its server, or the ones that need the server's memory,
+    in which vLLM does not know of works with many lengths."""
+    sides = [side for side in options.stock_sides if uses_both(side) == colocated]
+    return [(side, load) for load in options.loads for side in sides if not (colocated and WORKS[load].is_lognormal)]
 
 
 def rows(options: argparse.Namespace) -> list[tuple[str, str]]:

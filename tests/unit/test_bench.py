@@ -137,6 +137,14 @@ def test_an_overlapped_row_warms_up_one_step_longer(bench):
     assert (made.steps("stock", "B"), made.steps("overlap", "B")) == (3, 4)
 
 
+def test_stock_on_both_cards_comes_when_its_server_is_gone_and_for_works_of_one_length(bench):
+    options = bench("--loads", "A", "B", "C", "--stock_sides", "stock", "stock+none", "stock+both").options
+    assert bench_step.stock_rows(options, False) == [
+        (side, load) for load in "ABC" for side in ("stock", "stock+none")
+    ]
+    assert bench_step.stock_rows(options, True) == [("stock+both", "A"), ("stock+both", "C")]
+
+
 def test_a_line_that_is_being_written_is_not_read(tmp_path):
     log = tmp_path / "log"
     log.write_text('text\nROW {"number": 1}\nROW {"num')

@@ -1,13 +1,16 @@
 """Whole steps of stock TRL against a stock vLLM server, timed by phase; one line "ROW {json}" a step.
 
 GRPOTrainer of trl 1.16 as its documentation sets it up for LoRA: BF16 base, rank 16 on all linear layers, server mode,
-gradient checkpointing (`--recompute none`: without), micro-batch of one group. Seconds by wrapping its own methods; a
-step ends where the next begins. On a CPU (`--rehearse`) the weights are not sent: that needs NCCL.
+gradient checkpointing (`--recompute none`: without), micro-batch of one group. With `--colocate`, under a launcher of
+several processes, each trains and has vLLM on its own card, TRL's `vllm_mode="colocate"`; completions then end by
+their limit only, so all of a work have one length. Seconds by wrapping TRL's own methods, of the first process; a step
+ends where the next begins. On a CPU (`--rehearse`) no weights are sent to a server: that needs NCCL.
 """
 
 import argparse
 import functools
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -88,6 +91,8 @@ def recorder() -> Any:
     from transformers import TrainerCallback
 
     class Record(TrainerCallback):
+        """Tokens are those of all processes, which have as many each."""
+
         ended = time.perf_counter()
 
         def on_pre_optimizer_step(self, *args: Any, **keys: Any) -> None:
@@ -102,13 +107,16 @@ def recorder() -> Any:
             synchronize()
             now = time.perf_counter()
             found = {name: round(value, 3) for name, value in seconds.items()}
+            for name in ("completion_tokens", "prompt_tokens"):
+                found[name] *= args.world_size
             cuda = torch.cuda.is_available()
             found |= {"number": state.global_step, "step": round(now - self.ended, 3)}
             found["update"] = found["training_step"] - found["score"] + found["optimizer"]
             found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            print(f"ROW {json.dumps(found)}", flush=True)
+            if state.is_world_process_zero:
+                print(f"ROW {json.dumps(found)}", flush=True)
             self.ended = now
             seconds.clear()
 
@@ -118,7 +126,8 @@ def recorder() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--url", required=True, help="the stock server")
+    parser.add_argument("--url", help="the stock server")
+    parser.add_argument("--colocate", action="store_true", help="no server: vLLM in every process")
     parser.add_argument("--load", choices=WORKS, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--recompute", choices=("full", "none"), default="full", help="none: no checkpointing")
@@ -131,20 +140,24 @@ def main() -> None:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    if options.rehearse:
+    if options.rehearse and not options.colocate:
         send_nothing()
     watch_phases()
     rows = [json.loads(line) for line in (options.model / "train.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}]} for row in rows])
+    if options.colocate:
+        sampler = {"vllm_mode": "colocate", "vllm_max_model_length": load.prompt + load.longest + 1}
+        sampler["generation_kwargs"] = {"ignore_eos": True}
+    else:
+        sampler = {"vllm_mode": "server", "vllm_server_base_url": options.url, "vllm_server_timeout": 120}
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = GRPOConfig(
         output_dir=str(options.model.parent / "stock-output"),
         use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=options.url,
-        vllm_server_timeout=120,
+        **sampler,
         num_generations=load.group,
         per_device_train_batch_size=load.group,
-        gradient_accumulation_steps=load.completions // load.group,
+        gradient_accumulation_steps=load.completions // load.group // processes,
         max_completion_length=load.longest,
         beta=0.01,
         learning_rate=1e-5,

@@ -31,7 +31,7 @@ INPUT_PEAK = 16.0  # of formats with static input ranges
 
 @dataclass(frozen=True)
 class Batch:
-    """`rows` of `length` tokens; in a ragged one that is the longest. The first quarter of the tokens is a prompt that
+    """`rows` of `length` tokens; in a ragged one that is the longest. The first eighth of the tokens is a prompt that
     a group of 8 has in common."""
 
     rows: int

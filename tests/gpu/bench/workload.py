@@ -1,6 +1,7 @@
-"""What the benchmarks run: shapes, lengths, and the floating point operations that a step cannot do without.
+"""What the benchmarks run: shapes, lengths, and the floating point operations that count as useful.
 
-Operations a token, counted as useful (recomputed activations and a second pass over the same weights are not):
+Operations a token (recomputed activations and a second pass over the same weights do not count, a prompt counts for
+each of its completions, also where it is computed once):
 a forward is 2 N + 2 L d T, with N the weights of all linear layers and the output layer (the embedding is a lookup),
 L layers, d = heads x head_dim and T tokens of context, of which causal attention sees half (QK^T and PV are each
 2 d T / 2). The base is frozen, so a backward needs the gradient of the activations only: 2 N + 4 L d T. An update is
