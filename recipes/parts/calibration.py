@@ -5,7 +5,6 @@ file; every row has a `text` that is taken as it is, a `prompt` (text, or chat m
 `data`. Held-out problems are never read. Everything is checked before any weight is loaded.
 """
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,16 +43,17 @@ def _read(path: Path, config: Config) -> list[str | list[dict]]:
     if not path.is_file():
         raise BadInput(f"policy.quant_calib_data: no file at {path}. Name a jsonl file, or train.")
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            found.append(_prompt(json.loads(line), config))
-        except (ValueError, TypeError, KeyError) as error:
-            raise BadInput(
-                f"{path}:{number} has no prompt ({error}). A row is an object with text, prompt or "
-                f"{config.data.question_column}."
-            ) from None
+    with open(path, "rb") as lines:  # split at line feeds alone: JSON may hold other ends of lines
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                found.append(_prompt(json.loads(line), config))
+            except (ValueError, TypeError, KeyError) as error:
+                raise BadInput(
+                    f"{path}:{number} has no prompt ({error}). A row is an object with text, prompt or "
+                    f"{config.data.question_column}."
+                ) from None
     return found
 
 
@@ -91,8 +91,8 @@ def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[
 
 
 def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> str:
-    """Calibrate a policy over `prompts` (token ids), or take over the ranges of `policy.init_adapter` where that was
-    trained for a format; what was done, in one line."""
+    """Calibrate a policy as it starts over `prompts` (token ids), or take over the ranges of `policy.init_adapter`
+    where that was trained for a format; what was done, in one line."""
     from recipes.parts.qat import quantizers_of, restore_quantizers
     from recipes.parts.rundir import read_manifest
 
@@ -115,7 +115,8 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     """Find the input ranges of formats with static activations and return the state; nothing for other formats.
 
     The largest |input| of every layer over batches of (token ids (B, L), which of them are real (B, L)), padded on the
-    right, by the base: adapter and quantizers off. `CheckFailed` when a layer gets no input or one that is not finite.
+    right, by the model as it is now with its quantizers off. `CheckFailed` when a layer gets no input or one that is
+    not finite.
     """
     import torch
 
@@ -142,12 +143,11 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
         return hook
 
     hooks = [module.register_forward_pre_hook(watch(name)) for name, module in layers.items()]
-    off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
     backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model  # no output layer
     was_training = model.training
     try:
         model.eval()
-        with torch.no_grad(), quantizers_off(model), off:
+        with torch.no_grad(), quantizers_off(model):
             for ids, now["real"] in batches:
                 backbone(input_ids=ids, use_cache=False)
     finally:

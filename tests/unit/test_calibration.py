@@ -36,8 +36,8 @@ def test_calibration_prompts_are_spread_over_the_training_split_and_cut(tmp_path
 
 def test_a_calibration_file_may_hold_text_prompts_messages_and_questions(tmp_path):
     rows = '{"text": "raw"}\n\n{"prompt": "asked"}\n{"prompt": [{"role": "user", "content": "said"}]}\n'
-    rows += '{"question": "what"}\n'
-    assert prompts_of(tmp_path, rows, quant_calib_size=4) == ["raw", "asked", "said", "what"]
+    rows += '{"question": "what\u2028else"}\n'  # which JSON may hold, and ends a line of text
+    assert prompts_of(tmp_path, rows, quant_calib_size=4) == ["raw", "asked", "said", "what\u2028else"]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,12 @@ def test_a_calibration_file_may_hold_text_prompts_messages_and_questions(tmp_pat
 def test_a_calibration_file_that_cannot_be_used_is_refused(tmp_path, text, complaint):
     with pytest.raises(BadInput, match=complaint):
         prompts_of(tmp_path, text, quant_calib_size=2)
+
+
+def test_a_calibration_file_that_is_no_utf_8_is_refused_with_the_line(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "one"}\n{"text": "zw\xf6lf"}\n'.encode("latin-1"))
+    with pytest.raises(BadInput, match=r"latin\.jsonl:2 has no prompt"):
+        prompts_of(tmp_path, "", quant_calib_data=str(tmp_path / "latin.jsonl"), quant_calib_size=2)
 
 
 def test_a_calibration_file_that_is_not_there_is_named(tmp_path):

@@ -387,9 +387,10 @@ def test_an_uncalibrated_model_says_so(small):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_ranges_are_the_largest_inputs_of_the_unquantized_base_whatever_the_batches(small, size):
+def test_ranges_are_the_largest_inputs_of_the_unquantized_policy_whatever_the_batches(small, size):
+    """With its adapter, which is not zero where policy.init_adapter brings one."""
     prompts = [row[: 3 + 4 * n].tolist() for n, row in enumerate(token_ids(5, 24))]
-    plain, peaks = small(learned=False), {}
+    plain, peaks = small(), {}
 
     def watch(name):
         def hook(_, inputs):
@@ -406,6 +407,8 @@ def test_ranges_are_the_largest_inputs_of_the_unquantized_base_whatever_the_batc
     assert {name.removesuffix(".input_amax") for name in state} == peaks.keys() and len(peaks) == 14
     for name, peak in peaks.items():
         assert state[f"{name}.input_amax"].item() == pytest.approx(peak, rel=1e-4)
+    of_the_base = calibrate(small("nvfp4", learned=False), batches(prompts, size, "cpu"))
+    assert max(abs(of_the_base[name] / peak - 1) for name, peak in state.items()) > 0.01
 
 
 def test_values_beyond_the_range_are_counted(small):
