@@ -1,16 +1,18 @@
 """The server's half of a remerge sync: a vLLM worker that folds each adapter into its own weights, in place.
 
-Loaded with `--worker-extension-cls launch.remerge.Remerge`. Every worker keeps an NF4 copy of its shard of the linear
-layers (from `nf4/` of the base directory). A sync makes dequantize(NF4) + s·B·A, rounds it once to the model's dtype
-and puts it through the quantization that vLLM itself applies when it loads a checkpoint, so that the served weights
-are those of a fresh load of the merged checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With
-server.quant_cfg they are those that a reader of the exported checkpoint computes with (`quantized_fold.py`).
+Loaded with `--worker-extension-cls launch.remerge.Remerge`. Every worker keeps a copy of its shard of the base's
+linear layers, as the base is stored: NF4 (from `nf4/` of the base directory), or FP8 or BF16 (`base_copy.py`). A sync
+makes dequantize(copy) + s·B·A, rounds it once to the model's dtype and puts it through the quantization that vLLM
+itself applies when it loads a checkpoint, so that the served weights are those of a fresh load of the merged
+checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With server.quant_cfg they are those that a reader
+of the exported checkpoint computes with (`quantized_fold.py`).
 
-Covers: fused layers (qkv, gate_up), tensor parallelism, the online FP8 quantizations, BF16, the NF4 copy in GPU or
+Covers: fused layers (qkv, gate_up), tensor parallelism, the online FP8 quantizations, BF16, the copy in GPU or
 pinned host memory. Not covered: experts, embeddings and the output layer, pipeline parallelism, DoRA, vLLM's Marlin
 kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
 """
 
+import functools
 import json
 import os
 import time
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import quantized_fold
+from launch import base_copy, quantized_fold
 from recipes.parts import lora
 from recipes.parts.noise import Noise, NoisyNorms
 from recipes.parts.quant_format import QuantFormat
@@ -46,8 +48,8 @@ class Part:
 
 @dataclass
 class Linear:
-    """A worker's linear layer, (rows, columns), with its NF4 copy: `packed` (rows·columns/2) uint8 and `absmax`
-    (rows·columns/64) float32, on the GPU or in pinned host memory."""
+    """A worker's linear layer, (rows, columns), with its copy, on the GPU or in pinned host memory. Of NF4 `packed`
+    (rows·columns/2) uint8 and `absmax` (rows·columns/64) float32; otherwise what `base_copy.py` says."""
 
     name: str
     layer: Any
@@ -72,8 +74,8 @@ class State:
     """What the extension keeps on a worker between calls."""
 
     linears: list[Linear]
-    dtype: Any  # what NF4 dequantizes to
-    code: Any  # the 16 values of NF4
+    dtype: Any  # what the copy dequantizes to
+    code: Any  # the 16 values of NF4; None for another base
     format: QuantFormat | None = None
     staged: dict[str, Staged] = field(default_factory=dict)
     active: str | None = None
@@ -96,19 +98,24 @@ class Remerge:
         return {"modules": modules, "ready": hasattr(self, "_remerge"), "why": why}
 
     def remerge_setup(self, base_dir: str, copy: str) -> dict:
-        """Read this worker's shard of the NF4 copy; `copy` is where it stays, gpu or host. With a quantization format
-        the base is then served in it; no request may be under way."""
+        """Read this worker's shard of the base's copy; `copy` is where it stays, gpu or host. With a quantization
+        format the base is then served in it; no request may be under way."""
         import torch
 
         started = time.perf_counter()
         linears = find_linears(self.model_runner.model)
         if copy not in ("gpu", "host"):
-            return {"error": f"the NF4 copy can stay on gpu or host, not {copy!r}"}
+            return {"error": f"the copy of the base can stay on gpu or host, not {copy!r}"}
+        kind, directory = base_copy.storage(Path(base_dir)), Path(base_dir)
         try:
-            dtype = read_copy(Path(base_dir) / "nf4", linears, self.device, copy)
+            if kind == "nf4":
+                dtype, code = read_copy(directory / "nf4", linears, self.device, copy), nf4_code(self.device)
+            else:
+                code, place = None, functools.partial(_place, device=self.device, copy=copy)
+                dtype = base_copy.read(directory, kind, linears, place)
         except Exception as error:
-            return {"error": f"the NF4 copy in {base_dir} cannot be used: {type(error).__name__}: {error}"}
-        state = State(linears, dtype, nf4_code(self.device))
+            return {"error": f"the base's copy in {base_dir} cannot be used: {type(error).__name__}: {error}"}
+        state = State(linears, dtype, code)
         try:
             state.format = quantized_fold.format_of(self.vllm_config)
             if state.format is not None:
@@ -118,7 +125,7 @@ class Remerge:
             return {"error": f"the base cannot be quantized: {type(error).__name__}: {error}"}
         self._remerge = state
         _synchronize(torch, self.device)
-        size = sum(linear.packed.nbytes + linear.absmax.nbytes for linear in linears)
+        size = sum(part.nbytes for linear in linears for part in (linear.packed, linear.absmax) if part is not None)
         return {"linears": len(linears), "gib": size / 2**30, "seconds": time.perf_counter() - started}
 
     def remerge_stage(self, key: str, path: str) -> dict:
@@ -370,17 +377,21 @@ def _write_weights(worker: Any, state: State, adapter: Staged) -> None:
 
 
 def merged_weights(state: State, adapter: dict[str, tuple], device: Any) -> Iterator[tuple[Linear, Any]]:
-    """(linear, dequantize(NF4) + s·B·A (rows, columns)) for every linear of the worker, rounded once."""
+    """(linear, dequantize(copy) + s·B·A (rows, columns)) for every linear of the worker, rounded once."""
     for linear, packed, absmax in _on_device(state.linears, device):
         yield linear, merged_weight(linear, packed, absmax, state, adapter)
 
 
 def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapter: dict[str, tuple]) -> Any:
-    """One linear's weight (rows, columns) with its parts' updates; one kernel per part on a GPU, PyTorch elsewhere."""
+    """One linear's weight (rows, columns) with its parts' updates; of NF4 one kernel per part on a GPU, PyTorch
+    elsewhere."""
     import torch
 
-    if not packed.is_cuda:
-        weight = dequantize(packed, absmax, state.code, (linear.rows, linear.columns), state.dtype)
+    if not packed.is_cuda or state.code is None:
+        if state.code is None:
+            weight = base_copy.dequantize(packed, absmax, state.dtype)
+        else:
+            weight = dequantize(packed, absmax, state.code, (linear.rows, linear.columns), state.dtype)
         for part in linear.parts:
             if part.name in adapter:
                 add_update(weight[part.row : part.row + part.rows], *adapter[part.name])
@@ -412,7 +423,7 @@ def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
 
 
 def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any, Any]]:
-    """Every linear with its NF4 copy on the device; a copy in host memory is fetched one layer ahead."""
+    """Every linear with its copy on the device; a copy in host memory is fetched one layer ahead."""
     import torch
 
     if device.type != "cuda" or not linears or linears[0].packed.is_cuda:
@@ -422,7 +433,8 @@ def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any
 
     def fetch(linear: Linear) -> tuple:
         with torch.cuda.stream(fetching):
-            pair = linear.packed.to(device, non_blocking=True), linear.absmax.to(device, non_blocking=True)
+            copied = (linear.packed, linear.absmax)
+            pair = tuple(None if one is None else one.to(device, non_blocking=True) for one in copied)
         done = torch.cuda.Event()
         done.record(fetching)
         return (*pair, done)
@@ -433,8 +445,9 @@ def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any
         if index + 1 < len(linears):
             ahead = fetch(linears[index + 1])
         computing.wait_event(done)
-        packed.record_stream(computing)
-        absmax.record_stream(computing)
+        for one in (packed, absmax):
+            if one is not None:
+                one.record_stream(computing)
         yield linear, packed, absmax
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.adapter_file import AdapterFile, Refused, Room, check, checkpoint_shapes, read_adapter
+from launch.base_copy import has_copy
 from launch.private_files import PrivateFiles
 from launch.quantized_fold import QUANT_CFG
 from recipes.parts.quant_format import FORMATS
@@ -127,7 +128,7 @@ class Versions:
         """The layers that the workers can recompute; `Problem` says why they cannot."""
         if getattr(self.engine.vllm_config.parallel_config, "worker_extension_cls", "") != self.extension:
             raise Problem(400, f"the server was started without --worker-extension-cls {self.extension}")
-        if not (self.base_dir / "nf4" / "index.json").is_file():
+        if not has_copy(self.base_dir):
             raise Problem(
                 400, f"{self.base_dir} has no NF4 copy (nf4/index.json). Write it again with python -m merge base"
             )

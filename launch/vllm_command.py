@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from launch.base_copy import copy_bytes, has_copy
 from launch.quantized_fold import QUANT_CFG
 from launch.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
 from recipes.parts import quant_format, served_format
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
 from recipes.parts.replica import SERVED_RANKS, VLLM_BELOW, VLLM_FROM, is_tested_vllm
-from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest
+from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest, stored_as
 
 ROOT = Path(__file__).parents[1]
 # The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
@@ -193,10 +194,12 @@ def check_base(config: Config, config_path: str) -> dict:
     except BadInput as error:
         raise BadInput(f"{error} {write}, after removing {directory}.") from None
     quantization = facts.get("quantization") or {}
-    wanted = {
-        "model.dtype": (quantization.get("storage_dtype"), config.model.dtype),
-        "policy.double_quantization": (quantization.get("double_quantization"), config.policy.double_quantization),
+    held = {
+        "model.dtype": quantization.get("storage_dtype"),
+        "policy.quantization": quantization.get("type", "nf4"),
+        "policy.double_quantization": quantization.get("double_quantization"),
     }
+    wanted = {key: (held[key], value) for key, value in stored_as(config).items()}
     if config.model.path is None:
         wanted["model"] = (facts.get("model"), config.model.id)
         if config.model.revision:
@@ -212,7 +215,7 @@ def check_base(config: Config, config_path: str) -> dict:
         raise BadInput(
             f"{directory} is the base of another configuration: {'; '.join(wrong)}. {write} --out ELSEWHERE."
         )
-    if config.rollout.sync == "remerge" and not (directory / "nf4" / "index.json").is_file():
+    if config.rollout.sync == "remerge" and not has_copy(directory):
         raise BadInput(f"{directory} has no NF4 copy (nf4/index.json), which rollout.sync remerge needs. {write}.")
     return manifest
 
@@ -298,8 +301,8 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
 
 
 def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[dict[str, Any], list[str]]:
-    """vLLM's memory flags. It fills its share with KV cache before remerge reads its NF4 copy, so the copy's part and
-    that of the layer being folded are taken off first."""
+    """vLLM's memory flags. It fills its share with KV cache before remerge reads its copy of the base, so the copy's
+    part and that of the layer being folded are taken off first."""
     server = config.server
     if vllm.is_cpu:
         return {}, []
@@ -308,15 +311,16 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[di
         return {"gpu_memory_utilization": server.gpu_memory_utilization, "kv_cache_memory_bytes": size}, []
     share = server.gpu_memory_utilization
     if config.rollout.sync == "remerge" and card_gib:
-        files = base_directory(config).glob("nf4/*.safetensors") if server.nf4_copy == "gpu" else ()
-        copy_gib = sum(file.stat().st_size for file in files) / 2**30 / server.tensor_parallel
+        copy_gib = 0.0
+        if server.nf4_copy == "gpu" and base_directory(config).is_dir():
+            copy_gib = copy_bytes(base_directory(config)) / 2**30 / server.tensor_parallel
         fmt = served_format.served_format(config) if config.policy.quant_cfg else None
         fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.name in served_format.BY_VLLM else 0)
         share = round(share - (copy_gib + fold_gib) / card_gib, 3)
         if share <= 0:
             return {}, [
                 f"server.gpu_memory_utilization {server.gpu_memory_utilization} of {card_gib:.1f} GiB leaves nothing "
-                f"beside the NF4 copy ({copy_gib:.1f} GiB) and {fold_gib:g} GiB to fold in. Set server.nf4_copy to "
+                f"beside the base's copy ({copy_gib:.1f} GiB) and {fold_gib:g} GiB to fold in. Set server.nf4_copy to "
                 "host."
             ]
     return {"gpu_memory_utilization": share}, []
@@ -356,7 +360,7 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
     elif server.sleep and config.rollout.sync == "remerge" and server.nf4_copy == "gpu":
         found.append(
-            "server.sleep with server.nf4_copy gpu leaves the NF4 copy on the card while the server sleeps: vLLM "
+            "server.sleep with server.nf4_copy gpu leaves the base's copy on the card while the server sleeps: vLLM "
             "moves its own weights only. Set server.nf4_copy to host."
         )
     if server.kv_cache_gib is not None and server.kv_cache_gib <= 0:

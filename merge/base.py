@@ -1,28 +1,61 @@
-"""The one base: what the NF4 weights of a run are, as a hash, and what they are as numbers, shard by shard.
+"""The one base: what the frozen weights of a run are, as a hash, and what they are as numbers, shard by shard.
 
-Covers: loading a causal LM in NF4 without the CPU repacking trap, the content hash that the trainer, the server and
-the merge compare, and reading the original checkpoint as the dequantized NF4 base without ever loading the model.
-Not covered: FP4, 8-bit, block sizes other than the one transformers quantizes with.
+Covers: loading a causal LM with its linear layers stored in NF4, in FP8 or unquantized (`policy.quantization`), NF4
+without the CPU repacking trap; the content hash that the trainer, the server and the merge compare; and reading the
+original checkpoint as the dequantized base without ever loading the model. Of an unquantized base that is the original
+itself, in the dtype it was trained with.
+Not covered: FP4, 8-bit integers, block sizes of NF4 other than the one transformers quantizes with.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from merge.checkpoint import checkpoint_shards, pass_full_disk, read_shapes, read_tensor
+from merge import fp8
+from merge.checkpoint import read_shapes, read_tensor
+from merge.fp8 import Fp8Linear, store_in_fp8
+from merge.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
+from merge.model_files import output_embedding, select_shards, unquantized_config, without_weights
 from merge.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
-from merge.shards import tensor_bytes
 from merge.whole import is_split, whole
 from recipes.parts.errors import BadInput, CheckFailed
 
-HASH_BYTES = 1 << 26  # largest slice turned into float32 at once while hashing
+
+def load_frozen(
+    path: str | Path,
+    quantization: str = "nf4",
+    dtype: str | torch.dtype = "bfloat16",
+    double_quantization: bool = True,
+    skip_modules: list[str] | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    quant_storage: torch.dtype = torch.uint8,
+    **kwargs: Any,
+) -> torch.nn.Module:
+    """A transformers causal LM whose linear layers (not the output embedding) are stored as `quantization` says: nf4
+    (`load_nf4`), fp8 (`Fp8Linear`) or none. Frozen all the same; arguments and errors as `load_nf4`.
+
+    With fp8 the model is read into host memory in `dtype`, and the device never holds more of a layer than its codes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if quantization == "nf4":
+        options = {"skip_modules": skip_modules, "device": device, "revision": revision}
+        return load_nf4(path, dtype, double_quantization, quant_storage=quant_storage, **options, **kwargs)
+    config = unquantized_config(path, revision)
+    device, dtype = device or _default_device(), getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    place = {"device_map": {"": device}} if quantization == "none" else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        str(path), config=config, revision=revision, dtype=dtype, **place, **kwargs
+    )
+    if quantization == "fp8":
+        names = [name for name in _stored_linears(model) if name not in (skip_modules or ())]
+        store_in_fp8(model, names, device)
+    return model.to(device)
 
 
 def load_nf4(
@@ -53,8 +86,7 @@ def load_nf4(
             f"Set policy.block_size to {BLOCK_SIZE}."
         )
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    device = device or _default_device()
     with one_thread():
         model = AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -69,7 +101,7 @@ def load_nf4(
                 bnb_4bit_compute_dtype=dtype,
                 bnb_4bit_quant_storage=quant_storage,
                 # A list replaces transformers' own, which protects the output embedding, so that has to be in it.
-                llm_int8_skip_modules=None if not skip_modules else [*_output_embedding(config), *skip_modules],
+                llm_int8_skip_modules=None if not skip_modules else [*output_embedding(config), *skip_modules],
             ),
             **kwargs,
         )
@@ -77,35 +109,20 @@ def load_nf4(
     return model
 
 
-def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a checkpoint, local or on the hub; `BadInput` when it is quantized already."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(str(path), revision=revision)
-    except (OSError, ValueError) as error:
-        pass_full_disk(error)
-        raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
-    if quantized := getattr(config, "quantization_config", None):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-        raise BadInput(
-            f"{path} is quantized already (quantization_config in its config.json, method {method}). NF4 is made from "
-            "the original 16-bit or 32-bit checkpoint: name that one."
-        )
-    return config
+def _default_device() -> torch.device | str:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
 
 
-def _without_weights(config: Any) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+def _stored_linears(model: torch.nn.Module) -> list[str]:
+    """The linear layers of a model without NF4 layers that its base stores as `policy.quantization` says, or would:
+    all but the output embedding and an adapter's own."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    return [name for name in found if not _is_of_adapter(name)]
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
-
-def _output_embedding(config: Any) -> list[str]:
-    model = _without_weights(config)
-    output = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if module is output]
+def _is_of_adapter(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def disable_cpu_repacking(model: torch.nn.Module) -> None:
@@ -122,13 +139,18 @@ def disable_cpu_repacking(model: torch.nn.Module) -> None:
 
 
 def dequantize(module: torch.nn.Module) -> torch.Tensor:
-    """The (out, in) weight that the trainer computes with for a Linear4bit, in its quant state's dtype.
+    """The (out, in) weight that the trainer computes with for a linear layer of a base, in its storage dtype.
 
     A peft layer is looked through. `CheckFailed` when bitsandbytes has repacked the layer.
     """
     from bitsandbytes.functional import dequantize_4bit
 
-    weight = getattr(module, "base_layer", module).weight
+    layer = getattr(module, "base_layer", module)
+    if isinstance(layer, Fp8Linear):
+        return layer.dequantized()
+    weight = layer.weight
+    if getattr(weight, "quant_state", None) is None:
+        return weight.data
     _check_not_repacked(weight.quant_state, "the layer")
     return dequantize_4bit(weight.data, weight.quant_state)
 
@@ -148,42 +170,50 @@ def plain_name(name: str) -> str:
 
 
 def hash_base(model: torch.nn.Module) -> dict:
-    """The content of `base.json` for a model loaded in NF4: one hash per base tensor and one over all of them.
+    """The content of `base.json` for a model that `load_frozen` loaded: one hash per base tensor and one over all.
 
     The same for the model alone and wrapped by peft, before and after training; LoRA tensors are left out and tied
-    weights counted once. A quantized tensor's hash covers the packed bytes and the whole quant state; another
-    tensor's covers its shape and its values as float32, so that casting it up does not count as a change.
+    weights counted once. A quantized tensor's hash covers what is stored: NF4's packed bytes and the whole quant
+    state, FP8's codes and scales. Another tensor's covers its shape and its values as float32, so that casting it up
+    does not count as a change.
     `offsets` holds the mean that double quantization takes off the block maxima: a float sum, whose last bit depends
     on the device, so a reader has to be told it to quantize to the same bytes.
 
     Of a model that FSDP2 or ZeRO-3 has split, every process calls this and gets the same: each tensor is gathered,
     hashed with this process's copy of its quant state, and let go.
     """
-    quantized, jobs, offsets, states = [], {}, {}, []
+    quantized, jobs, offsets, facts = [], {}, {}, None
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for full_name, parameter in _named_weights(model):
             name = plain_name(full_name)
-            if any(part.startswith("lora_") for part in name.split(".")):
+            if _is_of_adapter(name):
                 continue
-            state = _quant_state(model, full_name, parameter)
+            state, layer = _quant_state(model, full_name, parameter), _fp8_layer(model, full_name)
             with whole([parameter]) as (value,):
-                if state is None:
-                    jobs[name] = pool.submit(hash_tensor, value)
-                else:
+                if state is not None:
                     _check_not_repacked(state, name)
-                    quantized.append(name.removesuffix(".weight"))
-                    states.append(state)
+                    facts = nf4_facts(state)
                     if state.nested:
                         offsets[name] = state.offset.item()
                     jobs[name] = pool.submit(hash_quantized, value, state)
+                elif layer is not None:
+                    facts = plain_facts("fp8", layer.storage_dtype, parameter.device)
+                    jobs[name] = pool.submit(hash_fp8, value, layer.weight_scale, layer.storage_dtype)
+                else:
+                    jobs[name] = pool.submit(hash_tensor, value)
+                if state is not None or layer is not None:
+                    quantized.append(name.removesuffix(".weight"))
                 if is_split(parameter):
                     jobs[name].result()  # one tensor at a time: the base as a whole may not fit
         tensors = {name: job.result() for name, job in sorted(jobs.items())}
-    if not states:
-        raise BadInput("the model has no NF4 layer, so it has no NF4 base to hash. Load it with merge.base.load_nf4.")
+    if facts is None:
+        if not (names := _stored_linears(model)):
+            raise BadInput("the model has no linear layer, so it has no base to hash. Load it with load_frozen.")
+        weight = model.get_submodule(names[0]).weight
+        facts, quantized = plain_facts("none", weight.dtype, weight.device), [plain_name(name) for name in names]
     config = getattr(model, "config", None)
     where = {"model": getattr(config, "_name_or_path", None), "revision": getattr(config, "_commit_hash", None)}
-    return base_facts(tensors, offsets, quantized, states[0], **where)
+    return base_facts(tensors, offsets, quantized, facts, **where)
 
 
 def _named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -204,95 +234,51 @@ def _quant_state(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> 
     return getattr(model.get_submodule(module), "quant_state", None) if found is None and leaf == "weight" else found
 
 
+def _fp8_layer(model: torch.nn.Module, name: str) -> Fp8Linear | None:
+    """The layer whose codes a parameter is."""
+    module, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(module)
+    return layer if leaf == "weight" and isinstance(layer, Fp8Linear) else None
+
+
 def base_facts(
-    tensors: dict[str, str], offsets: dict[str, float], quantized: list[str], state: Any, model: Any, revision: Any
+    tensors: dict[str, str], offsets: dict[str, float], quantized: list[str], facts: dict, model: Any, revision: Any
 ) -> dict:
-    """The content of `base.json`: tensor hashes, offsets and names of the quantized layers, and what the bitsandbytes
-    quant state of one of them says about all."""
+    """The content of `base.json`: tensor hashes, offsets and names of the linear layers that are stored as `facts`
+    (`nf4_facts`, `plain_facts`) say, and that formats quantize."""
     return {
         "hash": hash_pairs(tensors),
         "model": model,
         "revision": revision,
-        "quantization": {
-            "type": state.quant_type,
-            "double_quantization": state.nested,
-            "block_size": state.blocksize,
-            "storage_dtype": _dtype_name(state.dtype),
-            "device": state.absmax.device.type,
-        },
+        "quantization": facts,
         "quantized": sorted(quantized),
         "tensors": tensors,
         "offsets": offsets,
     }
 
 
-def hash_pairs(tensors: dict[str, str]) -> str:
-    """The base's hash: BLAKE2b-256 over the sorted (name, tensor hash) pairs."""
-    text = "".join(f"{name} {value}\n" for name, value in sorted(tensors.items()))
-    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+def nf4_facts(state: Any) -> dict:
+    """How a base is stored in NF4, by the bitsandbytes quant state of one of its layers."""
+    return {
+        "type": state.quant_type,
+        "double_quantization": state.nested,
+        "block_size": state.blocksize,
+        "storage_dtype": dtype_name(state.dtype),
+        "device": state.absmax.device.type,
+    }
 
 
-def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:
-    """BLAKE2b-128 of a tensor's shape and its values in `dtype` (its own by default) as float32, which holds every
-    bfloat16 and float16."""
-    digest = hashlib.blake2b(str(tuple(tensor.shape)).encode(), digest_size=16)
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), HASH_BYTES // 4):
-        digest.update(tensor_bytes(flat[start : start + HASH_BYTES // 4].to(dtype or flat.dtype).float()))
-    return digest.hexdigest()
-
-
-def hash_quantized(packed: torch.Tensor, state: Any) -> str:
-    """BLAKE2b-128 of a bitsandbytes 4-bit tensor: its packed bytes and everything that dequantization reads."""
-    facts = [state.quant_type, list(state.shape), _dtype_name(state.dtype), state.blocksize]
-    parts = [packed, state.absmax, state.code]
-    if state.nested:
-        facts.append(state.state2.blocksize)
-        parts += [state.offset, state.state2.absmax, state.state2.code]
-    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
-    for part in parts:
-        digest.update(tensor_bytes(part))
-    return digest.hexdigest()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def select_shards(directory: Path, wanted: set[str], config: Any, complaint: str) -> dict[str, list[str]]:
-    """{shard file: its tensors among `wanted`} of a checkpoint.
-
-    `BadInput`, which begins with `complaint`, when one of them is not there or the checkpoint has any other. A tied
-    checkpoint may carry the output embedding a second time; the model has it once. What transformers passes over
-    when it loads the model is left out.
-    """
-    listed = checkpoint_shards(directory)
-    shards = {file: [name for name in names if name in wanted] for file, names in listed.items()}
-    found = {name for names in listed.values() for name in names}
-    extra = sorted(found - wanted)
-    if extra and getattr(config, "tie_word_embeddings", False):
-        extra = [name for name in extra if name.removesuffix(".weight") not in _output_embedding(config)]
-    if extra and (extra := _unexpected(extra, config)):
-        raise BadInput(f"{complaint}: it has {extra[0]}, which the base has not.")
-    if absent := sorted(wanted - found):
-        raise BadInput(f"{complaint}: it has no {absent[0]} ({len(absent)} of {len(wanted)}).")
-    return shards
-
-
-def _unexpected(names: list[str], config: Any) -> list[str]:
-    """Those of `names`, none of them a parameter, that transformers 5.17 would report: a model's own patterns hide
-    the rest (the rotary frequencies of early Llama checkpoints, layers for multi-token prediction)."""
-    keys = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
-    _without_weights(config)._adjust_missing_and_unexpected_keys(keys)
-    return sorted(keys.unexpected_keys)
+def plain_facts(quantization: str, dtype: torch.dtype, device: torch.device | str) -> dict:
+    """How a base is stored in FP8 (`quantization` fp8) or unquantized (none)."""
+    return {"type": quantization, "storage_dtype": dtype_name(dtype), "device": torch.device(device).type}
 
 
 class BaseCheckpoint:
-    """The original checkpoint read as the dequantized NF4 base that a run was trained on, one tensor at a time.
+    """The original checkpoint read as the dequantized base that a run was trained on, one tensor at a time.
 
     `info` is the run's base.json. With `into` "original", what is read are the original weights instead, once they
     are known to be those that the base was quantized from. Opening checks names only; `BadInput` when the checkpoint
-    is quantized already or its tensors are not the base's. Memory: one tensor, its NF4 form and its dequantized form.
+    is quantized already or its tensors are not the base's. Memory: one tensor, its stored and its dequantized form.
     """
 
     def __init__(
@@ -306,6 +292,7 @@ class BaseCheckpoint:
         self.directory = Path(directory)
         self.info = info
         self.config = unquantized_config(self.directory)
+        self.storage = info["quantization"]["type"]
         self.dtype = getattr(torch, info["quantization"]["storage_dtype"])
         # NF4 made on a GPU is made again on one where there is one: ties may round otherwise on another device.
         self.device = device or (
@@ -334,13 +321,13 @@ class BaseCheckpoint:
         return self.read(name).to(device=self.device, dtype=self.dtype)
 
     def unquantized_linears(self) -> list[str]:
-        """The linear modules that the base leaves unquantized: the output embedding and the run's skipped modules."""
-        modules = _without_weights(self.config).named_modules()
+        """The linear modules that the base stores as they are: the output embedding and the run's skipped modules."""
+        modules = without_weights(self.config).named_modules()
         linears = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
         return [name for name in linears if f"{name}.weight" not in self.quantized]
 
     def nf4(self, name: str) -> tuple[torch.Tensor, Any]:
-        """(packed bytes, quant state) of a quantized base tensor; `CheckFailed` when its hash is not base.json's."""
+        """(packed bytes, quant state) of a base tensor in NF4; `CheckFailed` when its hash is not base.json's."""
         packed, state = self.quantize(name, self.read(name))
         self.check(name, hash_quantized(packed, state))
         return packed, state
@@ -352,8 +339,8 @@ class BaseCheckpoint:
         return quantize_weight(value, double, offset, self.dtype, self.device)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A base tensor: dequantized NF4 for a quantized layer, else the checkpoint's own, in the storage dtype; or
-        the original one as the checkpoint has it. `CheckFailed` when its hash is not the one in base.json."""
+        """A base tensor: dequantized for a quantized layer, else the checkpoint's own, in the storage dtype; or the
+        original one as the checkpoint has it. `CheckFailed` when its hash is not the one in base.json."""
         with ThreadPoolExecutor(1) as pool:
             value = BaseTensor(self, name, pool)
             found = value.rows(0, value.count).reshape(self.shape(name))
@@ -363,10 +350,11 @@ class BaseCheckpoint:
     def check(self, name: str, value: str) -> None:
         """`CheckFailed` when `value` is not what base.json says that `name` hashes to."""
         if value != (expected := self.info["tensors"][name]):
+            made = f" (NF4 made on {self.info['quantization'].get('device')}, read here on "
+            made = f"{made}{torch.device(self.device).type})" if self.storage == "nf4" else ""
             raise CheckFailed(
                 f"{self._stranger()}: {name} hashes to {value}, base.json says {expected}. Pass the checkpoint that "
-                f"the run was trained on with --base (NF4 made on {self.info['quantization'].get('device')}, read "
-                f"here on {torch.device(self.device).type})."
+                f"the run was trained on with --base{made}."
             )
 
 
@@ -383,13 +371,19 @@ class BaseTensor:
         self.width = value.numel() // max(self.count, 1)
         self.value: torch.Tensor | None = value.reshape(self.count, self.width)
         self.nf4: tuple[torch.Tensor, torch.Tensor] | None = None
-        if name not in base.quantized:
+        self.fp8: tuple[torch.Tensor, torch.Tensor] | None = None
+        if name not in base.quantized or base.storage == "none":
             self.hash = pool.submit(hash_tensor, value, base.dtype)
-            return
-        packed, state = base.quantize(name, value)
-        self.hash = pool.submit(hash_quantized, packed, state)
-        if base.into == "dequantized":
-            self.nf4, self.value = (packed, block_maxima(state)), None
+        elif base.storage == "fp8":
+            codes, scale = fp8.quantize_weight(value, base.dtype, base.device)
+            self.hash = pool.submit(hash_fp8, codes, scale, base.dtype)
+            if base.into == "dequantized":
+                self.fp8, self.value = (codes, scale), None
+        else:
+            packed, state = base.quantize(name, value)
+            self.hash = pool.submit(hash_quantized, packed, state)
+            if base.into == "dequantized":
+                self.nf4, self.value = (packed, block_maxima(state)), None
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """(first row, row after the last) of pieces that memory has room for."""
@@ -401,8 +395,10 @@ class BaseTensor:
     def rows(self, start: int, stop: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Rows (stop - start, width) on the base's device; of a weight in NF4, `start` is a multiple of 64.
 
-        `device` is another one for a tensor that is not in NF4: what needs no arithmetic can stay on the CPU.
+        `device` is another one for a tensor that is not quantized: what needs no arithmetic can stay on the CPU.
         """
+        if self.fp8 is not None:
+            return fp8.dequantize_with(*(part[start:stop] for part in self.fp8), self.base.dtype)
         if self.nf4 is None:
             value = self.value[start:stop].to(device or self.base.device)
             return value if self.base.into == "original" else value.to(self.base.dtype)
@@ -419,7 +415,7 @@ class BaseTensor:
 def dequantized_tensors(
     directory: str | Path, info: dict, device: str | torch.device | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, tensor) of the dequantized NF4 base, shard by shard; see `BaseCheckpoint` for the checks."""
+    """Every (name, tensor) of the dequantized base, shard by shard; see `BaseCheckpoint` for the checks."""
     base = BaseCheckpoint(directory, info, device)
     for names in base.shards.values():
         for name in names:
@@ -427,15 +423,17 @@ def dequantized_tensors(
 
 
 def load_base(base: BaseCheckpoint, device: str | torch.device | None = None, **kwargs: Any) -> torch.nn.Module:
-    """The NF4 base of a run as a model, with the bytes of its base.json; `CheckFailed` when it has others."""
-    quantization = base.info["quantization"]
-    model = load_nf4(
+    """The base of a run as a model, stored as it was, with the bytes of its base.json; `CheckFailed` when it has
+    others."""
+    facts = base.info["quantization"]
+    nf4 = {key: facts[key] for key in ("double_quantization", "block_size") if key in facts}
+    model = load_frozen(
         base.directory,
-        dtype=quantization["storage_dtype"],
-        double_quantization=quantization["double_quantization"],
-        block_size=quantization["block_size"],
+        base.storage,
+        dtype=facts["storage_dtype"],
         skip_modules=base.unquantized_linears(),
         device=device,
+        **nf4,
         **kwargs,
     )
     _match(model, base)
@@ -443,10 +441,10 @@ def load_base(base: BaseCheckpoint, device: str | torch.device | None = None, **
 
 
 def _match(model: torch.nn.Module, base: BaseCheckpoint) -> None:
-    """Make a loaded model's NF4 bytes those of base.json, or raise `CheckFailed`.
+    """Make a loaded model's bytes those of base.json, or raise `CheckFailed`.
 
-    A layer that differs is quantized again with the recorded offset first: NF4 made on another device differs by the
-    last bit of that mean.
+    A layer in NF4 that differs is quantized again with the recorded offset first: NF4 made on another device differs
+    by the last bit of that mean.
     """
     from bitsandbytes.nn import Params4bit
 
@@ -454,7 +452,7 @@ def _match(model: torch.nn.Module, base: BaseCheckpoint) -> None:
     for name, value in base.info["tensors"].items():
         if found.get(name) == value:
             continue
-        if name not in base.quantized:
+        if name not in base.quantized or base.storage != "nf4":
             base.check(name, str(found.get(name)))
         packed, state = base.nf4(name)
         module = model.get_submodule(name.removesuffix(".weight"))

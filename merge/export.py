@@ -1,8 +1,9 @@
-"""Write the dequantized NF4 base before a run starts: what a rollout server should hold.
+"""Write the dequantized base before a run starts: what a rollout server should hold.
 
-The trainer computes with dequantized NF4 weights. A server that holds the original ones samples from a policy about
-9 % of weight error away; one that holds this checkpoint (in BF16, or quantized to FP8 by vLLM as it loads) does not.
-Beside it lies the NF4 copy (nf4/), of which a server makes its weights anew with each adapter.
+The trainer computes with dequantized NF4 weights (or FP8 ones, by policy.quantization). A server that holds the
+original ones samples from a policy about 9 % of weight error away; one that holds this checkpoint (in BF16, or
+quantized to FP8 by vLLM as it loads) does not. Beside it lies the NF4 copy (nf4/), of which a server makes its weights
+anew with each adapter; bases in FP8 and unquantized ones it makes anew of this checkpoint.
 """
 
 import argparse
@@ -27,9 +28,13 @@ from recipes.parts.rundir import (
     publish,
     read_json,
     read_manifest,
+    stored_as,
     write_json,
     write_manifest,
 )
+
+# A base by policy.quantization, in words.
+STORED = {"nf4": "dequantized NF4", "fp8": "dequantized FP8", "none": "it is"}
 
 
 def main(argv: list[str]) -> int:
@@ -62,24 +67,28 @@ def main(argv: list[str]) -> int:
         return DONE
     if arguments.dry_run:
         place = find_checkpoint(source, revision, weights=False)
-        plan = plan_base(described) if config.model.path is None else _open(config, place).plan
+        kind = config.policy.quantization
+        plan = plan_base(described, kind) if config.model.path is None else _open(config, place).plan
         check_space(out, plan)
-        print(f"would write {out}: {source} as dequantized NF4, {sizes(plan)}; it is not there yet")
+        print(f"would write {out}: {source} as {STORED[kind]}, {sizes(plan)}; it is not there yet")
         return DONE
     place = find_checkpoint(source, revision)
     info = export(_open(config, place), out, origin, commit)
-    made_on = info["quantization"]["device"]
-    print(f"wrote {out}: {source} as dequantized NF4 in BF16, base hash {info['hash'][:12]} as a {made_on} makes it")
+    facts = info["quantization"]
+    made_on = f" as a {facts['device']} makes it" if facts["type"] == "nf4" else ""
+    print(f"wrote {out}: {source} as {STORED[facts['type']]} in BF16, base hash {info['hash'][:12]}{made_on}")
     return DONE
 
 
 def _open(config: Config, place: Path) -> Original:
-    return Original(place, config.model.dtype, config.policy.double_quantization, default_device())
+    policy = config.policy
+    return Original(place, config.model.dtype, policy.double_quantization, default_device(), policy.quantization)
 
 
 def sizes(plan: Plan) -> str:
     """What the base takes on the disk, in words."""
-    return f"{_spell(plan.weights_bytes())} in BF16 and {_spell(plan.copy_bytes())} of NF4 copy"
+    copy = f" and {_spell(plan.copy_bytes())} of NF4 copy" if plan.copy_bytes() else ""
+    return f"{_spell(plan.weights_bytes())} in BF16{copy}"
 
 
 def _spell(size: int) -> str:
@@ -189,14 +198,14 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
         "model": info.get("model"),
         "revision": info.get("revision"),
         "model.dtype": quantization.get("storage_dtype"),
+        "policy.quantization": quantization.get("type"),
         "policy.double_quantization": quantization.get("double_quantization"),
     }
     wanted = {
         "policy": "base",
         "format": "bf16",
         **origin,
-        "model.dtype": config.model.dtype,
-        "policy.double_quantization": config.policy.double_quantization,
+        **stored_as(config),
     }
     if commit is None and made_from is not None and made_from["commit"] is None:
         del wanted["model"]
@@ -207,12 +216,13 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
             f"{directory} exists and is not the base of this configuration: its {key} is {found[key]!r}, the "
             f"configuration says {wanted[key]!r}. {fix}"
         )
-    if quantization.get("device") == "cpu" and default_device().type == "cuda":
+    is_nf4 = quantization.get("type") == "nf4"
+    if is_nf4 and quantization.get("device") == "cpu" and default_device().type == "cuda":
         raise BadInput(
             f"{directory} holds NF4 as a CPU makes it. A trainer on this machine's GPU makes other bytes of the same "
             f"weights, and its hash would not be the server's. {fix}"
         )
-    if made_from is None or f"{NF4_FOLDER}/index.json" not in manifest["files"]:
+    if made_from is None or (is_nf4 and f"{NF4_FOLDER}/index.json" not in manifest["files"]):
         raise BadInput(
             f"{directory} was written by an earlier version of this kit, without its NF4 copy (nf4/). {fix}"
         )

@@ -1,4 +1,5 @@
-"""The dequantized NF4 base and its NF4 copy, written tensor by tensor from the original checkpoint, without the model.
+"""The dequantized base, of NF4 with its NF4 copy, written tensor by tensor from the original checkpoint, without the
+model. Of an unquantized base (`policy.quantization: none`) it is the original in BF16.
 
 Covers: which weights transformers quantizes, from the model's shapes alone; the facts of `base.json`, equal to those
 of the loaded model; safetensors files written in place. Memory: one tensor with what quantizing it takes.
@@ -16,8 +17,11 @@ from typing import Any
 
 import torch
 
-from merge.base import base_facts, hash_quantized, hash_tensor, select_shards, unquantized_config
+from merge import fp8
+from merge.base import base_facts, nf4_facts, plain_facts
 from merge.checkpoint import checkpoint_shards, read_shapes, read_tensor
+from merge.hashing import hash_fp8, hash_quantized, hash_tensor
+from merge.model_files import select_shards, unquantized_config
 from merge.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
 from merge.shards import TensorFile, write_index
 from recipes.parts.errors import BadInput
@@ -28,18 +32,21 @@ NF4_FOLDER = "nf4"
 
 @dataclass(frozen=True)
 class Plan:
-    """What transformers makes of a checkpoint when it loads it in NF4."""
+    """What transformers makes of a checkpoint when it loads it in NF4; the same layers are stored in FP8."""
 
     shapes: dict[str, tuple[int, ...]]  # of every parameter, in the model's order; a tied one once
-    quantized: frozenset[str]  # the weights among them that become NF4
+    quantized: frozenset[str]  # the weights among them that are stored as `quantization` says
     tied: dict[str, str]  # {name a checkpoint may carry besides: the parameter it is}
+    quantization: str = "nf4"
 
     def weights_bytes(self) -> int:
         """Size of the tensors in BF16."""
         return sum(2 * math.prod(shape) for shape in self.shapes.values())
 
     def copy_bytes(self) -> int:
-        """Size of the tensors of the NF4 copy."""
+        """Size of the tensors of the NF4 copy, which other bases have none of."""
+        if self.quantization != "nf4":
+            return 0
         return sum(copy_sizes(self.shapes[name])[0] + 4 * copy_sizes(self.shapes[name])[1] for name in self.quantized)
 
 
@@ -49,8 +56,9 @@ def copy_sizes(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-numel // 2), -(-numel // BLOCK_SIZE)
 
 
-def plan_base(config: Any) -> Plan:
-    """The plan of a transformers config, by transformers' own quantizer on a model without weights.
+def plan_base(config: Any, quantization: str = "nf4") -> Plan:
+    """The plan of a transformers config for a base of this storage, by transformers' own quantizer on a model without
+    weights.
 
     `BadInput` when nothing would be quantized, and for Conv1D layers, whose weights it turns before quantizing them.
     """
@@ -71,23 +79,30 @@ def plan_base(config: Any) -> Plan:
             raise BadInput(f"{name} is a {module.source_cls.__name__}: only models of nn.Linear layers are supported.")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tied = {name: owner for name, owner in model.all_tied_weights_keys.items() if name not in shapes}
-    return Plan(shapes, frozenset(f"{name}.weight" for name in layers), tied)
+    return Plan(shapes, frozenset(f"{name}.weight" for name in layers), tied, quantization)
 
 
 class Original:
-    """An original checkpoint, to be read as its NF4 base.
+    """An original checkpoint, to be read as its base.
 
     Opening reads the headers only, unless the output embedding is there a second time. `BadInput` when the checkpoint
     is quantized already or its tensors are not those of the model that its config.json describes.
     """
 
-    def __init__(self, directory: Path, dtype: str, double_quantization: bool, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        directory: Path,
+        dtype: str,
+        double_quantization: bool,
+        device: torch.device | str = "cpu",
+        quantization: str = "nf4",
+    ):
         self.directory = Path(directory)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.double_quantization = double_quantization
         self.device = device
         config = unquantized_config(self.directory)
-        self.plan = plan_base(config)
+        self.plan = plan_base(config, quantization)
         complaint = f"{self.directory} is not the model that its config.json describes"
         shards = select_shards(self.directory, set(self.plan.shapes), config, complaint)
         self.shards = {file: names for file, names in shards.items() if names}
@@ -119,13 +134,17 @@ class Original:
 
 
 def write_base(source: Original, directory: Path, model: str, revision: str | None) -> dict:
-    """Write `model*.safetensors` (BF16, the source's shards) and `nf4/` into `directory`; return what base.json says.
+    """Write `model*.safetensors` (BF16, the source's shards), and `nf4/` for NF4, into `directory`; return what
+    base.json says.
 
     `model` and `revision` are recorded there as where the original comes from.
     """
     files = source.shards if len(source.shards) > 1 else {"model.safetensors": list(source.files)}
-    (directory / NF4_FOLDER).mkdir()
-    state: Any = None
+    quantization, quantized = source.plan.quantization, source.plan.quantized
+    if quantization == "nf4":
+        (directory / NF4_FOLDER).mkdir()
+    else:
+        facts = plain_facts(quantization, source.dtype, source.device)
     tensors: dict[str, str] = {}
     offsets: dict[str, float] = {}
     with ThreadPoolExecutor(1) as pool:
@@ -134,20 +153,22 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
             with _open_pair(source, directory, file, names) as (weights, copy):
                 for name in names:
                     tensors[name], found = _write_tensor(source, name, weights, copy, pool)
-                    state = found or state
+                    if found is not None:
+                        facts = nf4_facts(found)
                     if found is not None and found.nested:
                         offsets[name] = found.offset.item()
             print(f"  {file}: {len(names)} tensors in {time.monotonic() - started:.1f} s", flush=True)
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_index(directory, weight_map, source.plan.weights_bytes())
-    copies = {name: file for file, names in files.items() for name in names if name in source.plan.quantized}
-    write_json(directory / NF4_FOLDER / "index.json", dict(sorted(copies.items())))
+    copies = {name: file for file, names in files.items() for name in names if name in quantized}
+    if quantization == "nf4":
+        write_json(directory / NF4_FOLDER / "index.json", dict(sorted(copies.items())))
     return base_facts(
         dict(sorted(tensors.items())),
         {name: offsets[name] for name in source.plan.shapes if name in offsets},
         [name.removesuffix(".weight") for name in copies],
-        state,
+        facts,
         model,
         revision,
     )
@@ -156,14 +177,19 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
 def _write_tensor(
     source: Original, name: str, weights: TensorFile, copy: TensorFile | None, pool: ThreadPoolExecutor
 ) -> tuple[str, Any]:
-    """Write one tensor and, of a quantized one, its NF4 copy; return its hash and its quant state.
+    """Write one tensor and, of one in NF4, its copy; return its hash and the quant state of NF4.
 
     The hash is taken by `pool` while the tensor is written.
     """
     value = source.read(name)
-    if name not in source.plan.quantized:
+    if name not in source.plan.quantized or source.plan.quantization == "none":
         job = pool.submit(hash_tensor, value)
         weights.write(name, value.to(torch.bfloat16))
+        return job.result(), None
+    if source.plan.quantization == "fp8":
+        codes, scale = fp8.quantize_weight(value)
+        job = pool.submit(hash_fp8, codes, scale, value.dtype)
+        weights.write(name, fp8.dequantize_with(codes, scale, value.dtype).to(torch.bfloat16))
         return job.result(), None
     packed, state = quantize_weight(value, source.double_quantization, None)
     del value  # only its NF4 form is needed from here
@@ -179,10 +205,10 @@ def _write_tensor(
 def _open_pair(
     source: Original, directory: Path, file: str, names: list[str]
 ) -> Iterator[tuple[TensorFile, TensorFile | None]]:
-    """The BF16 file of a shard and the file of its NF4 copy, which is None for a shard without a quantized weight."""
+    """The BF16 file of a shard and the file of its NF4 copy, which is None for a shard without a weight in NF4."""
     shapes = source.plan.shapes
     copied: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name in source.plan.quantized.intersection(names):
+    for name in source.plan.quantized.intersection(names) if source.plan.quantization == "nf4" else ():
         packed, blocks = copy_sizes(shapes[name])
         copied |= {f"{name}.packed": (torch.uint8, (packed,)), f"{name}.absmax": (torch.float32, (blocks,))}
     weights = TensorFile(directory / file, {n: (torch.bfloat16, shapes[n]) for n in names}, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Is the merged checkpoint the policy? Token by token against the NF4 base plus adapter, on the run's own prompts.
+"""Is the merged checkpoint the policy? Token by token against the base plus adapter, on the run's own prompts.
 
 Covers: loading any checkpoint the kit writes (bf16, fp8, w4a16, nf4) and the policy for scoring, and the numbers that
 decide: mean KL(policy‖merged), largest |Δlogp| of the batch's own tokens, top-1 agreement. Not covered: accuracy,
@@ -18,6 +18,7 @@ import torch
 
 from merge.base import BaseCheckpoint, disable_cpu_repacking, load_base
 from merge.checkpoint import find_checkpoint
+from merge.fp8 import Fp8Linear
 from merge.trained import find_trained
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_json, read_manifest
@@ -85,12 +86,15 @@ def load_for_scoring(
 
 
 def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Run an NF4 model's forward in `dtype` without touching its NF4 bytes or the dtype they dequantize to."""
+    """Run a model's forward in `dtype` without touching the bytes of its NF4 and FP8 layers or the dtype that they
+    dequantize to."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if isinstance(module, Linear4bit | Fp8Linear):
             module.compute_dtype, module.compute_type_is_set = dtype, True
+        elif isinstance(module, torch.nn.Linear) and not hasattr(module, "storage_dtype"):
+            module.storage_dtype = module.weight.dtype  # what recipes/parts/fake_quant.py rounds its numbers to
     for parameter in model.parameters():
         if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
             parameter.data = parameter.data.to(dtype)
@@ -142,7 +146,7 @@ def load_policy(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
-    """The policy as trained, in eval mode: the run's NF4 base, and `adapter` on it unless that is None.
+    """The policy as trained, in eval mode: the run's base as it was stored, and `adapter` on it unless that is None.
 
     Of a run that was trained for a format (policy.quant_cfg), with the quantizers of `adapter`, or of the run's newest
     one. Computes in `dtype`, by default float32 on a CPU and bfloat16 on a GPU. `BadInput` for an adapter of another

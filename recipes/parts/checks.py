@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from recipes.parts import noise, overlap, quant_format, recompute, served_format, sharding
+from recipes.parts import noise, overlap, quant_format, recompute, served_format, sharding, stored_base
 from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
@@ -69,6 +69,7 @@ def check_config(config: Config, processes: int) -> None:
         *noise.problems(config, sharding.announced()),
         *recompute.problems(config, sharding.announced()),
         *_parallelism(config),
+        *stored_base.problems(config, sharding.announced()),
         *_compute(config),
         *_micro_batches(config),
     ]

@@ -65,8 +65,8 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class PolicyConfig:
-    quantization: Literal["nf4"] = _option("nf4", "storage of the frozen base (bitsandbytes, blocks of 64)")
-    double_quantization: bool = _option(True, "quantize the block scales too: 4.13 instead of 4.5 bits a weight")
+    quantization: Literal["nf4", "fp8", "none"] = _option("nf4", "storage of the frozen base; none: model.dtype")
+    double_quantization: bool = _option(True, "quantize nf4's block scales too: 4.13 instead of 4.5 bits a weight")
     lora_rank: int = _option(16, "rank of the adapter")
     lora_alpha: int = _option(32, "the adapter's update is scaled by alpha / rank")
     lora_dropout: float = _option(0.0, "dropout on the adapter's input; 0 keeps the policy equal to the sampler")

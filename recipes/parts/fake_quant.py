@@ -18,6 +18,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 
+from merge.fp8 import Fp8Linear
 from recipes.parts import linear
 from recipes.parts.quant_format import FORMATS, ActivationFormat, QuantFormat
 
@@ -44,11 +45,21 @@ def effective_weight_in_torch(
     layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """What `effective_weight` is to return."""
-    weight = linear.weight_in_torch(layer) if isinstance(layer, bnb.nn.Linear4bit) else layer.weight.data
+    weight = _base_weight(layer)
     dtype, weight = weight.dtype, weight.float()
     if a is not None:
         weight = weight + scaling * (b.float() @ a.float())
     return weight.to(torch.bfloat16).to(dtype)
+
+
+def _base_weight(layer: Layer) -> torch.Tensor:
+    """The base's weight (out, in) in its storage dtype."""
+    if isinstance(layer, bnb.nn.Linear4bit):
+        return linear.weight_in_torch(layer)
+    if isinstance(layer, Fp8Linear):
+        return layer.dequantized()
+    # merge.verify.compute_in casts the weight to compute in another dtype; its numbers stay.
+    return layer.weight.data.to(getattr(layer, "storage_dtype", layer.weight.dtype))
 
 
 @torch.no_grad()
@@ -249,11 +260,12 @@ def _has_fp8(device: torch.device) -> bool:
 
 
 def _source(layer: Layer) -> Any:
-    """A layer's base as the kernels take it: its NF4 bytes, or the weight where they are of another layout."""
+    """A layer's base as the kernels take it: its NF4 bytes, or the weight where it is stored in another way."""
     from recipes.parts.fake_quant_kernel import BLOCK_SIZE, NESTED_BLOCK, Source
 
     if not isinstance(layer, bnb.nn.Linear4bit):
-        return Source(layer.weight.data, None, tuple(layer.weight.shape), layer.weight.dtype)
+        weight = _base_weight(layer)
+        return Source(weight, None, tuple(weight.shape), weight.dtype)
     state = layer.weight.quant_state
     shape = tuple(state.shape)
     nested = state.state2.blocksize if state.nested else NESTED_BLOCK

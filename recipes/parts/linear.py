@@ -31,10 +31,9 @@ from bitsandbytes.functional import dequantize_4bit
 from peft.tuners.lora import bnb as peft_bnb
 from torch.autograd.function import once_differentiable
 
+from merge.fp8 import LEAST_SCALE, row_scales, to_e4m3
 from recipes.parts.errors import BadInput
 
-E4M3_MAX = 448.0
-LEAST_SCALE = 1 / (E4M3_MAX * 512)  # vLLM's, of weights and activations
 # A gradient is smaller than any activation: with vLLM's limit most of it would be zero. Above this one the division by
 # the scale is exact in float32.
 LEAST_GRADIENT_SCALE = 2.0**-80
@@ -122,20 +121,7 @@ def check_plain(name: str, module: Any) -> None:
             )
 
 
-# What the numbers are. fp8_kernel.py does the same on a GPU.
-
-
-def row_scales(value: torch.Tensor, floor: float) -> torch.Tensor:
-    """The FP8 scale of every row of (T, n): its largest |value| / 448, at least `floor`; (T, 1) float32."""
-    low, high = value.aminmax(dim=1, keepdim=True)
-    peak = torch.maximum(low.abs(), high.abs()).float()
-    # A tensor as divisor: with a number, PyTorch multiplies by its reciprocal.
-    return (peak / torch.full((), E4M3_MAX, device=value.device)).clamp_min(floor)
-
-
-def to_e4m3(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """FP8 codes of value (T, n) / scale (T, 1), divided in float32."""
-    return (value.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+# What the numbers are, with merge/fp8.py. fp8_kernel.py does the same on a GPU.
 
 
 def quantize_rows(

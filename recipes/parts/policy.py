@@ -1,5 +1,5 @@
-"""The policy: an NF4 base that never changes, a LoRA adapter that does, and the reference, which is the same model
-with the adapter off.
+"""The policy: a base that never changes (NF4, FP8 or unquantized), a LoRA adapter that does, and the reference, which
+is the same model with the adapter off.
 
 Covers loading, the adapter's shape, publishing versioned adapters, and the proof that the base stayed as it was.
 """
@@ -7,7 +7,7 @@ Covers loading, the adapter's shape, publishing versioned adapters, and the proo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merge.base import hash_base, load_nf4, unquantized_config
+from merge.base import hash_base, load_frozen, unquantized_config
 from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import read_quant_format
@@ -74,13 +74,14 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
 
 
 def load_policy_base(config: Config) -> "torch.nn.Module":
-    """The frozen NF4 base, on this process's device but for what `policy.embeddings` says, without an adapter."""
+    """The frozen base, on this process's device but for what `policy.embeddings` says, without an adapter."""
     from accelerate import PartialState
 
     from recipes.parts.host_embedding import keep_embedding_on_host
 
-    model = load_nf4(
+    model = load_frozen(
         config.model.source,
+        config.policy.quantization,
         dtype=config.model.dtype,
         double_quantization=config.policy.double_quantization,
         device=PartialState().device,

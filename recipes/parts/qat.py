@@ -15,7 +15,7 @@ A weight's peak is found again when the adapter has changed, and kept until then
 input range is found once (calibration.py) and is the state that checkpoints and adapters carry.
 
 `fp8` on a GPU with FP8 arithmetic takes the product of the FP8 codes; other formats, and a CPU, multiply in the
-compute dtype. Works over NF4 layers of bitsandbytes and over unquantized ones. Not covered: LoRA dropout and
+compute dtype. Works over NF4 layers of bitsandbytes, FP8 ones and unquantized ones. Not covered: LoRA dropout and
 variants, several adapters, a base that is split over processes.
 """
 
@@ -31,6 +31,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
 from merge.base import plain_name
+from merge.fp8 import Fp8Linear
 from recipes.parts import linear
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import (
@@ -286,7 +287,11 @@ class QuantizedLora4bit(_Quantized, peft_bnb.Linear4bit):
 
 
 class QuantizedLora(_Quantized, peft_layer.Linear):
-    """An unquantized layer with an adapter."""
+    """A layer with an adapter whose base is unquantized or in FP8."""
+
+
+class QuantizedFp8(_Quantized, Fp8Linear):
+    """An FP8 layer without an adapter."""
 
 
 class Quantized4bit(_Quantized, bnb.nn.Linear4bit):
@@ -301,6 +306,7 @@ CLASSES = {
     peft_bnb.Linear4bit: QuantizedLora4bit,
     peft_layer.Linear: QuantizedLora,
     bnb.nn.Linear4bit: Quantized4bit,
+    Fp8Linear: QuantizedFp8,
     torch.nn.Linear: QuantizedLinear,
 }
 

@@ -201,7 +201,8 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
 
 
 def base_directory(config: "Config") -> Path:
-    """Where the dequantized base of a configuration lies: `server.base`, else models/bases/<name of the model>.
+    """Where the dequantized base of a configuration lies: `server.base`, else models/bases/<name of the model>, with
+    the storage in the name where that is not NF4.
 
     What `python -m merge base` writes and a rollout server reads; nothing is looked at on the disk.
     """
@@ -209,7 +210,17 @@ def base_directory(config: "Config") -> Path:
         return Path(config.server.base)
     # A local model may be given as `.` or `..`, which have no name of their own.
     name = Path(config.model.source).name
-    return Path("models/bases") / (name if name not in ("", "..") else Path(config.model.source).resolve().name)
+    name = name if name not in ("", "..") else Path(config.model.source).resolve().name
+    kind = config.policy.quantization
+    return Path("models/bases") / (name if kind == "nf4" else f"{name}-{'unquantized' if kind == 'none' else kind}")
+
+
+def stored_as(config: "Config") -> dict[str, Any]:
+    """{key of the configuration: its value} of everything that decides how the base is stored. What base.json says of
+    it stands under other names: type, storage_dtype, double_quantization."""
+    policy = config.policy
+    found = {"model.dtype": config.model.dtype, "policy.quantization": policy.quantization}
+    return found | ({"policy.double_quantization": policy.double_quantization} if policy.quantization == "nf4" else {})
 
 
 class RunDir:

@@ -16,6 +16,7 @@ from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import QuantFormat
 from recipes.parts.rundir import RunDir, write_json
+from recipes.parts.stored_base import describe_base
 
 
 def say(text: str) -> None:
@@ -89,8 +90,7 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
     return "\n".join(
         [
             f"run       {config.run.name} -> {config.run.directory}",
-            f"base      {config.model.source}, {config.policy.quantization}, {config.model.dtype} compute, "
-            f"double quantization {'on' if config.policy.double_quantization else 'off'}",
+            f"base      {describe_base(config)}",
             f"adapter   LoRA rank {config.policy.lora_rank}, alpha {config.policy.lora_alpha}, "
             f"{config.policy.adapter_dtype}, on {config.policy.target_modules}",
             describe_step(config, problems, processes),

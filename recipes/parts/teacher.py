@@ -4,7 +4,8 @@
 - `distill.teacher_adapter`: the same with another adapter's weights in the place of the student's, for the length of
   the teacher's pass. What a quantization-aware distillation heals is a policy that was trained unquantized: it is the
   teacher, and `policy.init_adapter`, the same directory, is where the student starts. Costs the adapter once more.
-- another model by id or path: loaded in NF4 beside the student. Its tokenizer has to be the student's.
+- another model by id or path: loaded beside the student and stored as its base is (policy.quantization). Its
+  tokenizer has to be the student's.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merge.base import load_nf4, unquantized_config
+from merge.base import load_frozen, unquantized_config
 from recipes.parts.config import Config
 from recipes.parts.distill import is_own_model
 from recipes.parts.errors import BadInput
@@ -125,8 +126,9 @@ def load_teacher(config: Config) -> "torch.nn.Module | None":
         return None
     from accelerate import PartialState
 
-    model = load_nf4(
+    model = load_frozen(
         config.distill.teacher,
+        config.policy.quantization,
         dtype=config.model.dtype,
         double_quantization=config.policy.double_quantization,
         device=PartialState().device,

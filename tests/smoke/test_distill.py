@@ -145,7 +145,7 @@ def copied(source: Path, target: Path, **changes: str) -> Path:
 def test_a_teacher_that_does_not_fit_is_refused_before_weights(
     distill, learning_model_dir, teacher, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("recipes.parts.policy.load_nf4", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("recipes.parts.policy.load_frozen", lambda *_, **__: pytest.fail("weights were loaded"))
     source = learning_model_dir
 
     def refused(changes: dict) -> str:

@@ -44,7 +44,7 @@ SMALLEST = "run: {name: x}\nmodel: {id: m}\ntrain: {max_steps: 1}\n"
         (["--reward.functions", "math"], "reward.functions must be a list of text, it is 'math' (str)."),
         (["--reward.weights", "[1, x]"], "reward.weights must be a list of a number or null"),
         (["--train.loss_type", "ppo"], "train.loss_type must be one of dr_grpo, dapo, grpo, it is 'ppo' (str)."),
-        (["--policy.quantization", "fp4"], "policy.quantization must be one of nf4, it is 'fp4' (str)."),
+        (["--policy.quantization", "fp4"], "policy.quantization must be one of nf4, fp8, none, it is 'fp4' (str)."),
         (["--model", "x"], "unknown argument --model. Keys are given as --group.key value."),
         (["--run.name.first", "x"], "--run.name.first: name is not a group of keys."),
         (["--train.beta"], "--train.beta needs a value."),

@@ -277,7 +277,7 @@ def test_a_card_without_room_for_the_copy_is_refused(tmp_path):
     (tmp_path / "nf4").mkdir()
     with open(tmp_path / "nf4" / "model.safetensors", "wb") as file:
         file.truncate(30 << 30)
-    with pytest.raises(BadInput, match=r"NF4 copy \(30.0 GiB\).*server.nf4_copy to host"):
+    with pytest.raises(BadInput, match=r"the base's copy \(30.0 GiB\).*server.nf4_copy to host"):
         plans(config(server={"base": str(tmp_path)}), CUDA, ["0"], card_gib=24.0)
 
 

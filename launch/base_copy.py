@@ -1,0 +1,80 @@
+"""What a worker keeps of a base that is not in NF4, to make its weights of with each adapter (`remerge.py`).
+
+Read from the checkpoint that `python -m merge base` wrote. Of an unquantized base the copy is that BF16 weight, 2
+bytes a weight. Of a base in FP8 it is codes and scales, 1 byte: FP8 of the dequantized weight is the very codes and
+scales that the trainer stores (merge/fp8.py), if whole rows are looked at. Imports torch inside functions.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def storage(directory: Path) -> str:
+    """`policy.quantization` of the base in a directory; nf4 where nothing says it."""
+    try:
+        return json.loads((directory / "base.json").read_text())["quantization"]["type"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return "nf4"
+
+
+def has_copy(directory: Path) -> bool:
+    """Whether a base directory has what remerge reads: `nf4/` of an NF4 base, its weights of another."""
+    return storage(directory) != "nf4" or (directory / "nf4" / "index.json").is_file()
+
+
+def copy_bytes(directory: Path) -> int:
+    """Bytes that the workers of a replica keep together."""
+    kind = storage(directory)
+    if kind == "nf4":
+        return sum(file.stat().st_size for file in directory.glob("nf4/*.safetensors"))
+    from merge.checkpoint import checkpoint_shards, read_shapes
+
+    names = {f"{name}.weight" for name in json.loads((directory / "base.json").read_text())["quantized"]}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in checkpoint_shards(directory):
+        shapes |= {name: shape for name, shape in read_shapes(directory / file).items() if name in names}
+    return sum(out * width * 2 if kind == "none" else out * (width + 4) for out, width in shapes.values())
+
+
+def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], Any]) -> Any:
+    """Give every linear its copy, put where `place` puts it: `packed` (rows, columns), BF16 with `absmax` None, or FP8
+    codes as uint8 with `absmax` (rows, 1), their scales. Returns the dtype that it dequantizes to.
+
+    `ValueError` for a layer that the base has not.
+    """
+    import torch
+
+    from merge.checkpoint import checkpoint_shards, read_tensor
+    from merge.fp8 import quantize_weight
+
+    files = {name: directory / file for file, names in checkpoint_shards(directory).items() for name in names}
+    stored = json.loads((directory / "base.json").read_text())["quantized"]
+    for linear in linears:
+        packed, scales = [], []
+        for part in linear.parts:
+            if part.name not in stored:
+                raise ValueError(f"{part.name} is not in it: the base is another model's")
+            weight = read_tensor(files[f"{part.name}.weight"], f"{part.name}.weight")
+            weight = weight[part.first_out : part.first_out + part.rows]
+            columns = slice(part.first_in, part.first_in + linear.columns)
+            if kind == "fp8":
+                codes, scale = quantize_weight(weight)
+                weight = codes.view(torch.uint8)
+                scales.append(scale)
+            packed.append(weight[:, columns])
+        linear.packed = place(torch.cat(packed))
+        linear.absmax = place(torch.cat(scales)) if scales else None
+    return torch.bfloat16
+
+
+def dequantize(packed: Any, scale: Any, dtype: Any) -> Any:
+    """The weight (rows, columns) of a copy, a tensor of its own."""
+    import torch
+
+    from merge.fp8 import dequantize_with
+
+    if scale is None:
+        return packed.to(dtype, copy=True)
+    return dequantize_with(packed.view(torch.float8_e4m3fn), scale, dtype)

@@ -1,0 +1,109 @@
+"""FP8 of a weight with one scale per output channel, and a frozen linear layer that holds it.
+
+The numbers are those of vLLM's `fp8_per_channel`: a float32 scale, a row's largest |value| / 448, and E4M3 codes. The
+weight they stand for, codes · scale rounded to the model's dtype, is what everything computes with. In BF16 a row's
+largest value comes out as it went in and a rounded value falls on its own code again, so FP8 of the dequantized weight
+is the same scales and codes: a server that quantizes it as it loads holds what the trainer does.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from merge.nf4 import PIECE
+
+E4M3_MAX = 448.0
+LEAST_SCALE = 1 / (E4M3_MAX * 512)  # vLLM's, of weights and activations
+
+
+def row_scales(value: torch.Tensor, floor: float) -> torch.Tensor:
+    """The FP8 scale of every row of (T, n): its largest |value| / 448, at least `floor`; (T, 1) float32."""
+    low, high = value.aminmax(dim=1, keepdim=True)
+    peak = torch.maximum(low.abs(), high.abs()).float()
+    # A tensor as divisor: with a number, PyTorch multiplies by its reciprocal.
+    return (peak / torch.full((), E4M3_MAX, device=value.device)).clamp_min(floor)
+
+
+def to_e4m3(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of value (T, n) / scale (T, 1), divided in float32."""
+    return (value.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize_weight(
+    weight: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes (out, in) float8_e4m3fn, scale (out, 1) float32) of a weight (out, in) in `dtype` on `device`, by default
+    its own; by pieces, which take 8 bytes for each of their values."""
+    device = torch.device(device or weight.device)
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(len(weight), 1, dtype=torch.float32, device=device)
+    step = max(1, PIECE[device.type == "cuda"] // max(weight.shape[1], 1))
+    for at in range(0, len(weight), step):
+        piece = weight[at : at + step].to(device=device, dtype=dtype or weight.dtype)
+        scale[at : at + step] = row_scales(piece, LEAST_SCALE)
+        codes[at : at + step] = to_e4m3(piece, scale[at : at + step])
+    return codes, scale
+
+
+def dequantize_with(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """codes (out, in) · scale (out, 1), multiplied in float32 and rounded once to `dtype`."""
+    weight = codes.to(dtype)  # exact
+    return torch.mul(weight, scale, out=weight)
+
+
+class Fp8Linear(torch.nn.Linear):
+    """A frozen linear layer whose weight is stored in FP8, in half of BF16's memory.
+
+    `weight` (out, in) holds the codes as uint8, which nothing casts or trains; `weight_scale` (out, 1) is float32.
+    Every product dequantizes the weight and lets it go; for the backward pass nothing is kept.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, device: torch.device | str | None = None):
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        codes, scale = quantize_weight(layer.weight.data, device=device)
+        self.weight = torch.nn.Parameter(codes.view(torch.uint8), requires_grad=False)
+        self.register_buffer("weight_scale", scale, persistent=False)
+        if layer.bias is not None:
+            self.bias = torch.nn.Parameter(layer.bias.data.to(codes.device), requires_grad=False)
+        # What the codes stand for, and what products are computed in.
+        self.storage_dtype = self.compute_dtype = layer.weight.dtype
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """(out, in) float8_e4m3fn."""
+        return self.weight.data.view(torch.float8_e4m3fn)
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight (out, in) that the layer computes with, in its storage dtype."""
+        return dequantize_with(self.codes, self.weight_scale, self.storage_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Product.apply(x, self)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, FP8 of {self.storage_dtype}"
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer, ctx.x_type, dtype = layer, x.dtype, layer.compute_dtype
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if layer.bias is None else layer.bias.to(dtype)
+            return torch.nn.functional.linear(x.to(dtype), layer.dequantized().to(dtype), bias).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        layer, dtype = ctx.layer, ctx.layer.compute_dtype
+        with torch.autocast(gradient.device.type, enabled=False):
+            return (gradient.to(dtype) @ layer.dequantized().to(dtype)).to(ctx.x_type), None
+
+
+def store_in_fp8(model: torch.nn.Module, names: list[str], device: torch.device | str) -> None:
+    """Put an `Fp8Linear` on `device` in the place of each of these linear layers, one after the other, so that no more
+    than one of them is there twice."""
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        layer = model.get_submodule(name)
+        setattr(model.get_submodule(parent), leaf, Fp8Linear(layer, device))
+        layer.weight = None  # whoever else holds the layer does not hold its memory

@@ -1,0 +1,69 @@
+"""An original checkpoint against the model that its config.json describes, by names; no weight is read."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from merge.checkpoint import checkpoint_shards, pass_full_disk
+from recipes.parts.errors import BadInput
+
+
+def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
+    """The transformers config of a checkpoint, local or on the hub; `BadInput` when it is quantized already."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(path), revision=revision)
+    except (OSError, ValueError) as error:
+        pass_full_disk(error)
+        raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise BadInput(
+            f"{path} is quantized already (quantization_config in its config.json, method {method}). A base in nf4 or "
+            "fp8 (policy.quantization) is made from the original 16-bit or 32-bit checkpoint: name that one."
+        )
+    return config
+
+
+def without_weights(config: Any) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def output_embedding(config: Any) -> list[str]:
+    model = without_weights(config)
+    output = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is output]
+
+
+def select_shards(directory: Path, wanted: set[str], config: Any, complaint: str) -> dict[str, list[str]]:
+    """{shard file: its tensors among `wanted`} of a checkpoint.
+
+    `BadInput`, which begins with `complaint`, when one of them is not there or the checkpoint has any other. A tied
+    checkpoint may carry the output embedding a second time; the model has it once. What transformers passes over
+    when it loads the model is left out.
+    """
+    listed = checkpoint_shards(directory)
+    shards = {file: [name for name in names if name in wanted] for file, names in listed.items()}
+    found = {name for names in listed.values() for name in names}
+    extra = sorted(found - wanted)
+    if extra and getattr(config, "tie_word_embeddings", False):
+        extra = [name for name in extra if name.removesuffix(".weight") not in output_embedding(config)]
+    if extra and (extra := _unexpected(extra, config)):
+        raise BadInput(f"{complaint}: it has {extra[0]}, which the base has not.")
+    if absent := sorted(wanted - found):
+        raise BadInput(f"{complaint}: it has no {absent[0]} ({len(absent)} of {len(wanted)}).")
+    return shards
+
+
+def _unexpected(names: list[str], config: Any) -> list[str]:
+    """Those of `names`, none of them a parameter, that transformers 5.17 would report: a model's own patterns hide
+    the rest (the rotary frequencies of early Llama checkpoints, layers for multi-token prediction)."""
+    keys = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    without_weights(config)._adjust_missing_and_unexpected_keys(keys)
+    return sorted(keys.unexpected_keys)

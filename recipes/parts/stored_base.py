@@ -1,0 +1,39 @@
+"""How the frozen base is stored (`policy.quantization`): what goes with it, and its name. Imports no torch."""
+
+from recipes.parts.config import Config
+
+# What the base is, by policy.quantization, in words for a sentence.
+CALLED = {"nf4": "NF4", "fp8": "FP8", "none": "unquantized"}
+
+
+def problems(config: Config, sharded: str | None) -> list[str]:
+    """What of the configuration a base that is not in NF4 does not go with. `sharded` is `sharding.announced()`."""
+    policy, found = config.policy, []
+    kind = policy.quantization
+    if kind == "nf4":
+        return found
+    if not policy.double_quantization:
+        found.append(
+            f"policy.double_quantization is false with policy.quantization {kind}: it is about the block scales of "
+            "nf4, and there are none. Remove it."
+        )
+    if policy.compute != "plain":
+        found.append(
+            f"policy.compute is {policy.compute} with policy.quantization {kind}: its layers multiply with NF4 bytes. "
+            "Set policy.compute to plain, or policy.quantization to nf4."
+        )
+    if sharded and kind == "fp8":
+        found.append(
+            f"policy.quantization is fp8 under {sharded}, which would leave each process a part of the codes that it "
+            "multiplies with. Use nf4 or none, or accelerate_configs/ddp.yaml."
+        )
+    return found
+
+
+def describe_base(config: Config) -> str:
+    """The base in a few words: what it is made of, how it is stored, what its numbers are in."""
+    policy, model = config.policy, config.model
+    text = f"{model.source}, {policy.quantization}, {model.dtype} compute"
+    if policy.quantization != "nf4":
+        return text
+    return f"{text}, double quantization {'on' if policy.double_quantization else 'off'}"
