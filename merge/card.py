@@ -34,14 +34,13 @@ READERS = {
     "nvfp4": "vLLM on GPUs with FP4 arithmetic; FP4 weights and activations in groups of 16",
     "nf4": "transformers with bitsandbytes; NF4 weights in blocks of 64, double quantization",
 }
+LOSS = ("train.loss_type", "train.beta", "train.epsilon", "train.epsilon_high", "rollout.correction")
+TEACHER = ("distill.teacher", "distill.teacher_adapter")
+DISTILLATION = (*TEACHER, "distill.divergence", "distill.temperature")
 RECIPE = (
-    "train.loss_type",
     "train.max_steps",
     "train.learning_rate",
     "train.lr_scheduler",
-    "train.beta",
-    "train.epsilon",
-    "train.epsilon_high",
     "train.num_iterations",
     "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
@@ -50,7 +49,6 @@ RECIPE = (
     "rollout.temperature",
     "rollout.max_prompt_length",
     "rollout.max_completion_length",
-    "rollout.correction",
     "reward.functions",
     "reward.weights",
     "policy.quantization",
@@ -60,11 +58,13 @@ RECIPE = (
     "policy.lora_alpha",
     "policy.use_rslora",
     "policy.target_modules",
+    "policy.init_adapter",
     "run.seed",
 )
 DATA = ("id", "config", "path", "train_split", "eval_split", "eval_path", "answer_format", "system_prompt")
 DATA = (*DATA, "prompt_suffix", "max_train_problems")
-METRICS = ("reward", "reward_std", "kl", "entropy", "zero_spread_fraction", "truncated_fraction", "completion_length")
+METRICS = ("reward", "reward_std", "divergence", "kl", "entropy", "zero_spread_fraction", "truncated_fraction")
+METRICS += ("completion_length",)
 
 
 def main(argv: list[str]) -> int:
@@ -139,7 +139,7 @@ def render(run: RunDir, manifest: dict) -> str:
         front_matter(config, manifest),
         introduction(config, manifest),
         origin(config, base, manifest),
-        table("## Recipe", ("key", "value"), settings(config, RECIPE)) if manifest["policy"] == "grpo" else "",
+        table("## Recipe", ("key", "value"), settings(config, recipe(config))) if manifest["policy"] == "grpo" else "",
         table("## Data", ("key", "value"), settings(config, [f"data.{key}" for key in DATA])),
         training(run, manifest) if manifest["policy"] == "grpo" else "",
         checks(manifest),
@@ -153,6 +153,16 @@ def look_up(config: dict, key: str) -> Any:
     """The value of a dotted key; None when it is not set."""
     group, leaf = key.split(".")
     return (config.get(group) or {}).get(leaf)
+
+
+def is_distilled(config: dict) -> bool:
+    """Whether the run learned from a teacher, and not from rewards."""
+    return any(look_up(config, key) for key in TEACHER)
+
+
+def recipe(config: dict) -> tuple[str, ...]:
+    """The keys that say how the adapter was trained."""
+    return (*(DISTILLATION if is_distilled(config) else LOSS), *RECIPE)
 
 
 def settings(config: dict, keys: Iterable[str]) -> list[tuple[str, str]]:
@@ -183,7 +193,8 @@ def front_matter(config: dict, manifest: dict) -> str:
     data = str(look_up(config, "data.id"))
     if look_up(config, "data.path") is None and HUB_ID.fullmatch(data) and manifest["policy"] == "grpo":
         lines += ["datasets:", f"- {json.dumps(data)}"]
-    tags = ["grpo", "qlora"] if manifest["policy"] == "grpo" else []
+    method = "distillation" if is_distilled(config) else "grpo"
+    tags = [method, "qlora"] if manifest["policy"] == "grpo" else []
     tags += ["quantization-aware"] if manifest.get("trained_for") == manifest["format"] and tags else []
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in [*tags, manifest["format"]]), "---"])
 
@@ -194,7 +205,8 @@ def introduction(config: dict, manifest: dict) -> str:
     weights = "its weights rounded to NF4 and back" if dequantized else "its original weights"
     what = f"{model}, with {weights}: the base of run {name} without its adapter"
     if manifest["policy"] == "grpo":
-        what = f"{model} trained with GRPO on an NF4 base (QLoRA) in run {name}; the adapter is merged into {weights}"
+        how = "on-policy distillation" if is_distilled(config) else "GRPO"
+        what = f"{model} trained with {how} on an NF4 base (QLoRA) in run {name}; the adapter is merged into {weights}"
     aware = quantization_aware(manifest)
     return f"# {name}, {manifest['policy']}, {form}\n\n{what}.{aware}\n\nRead by {READERS.get(form, form)}."
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from merge.__main__ import main
-from merge.card import READERS, RECIPE, code, render, write_card
+from merge.card import LOSS, READERS, RECIPE, code, render, write_card
 from recipes.parts.config import FORMATS, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
@@ -141,8 +141,21 @@ def test_the_recipe_is_shown_as_configured_and_hostile_text_stays_in_its_cell(ru
     text = card(run)
     assert "| train.max_steps | `3` |" in text and "| run.seed | `0` |" in text
     assert "| data.prompt_suffix | `a \\| b\\n'rm'\\n\\n# Title` |" in text
-    unset = {key for key in RECIPE if f"| {key} |" not in text}
-    assert unset == {"train.epsilon_high", "reward.weights", "policy.quant_cfg"}
+    unset = {key for key in (*LOSS, *RECIPE) if f"| {key} |" not in text}
+    assert unset == {"train.epsilon_high", "reward.weights", "policy.quant_cfg", "policy.init_adapter"}
+
+
+def test_a_distilled_policy_is_not_said_to_be_trained_by_grpo(run):
+    assert "trained with GRPO" in card(run)
+    facts = read_json(run.config_file)
+    facts["config"]["train"] = {"loss_type": "dapo"}
+    facts["config"]["distill"] = {"teacher": None, "teacher_adapter": "runs/a/adapters/v000080", "divergence": "js"}
+    write_json(run.config_file, facts)
+    run.metrics_file.write_text(json.dumps({"step": 1, "reward": 0.5, "divergence": 0.25}) + "\n")
+    text = card(run)
+    assert "trained with on-policy distillation" in text and "GRPO" not in text and "- distillation\n" in text
+    assert "| distill.teacher_adapter | `runs/a/adapters/v000080` |" in text and "train.loss_type" not in text
+    assert "| distill.divergence | `js` |" in text and "| divergence | 0.25 | 0.25 |" in text
 
 
 def test_every_format_says_who_reads_it():
