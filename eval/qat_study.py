@@ -49,13 +49,17 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="YAML of the plain run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["nvfp4a16", "w4a16", "fp8", "nvfp4"])
-    parser.add_argument("--distill_steps", type=int, default=40)
-    parser.add_argument("--distill_rate", default="1e-4", help="learning rate of the distillation")
-    parser.add_argument("--samples", type=int, default=4, help="completions per held-out problem")
-    parser.add_argument("--launcher", default="accelerate_configs/one_gpu.yaml", help="accelerate configuration")
-    parser.add_argument("--jobs", type=int, default=1, help="commands at once")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    formats = ["nvfp4a16", "w4a16", "fp8", "nvfp4"]
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=formats, help=f"default: {' '.join(formats)}"
+    )
+    parser.add_argument("--distill_steps", type=int, default=40, help="steps of a distillation; default: 40")
+    parser.add_argument("--distill_rate", default="1e-4", help="its learning rate; default: 1e-4")
+    parser.add_argument("--samples", type=int, default=4, help="completions per held-out problem; default: 4")
+    launcher = "accelerate_configs/one_gpu.yaml"
+    parser.add_argument("--launcher", default=launcher, help=f"accelerate configuration; default: {launcher}")
+    parser.add_argument("--jobs", type=int, default=1, help="commands at once; default: 1")
     parser.add_argument("--cards", nargs="+", default=[], help="GPUs that runs are spread over, as CUDA names them")
     parser.add_argument("--out", type=Path, help="default: runs/<run.name>-qat-study")
     return parser.parse_known_args(argv)
@@ -67,6 +71,8 @@ class Study:
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.overrides = options, overrides
         self.config: Config = load_config(options.config, overrides)
+        if not Path(options.launcher).is_file():
+            raise BadInput(f"--launcher {options.launcher} does not exist. They are in accelerate_configs.")
         if self.config.policy.quant_cfg is not None:
             raise BadInput(f"{options.config} sets policy.quant_cfg; the study starts from the plain run's YAML.")
         if len(set(options.seeds)) != len(options.seeds):
@@ -199,6 +205,7 @@ def markdown(found: dict[str, Any], head: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     options, overrides = parse_arguments(argv)
     study, started = Study(options, overrides), time.perf_counter()
+    study.config.model.check_path()
     failed = study.everything()
     found = collect(study)
     command = " ".join(["python", "-m", "eval.qat_study", *(sys.argv[1:] if argv is None else argv)])

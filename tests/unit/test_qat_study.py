@@ -107,6 +107,7 @@ def test_a_run_that_fails_leaves_the_others(study, monkeypatch):
         (["--policy.quant_cfg", "fp8"], "starts from the plain run"),
         (["--seeds", "1", "1"], "names a seed twice"),
         (["--eval.temperature", "0"], "all --samples are the same"),
+        (["--launcher", "accelerate_configs/none.yaml"], "none.yaml does not exist"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, words, said):
