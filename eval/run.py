@@ -79,8 +79,8 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser = argparse.ArgumentParser(
         prog="python -m eval",
         description=__doc__,
-        epilog="Other commands: python -m eval gate --run … (promote or not), python -m eval report --run … (one page over all), python -m eval lm_eval, "
-        "python -m eval endpoint --url … (one deployed endpoint). "
+        epilog="Other commands: python -m eval gate --run … (promote or not), python -m eval report --run … (one page "
+        "over all), python -m eval endpoint --url … (one deployed endpoint), python -m eval lm_eval --run …. "
         "Keys of the run's configuration can be given as --group.key value.",
         allow_abbrev=False,
     )
