@@ -193,21 +193,13 @@ def quantized_weight(
 
 @torch.no_grad()
 def fp8_weight(
-    layer: Layer,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    scaling: float,
-    peak: torch.Tensor,
-    transposed: bool = False,
-    out: torch.Tensor | None = None,
+    layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, peak: torch.Tensor
 ) -> torch.Tensor:
-    """The FP8 codes of format fp8 (out, in), stored as (in, out) when `transposed`; their scale is
-    `bf16_scale(peak, E4M3_MAX)` with the peak (out, 1) of the effective weight. Written to `out` if given."""
+    """The FP8 codes of format fp8 (out, in); their scale is `bf16_scale(peak, E4M3_MAX)` with the peak (out, 1) of the
+    effective weight."""
     if kernels := _kernels(layer.weight):
-        return kernels.quantize(_source(layer), a, b, scaling, FORMATS["fp8"], peak, transposed=transposed, out=out)
-    codes = linear.to_e4m3(effective_weight_in_torch(layer, a, b, scaling), bf16_scale(peak, E4M3_MAX))
-    codes = codes.t().contiguous() if transposed else codes
-    return codes if out is None else out.copy_(codes)
+        return kernels.quantize(_source(layer), a, b, scaling, FORMATS["fp8"], peak, is_codes=True)
+    return linear.to_e4m3(effective_weight_in_torch(layer, a, b, scaling), bf16_scale(peak, E4M3_MAX))
 
 
 @torch.no_grad()

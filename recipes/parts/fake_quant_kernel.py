@@ -163,8 +163,8 @@ def _fake_int4(value):
 @triton.jit
 def _quantize(
     out, source, absmax, code, nested_absmax, nested_code, offset, a, b, peak, scaling, rows, columns, stride, rank,
-    stride_a, stride_b, out_stride,
-    KIND: tl.constexpr, IS_CODES: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    stride_a, stride_b,
+    KIND: tl.constexpr, IS_CODES: tl.constexpr,
     IS_NF4: tl.constexpr, IS_NESTED: tl.constexpr, HAS_UPDATE: tl.constexpr, IS_ROUNDED: tl.constexpr,
     WEIGHT_TYPE: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
@@ -194,12 +194,8 @@ def _quantize(
             value = value.to(tl.float32) * scale
     value = value.to(out.dtype.element_ty)
     is_inside = is_row[:, None] & (first_column + column[None, :] < columns)
-    if IS_TRANSPOSED:
-        out += first_column.to(tl.int64) * out_stride + first_row
-        tl.store(out + column[None, :] * out_stride + row[:, None], value, mask=is_inside)
-    else:
-        out += first_row * out_stride + first_column
-        tl.store(out + row[:, None] * out_stride + column[None, :], value, mask=is_inside)
+    out += first_row * columns + first_column
+    tl.store(out + row[:, None] * columns + column[None, :], value, mask=is_inside)
 
 
 @triton.jit
@@ -316,27 +312,24 @@ def quantize(
     fmt: QuantFormat | None,
     peak: torch.Tensor | None,
     is_rounded: bool = True,
-    transposed: bool | None = None,
-    out: torch.Tensor | None = None,
+    is_codes: bool = False,
 ) -> torch.Tensor:
     """base + scaling · b · a (out, in), rounded to BF16 if `is_rounded`, as a checkpoint of `fmt` has it (None: as
-    it is), in the base's dtype; with `transposed` its FP8 codes (fmt fp8), stored as (in, out) when true. Written to
-    `out`, whose rows may have any stride, if given.
+    it is), in the base's dtype; its FP8 codes (fmt fp8) if `is_codes`.
 
     a (r, in), b (out, r), float32 or 16 bits, both None without an adapter; `peak` as `fake_quant.weight_peak` makes
     it. NF4 in blocks of 64, `in` a multiple of 64; both sizes multiples of the format's block.
     """
-    (rows, columns), kind, is_codes = source.shape, _kind(fmt), transposed is not None
-    if out is None:
-        shape = (columns, rows) if transposed else (rows, columns)
-        out = torch.empty(shape, dtype=torch.float8_e4m3fn if is_codes else source.dtype, device=source.data.device)
+    (rows, columns), kind = source.shape, _kind(fmt)
+    dtype = torch.float8_e4m3fn if is_codes else source.dtype
+    out = torch.empty(rows, columns, dtype=dtype, device=source.data.device)
     tensors, numbers, constants = _arguments(source, a, b, scaling, is_rounded)
-    tile = (128, 128) if kind == "block" else (128, 64) if transposed else (ROWS, COLUMNS)
+    tile = (128, 128) if kind == "block" else (ROWS, COLUMNS)
     grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
     with fp8_kernel._on(out):
         _quantize[grid](
-            out, *tensors, peak if peak is not None else tensors[0], *numbers, out.stride(0),
-            KIND=kind, IS_CODES=is_codes, IS_TRANSPOSED=bool(transposed), ROWS=tile[0], COLUMNS=tile[1], **constants,
+            out, *tensors, peak if peak is not None else tensors[0], *numbers,
+            KIND=kind, IS_CODES=is_codes, ROWS=tile[0], COLUMNS=tile[1], **constants,
             num_warps=8 if kind == "block" else 4,
         )  # fmt: skip
     return out
