@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from launch.starting.trainer_command import Placement, choose_launcher, trainer_command
@@ -119,17 +120,19 @@ def test_a_resume_and_an_adapter_of_another_format_are_refused(run, recipe, lear
 
 def test_a_format_whose_yaml_changed_is_refused_on_resume(recipe, learning_model_dir, run, tmp_path):
     folder, file = tmp_path / "run", tmp_path / "format.yaml"
-    file.write_text("placeholder")
+    weight = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
+    inputs = {"enable": False}  # which the run was started without: W4A4 then, W4A16 now
+    file.write_text(yaml.safe_dump({"quant_cfg": {"*weight_quantizer": weight, "*input_quantizer": inputs}}))
     manifest = {"config": read_json(run.config_file)["config"], "processes": 1}
     folder.mkdir()
-    manifest["config"]["policy"]["quant_cfg"] = "nvfp4a16"  # what the configuration said then, and says now
+    manifest["config"]["policy"]["quant_cfg"] = str(file)
     manifest["config"]["run"]["output_dir"] = str(folder)
     (folder / "config.json").write_text(json.dumps(manifest))
     (folder / "base.json").write_bytes(run.base_file.read_bytes())
     (folder / "checkpoints").symlink_to(run.checkpoints)
-    words = W4A4 | {"policy.quant_cfg": "nvfp4a16", "train.max_steps": 2}
+    words = W4A4 | {"policy.quant_cfg": file, "train.max_steps": 2}
     code, said = recipe(arguments(learning_model_dir, folder, words, ("--resume",)))
-    assert code == 2 and "was trained for nvfp4, policy.quant_cfg nvfp4a16 is nvfp4a16 now" in said
+    assert code == 2 and f"was trained for nvfp4, policy.quant_cfg {file} is nvfp4a16 now" in said
 
 
 def test_an_adapter_of_the_same_format_brings_its_ranges(run, recipe, learning_model_dir, tmp_path):

@@ -80,7 +80,7 @@ def test_every_format_is_one_that_merge_writes():
 
 def test_reading_a_format_imports_no_torch():
     code = "import sys; from recipes.parts.quant_format import read_quant_format as read; read('NVFP4_DEFAULT_CFG')"
-    code += f"; read({str(ROOT / 'none.yaml')!r}) if 0 else None; sys.exit('torch' in sys.modules)"
+    code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
