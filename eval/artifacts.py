@@ -31,7 +31,8 @@ class Artifact:
 class Sources:
     """Everything the matrix is measured on; `adapter` is None when no nf4 cell was asked for.
 
-    `trained_for` is {"trained_for": format, "quantizer_hash": …} of a run that was trained for a format, else empty.
+    `trained_for` is {"trained_for": format, "quantizer_hash": …} of a run that was trained for a format, else empty;
+    `storage` is how the base is stored, which the nf4 cells compute with.
     """
 
     base_hash: str
@@ -40,6 +41,7 @@ class Sources:
     adapter_hash: str | None
     artifacts: dict[tuple[str, str], Artifact]
     trained_for: dict[str, str] = field(default_factory=dict)
+    storage: str = "nf4"
 
 
 def check_formats(formats: list[str]) -> list[str]:
@@ -89,7 +91,8 @@ def merge_command(run: RunDir, formats: list[str]) -> str:
 
 def find_sources(run: RunDir, formats: list[str]) -> Sources:
     """The checked sources of every cell in {base, grpo} x `formats`; `BadInput` says what is missing or wrong."""
-    base_hash = read_json(run.base_file)["hash"]
+    base = read_json(run.base_file)
+    base_hash, storage = base["hash"], (base.get("quantization") or {}).get("type", "nf4")
     merged = [name for name in formats if name != "nf4"]
     missing = [
         name for name in merged if not all((run.merged / policy / name / MANIFEST).is_file() for policy in POLICIES)
@@ -114,7 +117,8 @@ def find_sources(run: RunDir, formats: list[str]) -> Sources:
                 f"again: {merge_command(run, merged)} --overwrite"
             )
         version, digest = manifest.get("version"), adapter_hash(manifest)
-    return Sources(base_hash, adapter, version, digest, artifacts, check_trained(run, version, artifacts))
+    trained = check_trained(run, version, artifacts)
+    return Sources(base_hash, adapter, version, digest, artifacts, trained, storage)
 
 
 def check_trained(run: RunDir, version: int | None, checkpoints: dict[tuple[str, str], Artifact]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from eval.compare import points
 from eval.found import p_values
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, publish, read_json
+from recipes.parts.stored_base import CALLED
 
 PICTURES = "report-pictures"  # report.md's, replaced whole
 
@@ -162,7 +163,9 @@ def engines(matrix: dict) -> str:
 
 def column(result: dict, name: str) -> str:
     """A format's name, and of a run that was trained for one what the column is of it."""
-    own = result.get("trained_for")
+    own, storage = result.get("trained_for"), result.get("base_storage", "nf4")
+    if own is None and name == "nf4" and storage != "nf4":
+        return f"nf4 (policy on its {CALLED[storage]} base)"
     if own is None or name not in ("nf4", "bf16", own):
         return name
     what = {"nf4": f"policy with the numbers of {own}", "bf16": "no quantizers"}

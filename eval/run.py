@@ -25,6 +25,7 @@ from eval.vllm_backend import ask_vllm, vllm_version
 from recipes.parts.config import Config, load_config, resolve
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, write_json
+from recipes.parts.stored_base import CALLED
 
 PROBES = 3  # prompts that a server is checked with before anything is measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "compressed-tensors", "math-verify", "scipy", "numpy")
@@ -259,6 +260,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         **comparison,
         "conclusion": conclusion(plan, comparison),
         **plan.sources.trained_for,
+        **({"base_storage": plan.sources.storage} if plan.sources.storage != "nf4" else {}),
         "base_hash": plan.sources.base_hash,
         "adapter_version": plan.sources.adapter_version,
         "adapter_hash": plan.sources.adapter_hash,
@@ -284,6 +286,9 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
 def conclusion(plan: Plan, comparison: dict) -> str:
     """The verdicts in sentences, after one on the format that the run was trained for."""
     own, said = plan.sources.trained_for.get("trained_for"), compare.conclude(comparison, plan.formats)
+    storage = plan.sources.storage
+    if storage != "nf4" and "nf4" in plan.formats:
+        said = f"nf4 here is the policy as it was trained, and its base is {CALLED[storage]}.\n{said}"
     if own is None:
         return said
     nf4 = f"nf4 is the policy as it was trained, with the numbers of {own}; " if "nf4" in plan.formats else ""
@@ -392,7 +397,7 @@ def measure(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
 
 
 def load_cell(plan: Plan, policy: str, name: str) -> Any:
-    """The model of one cell: NF4 with or without the adapter, or the merged checkpoint."""
+    """The model of one cell: the base with or without the adapter, or the merged checkpoint."""
     from merge.verify import load_for_scoring, load_policy
 
     if name == "nf4":

@@ -24,6 +24,7 @@ from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
 from recipes.parts.rundir import base_directory, read_json, write_json
 from recipes.parts.served_format import served_format
+from recipes.parts.stored_base import CALLED
 
 ACTIONS = ("start", "stop", "canary")
 
@@ -115,11 +116,11 @@ def _lives(row: dict) -> bool:
 def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed, dry_run: bool) -> None:
     """What will be served, where, and the same as one line of TRL's own command."""
     server, directory = config.server, base_directory(config)
-    way = f"remerge (NF4 copy on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
-    fmt = served_format(config)
+    way = f"remerge (copy of the base on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
+    fmt, called = served_format(config), CALLED[config.policy.quantization]
     held = f"{server.weights}, quantized to {fmt.name}" if fmt else server.weights
     print(
-        f"vLLM {vllm.version}: {directory} (NF4 base {str(manifest.get('base_hash'))[:12]}) as {held}, "
+        f"vLLM {vllm.version}: {directory} ({called} base {str(manifest.get('base_hash'))[:12]}) as {held}, "
         f"KV cache {server.kv_cache}, sync by {way}"
     )
     for plan in found:

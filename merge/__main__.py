@@ -1,4 +1,4 @@
-"""Merge a run's adapter into its dequantized NF4 base and write the formats asked for; see README.md.
+"""Merge a run's adapter into its dequantized base and write the formats asked for; see README.md.
 
 `python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server; `python -m merge
 diagnose` says what RL did to the weights; `python -m merge card` writes the model cards again after an evaluation.
@@ -54,7 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--into",
         choices=INTO,
         default=INTO[0],
-        help="the base to merge into: the dequantized NF4 one that was trained on (default), or the original weights",
+        help="the base to merge into: the dequantized one that was trained on (default), or the original weights",
     )
     parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
     parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")

@@ -18,6 +18,7 @@ from merge.command import POLICIES
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import INTO, MANIFEST, RunDir, read_json, read_manifest
+from recipes.parts.stored_base import CALLED
 
 CARD = "README.md"
 WINDOW = 10  # steps that a mean of the training metrics is over
@@ -155,6 +156,11 @@ def look_up(config: dict, key: str) -> Any:
     return (config.get(group) or {}).get(leaf)
 
 
+def storage(config: dict) -> str:
+    """policy.quantization of the run."""
+    return look_up(config, "policy.quantization") or "nf4"
+
+
 def is_distilled(config: dict) -> bool:
     """Whether the run learned from a teacher, and not from rewards."""
     return any(look_up(config, key) for key in TEACHER)
@@ -194,7 +200,8 @@ def front_matter(config: dict, manifest: dict) -> str:
     if look_up(config, "data.path") is None and HUB_ID.fullmatch(data) and manifest["policy"] == "grpo":
         lines += ["datasets:", f"- {json.dumps(data)}"]
     method = "distillation" if is_distilled(config) else "grpo"
-    tags = [method, "qlora"] if manifest["policy"] == "grpo" else []
+    learned = "qlora" if storage(config) == "nf4" else "lora"
+    tags = [method, learned] if manifest["policy"] == "grpo" else []
     tags += ["quantization-aware"] if manifest.get("trained_for") == manifest["format"] and tags else []
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in [*tags, manifest["format"]]), "---"])
 
@@ -202,11 +209,15 @@ def front_matter(config: dict, manifest: dict) -> str:
 def introduction(config: dict, manifest: dict) -> str:
     model, name, form = look_up(config, "model.id"), look_up(config, "run.name"), manifest["format"]
     dequantized = manifest.get("into", INTO[0]) == INTO[0]
-    weights = "its weights rounded to NF4 and back" if dequantized else "its original weights"
+    called = CALLED[storage(config)]
+    weights = "its original weights"
+    if dequantized and storage(config) != "none":
+        weights = f"its weights rounded to {called} and back"
     what = f"{model}, with {weights}: the base of run {name} without its adapter"
     if manifest["policy"] == "grpo":
         how = "on-policy distillation" if is_distilled(config) else "GRPO"
-        what = f"{model} trained with {how} on an NF4 base (QLoRA) in run {name}; the adapter is merged into {weights}"
+        base = f"an {called} base" + (" (QLoRA)" if storage(config) == "nf4" else "")
+        what = f"{model} trained with {how} on {base} in run {name}; the adapter is merged into {weights}"
     aware = quantization_aware(manifest)
     return f"# {name}, {manifest['policy']}, {form}\n\n{what}.{aware}\n\nRead by {READERS.get(form, form)}."
 
@@ -227,7 +238,7 @@ def origin(config: dict, base: dict, manifest: dict) -> str:
         ("model", code(look_up(config, "model.id"))),
         ("revision", code(base.get("revision")) if base.get("revision") else "–"),
         ("merged into", f"{manifest.get('into', INTO[0])} base"),
-        ("NF4 base, BLAKE2b", code(manifest["base_hash"])),
+        (f"{CALLED[storage(config)]} base, BLAKE2b", code(manifest["base_hash"])),
     ]
     if manifest["policy"] == "grpo":
         rows += [("adapter version", code(manifest["adapter_version"]))]

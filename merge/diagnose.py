@@ -290,6 +290,7 @@ def diagnose(diagnosis: Diagnosis, command: list[str]) -> dict:
         "adapter_version": diagnosis.adapter_version,
         "adapter_hash": diagnosis.adapter_hash,
         "into": diagnosis.arguments.into,
+        "base_storage": diagnosis.base.storage,
         "notes": diagnosis.notes,
         "layers": layers,
         **summarize(layers, list(diagnosis.readers)),

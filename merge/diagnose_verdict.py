@@ -264,7 +264,7 @@ def verdict(result: dict) -> list[str]:
     for fmt, summary in result["summary"].items():
         lines.append(error_verdict(fmt, summary, result["comparison"][fmt]))
         lines.append(noise_verdict(fmt, summary, result["comparison"][fmt], weights["changed_layers"]))
-    if result["into"] == "dequantized":
+    if result["into"] == "dequantized" and result.get("base_storage", "nf4") == "nf4":
         lines.append(
             "The weights before RL are dequantized NF4, 16 values a block, which other formats fit better or worse "
             "than smooth weights; any update smooths them. --into original asks the same without that."

@@ -1,4 +1,4 @@
-"""Fold a LoRA adapter into the dequantized NF4 base: W = dequantize(NF4) + s·B·A, as a BF16 checkpoint.
+"""Fold a LoRA adapter into the dequantized base: W = dequantize(base) + s·B·A, as a BF16 checkpoint.
 
 The sum is taken in float32 and rounded once. Covers: rsLoRA, rank and alpha patterns, tied embeddings. Refused with a
 reason: DoRA, modules_to_save, trained biases, adapters that change the base (PiSSA and its kin), embedding adapters.
@@ -161,7 +161,7 @@ def write_bf16(
 
     `check` gets the directory before it is published: what it returns goes into the manifest, and what it raises
     keeps the checkpoint from being published. On any failure `final` is what it was before.
-    Memory: one tensor in 16 bits, its NF4 form, and what is being written (`WRITE_BYTES`).
+    Memory: one tensor in 16 bits, its stored form, and what is being written (`WRITE_BYTES`).
     """
     with publish(final, overwrite) as partial:
         share = write_folded(base, updates, partial)

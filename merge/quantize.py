@@ -319,11 +319,11 @@ def _project(retained: Retained, update: Factors, device: torch.device | str, be
 
 
 def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
-    if base.into == "original":
+    if base.into == "original" or base.storage != "nf4":
         return (
-            f"nf4 of the original base plus the adapter keeps {share:.1%} of the update, the least is "
-            f"{LEAST_RETAINED:.0%}. Serve the adapter on the NF4 base, or use bf16 or fp8; --force writes nf4 all the "
-            "same."
+            f"nf4 of the {base.into} base plus the adapter keeps {share:.1%} of the update, the least is "
+            f"{LEAST_RETAINED:.0%}. Serve the adapter on the base it was trained on, or use bf16 or fp8; --force "
+            "writes nf4 all the same."
         )
     return (
         f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update, the least is "

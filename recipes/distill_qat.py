@@ -79,7 +79,7 @@ def describe_teacher(config: Config) -> str:
         return f"the unquantized base with {config.distill.teacher_adapter}"
     if distill.is_own_model(config):
         return "the unquantized base"
-    return f"{config.distill.teacher} in nf4, a second model in memory"
+    return f"{config.distill.teacher} stored in {config.policy.quantization}, a second model in memory"
 
 
 def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, processes: int) -> str:

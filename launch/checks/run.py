@@ -24,7 +24,7 @@ ANSWER_S = 2.0
 # Bytes of a merged checkpoint per byte of the 16-bit one, embeddings and scales included.
 FORMAT_SHARES = {"bf16": 1.0, "fp8": 0.6, "fp8_block": 0.6, "fp8_static": 0.6}
 QUARTER_SHARE = 0.4
-NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight
+NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight; other bases have no copy of their own on the disk
 # An adapter of rank 16 on all linear layers in float32: 175 MB of the 8B model's 16 GB; Adam keeps two more.
 ADAPTER_SHARE = 0.011
 
@@ -399,7 +399,7 @@ def disk_needs(machine: Machine) -> dict[str, tuple[Path, float]]:
         from recipes.parts.rundir import base_directory
 
         base = base_directory(config)
-        copy = NF4_COPY_SHARE if config.rollout.sync == "remerge" else 0.0
+        copy = NF4_COPY_SHARE if config.policy.quantization == "nf4" else 0.0
         places["dequantized base"] = (base, 0.0 if base.exists() else size * (1 + copy))
     return {"run": (config.run.directory, size * _run_share(config)), **places}
 

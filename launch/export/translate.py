@@ -11,6 +11,7 @@ from recipes.parts.errors import BadInput
 from recipes.parts.recipe import PLAIN, recipe_of
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import base_directory
+from recipes.parts.stored_base import CALLED
 
 # TRL's losses by how verl sums them (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
 LOSS = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
@@ -148,14 +149,14 @@ def _model(config: Config, found: Translation, dequantized_base: bool) -> None:
     }
     if policy.init_adapter:
         found.values[f"{MODEL}.lora_adapter_path"] = str(Path(policy.init_adapter).resolve())
-    which = "what NF4 dequantizes to" if dequantized_base else "the original weights"
-    found.notes.append(
-        f"The base is not 4-bit: verl 0.9 has no QLoRA (no bitsandbytes weights in its FSDP engine). It trains on "
-        f"{which}, sharded by FSDP over all GPUs in {found.values[f'{ACTOR}.fsdp_config.model_dtype']}."
-    )
-    if not dequantized_base:
+    called, is_stored = CALLED[policy.quantization], policy.quantization != "none"
+    which = f"what {called} dequantizes to" if dequantized_base and is_stored else "the original weights"
+    why = f"The base is not {called}: verl 0.9 has no QLoRA (no bitsandbytes weights in its FSDP engine). "
+    dtype = found.values[f"{ACTOR}.fsdp_config.model_dtype"]
+    found.notes.append(f"{why if is_stored else ''}It trains on {which}, sharded by FSDP over all GPUs in {dtype}.")
+    if not dequantized_base and is_stored:
         found.notes.append(
-            "So the starting model differs from the run here by NF4's rounding; --dequantized_base keeps it."
+            f"So the starting model differs from the run here by {called}'s rounding; --dequantized_base keeps it."
         )
     if model.revision:
         found.notes.append(f"model.revision {model.revision} is not passed: verl takes the hub's newest, or a path.")
