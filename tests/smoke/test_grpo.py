@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.parts.mismatch import KEYS as MISMATCH
+from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
 from recipes.parts.rundir import read_json
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +95,9 @@ def test_the_configuration_on_disk_says_how_the_run_was_made(tiny_run):
     assert facts["command"][0] == "grpo_qlora.py" and "--config" in facts["command"]
 
 
-def test_a_typo_is_refused_with_exit_code_2_before_anything_heavy_is_imported():
-    command = [sys.executable, "-X", "importtime", "recipes/grpo_qlora.py", "--config"]
+@pytest.mark.parametrize("file", [PLAIN, QUANTIZED, DISTILLATION])
+def test_a_typo_is_refused_with_exit_code_2_before_anything_heavy_is_imported(file):
+    command = [sys.executable, "-X", "importtime", file, "--config"]
     command += ["recipes/configs/grpo-tiny-nf4-cpu.yaml", "--train.bta", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2

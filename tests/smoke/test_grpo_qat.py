@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from recipes.parts.config import load_config
 from recipes.parts.recipe import PLAIN
 from recipes.parts.recipe import QUANTIZED as RECIPE
 from recipes.parts.rundir import RunDir, read_json, read_manifest
-from tests.conftest import LAUNCH, ROOT, SMALL
+from tests.conftest import SMALL
 
 CONFIG = "recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml"
 W4A4 = {"policy.quant_cfg": "nvfp4", "policy.quant_calib_size": 8, "train.save_steps": 1}
@@ -38,14 +37,13 @@ def recipe(recipe):
 
 
 @pytest.fixture(scope="module")
-def run(made_once, learning_model_dir) -> RunDir:
-    """Two steps of W4A4 with a checkpoint after each, started as a user does."""
+def run(made_once, learning_model_dir, recipe) -> RunDir:
+    """Two steps of W4A4 with a checkpoint after each."""
 
     def train(folder: Path) -> None:
-        words = arguments(learning_model_dir, folder, W4A4 | {"train.max_steps": 2})
-        done = subprocess.run([*LAUNCH, RECIPE, *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        (folder / "stdout.txt").write_text(done.stdout)
+        code, said = recipe(arguments(learning_model_dir, folder, W4A4 | {"train.max_steps": 2}))
+        assert code == 0, said
+        (folder / "stdout.txt").write_text(said)
 
     return RunDir(made_once("tiny-qat-run", train))
 

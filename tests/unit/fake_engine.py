@@ -52,10 +52,11 @@ def adapter_tensors(rank: int = 2) -> dict[str, np.ndarray]:
     return found
 
 
-def write_adapter(folder: Path, tensors: dict | None = None, **config: Any) -> Path:
-    """An adapter directory as peft writes it."""
+def write_adapter(folder: Path, tensors: dict | None = None, quant_cfg: str | None = None, **config: Any) -> Path:
+    """An adapter directory as peft writes it; with `quant_cfg` as the trainer sends one trained in a format."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(adapter_tensors() if tensors is None else tensors, folder / "adapter_model.safetensors")
+    tensors = adapter_tensors() if tensors is None else tensors
+    save_file(tensors, folder / "adapter_model.safetensors", {"quant_cfg": quant_cfg} if quant_cfg else None)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     return folder
 

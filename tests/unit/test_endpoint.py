@@ -283,6 +283,12 @@ def test_a_server_with_a_format_answers_only_once_its_base_is_in_it(tmp_path):
     assert status == 422 and "it was trained as the unquantized policy" in answer["error"]
 
 
+def test_a_server_without_a_format_refuses_an_adapter_of_one(server):
+    status, answer = server.stage(1, "remerge", quant_cfg="nvfp4")
+    assert status == 422
+    assert "it was trained as nvfp4, this server samples from the unquantized policy" in answer["error"]
+
+
 def test_a_format_with_static_activations_needs_workers_that_quantize_inputs(tmp_path):
     info = quantized_server(tmp_path, "nvfp4").info()
     assert info["sync"] == [] and f"--worker-extension-cls {versions.QUANTIZED_INPUTS}" in info["refused"]["remerge"]
