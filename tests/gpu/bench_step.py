@@ -138,7 +138,7 @@ class Bench:
             shape = "tiny" if self.cpu else "8b"
             words = ["tests/gpu/bench/model.py", "--out", self.work / "model", "--shape", shape]
             self.child("model", [*words, "--prompt", self.largest.prompt], 200)
-        before = self.used(1)
+        self.empty = self.used(1)
         if with_stock:
             loads = [*self.loads.values()]
             self.servers["stock"] = StockServer(self.work, loads, None if self.cpu else 1, self.shape)
@@ -149,11 +149,10 @@ class Bench:
         if with_stock:
             with self.going_on("stock"):
                 self.servers["stock"].wait(min(READY_S, self.left))
-                self.server_gib["stock"] = self.grown(1, before)
+                self.server_gib["stock"] = self.grown(1, self.empty)
                 self.say("the stock server is ready")
         if self.wants_ours and "ours" not in self.broken:
             # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
-            self.ours_from = self.used(1)
             self.servers["ours"] = OurServer(self.work, self.flags("server", self.largest))
 
     @contextlib.contextmanager
@@ -182,9 +181,12 @@ class Bench:
             self.note_ours()
 
     def note_ours(self) -> None:
-        """What our server took, once it is ready; `Failed` when it ended instead."""
-        if "ours" not in self.server_gib and "ours" in self.servers and self.servers["ours"].is_ready:
-            self.server_gib["ours"] = self.grown(1, self.ours_from)
+        """What our server took, once it is ready and stock's, which takes more when weights arrive, has ended;
+        `Failed` when ours ended."""
+        if {"ours", "stock"} & self.servers.keys() != {"ours"} or "ours" in self.server_gib:
+            return
+        if self.servers["ours"].is_ready:
+            self.server_gib["ours"] = self.grown(1, self.empty)
             self.say("our server is ready")
 
     def run(
@@ -336,10 +338,11 @@ def compare(bench: Bench) -> int:
             for side, load in stock_rows(options, colocated=False):
                 bench.run(side, load)
             if number == options.rounds - 1:
+                bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
                 if "ours" in bench.servers:
                     with bench.going_on("ours"):
-                        bench.wait_ours()  # what it takes is told by what the card has more
-                bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
+                        time.sleep(1)  # until the card's memory was looked at again
+                        bench.wait_ours()
                 for side, load in stock_rows(options, colocated=True):
                     bench.run(side, load)
         for variant, load in rows(options):
