@@ -124,6 +124,8 @@ def test_rows_are_compared_with_stock_of_the_same_load(capsys, tmp_path):
     table(rows, None)
     told = capsys.readouterr().out
     assert [line.split()[2] for line in told.splitlines() if line.startswith("x ")] == ["4.00", "3.00"]
+    three = figures([step | {"step": seconds} for seconds in (3, 9, 4)], load, SHAPES["8b"], 1)
+    assert three["step"] == 4 and three["range"] == [3, 9] and "1 steps of 10.00 to 10.00 s" in told
     assert figures([step | {"step": 1}], load, SHAPES["8b"], 2)["mfu"] == rows[0]["mfu"] / 2
     (tmp_path / "stock.json").write_text(json.dumps({"rows": rows[:2]}))
     table(rows[2:], tmp_path / "stock.json")

@@ -50,6 +50,7 @@ def figures(steps: list[dict[str, Any]], load: Work, shape: dict[str, Any], card
     if longer := {found for one in steps if (found := one.get("prompt_tokens", prompts)) != prompts}:
         problem = f"{sorted(longer)} prompt tokens, {prompts} were wanted"
     found = {name: statistics.median(one.get(name, 0.0) for one in steps) for name in PHASES}
+    found["range"] = [ends(one["step"] for one in steps) for ends in (min, max)]
     busy = found["update"] + found["logps"]
     found |= {"steps": len(steps), "update_tok_s": load.tokens / found["update"], "all": steps}
     # Behind the update the sampler works longer than the trainer waits.
@@ -98,7 +99,8 @@ def print_load(load: str, rows: list[dict[str, Any]], stock: list[dict[str, Any]
         speed = f"{row['rollout_tok_s']:11,.0f}{row['update_tok_s']:10,.0f}{row['mfu']:6.1%}"
         k3 = f"{row['k3']:9.1e}" if row["k3"] is not None else f"{'-':>9}"
         memory = gib(row["peak_gib"]) + smaller + gib(row["card_gib"]) + gib(row["server_gib"])
-        note = f"  {row['steps']} steps" + (f", {row['problem']}" if row["problem"] else "")
+        note = "  {} steps of {:.2f} to {:.2f} s".format(row["steps"], *row["range"])
+        note += f", {row['problem']}" if row["problem"] else ""
         print(f"{row['side']:<{width}} {row['step']:8.2f}{faster}{phases}{speed}{memory}{k3}{note}")
 
 

@@ -4,7 +4,7 @@ GRPOTrainer of trl 1.16 as its documentation sets it up for LoRA: BF16 base, ran
 gradient checkpointing (`--recompute none`: without), micro-batch of one group. With `--colocate`, under a launcher of
 several processes, each trains and has vLLM on its own card, TRL's `vllm_mode="colocate"`; completions then end by
 their limit only, so all of a work have one length. Seconds by wrapping TRL's own methods, of the first process; a step
-ends where the next begins. On a CPU (`--rehearse`) no weights are sent to a server: that needs NCCL.
+ends where the next begins. On a CPU (`--rehearse`) no weights are sent: that needs NCCL, and vLLM takes none there.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def watch_phases() -> None:
 
 
 def send_nothing() -> None:
-    """Leave the server with the weights that it has."""
+    """Leave vLLM with the weights that it has."""
     import trl.trainer.grpo_trainer as module
     from trl.generation.vllm_client import VLLMClient
 
@@ -140,7 +140,7 @@ def main() -> None:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    if options.rehearse and not options.colocate:
+    if options.rehearse:
         send_nothing()
     watch_phases()
     rows = [json.loads(line) for line in (options.model / "train.jsonl").read_text().splitlines()]
@@ -164,6 +164,7 @@ def main() -> None:
         gradient_checkpointing=options.recompute == "full",
         bf16=not options.rehearse,
         use_cpu=options.rehearse,
+        ddp_find_unused_parameters=False,  # there are none; its default looks for them in every step
         max_steps=options.steps,
         logging_steps=1,
         save_strategy="no",
