@@ -22,7 +22,7 @@ count, nor does one step more of `overlap`, whose batch was generated behind a s
 the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the trainer waited for
 completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours all else too; tok/s
 of rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the
-useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of `stock+both`
+useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of stock+both
 with vLLM in it, `card 0` what the driver saw of that card (with `both` in any variant, a replica too), `server` what
 the server took of GPU 1 when ready. Stock's rows come first; in the last round its server then ends, and what needs
 its memory begins.
