@@ -238,6 +238,7 @@ class RunDir:
         self.completions = self.path / "completions"
         self.merged = self.path / "merged"
         self.logs = self.path / "logs"
+        self.not_finite = self.path / "not_finite"
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDir":

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from recipes.parts.checkpoint import (
@@ -178,15 +179,18 @@ def limit_gpu_memory(config: Config) -> None:
 
 
 class FiniteGradients(TrainerCallback):
-    """Stops the run before a gradient that is not finite reaches the adapter."""
+    """Stops the run before a gradient that is not finite reaches the adapter, and keeps what it was made of."""
+
+    def __init__(self, trainer: "PolicyTrainer"):
+        self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
         if gradients and not torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all():
             raise CheckFailed(
-                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated. Look at "
-                "completions/, or start another run from the newest adapter (policy.init_adapter) with a lower "
-                "train.learning_rate."
+                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated. "
+                f"{self.trainer.keep_step()} Continue with --resume; if it happens again, start another run from the "
+                "newest adapter (policy.init_adapter) with a lower train.learning_rate."
             )
 
 
@@ -235,7 +239,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         use_kernels(self.model, config)
         use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
-        self.add_callback(FiniteGradients())
+        self.add_callback(FiniteGradients(self))
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None
         self._seconds: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
@@ -277,6 +281,21 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         finally:
             self._synchronize()
             self._seconds[phase] += time.perf_counter() - started
+
+    def keep_step(self) -> str:
+        """Write this process's rows of the step, as TRL has them, and its adapter; a sentence that says where."""
+        step = self.state.global_step + 1
+        file = self.run.not_finite / f"step-{step:06d}-process-{self.accelerator.process_index}.safetensors"
+        found = {f"adapter/{name}": p for name, p in self.model.named_parameters() if p.requires_grad}
+        for number, rows in enumerate(self._buffered_inputs):
+            found |= {f"rows-{number}/{key}": value for key, value in rows.items() if torch.is_tensor(value)}
+        parts = {name: getattr(value, "to_local", value.detach)() for name, value in found.items()}  # FSDP's shards
+        try:
+            file.parent.mkdir(exist_ok=True)
+            save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, file)
+        except SAVE_ERRORS as error:
+            return f"Its rows could not be kept: {error}."
+        return f"Its rows and the adapter are in {file}."
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -260,6 +260,12 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
     assert done.code == 1
     assert "error: step 2: the gradient is not finite. The adapter was not updated" in done.err
     run = seen[-1].run
+    kept = run.not_finite / "step-000002-process-0.safetensors"
+    assert str(kept) in done.err
+    rows, trained = load_file(kept), dict(seen[-1].model.named_parameters())
+    assert rows["rows-0/completion_ids"].shape == rows["rows-0/completion_mask"].shape
+    adapter = [name for name in rows if name.startswith("adapter/")]
+    assert adapter and all(torch.equal(rows[name], trained[name.removeprefix("adapter/")]) for name in adapter)
     assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1]
     saved = load_file(run.newest_adapter() / "adapter_model.safetensors")
     assert run.newest_adapter().name == "v000001"
