@@ -19,6 +19,7 @@ _POINTS = "tests/gpu/memory_points.json (H200)"
 _CONFIRMED = "assumed, confirmed by " + _POINTS
 _ONE_CARD = "tests/gpu/README.md, trainer and server on one card"
 _READ_TRL = "read in trl 1.16.0, kernels/chunked_logprob.py and trainer/utils.py"
+_FORMATS = "tests/gpu/README.md, training for a format"
 _ROLLOUT_8B = "tests/gpu/README.md, rollout_8b.py --part speed, fit over 64, 256 and 512 sequences"
 
 TABLE = {
@@ -55,6 +56,21 @@ TABLE = {
     "update_traffic": Coefficient(
         15.5, "times the bytes that a layer keeps, a pass", _POINTS + ": norms, casts, copies"
     ),
+    "liger_traffic": Coefficient(
+        0.65, "of update_traffic with policy.kernels liger", "a layer of 8 x 1,024 tokens: 23.0 to 17.2 ms on an H200"
+    ),
+    "peft_bytes": Coefficient(
+        12,
+        "bytes an output, token and pass",
+        "peft's copies, counted: 3.2 ms a layer, measured 24.7 to 21.5 on an H200",
+    ),
+    "merged_bytes": Coefficient(
+        20, "bytes an output, token and pass", _FORMATS + ": fit, the four formats' updates are within 7 %"
+    ),
+    "format_bandwidth": Coefficient(
+        0.12, "share of the bandwidth", _FORMATS + ": a model's weights in 29.2 to 39.6 ms, fp8_block the slowest"
+    ),
+    "peaks_share": Coefficient(1.0, "of the time for a model's weights", _FORMATS + ": 23.6 of 29.3, 34.3 of 29.2 ms"),
     "dequantize_bandwidth": Coefficient(
         0.36, "share of the bandwidth", "252 linear layers of an 8B shape on an H200 in 10 ms"
     ),

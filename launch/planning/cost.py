@@ -1,16 +1,26 @@
 """Seconds of a step before anything runs: rollouts, update, and how to split GPUs between trainer and server.
 
 Counts floating-point operations and bytes on a shape; how much of a card's peak is reached was measured on an H200
-(coefficients.py). Every completion is taken to reach its limit. Not covered: rewards, a CPU, networks between
-machines, waiting for the longest completion of a step where lengths differ.
+(coefficients.py). Every completion is taken to reach its limit. Not covered: rewards, a calibration, a CPU, networks
+between machines, waiting for the longest completion of a step where lengths differ.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from launch.planning import quantized, teacher
 from launch.planning.coefficients import value
 from launch.planning.gpus import Card
-from launch.planning.memory import kv_token_bytes, kv_width, layer_bytes, nf4_bytes, run_again, sequence_gib
+from launch.planning.memory import (
+    GIB,
+    generation_parts,
+    kv_token_bytes,
+    kv_width,
+    layer_bytes,
+    nf4_bytes,
+    run_again,
+    sequence_gib,
+)
 from launch.planning.shapes import Shape
 from recipes.parts.config import Config
 
@@ -79,12 +89,12 @@ def forwards(shape: Shape, config: Config, completions: int) -> Forwards:
 
 
 def update_seconds(shape: Shape, config: Config, card: Card, completions: int, sign: int = 0) -> float:
-    """The reference's pass, loss and backward pass of one process for its `completions`, per optimizer step; `sign` -1
-    is a fast host that starts the kernels, 1 a slow one."""
-    train, policy = config.train, config.policy
+    """The reference's or the teacher's pass, loss and backward pass of one process for its `completions`, per
+    optimizer step; `sign` -1 is a fast host that starts the kernels, 1 a slow one."""
+    train, policy, distills = config.train, config.policy, config.distill.is_given
     one = forwards(shape, config, completions)
-    # Forward and backward, and once per batch of rollouts the reference.
-    passes = 2 + (train.beta != 0) / train.num_iterations
+    # Forward and backward, and once per batch of rollouts the reference, which a distillation has none of.
+    passes = 2 + (train.beta != 0 and not distills) / train.num_iterations
     again = run_again(shape, config) / shape.layers
     is_full = train.recompute == "full"
     # The last product of a layer is not computed again.
@@ -92,18 +102,94 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     products = passes + again * is_full * (1 - shape.intermediate * shape.hidden / layer)
     is_flex = train.packed_attention == "flex" or config.model.dtype == "float32"  # which selective runs again, too
     attending = passes + again * (is_full or (train.micro_batch_tokens is not None and is_flex))
-    fp8 = policy.compute == "fp8" and card.fp8_tflops is not None
-    reached = value("update_efficiency") * card.bf16_tflops * 1e12
-    linear = 2 * shape.linear_weights * one.tokens / (value("fp8_products") if fp8 else 1)
+    if policy.compute == "fp8" and card.fp8_tflops is not None:
+        products /= value("fp8_products")
+    elif quantized.multiplies_fp8(config, card):
+        products = 1 + (products - 1) / value("fp8_products")  # all but the backward pass
+    linear = 2 * shape.linear_weights * one.tokens
     head = 2 * shape.vocabulary * shape.hidden * one.scored
-    arithmetic = (products * linear + passes * head + attending * one.attention) / reached
-    kept = layer_bytes(shape, config, padded=False) * shape.layers
-    moved = (2 + nf4_bytes(policy.double_quantization)) * shape.linear_weights / value("dequantize_bandwidth")
-    traffic = one.tokens * kept * value("update_traffic") + moved
-    memory = (passes + again) * traffic / (card.gb_per_s * 1e9)
+    heads = teacher.head_products(config)[0] if distills else passes
+    arithmetic = (products * linear + heads * head + attending * one.attention) / _reached(card)
+    moved = _weight_bytes(shape, config, card) + one.tokens * _layer_traffic(shape, config)
+    memory = (passes + again) * (moved + _input_traffic(shape, config, card, one.tokens))
+    memory -= (2 + again) * one.tokens * _adapter_traffic(shape, config)
+    seconds = arithmetic + memory / (card.gb_per_s * 1e9)
     # The host starts kernels while the card computes: the slower of the two is what a pass takes.
-    launch = (passes + again) * shape.layers * value("launch_s") * (1 + sign * value("launch_spread"))
-    return one.count * max(arithmetic + memory, launch)
+    launch = shape.layers * value("launch_s") * (1 + sign * value("launch_spread"))
+    found = one.count * max(seconds, (passes + again) * launch)
+    if distills:
+        found += teacher_seconds(shape, config, card, completions, sign)
+    return found + _peak_seconds(shape, config, card)
+
+
+def _reached(card: Card) -> float:
+    return value("update_efficiency") * card.bf16_tflops * 1e12
+
+
+def _layer_traffic(shape: Shape, config: Config) -> float:
+    """Bytes a token that a pass moves beside products."""
+    share = value("liger_traffic") if config.policy.kernels == "liger" else 1.0
+    return layer_bytes(shape, config, padded=False) * shape.layers * value("update_traffic") * share
+
+
+def _adapter_traffic(shape: Shape, config: Config) -> float:
+    """Bytes a token and pass of peft's path that layers which are one function with their adapter do not move."""
+    if config.policy.compute == "plain" and config.policy.quant_cfg is None:
+        return 0.0
+    outputs = sum(shape.linears[name][1] for name in shape.targeted(config.policy.target_modules))
+    return value("merged_bytes" if config.policy.quant_cfg else "peft_bytes") * outputs * shape.layers
+
+
+def _dequantized_bytes(shape: Shape, config: Config) -> float:
+    """What dequantizing all linear layers moves, at the card's whole bandwidth."""
+    return (2 + nf4_bytes(config.policy.double_quantization)) * shape.linear_weights / value("dequantize_bandwidth")
+
+
+def _weight_bytes(shape: Shape, config: Config, card: Card) -> float:
+    """What making the weights of a pass moves."""
+    plain, fmt = _dequantized_bytes(shape, config), quantized.format_of(config)
+    if fmt is None:
+        return plain
+    if quantized.has_kernels(card):
+        return plain * value("dequantize_bandwidth") / value("format_bandwidth")
+    return quantized.TORCH_WEIGHT_MOVES[fmt.weight.kind] * shape.linear_weights
+
+
+def _input_traffic(shape: Shape, config: Config, card: Card, tokens: float) -> float:
+    """What quantizing the inputs of a pass moves, where PyTorch does it."""
+    fmt = quantized.format_of(config)
+    if fmt is None or fmt.activation is None or quantized.has_kernels(card):
+        return 0.0
+    inputs = 2 * shape.hidden + shape.q_size + shape.intermediate
+    return quantized.TORCH_INPUT_MOVES[fmt.activation.kind] * inputs * shape.layers * tokens
+
+
+def _peak_seconds(shape: Shape, config: Config, card: Card) -> float:
+    """The weights' peaks, once an optimizer step, in formats that have them."""
+    fmt = quantized.format_of(config)
+    if fmt is None or (fmt.weight.kind != "nvfp4" and fmt.weight.block[1] is not None):
+        return 0.0
+    return value("peaks_share") * _weight_bytes(shape, config, card) / (card.gb_per_s * 1e9)
+
+
+def format_seconds(shape: Shape, config: Config, card: Card, completions: int) -> float:
+    """Of `update_seconds`, what making the weights of `policy.quant_cfg` takes, peaks included."""
+    one, reference = forwards(shape, config, completions), config.train.beta != 0 and not config.distill.is_given
+    passes = 2 + reference / config.train.num_iterations + run_again(shape, config) / shape.layers
+    made = one.count * passes * _weight_bytes(shape, config, card) / (card.gb_per_s * 1e9)
+    return made + _peak_seconds(shape, config, card)
+
+
+def teacher_seconds(shape: Shape, config: Config, card: Card, completions: int, sign: int = 0) -> float:
+    """Of `update_seconds`, the teacher's pass, unquantized, and its part of the divergence."""
+    model = teacher.shape_of(shape, config)
+    one = forwards(model, config, completions)
+    head = teacher.head_products(config)[1] * 2 * model.vocabulary * model.hidden * one.scored
+    arithmetic = (2 * model.linear_weights * one.tokens + one.attention + head) / _reached(card)
+    own = config if model is shape else replace(config, policy=replace(config.policy, kernels="torch"))
+    moved = _dequantized_bytes(model, config) + one.tokens * _layer_traffic(model, own)
+    launch = model.layers * value("launch_s") * (1 + sign * value("launch_spread"))
+    return one.count * max(arithmetic + moved / (card.gb_per_s * 1e9), launch)
 
 
 def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -> float:
@@ -140,7 +226,13 @@ def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> f
     length = rollout.max_prompt_length + rollout.max_completion_length / 2
     bandwidth = value("decode_bandwidth") * card.gb_per_s * 1e9
     # The cache is read by attention, and read and written when it grows by a token.
-    read = completions * length * kv_token_bytes(shape, 2) * 3 + shape.linear_weights * 0.52
+    read = completions * length * kv_token_bytes(shape, 2) * 3
+    if config.policy.quant_cfg is None:
+        read += shape.linear_weights * 0.52
+    elif generation_parts(shape, config, card)["quantized weights"] >= 2 * shape.linear_weights / GIB:
+        read += 2 * shape.linear_weights  # made once and kept
+    else:
+        read += _weight_bytes(shape, config, card)
     decode = max(value("own_decode_s") * shape.layers, read / bandwidth)
     return rollout.max_completion_length * decode
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.planning import coefficients, cost, memory
+from launch.planning import coefficients, cost, memory, quantized
 from launch.planning.gpus import CARDS, Card
 from launch.planning.memory import Estimate
 from launch.planning.recompute import least, set_recompute
@@ -122,7 +122,7 @@ def _phases(layout: Layout, hosted: int) -> dict[str, Estimate]:
     asleep = memory.asleep_memory(layout.server) if config.server.sleep and not card.is_cpu else awake
     for name in found:
         for _ in range(hosted):
-            found[name] += awake if name == "rollout" else asleep
+            found[name] += awake if name in ("calibration", "rollout") else asleep
     return found
 
 
@@ -149,6 +149,7 @@ def _problems(layout: Layout) -> list[str]:
         found.append("policy.embeddings is host and the model's output layer has the same weight. Set it to gpu.")
     if config.policy.compute == "fp8" and card.fp8_tflops is None and card.bf16_tflops:
         found.append(f"A {card.name} has no FP8 arithmetic. Set policy.compute to fused.")
+    found += quantized.problems(shape, config, card)
     if layout.server is None:
         return found
     one, cache = memory.sequence_gib(shape, config), layout.server["KV cache"]
@@ -157,7 +158,8 @@ def _problems(layout: Layout) -> list[str]:
             f"The server has {cache:.1f} GiB for its KV cache and one sequence of full length takes {one:.1f}: vLLM "
             "does not start."
         )
-    if config.server.weights != "bf16" and card.fp8_tflops is None and not card.is_cpu and card.bf16_tflops:
+    fp8 = config.server.weights != "bf16" and config.policy.quant_cfg is None
+    if fp8 and card.fp8_tflops is None and not card.is_cpu and card.bf16_tflops:
         found.append(
             f"A {card.name} has no FP8 arithmetic, and remerge does not cover the kernel that vLLM takes there. Set "
             "server.weights to bf16."
@@ -305,6 +307,8 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
         found.append((keys, "one forward pass more in the update"))
     if config.policy.compute == "fp8" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
         found.append(({"policy.compute": "fused"}, "products in 16 bits"))
+    if config.distill.is_given and config.distill.chunk_tokens > 256:
+        found.append(({"distill.chunk_tokens": 256}, "the divergence in more, smaller products"))
     if layout.server is not None:
         found += _server_candidates(layout, shared)
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:
@@ -325,9 +329,10 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
 def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any], str]]:
     config, server, found = layout.config, layout.config.server, []
     host = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
-    if server.weights != "bf16" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
+    free = config.policy.quant_cfg is None  # else the format says what is served
+    if free and server.weights != "bf16" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
         found.append(({"server.weights": "bf16"}, "twice the memory for the server's weights"))
-    if server.weights == "bf16" and layout.card.fp8_tflops:
+    if free and server.weights == "bf16" and layout.card.fp8_tflops:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
     if shared and not server.sleep and not layout.card.is_cpu:
         found.append(({"server.sleep": True} | host, "about half a second a step to sleep and wake"))

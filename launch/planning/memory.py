@@ -2,9 +2,9 @@
 configuration, GiB throughout. Imports no torch.
 
 Covers the NF4 base, the adapter with gradients and optimizer, activations with every `train.recompute`, fused and FP8
-linear layers, liger's kernels, micro-batches of rows and of tokens, TRL's tiled log-prob head, the reference pass,
-in-process generation; on the server weights, KV cache, CUDA graphs, LoRA slots, the NF4 copy. Not covered: experts,
-sharded bases, host memory.
+linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of rows and of
+tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV cache, CUDA
+graphs, LoRA slots, the NF4 copy. Not covered: experts, sharded bases, host memory.
 
 Bytes a token were counted by following every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.
@@ -12,18 +12,22 @@ peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape var
 
 from dataclasses import dataclass
 
+from launch.planning import quantized, teacher
 from launch.planning.coefficients import value
 from launch.planning.gpus import Card
 from launch.planning.shapes import Shape
-from launch.vllm_command import FOLD_GIB
+from launch.quantized_fold import CHUNK
+from launch.vllm_command import FOLD_GIB, FORMAT_GIB
 from recipes.parts.config import Config
 from recipes.parts.recompute import recomputed_layers
 from recipes.parts.replica import SERVED_RANKS
+from recipes.parts.served_format import BY_VLLM
 
 GIB = 2**30
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 # What stays allocated between phases; everything else comes and goes.
-RESIDENT = ("NF4 weights", "16-bit layers", "adapter", "optimizer", "context", "process group")
+TEACHER = ("teacher's NF4 weights", "teacher's 16-bit layers", "teacher's adapter")
+RESIDENT = ("NF4 weights", "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
 CANARY_TOKENS = 256  # recipes/parts/scorer.py
 
 
@@ -69,7 +73,9 @@ def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
         query += 2 * narrow  # with a padding mask keys and values are repeated for every head
     else:
         key += 2 * narrow
-    rank = (2 if config.policy.compute == "plain" else 1) * narrow * len(targets) * config.policy.lora_rank
+    # x Aᵀ; quantized layers compute it again.
+    copies = 0 if config.policy.quant_cfg else 2 if config.policy.compute == "plain" else 1
+    rank = copies * narrow * len(targets) * config.policy.lora_rank
     return (
         hidden * shape.hidden + intermediate * shape.intermediate + query * shape.q_size + key * shape.kv_size + rank
     )
@@ -128,7 +134,17 @@ def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
         "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
         "adapter": trained * stored / GIB,
         "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
-    }
+    } | _teacher(shape, config, narrow, trained * stored)
+
+
+def _teacher(shape: Shape, config: Config, narrow: int, adapter: int) -> dict[str, float]:
+    """What of a teacher stays in memory; nothing where it is the base."""
+    if not config.distill.is_given:
+        return {}
+    if (other := teacher.shape_of(shape, config)) is shape:
+        return {TEACHER[2]: adapter / GIB} if config.distill.teacher_adapter else {}
+    stored = other.linear_weights * nf4_bytes(config.policy.double_quantization)
+    return {TEACHER[0]: stored / GIB, TEACHER[1]: other.other_weights * narrow / GIB}
 
 
 def tile_gib(shape: Shape, tokens: int, narrow: int, card: Card) -> float:
@@ -147,9 +163,11 @@ def dequantized_gib(shape: Shape, narrow: int) -> float:
     return shape.largest_linear * (narrow + 8 / NF4_BLOCK) / GIB
 
 
-def weight_gib(shape: Shape, config: Config, tokens: int) -> float:
+def weight_gib(shape: Shape, config: Config, card: Card, tokens: int) -> float:
     """What a product with the base makes of its weight: the largest layer in the compute dtype; with FP8 the MLP's
     two layers with one input in a byte each, and their gradients, whose tokens become FP8 too."""
+    if config.policy.quant_cfg:
+        return quantized.weight_gib(shape, config, card)
     if config.policy.compute != "fp8":
         return dequantized_gib(shape, 4 if config.model.dtype == "float32" else 2)
     outs = 2 * shape.intermediate
@@ -169,7 +187,8 @@ def update_parts(
     tokens, scored = micro_batch(config)
     packed = train.micro_batch_tokens is not None
     padded = padded and not packed
-    kept, hidden = layer_bytes(shape, config, padded), shape.hidden
+    more = quantized.kept_bytes(shape, config, card)
+    kept, hidden = layer_bytes(shape, config, padded) + more, shape.hidden
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     gradient = trained * (2 if config.policy.adapter_dtype == "bfloat16" else 4) / GIB
     found = resident(shape, config, card) | {"gradients": gradient * (2 if processes > 1 else 1)}
@@ -184,26 +203,60 @@ def update_parts(
             found["checkpoints"] -= tokens * max(0, again - 2) * narrow * hidden / GIB
         layers = tokens * backward_bytes(shape, config, padded) / GIB
     else:
-        layers = tokens * max(10 * narrow * hidden, 2 * narrow * shape.intermediate) / GIB
+        layers, more = tokens * max(10 * narrow * hidden, 2 * narrow * shape.intermediate) / GIB, 0.0
+    layers += tokens * (more + quantized.backward_bytes(shape, config, card)) / GIB
     if whole:
         found["activations"] = tokens * whole * kept / GIB
         if padded:
             found["activations"] += (whole - (again == 0)) * mask * narrow / (1 + narrow)
-    layers += weight_gib(shape, config, tokens)
-    head = (tokens + scored) * (4 + narrow) * hidden / GIB + tile_gib(shape, scored, narrow, card)
-    name = "one layer's backward pass" if layers > head else "log-prob head"
+    layers += weight_gib(shape, config, card, tokens)
+    head = (tokens + scored) * (4 + narrow) * hidden / GIB + _tiles(shape, config, scored, narrow, card)
+    last = "divergence, teacher's states" if config.distill.is_given else "log-prob head"
+    name = "one layer's backward pass" if layers > head else last
     found |= {name: max(layers, head), "padding mask": mask, "workspace": workspace_gib(card)}
     return found
+
+
+def _tiles(shape: Shape, config: Config, scored: int, narrow: int, card: Card) -> float:
+    """The tiles of logits of a log-prob head; of a distillation those of the divergence, and the teacher's states."""
+    tile = tile_gib(shape, scored, narrow, card)
+    if not config.distill.is_given:
+        return tile
+    tile = max(tile * (config.rollout.backend == "server"), teacher.tiles_gib(shape, config, scored, card))
+    return tile + teacher.states_gib(shape, config, scored)
 
 
 def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """What is allocated at the peak of a pass without gradients: the reference's."""
     narrow = 4 if config.model.dtype == "float32" else 2
     tokens, scored = micro_batch(config)
-    layer = tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB + weight_gib(shape, config, tokens)
+    layer = _forward_gib(shape, tokens, narrow) + weight_gib(shape, config, card, tokens)
     head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(shape, scored, narrow, card)
     name = "one layer's forward pass" if layer > head else "log-prob head"
     return resident(shape, config, card) | {name: max(layer, head), "workspace": workspace_gib(card)}
+
+
+def _forward_gib(shape: Shape, tokens: int, narrow: int) -> float:
+    """One layer without gradients."""
+    return tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB
+
+
+def teaching_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
+    """What is allocated at the peak of the teacher's pass, which no quantizers are on in."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    (tokens, scored), model = micro_batch(config), teacher.shape_of(shape, config)
+    layer = _forward_gib(model, tokens, narrow) + dequantized_gib(model, narrow)
+    found = {"one layer's forward pass": layer, "teacher's states": teacher.states_gib(shape, config, scored)}
+    return resident(shape, config, card) | found | {"workspace": workspace_gib(card)}
+
+
+def calibration_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
+    """What is allocated at the peak of the pass that looks for input ranges, which no quantizers are on in."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    tokens = quantized.calibration_tokens(config)
+    layer = _forward_gib(shape, tokens, narrow) + dequantized_gib(shape, narrow)
+    looked_at = 2 * narrow * tokens * shape.intermediate / GIB  # the real tokens' inputs, and their sizes
+    return resident(shape, config, card) | {"one layer's forward pass": layer + looked_at}
 
 
 def kv_token_bytes(shape: Shape, width: int) -> int:
@@ -216,6 +269,9 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     server the canary's logits."""
     narrow = 4 if config.model.dtype == "float32" else 2
     rollout, found = config.rollout, resident(shape, config, card) | {"workspace": workspace_gib(card)}
+    if config.policy.quant_cfg and rollout.backend == "in_process":
+        free = card.gib - value("trainer_context_gib") - allocated(found)
+        found["quantized weights"] = quantized.generating_gib(shape, config, card, free)
     if rollout.backend == "server":
         length = min(CANARY_TOKENS, rollout.max_prompt_length + rollout.max_completion_length)
         logits = rollout.canary_prompts * length * shape.vocabulary * narrow
@@ -235,12 +291,15 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
 def trainer_phases(
     shape: Shape, config: Config, card: Card, processes: int = 1, padded: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Parts by phase: rollout, log-probs, update. The sum of a phase's parts is what torch has allocated at most."""
-    return {
-        "rollout": generation_parts(shape, config, card),
-        "log-probs": scoring_parts(shape, config, card),
-        "update": update_parts(shape, config, card, processes, padded),
-    }
+    """Parts by phase: calibration where a format has input ranges, rollout, log-probs or the teacher's pass, update.
+    The sum of a phase's parts is what torch has allocated at most."""
+    found = {"calibration": calibration_parts(shape, config, card)} if quantized.calibration_tokens(config) else {}
+    found["rollout"] = generation_parts(shape, config, card)
+    if config.distill.is_given:
+        found["teacher"] = teaching_parts(shape, config, card)
+    else:
+        found["log-probs"] = scoring_parts(shape, config, card)
+    return found | {"update": update_parts(shape, config, card, processes, padded)}
 
 
 def allocated(parts: dict[str, float]) -> float:
@@ -280,7 +339,7 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
         elif not card.is_cpu:
             found["NF4 layers fetched"] = copied * value("fetched_share_sleep" if server.sleep else "fetched_share")
         fused = max(2 * shape.hidden * shape.intermediate, shape.hidden * (shape.q_size + 2 * shape.kv_size))
-        found["folding a layer"] = fused * value("fold_bytes") / share / GIB
+        found["folding a layer"] = fused * value("fold_bytes") / share / GIB + _format_gib(config, card, fused / share)
     tokens = batched_tokens(config, card)
     activations = tokens * (3 * shape.intermediate / share + 5 * shape.hidden) * width
     sampler = server.max_num_seqs * shape.vocabulary * 4 * value("sampler_copies")
@@ -294,6 +353,15 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     return found
 
 
+def _format_gib(config: Config, card: Card, weights: float) -> float:
+    """What folding a layer of so many weights takes more in a format: it in float32 for vLLM to quantize, and on a
+    card without the kernels what PyTorch makes of some rows."""
+    if (fmt := quantized.format_of(config)) is None:
+        return 0.0
+    made = 0 if quantized.has_kernels(card) else quantized.TORCH_WEIGHT[fmt.weight.kind] * min(weights, CHUNK)
+    return (4 * weights * (fmt.name in BY_VLLM) + made) / GIB
+
+
 def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]) -> float:
     """GiB of KV cache on one GPU: `server.kv_cache_gib`, else what the other parts leave of the server's share."""
     if config.server.kv_cache_gib is not None:
@@ -301,7 +369,9 @@ def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]
     if card.is_cpu:
         return min(4.0, full_cache_gib(shape, config))
     # launch.server takes the copy and a layer's part off the share; vLLM does not know of what else a fold needs.
-    unknown = max(0.0, others.get("folding a layer", 0.0) - FOLD_GIB) + others.get("NF4 layers fetched", 0.0)
+    fmt = quantized.format_of(config)
+    known = FOLD_GIB + FORMAT_GIB * (fmt is not None and fmt.name in BY_VLLM)
+    unknown = max(0.0, others.get("folding a layer", 0.0) - known) + others.get("NF4 layers fetched", 0.0)
     return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()) + unknown)
 
 
@@ -349,11 +419,13 @@ def asleep_memory(parts: dict[str, float]) -> Estimate:
 def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB of all cards together that GRPO without quantization would need beside activations: every weight trained
     (BF16 weights and gradients, float32 masters and Adam moments, a frozen reference), or a LoRA on a BF16 base; the
-    rollout server's BF16 weights in both."""
+    BF16 weights of rollout server and teacher in both."""
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     parts = update_parts(shape, config, card)
     moving = sum(gib for name, gib in parts.items() if name not in (*RESIDENT, "gradients"))
     serving = 2 * shape.parameters / GIB if config.rollout.backend == "server" else 0.0
+    if config.distill.is_given and (other := teacher.shape_of(shape, config)) is not shape:
+        serving += 2 * other.parameters / GIB
     return {
         "full fine-tuning": (2 + 2 + 12 + 2) * shape.parameters / GIB + moving + serving,
         "BF16 LoRA": 2 * shape.parameters / GIB + 16 * trained / GIB + moving + serving,

@@ -6,7 +6,7 @@ import math
 import shlex
 from typing import Any
 
-from launch.planning import cost, fitting, memory
+from launch.planning import cost, fitting, memory, quantized, teacher
 from launch.planning.fitting import Layout, Split
 from launch.planning.memory import Estimate
 from launch.planning.recompute import describe_recompute
@@ -49,9 +49,32 @@ def title(layout: Layout) -> str:
     )
 
 
+def counted(layout: Layout) -> str | None:
+    """What of a format and of a teacher is in the figures, a sentence each; None without either."""
+    shape, config, card, found = layout.shape, layout.config, layout.card, []
+    arguments = (shape, config, card, math.ceil(layout.completions / layout.processes))
+    timed = layout.count and cost.can_estimate(card)
+    if fmt := quantized.format_of(config):
+        served = f", served as {config.server.weights}" if layout.replicas else ""
+        seconds = f", {cost.format_seconds(*arguments):.2f} s of an update" if timed else ""
+        size = quantized.weight_gib(shape, config, card)
+        found.append(
+            f"Trained for {fmt.name}{served}: each weight is made for its product and let go (the largest takes "
+            f"{size:.2f} GiB{seconds})."
+        )
+    if who := teacher.describe(config):
+        seconds = f" ({cost.teacher_seconds(*arguments):.2f} s)" if timed else ""
+        own, theirs = teacher.head_products(config)
+        found.append(
+            f"Distilled from {who}: an update has a pass of the teacher{seconds}, its last hidden states, {own} "
+            f"products with the student's head and {theirs} with the teacher's, no reference. Counted, not measured."
+        )
+    return " ".join(found) or None
+
+
 def summary(layout: Layout) -> str:
     """Title, verdict and, when it does not fit, what would make it fit."""
-    lines = [title(layout), verdict(layout)]
+    lines = [title(layout), *filter(None, [counted(layout)]), verdict(layout)]
     if not layout.fits:
         lines.append(_advice(layout))
     return "\n".join(lines)
@@ -75,6 +98,8 @@ def report(layout: Layout) -> None:
 
     console = Console(highlight=False, soft_wrap=False)
     console.print(title(layout), style="bold")
+    if text := counted(layout):
+        console.print(text)
     console.print(_cards_table(layout))
     console.print(_parts_table(layout))
     color = "green" if layout.fits else "red"
@@ -251,6 +276,7 @@ def as_json(layout: Layout) -> dict[str, Any]:
         "completions": layout.completions,
         "fits": layout.fits,
         "problems": layout.problems,
+        "counted": counted(layout),
         "gpus": [dataclasses.asdict(one) | {"verdict": one.verdict} for one in layout.cards],
         "trainer_gib": layout.trainer,
         "server_gib": layout.server,

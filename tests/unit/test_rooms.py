@@ -40,11 +40,14 @@ MAY_IMPORT = {
         "launch.vllm_command",
     ),
     # Jobs are checked before they wait in a queue; an export translates the data and the rewards too; the plan counts
-    # the layers that are run again. A server's workers compute in the policy's numbers, and make its noise.
+    # the layers that are run again, a calibration and a teacher. A server's workers compute in the policy's numbers, and
+    # make its noise.
     "launch": (
         "recipes.parts.checks",
         "recipes.parts.data",
         "recipes.parts.recompute",
+        "recipes.parts.calibration",
+        "recipes.parts.distill",
         "recipes.parts.fake_quant",
         "recipes.parts.noise",
         "reward",

@@ -1,0 +1,122 @@
+"""What `policy.quant_cfg` adds to memory and time: layers that compute with a deployment format's weights (qat.py).
+
+Ŵ = Q(base + s·B·A) is made for every product, in the forward, the backward and the reference's pass, and let go: one
+layer's at a time. What stays for the backward pass is x̂, the layer's input as the format has it. Weight peaks and
+input ranges, 4 bytes a channel or a layer, are not counted. On a GPU with FP8 arithmetic one kernel makes a weight; on
+others, and on a CPU, the definition in PyTorch does, which writes float32 copies (fake_quant.py). Imports no torch.
+
+Bytes were counted by following every allocation, as those of memory.py (`tests/unit/test_plan_quantized.py`); seconds
+of a weight were measured on an H200.
+"""
+
+import functools
+
+from launch.planning.gpus import Card
+from launch.planning.shapes import Shape
+from recipes.parts import served_format
+from recipes.parts.calibration import TRAIN
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+from recipes.parts.quant_format import QuantFormat, check_shapes, read_quant_format
+
+GIB = 2**30
+# Bytes at most while PyTorch makes a weight, and an input, of this kind; a value each.
+TORCH_WEIGHT, TORCH_INPUT = {"fp8": 15, "int4": 15, "nvfp4": 24}, {"fp8": 13, "nvfp4": 22}
+# Bytes that it reads and writes for them.
+TORCH_WEIGHT_MOVES, TORCH_INPUT_MOVES = {"fp8": 97, "int4": 95, "nvfp4": 157}, {"fp8": 58, "nvfp4": 117}
+# FP8 codes become x̂ again in the backward pass, in float32: beyond the two gradients of the MLP that are there then.
+FP8_ROWS = 6
+ROOM_FOR_KEPT = 0.5  # qat.py: of the free memory, for weights that are kept while the policy generates
+
+
+@functools.cache
+def _read(text: str) -> QuantFormat:
+    return read_quant_format(text)
+
+
+def format_of(config: Config) -> QuantFormat | None:
+    """The format that the policy computes in; `BadInput` when `policy.quant_cfg` names none."""
+    return None if config.policy.quant_cfg is None else _read(config.policy.quant_cfg)
+
+
+def has_kernels(card: Card) -> bool:
+    """Whether the kernels of fake_quant_kernel.py run there; a card that is not known is taken to be new."""
+    return not card.is_cpu and (card.fp8_tflops is not None or card.bf16_tflops is None)
+
+
+def multiplies_fp8(config: Config, card: Card) -> bool:
+    """Whether forward products are taken of FP8 codes."""
+    fmt = format_of(config)
+    return fmt is not None and fmt.name == "fp8" and has_kernels(card) and config.model.dtype == "bfloat16"
+
+
+def problems(shape: Shape, config: Config, card: Card) -> list[str]:
+    """Why this shape, or a server on this card, does not compute in `policy.quant_cfg`."""
+    if (fmt := format_of(config)) is None:
+        return []
+    found = served_format.problems(config)
+    try:
+        check_shapes(fmt, {name: (outs, ins) for name, (ins, outs) in shape.linears.items()})
+    except BadInput as error:
+        found.append(str(error))
+    if config.rollout.backend == "server" and fmt.name in served_format.BY_VLLM and card.bf16_tflops:
+        if card.fp8_tflops is None:
+            found.append(
+                f"A {card.name} has no FP8 arithmetic, so vLLM would not quantize activations as policy.quant_cfg "
+                f"{fmt.name} does. Use fp8_static, w4a16, nvfp4a16 or nvfp4."
+            )
+    return found
+
+
+def kept_bytes(shape: Shape, config: Config, card: Card) -> float:
+    """Bytes a token that a layer keeps for its backward pass beyond what memory.layer_bytes counts: x̂ in the place of
+    x, which attention has beside it as its answer."""
+    fmt = format_of(config)
+    if fmt is None or fmt.activation is None:
+        return 0.0
+    targets = shape.targeted(config.policy.target_modules)
+    narrow, attention = 4 if config.model.dtype == "float32" else 2, "o_proj" in targets
+    if not multiplies_fp8(config, card):
+        return narrow * shape.q_size * attention
+    # FP8 codes and a float32 scale a token, instead of 16 bits.
+    hidden = bool({"q_proj", "k_proj", "v_proj"} & set(targets)) + bool({"gate_proj", "up_proj"} & set(targets))
+    saved = hidden * shape.hidden + shape.intermediate * ("down_proj" in targets)
+    return shape.q_size * attention + 4 * (hidden + attention + ("down_proj" in targets)) - saved
+
+
+def backward_bytes(shape: Shape, config: Config, card: Card) -> float:
+    """Bytes a token beyond memory.backward_bytes at the peak of a layer's backward pass, without what it keeps."""
+    fmt = format_of(config)
+    if fmt is None or fmt.activation is None:
+        return 0.0
+    if multiplies_fp8(config, card):
+        return FP8_ROWS * shape.intermediate
+    narrow = 4 if config.model.dtype == "float32" else 2
+    made = 0 if has_kernels(card) else max(0, TORCH_INPUT[fmt.activation.kind] - 2 * narrow) * shape.intermediate
+    return max(narrow * shape.hidden, made)  # x beside x̂
+
+
+def weight_gib(shape: Shape, config: Config, card: Card) -> float:
+    """One Ŵ, of the largest layer, and what it is made with."""
+    fmt, narrow = format_of(config), 4 if config.model.dtype == "float32" else 2
+    return shape.largest_linear * (narrow if has_kernels(card) else TORCH_WEIGHT[fmt.weight.kind]) / GIB
+
+
+def generating_gib(shape: Shape, config: Config, card: Card, free_gib: float) -> float:
+    """Weights that are kept while the policy generates in process, where they take at most half of what is free; else
+    one that is made for every product."""
+    narrow = 4 if config.model.dtype == "float32" else 2
+    if card.is_cpu or 2 * shape.linear_weights / GIB <= ROOM_FOR_KEPT * free_gib:
+        return narrow * shape.linear_weights / GIB
+    return weight_gib(shape, config, card)
+
+
+def calibration_tokens(config: Config) -> int:
+    """Tokens of a forward pass that looks for input ranges, at most; 0 in formats that have none."""
+    fmt, policy = format_of(config), config.policy
+    if fmt is None or not fmt.needs_calibration:
+        return 0
+    length = policy.quant_sequence_length
+    if policy.quant_calib_data == TRAIN:
+        length = min(length, config.rollout.max_prompt_length)
+    return min(policy.quant_batch_size, policy.quant_calib_size) * length
