@@ -7,7 +7,7 @@ w4a16       weights INT4, symmetric, groups of 128.
 nvfp4a16    weights FP4 (E2M1) in groups of 16 with E4M3 scales under one global scale.
 nvfp4       the same, and activations in FP4 like them, under a global scale that calibration finds (W4A4).
 
-Each is a layout that `python -m merge --format NAME` writes, and fake_quant.py has its numbers. A configuration of
+Each is a layout that `python -m merge` writes, and fake_quant.py has its numbers. A configuration of
 nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no torch.
 """
 
