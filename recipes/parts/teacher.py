@@ -168,15 +168,20 @@ class Teacher:
 @contextlib.contextmanager
 def _wearing(weights: "list[tuple[torch.nn.Parameter, torch.Tensor]]") -> Iterator[None]:
     """Put other values into parameters for the length of the block. Autograd's nodes, optimizer state and gradients
-    belong to the parameters and do not notice."""
+    belong to the parameters and do not notice; autocast does not either, and would go on with its casts of the values
+    before."""
+    import torch
+
     own = [parameter.data for parameter, _ in weights]
     try:
         for parameter, value in weights:
             parameter.data = value
+        torch.clear_autocast_cache()
         yield
     finally:
         for (parameter, _), value in zip(weights, own, strict=True):
             parameter.data = value
+        torch.clear_autocast_cache()
 
 
 def _read_adapter(student: "torch.nn.Module", directory: Path) -> "list[tuple[torch.nn.Parameter, torch.Tensor]]":

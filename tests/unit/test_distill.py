@@ -198,6 +198,32 @@ def test_a_teacher_s_pass_leaves_the_student_as_it_was(taught):
         assert torch.equal(taught.model(input_ids=ids).logits, first)
 
 
+def test_autocast_mixes_no_weight_of_the_teacher_with_the_student_s(build, tmp_path):
+    """It keeps casts by parameter, and student and teacher take turns in the same ones, micro-batch by micro-batch."""
+    own = {"distill.teacher": "base", "policy.init_adapter": "none", "model.dtype": "bfloat16"}
+    other = build_random(build, own)
+    shift(other.model, seed=1, size=0.2)
+    adapter = publish_adapter(other.model, tmp_path / "v000001", 1, other.base_hash)
+    trainer = build({"distill.teacher_adapter": adapter, "model.dtype": "bfloat16", **PACKED})
+    shift(trainer.model, seed=2, size=0.2)
+    inputs = rows(trainer)
+    assert len(trainer._plan(inputs)) > 1
+    with trainer.accelerator.autocast():  # one for all micro-batches: casts are let go where the outermost ends
+        loss, grads = step(trainer, inputs)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with trainer.accelerator.autocast(), torch.no_grad(), trainer.teacher.of(trainer.model) as teacher:
+        theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
+    trainer.model.zero_grad()
+    with trainer.accelerator.autocast():
+        ours = trainer.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
+    wanted = direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()].mean()
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), rel=0.02) and loss > 0.01
+    for name, value in gradients(trainer).items():
+        assert (grads[name] - value).norm() < 0.1 * value.norm(), name
+
+
 def test_no_gradient_reaches_the_teacher(taught):
     inputs = rows(taught)
     _, grads = step(taught, inputs)
