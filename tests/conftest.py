@@ -83,6 +83,16 @@ def make_base(folder: Path, *arguments: Any) -> Path:
     return folder
 
 
+def rehearse(script: str, part: str) -> str:
+    """What a part of a GPU's script says on the CPU, in Triton's interpreter, when it misses nothing."""
+    pytest.importorskip("triton")
+    command = [sys.executable, script, "--rehearse", "--part", part]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "\n0 missed" in done.stdout, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_server_left():
     """A server thread whose socket was closed under it spins, and takes a core from every file that follows."""

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.gpu.linear_kernels import case, check_kernels, interpret, make_layer, missed, relative
+from tests.gpu.linear_kernels import case, check_kernels, interpret, make_layer, relative, run_parts
 
 # (out, in) of a Qwen3-8B decoder layer; a model has 36.
 SHAPES = {
@@ -361,15 +361,7 @@ def main() -> None:
         "pieces": lambda: [measure_pieces(device, shapes[name], tokens[-1]) for name in ("gate_proj", "down_proj")],
         "block": lambda: check_block(device, shapes, tokens),
     }
-    for name in options.part:
-        started = time.perf_counter()
-        with case(f"part {name}"):
-            parts[name]()
-        print(f"part {name}: {time.perf_counter() - started:.0f} s", flush=True)
-    card = "CPU, rehearsal" if options.rehearse else torch.cuda.get_device_name()
-    print(f"\n{card}, torch {torch.__version__}\n\n" + "\n\n".join(tables))
-    print(f"\n{len(missed)} missed" + "".join(f"\n  {line}" for line in missed))
-    raise SystemExit(1 if missed else 0)
+    run_parts(parts, options.part, options.rehearse, tables)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The kernels part of `linear_check.py`: recipes/parts/fp8_kernel.py against its definition in PyTorch."""
 
 import contextlib
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 missed: list[str] = []
@@ -20,6 +21,21 @@ def case(name: str) -> Iterator[None]:
     except Exception as error:
         missed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
         print(f"missed  {name}\n{traceback.format_exc()}", flush=True)
+
+
+def run_parts(parts: dict[str, Callable[[], Any]], chosen: list[str], rehearse: bool, tables: list[str]) -> None:
+    """Run the chosen parts, print the tables that they fill and what is missed, and end the script (1 when it is)."""
+    import torch
+
+    for name in chosen:
+        started = time.perf_counter()
+        with case(f"part {name}"):
+            parts[name]()
+        print(f"part {name}: {time.perf_counter() - started:.0f} s", flush=True)
+    card = "CPU, rehearsal" if rehearse else torch.cuda.get_device_name()
+    print(f"\n{card}, torch {torch.__version__}\n\n" + "\n\n".join(tables))
+    print(f"\n{len(missed)} missed" + "".join(f"\n  {line}" for line in missed))
+    raise SystemExit(1 if missed else 0)
 
 
 def same_bits(found: Any, expected: Any) -> None:

@@ -13,14 +13,13 @@ A case that fails says so and the others go on. The tables come last; exit 1 whe
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.gpu.linear_check import SHAPES, adapted, run_block
-from tests.gpu.linear_kernels import case, make_layer, missed, relative
+from tests.gpu.linear_kernels import case, make_layer, relative, run_parts
 
 SMALL = {"q_proj": (256, 256), "k_proj": (128, 256), "v_proj": (128, 256), "o_proj": (256, 256)}
 SMALL |= {"gate_proj": (512, 256), "up_proj": (512, 256), "down_proj": (256, 512)}
@@ -158,15 +157,7 @@ def main() -> None:
         "errors": lambda: check_errors(device, shapes, 64 if options.rehearse else 2048),
         "block": lambda: check_block(device, shapes, tokens),
     }
-    for name in options.part:
-        started = time.perf_counter()
-        with case(f"part {name}"):
-            parts[name]()
-        print(f"part {name}: {time.perf_counter() - started:.0f} s", flush=True)
-    card = "CPU, rehearsal" if options.rehearse else torch.cuda.get_device_name()
-    print(f"\n{card}, torch {torch.__version__}\n\n" + "\n\n".join(tables))
-    print(f"\n{len(missed)} missed" + "".join(f"\n  {line}" for line in missed))
-    raise SystemExit(1 if missed else 0)
+    run_parts(parts, options.part, options.rehearse, tables)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,9 @@ import pytest
 
 from eval import report
 from recipes.parts.rundir import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from tests.unit.test_merge_fixture import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SEVENS, EIGHTS, OTHERS = 10, 22, 8  # held-out problems by answer
 
 
@@ -38,28 +35,13 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
     )
 
 
-def make_tokenizer(folder: Path):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
 def make_model(folder: Path) -> None:
     """A Qwen3 that says \\boxed{7} and stops, whatever it is asked; the direction of an 8 after `{` changes that."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = make_tokenizer(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -6,28 +6,13 @@ import math
 import pytest
 import torch
 from scipy import stats
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from eval import generate
 from recipes.parts.errors import BadInput
+from tests.unit.test_merge_fixture import byte_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 QUESTIONS = ["1 + 1?", "What is 12 + 34, written in digits?", "7?", "Add 5 to 6 and then take away 3.", "2 + 2?"]
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -49,7 +34,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer()
+    return byte_tokenizer()
 
 
 @pytest.fixture
@@ -196,7 +181,7 @@ def test_the_models_own_sampling_settings_change_nothing(model, tokenizer):
 
 
 def test_a_tokenizer_without_chat_template_is_refused(model):
-    bare = make_tokenizer()
+    bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(BadInput, match="no chat template"):
         generate.generate(model, bare, ask(), 4)
@@ -212,14 +197,14 @@ def test_a_model_that_does_not_stop_at_the_end_of_turn_is_refused(model, tokeniz
 
 
 def test_a_template_that_never_closes_a_turn_is_refused(model):
-    open_ended = make_tokenizer()
+    open_ended = byte_tokenizer()
     open_ended.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     with pytest.raises(BadInput, match="no special token"):
         generate.end_of_turn_token(open_ended)
 
 
 def test_end_of_turn_is_read_from_the_template_and_not_from_the_tokenizers_eos():
-    other = make_tokenizer()
+    other = byte_tokenizer()
     other.eos_token = "<|endoftext|>"
     assert generate.end_of_turn_token(other) == other.convert_tokens_to_ids("<|im_end|>")
 

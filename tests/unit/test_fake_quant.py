@@ -1,8 +1,6 @@
 """The numbers that training computes with, against the exported checkpoint's, servers' and nvidia-modelopt's."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from recipes.parts.fake_quant import (
 )
 from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from recipes.parts.quant_format import FORMATS
+from tests.conftest import rehearse
 from tests.gpu.linear_kernels import make_layer
 
 ROOT = Path(__file__).parents[2]
@@ -278,14 +277,4 @@ def test_named_configurations_are_what_nvidia_modelopt_has_under_the_name(modelo
 
 
 def test_the_gpu_kernels_give_the_numbers_of_their_definitions_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    result = subprocess.run(
-        [sys.executable, "tests/gpu/fake_quant_check.py", "--rehearse", "--part", "bits"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "ok      nvfp4a16 weight" in result.stdout and "\n0 missed" in result.stdout
+    assert "ok      nvfp4a16 weight" in rehearse("tests/gpu/fake_quant_check.py", "bits")

@@ -1,9 +1,6 @@
 """Fused and FP8 linear layers against peft's path and against numbers computed here."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -21,6 +18,7 @@ from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from recipes.parts.linear import FusedBase, FusedLora, quantize_rows, use_fused_linears, weight_of
+from tests.conftest import rehearse
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -376,14 +374,4 @@ def test_a_gpu_without_fp8_arithmetic_and_a_float32_model_are_refused_by_name(mo
 
 
 def test_the_gpu_kernels_give_the_bits_of_their_definitions_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    result = subprocess.run(
-        [sys.executable, "tests/gpu/linear_check.py", "--rehearse", "--part", "kernels"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "ok      unpack to FP8, transposed" in result.stdout and "\n0 missed" in result.stdout
+    assert "ok      unpack to FP8, transposed" in rehearse("tests/gpu/linear_check.py", "kernels")
