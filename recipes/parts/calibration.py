@@ -2,7 +2,7 @@
 
 `policy.quant_calib_data: train` are the run's own training prompts, evenly spread over the split. A path is a jsonl
 file; every row has a `text` that is taken as it is, a `prompt` (text, or chat messages) or the question column of
-`data`. Held-out problems are never read. Everything is checked before any weight is loaded.
+`data`. A file with a held-out problem in it is refused. Everything is checked before any weight is loaded.
 """
 
 import json
@@ -20,7 +20,7 @@ def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: A
     """Token ids of `policy.quant_calib_size` prompts, each at most `policy.quant_sequence_length` of them.
 
     `messages` are the run's training prompts as chat messages. The same each time. `BadInput` when there are fewer
-    prompts, and when a file of them is missing, empty, or has a row without a prompt.
+    prompts, and when a file of them is missing, empty, has a row without a prompt, or a held-out problem.
     """
     policy = config.policy
     if policy.quant_calib_data == TRAIN:
@@ -38,6 +38,28 @@ def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: A
     return [_token_ids(prompt, tokenizer)[: policy.quant_sequence_length] for prompt in chosen]
 
 
+def _check_disjoint(rows: list[tuple[str, str | list[dict]]], config: Config) -> None:
+    """`BadInput` when a held-out question is one of these (place, prompt), or stands in one word for word."""
+    from recipes.parts.data import Problem, load_problems
+    from recipes.parts.leaks import find_leaks
+
+    suffix, seen = config.data.prompt_suffix, []
+    for place, prompt in rows:
+        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        # What a question was followed by is no part of it.
+        texts += [text.removesuffix(suffix) for text in texts if suffix and text.endswith(suffix)]
+        seen += [Problem("", text, "", place) for text in texts]
+    heldout = load_problems(config.data, "eval")
+    if leaked := find_leaks(heldout, seen):
+        problem, row, whole = leaked[0]
+        raise BadInput(
+            f"policy.quant_calib_data {config.policy.quant_calib_data} holds {len(leaked)} of {len(heldout)} held-out "
+            f"problems ({problem.source} {'is' if whole else 'stands in'} {row.source}: {problem.question[:80]!r}), "
+            "so the input ranges would be fit to what the run is measured on. Remove them from the file, or set "
+            "policy.quant_calib_data to train."
+        )
+
+
 def _read(path: Path, config: Config) -> list[str | list[dict]]:
     """The prompts of a jsonl file: text, or chat messages."""
     if not path.is_file():
@@ -48,13 +70,14 @@ def _read(path: Path, config: Config) -> list[str | list[dict]]:
             if not line.strip():
                 continue
             try:
-                found.append(_prompt(json.loads(line), config))
+                found.append((f"{path}:{number}", _prompt(json.loads(line), config)))
             except (ValueError, TypeError, KeyError) as error:
                 raise BadInput(
                     f"{path}:{number} has no prompt ({error}). A row is an object with text, prompt or "
                     f"{config.data.question_column}."
                 ) from None
-    return found
+    _check_disjoint(found, config)
+    return [prompt for _, prompt in found]
 
 
 def _prompt(row: dict, config: Config) -> str | list[dict]:

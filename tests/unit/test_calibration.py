@@ -1,11 +1,16 @@
 """The prompts that calibrate input ranges: from the training split or a file, and what is refused."""
 
+import json
+
 import pytest
 
 from recipes.parts.calibration import calibration_prompts
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from tests.unit.test_linear import CONFIG
+
+LONG = "A farmer has 12 hens and 3 dogs; how many legs do they have all together?"
+HELD_OUT = ("4 + 5 = ?", LONG)
 
 
 class Words:
@@ -20,9 +25,12 @@ class Words:
 
 def prompts_of(tmp_path, text, messages=(), **keys):
     (tmp_path / "calibration.jsonl").write_text(text)
+    (tmp_path / "heldout.jsonl").write_text(
+        "".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in HELD_OUT)
+    )
     path = str(tmp_path / "calibration.jsonl")
     overrides = [f"--policy.{key}={value}" for key, value in ({"quant_calib_data": path} | keys).items()]
-    config = load_config(CONFIG, overrides)
+    config = load_config(CONFIG, [f"--data.path={tmp_path}", "--data.prompt_suffix= Box it.", *overrides])
     return ["".join(map(chr, ids)) for ids in calibration_prompts(config, list(messages), Words())]
 
 
@@ -37,7 +45,29 @@ def test_calibration_prompts_are_spread_over_the_training_split_and_cut(tmp_path
 def test_a_calibration_file_may_hold_text_prompts_messages_and_questions(tmp_path):
     rows = '{"text": "raw"}\n\n{"prompt": "asked"}\n{"prompt": [{"role": "user", "content": "said"}]}\n'
     rows += '{"question": "what\u2028else"}\n'  # which JSON may hold, and ends a line of text
-    assert prompts_of(tmp_path, rows, quant_calib_size=4) == ["raw", "asked", "said", "what\u2028else"]
+    found = ["raw", "asked Box it.", "said", "what\u2028else Box it."]
+    assert prompts_of(tmp_path, rows, quant_calib_size=4) == found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "4+5 = ?"},
+        {"question": "4 + 5 = ?"},
+        {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "4 + 5 = ? Box it."}]},
+        {"text": f"<|im_start|>user {LONG} Box it.<|im_end|>"},
+    ],
+    ids=str,
+)
+def test_a_calibration_file_that_holds_a_held_out_problem_is_refused(row, tmp_path):
+    rows = json.dumps({"text": "another"}) + "\n" + json.dumps(row)
+    with pytest.raises(BadInput, match=r"holds 1 of 2 held-out problems \(.*heldout.jsonl:\d (is|stands in) .*:2: "):
+        prompts_of(tmp_path, rows, quant_calib_size=2)
+
+
+def test_a_calibration_file_of_other_numbers_is_taken(tmp_path):
+    rows = json.dumps({"question": "4 + 6 = ?"}) + "\n" + json.dumps({"text": LONG.replace("12", "13")})
+    assert len(prompts_of(tmp_path, rows, quant_calib_size=2)) == 2
 
 
 @pytest.mark.parametrize(

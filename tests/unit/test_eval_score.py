@@ -6,10 +6,11 @@ import pytest
 
 from eval import report
 from eval.generate import Generation
-from eval.problems import check_disjoint, find_leaks, normalized, problems_hash
+from eval.problems import check_disjoint, problems_hash
 from eval.score import Record, score, summarize
 from recipes.parts.data import Problem
 from recipes.parts.errors import CheckFailed
+from recipes.parts.leaks import find_leaks, normalized
 from reward.pool import Verdict
 
 QUESTION = "Tom has 12 apples and buys 34 more. How many apples has Tom?"

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (
         "recipes.parts.data",
+        "recipes.parts.leaks",
         "recipes.parts.qat",
         "reward",
         "merge",
@@ -40,8 +41,8 @@ MAY_IMPORT = {
         "launch.vllm_command",
     ),
     # Jobs are checked before they wait in a queue; an export translates the data and the rewards too; the plan counts
-    # the layers that are run again, a calibration and a teacher. A server's workers compute in the policy's numbers, and
-    # make its noise.
+    # the layers that are run again, a calibration and a teacher. A server's workers compute in the policy's numbers
+    # and make its noise.
     "launch": (
         "recipes.parts.checks",
         "recipes.parts.data",
