@@ -168,7 +168,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_weights(
     assert "train.trl.entropy_coef does nothing in a distillation" in refused(
         {"distill.teacher_adapter": teacher, "train.trl": "{entropy_coef: 0.1}"}
     )
-    assert "Start it with recipes/grpo_qlora.py, or set distill.teacher" in refused({})
+    assert "Start it with recipes/grpo_qlora.py, or set one of them" in refused({})
 
 
 def test_the_other_recipes_refuse_a_configuration_with_a_teacher(recipe, recipe_arguments, tiny_model_dir, tmp_path):
