@@ -277,6 +277,12 @@ def first_is_nan(ids: list[list[int]], logps: list[list[float]]) -> tuple[list, 
     return ids, [[math.nan, *logps[0][1:]], *logps[1:]]
 
 
+def test_padded_rows_never_take_cudnns_attention_whose_gradients_may_be_nan(build):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    build()
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_all_rows_of_a_step_come_at_once(plain, packed):
     shapes = []
     for trainer in (plain, packed):
