@@ -223,8 +223,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
         if config.train.micro_batch_tokens is not None:
             use_packed_attention(self.model.get_base_model())
-        # Since torch 2.11 sdpa's first choice on Hopper. With a padding mask its backward pass gives NaN where the length
-        # divided by 128 leaves 64 and a position's log-sum-exp is below -88 (pytorch issue 196678).
+        # Since torch 2.11 sdpa's first choice on Hopper. With a padding mask its backward pass gives NaN where the
+        # length divided by 128 leaves 64 and a position's log-sum-exp is below -88 (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.config, self.run, self.base_hash, self.rollout, self.heldout = config, run, base_hash, rollout, heldout
         if rollout is not None:
