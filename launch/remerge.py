@@ -418,8 +418,11 @@ def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtyp
 
 
 def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
-    """weight (rows, columns) += scale · b · a, in place: the sum is taken in float32 and rounded once."""
-    weight.copy_(weight.float() + scale * (b.float() @ a.float()))
+    """weight (rows, columns) += scale · b · a, in place: the sum is taken in float32, some rows at a time, and rounded
+    once."""
+    step = max(1, quantized_fold.CHUNK // weight.shape[1])
+    for rows in (slice(at, at + step) for at in range(0, len(weight), step)):
+        weight[rows] = weight[rows].float() + scale * (b[rows].float() @ a.float())
 
 
 def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any, Any]]:
@@ -445,9 +448,7 @@ def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any
         if index + 1 < len(linears):
             ahead = fetch(linears[index + 1])
         computing.wait_event(done)
-        for one in (packed, absmax):
-            if one is not None:
-                one.record_stream(computing)
+        _ = [one.record_stream(computing) for one in (packed, absmax) if one is not None]
         yield linear, packed, absmax
 
 

@@ -17,9 +17,9 @@ from launch.planning.memory import (
     kv_token_bytes,
     kv_width,
     layer_bytes,
-    nf4_bytes,
     run_again,
     sequence_gib,
+    stored_bytes,
 )
 from launch.planning.shapes import Shape
 from recipes.parts.config import Config
@@ -142,7 +142,9 @@ def _adapter_traffic(shape: Shape, config: Config) -> float:
 
 def _dequantized_bytes(shape: Shape, config: Config) -> float:
     """What dequantizing all linear layers moves, at the card's whole bandwidth."""
-    return (2 + nf4_bytes(config.policy.double_quantization)) * shape.linear_weights / value("dequantize_bandwidth")
+    if config.policy.quantization == "none" and config.policy.quant_cfg is None:
+        return 0.0
+    return (2 + stored_bytes(config)) * shape.linear_weights / value("dequantize_bandwidth")
 
 
 def _weight_bytes(shape: Shape, config: Config, card: Card) -> float:

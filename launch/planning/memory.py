@@ -1,10 +1,10 @@
 """GPU memory of the trainer and of a rollout server before anything is loaded: arithmetic on a shape and a
 configuration, GiB throughout. Imports no torch.
 
-Covers the NF4 base, the adapter with gradients and optimizer, activations with every `train.recompute`, fused and FP8
-linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of rows and of
-tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV cache, CUDA
-graphs, LoRA slots, the NF4 copy. Not covered: experts, sharded bases, host memory.
+Covers the base as it is stored, the adapter with gradients and optimizer, activations with every `train.recompute`,
+fused and FP8 linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of
+rows and of tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV
+cache, CUDA graphs, LoRA slots, the copy of the base. Not covered: experts, sharded bases, host memory.
 
 Bytes a token were counted by following every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.
@@ -22,12 +22,14 @@ from recipes.parts.config import Config
 from recipes.parts.recompute import recomputed_layers
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.served_format import BY_VLLM
+from recipes.parts.stored_base import CALLED
 
 GIB = 2**30
 NF4_BLOCK, SCALE_BLOCK = 64, 256
+STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base's linear layers
 # What stays allocated between phases; everything else comes and goes.
-TEACHER = ("teacher's NF4 weights", "teacher's 16-bit layers", "teacher's adapter")
-RESIDENT = ("NF4 weights", "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
+TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
+RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
 CANARY_TOKENS = 256  # recipes/parts/scorer.py
 
 
@@ -47,6 +49,20 @@ def nf4_bytes(double_quantization: bool) -> float:
     """Bytes a weight: 4 bits and a float32 scale for 64 weights, or an 8-bit one with a float32 for 256 of those."""
     scale = 1 + 4 / SCALE_BLOCK if double_quantization else 4
     return 0.5 + scale / NF4_BLOCK
+
+
+def stored_bytes(config: Config, double_quantization: bool | None = None) -> float:
+    """Bytes a weight of the base's linear layers; the few scales of FP8 are left out. `double_quantization` of NF4 by
+    default as configured."""
+    policy = config.policy
+    if policy.quantization == "nf4":
+        return nf4_bytes(policy.double_quantization if double_quantization is None else double_quantization)
+    return 1 if policy.quantization == "fp8" else 4 if config.model.dtype == "float32" else 2
+
+
+def copy_bytes(config: Config) -> float:
+    """Bytes a weight of what the workers of a replica keep for remerge: BF16 of an unquantized base."""
+    return min(stored_bytes(config, double_quantization=False), 2)
 
 
 def optimizer_bytes(optimizer: str, adapter_bytes: int) -> float:
@@ -130,7 +146,7 @@ def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     stored = 2 if config.policy.adapter_dtype == "bfloat16" else 4
     return {
-        "NF4 weights": shape.linear_weights * nf4_bytes(config.policy.double_quantization) / GIB,
+        STORED[config.policy.quantization]: shape.linear_weights * stored_bytes(config) / GIB,
         "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
         "adapter": trained * stored / GIB,
         "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
@@ -142,9 +158,10 @@ def _teacher(shape: Shape, config: Config, narrow: int, adapter: int) -> dict[st
     if not config.distill.is_given:
         return {}
     if (other := teacher.shape_of(shape, config)) is shape:
-        return {TEACHER[2]: adapter / GIB} if config.distill.teacher_adapter else {}
-    stored = other.linear_weights * nf4_bytes(config.policy.double_quantization)
-    return {TEACHER[0]: stored / GIB, TEACHER[1]: other.other_weights * narrow / GIB}
+        return {TEACHER[-1]: adapter / GIB} if config.distill.teacher_adapter else {}
+    name = f"teacher's {STORED[config.policy.quantization]}"
+    stored = other.linear_weights * stored_bytes(config)
+    return {name: stored / GIB, TEACHER[-2]: other.other_weights * narrow / GIB}
 
 
 def tile_gib(shape: Shape, tokens: int, narrow: int, card: Card) -> float:
@@ -168,6 +185,8 @@ def weight_gib(shape: Shape, config: Config, card: Card, tokens: int) -> float:
     two layers with one input in a byte each, and their gradients, whose tokens become FP8 too."""
     if config.policy.quant_cfg:
         return quantized.weight_gib(shape, config, card)
+    if config.policy.quantization == "none":
+        return 0.0
     if config.policy.compute != "fp8":
         return dequantized_gib(shape, 4 if config.model.dtype == "float32" else 2)
     outs = 2 * shape.intermediate
@@ -333,11 +352,11 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
         # Two slots; the replica's halves of the factors are sharded like the layers, the other halves are not.
         found["LoRA slots"] = 2 * shape.adapter_weights(rank, config.policy.target_modules) * width / GIB
     else:
-        copied = shape.linear_weights * nf4_bytes(False) / share / GIB
+        copied = shape.linear_weights * copy_bytes(config) / share / GIB
         if server.nf4_copy == "gpu":
-            found["NF4 copy"] = copied
+            found["copy of the base"] = copied
         elif not card.is_cpu:
-            found["NF4 layers fetched"] = copied * value("fetched_share_sleep" if server.sleep else "fetched_share")
+            found["layers fetched"] = copied * value("fetched_share_sleep" if server.sleep else "fetched_share")
         fused = max(2 * shape.hidden * shape.intermediate, shape.hidden * (shape.q_size + 2 * shape.kv_size))
         found["folding a layer"] = fused * value("fold_bytes") / share / GIB + _format_gib(config, card, fused / share)
     tokens = batched_tokens(config, card)
@@ -371,7 +390,7 @@ def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]
     # launch.server takes the copy and a layer's part off the share; vLLM does not know of what else a fold needs.
     fmt = quantized.format_of(config)
     known = FOLD_GIB + FORMAT_GIB * (fmt is not None and fmt.name in BY_VLLM)
-    unknown = max(0.0, others.get("folding a layer", 0.0) - known) + others.get("NF4 layers fetched", 0.0)
+    unknown = max(0.0, others.get("folding a layer", 0.0) - known) + others.get("layers fetched", 0.0)
     return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()) + unknown)
 
 
@@ -411,8 +430,8 @@ def server_memory(parts: dict[str, float], config: Config) -> Estimate:
 
 
 def asleep_memory(parts: dict[str, float]) -> Estimate:
-    """What a sleeping replica keeps of its card: its NF4 copy, when that is there, context and CUDA graphs."""
-    kept = parts.get("NF4 copy", 0.0) + value("asleep_gib")
+    """What a sleeping replica keeps of its card: its copy of the base, when that is there, context and CUDA graphs."""
+    kept = parts.get("copy of the base", 0.0) + value("asleep_gib")
     return Estimate(kept * 0.7, kept, kept * 1.3)
 
 
@@ -436,7 +455,7 @@ def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]
 
 def _served(shape: Shape, config: Config) -> tuple[float, float, float]:
     linear = 2 if config.server.weights == "bf16" else 1
-    copy = nf4_bytes(False) if config.rollout.sync == "remerge" and config.server.nf4_copy == "gpu" else 0.0
+    copy = copy_bytes(config) if config.rollout.sync == "remerge" and config.server.nf4_copy == "gpu" else 0.0
     return (
         shape.linear_weights * linear / GIB,
         shape.other_weights * 2 / GIB,

@@ -1,9 +1,9 @@
 """What a distillation's teacher adds to memory and time (recipes/parts/teacher.py, distill_trainer.py).
 
 The student's own model as teacher is a pass without quantizers, and one more adapter with `distill.teacher_adapter`,
-which is taken to have the student's rank; another model lies in NF4 beside the student. In every micro-batch the
-teacher's pass comes first and leaves its last hidden states; the divergence then projects both models' states onto the
-vocabulary, tile by tile, forward and again backward. Counted from the code; nothing of it was measured. Imports no
+which is taken to have the student's rank; another model lies beside the student, stored as it is. In every micro-batch
+the teacher's pass comes first and leaves its last hidden states; the divergence then projects both models' states onto
+the vocabulary, tile by tile, forward and again backward. Counted from the code; nothing of it was measured. Imports no
 torch.
 """
 

@@ -258,3 +258,25 @@ def test_a_base_of_another_storage_is_not_reused(tmp_path):
         check_base(config, CONFIG)
     with pytest.raises(BadInput, match=r"its policy\.quantization is 'fp8', the configuration says 'nf4'"):
         check_reusable(tmp_path / "base", config, ORIGIN, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "name", "size", "copied"),
+    [
+        ("nf4", "bfloat16", "NF4 weights", 0.5 + 1 / 64 + 4 / 64 / 256, 0.5625),
+        ("fp8", "bfloat16", "FP8 weights", 1, 1),
+        ("none", "bfloat16", "unquantized weights", 2, 2),
+        ("none", "float32", "unquantized weights", 4, 2),
+    ],
+)
+def test_the_plan_counts_what_the_base_and_a_workers_copy_take(kind, dtype, name, size, copied):
+    from launch.planning import memory
+    from launch.planning.gpus import parse_gpus
+    from launch.planning.shapes import shape_by_size
+
+    shape, (card, _) = shape_by_size("8b"), parse_gpus("h200")
+    config = load_config(CONFIG, ["--policy.quantization", kind, "--model.dtype", dtype])
+    weights = shape.linear_weights / 2**30
+    assert memory.resident(shape, config, card)[name] == pytest.approx(size * weights)
+    assert name in memory.RESIDENT
+    assert memory.server_parts(shape, config, card)["copy of the base"] == pytest.approx(copied * weights)
