@@ -114,11 +114,12 @@ def describe_step(config: Config, problems: int, processes: int) -> str:
 def describe_format(fmt: QuantFormat, config: Config) -> str:
     """What the policy computes with, as further lines of the plan."""
     weight, activation, policy = fmt.weight, fmt.activation, config.policy
-    rows, columns = ("all" if size is None else size for size in weight.block)
+    rows, columns = weight.block
+    shared = {(None, None): "whole weight", (1, None): "output channel"}.get((rows, columns), f"{rows} x {columns}")
     inputs = "inputs as they are"
     if activation is not None:
         inputs = f"inputs {activation.kind}, a scale per {activation.per}"
-    lines = [f"format    {fmt.name}: weights {weight.kind}, a scale per {rows} x {columns}; {inputs}"]
+    lines = [f"format    {fmt.name}: weights {weight.kind}, a scale per {shared}; {inputs}"]
     if fmt.needs_calibration:
         lines.append(
             f"ranges    of inputs from {policy.quant_calib_size} prompts of {policy.quant_calib_data}, at most "

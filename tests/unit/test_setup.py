@@ -7,7 +7,8 @@ import torch
 
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
-from recipes.parts.setup import training
+from recipes.parts.quant_format import FORMATS
+from recipes.parts.setup import describe_format, training
 from tests.conftest import CONFIG
 
 # torch 2.11's words.
@@ -50,3 +51,18 @@ def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypa
     assert "PYTORCH" not in text and closed == [True] * (rank == 0)
     # The main process's own is printed by what runs the command.
     assert (f"error: process 1: {text}" in capsys.readouterr().err) == (rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8", "weights fp8, a scale per output channel; inputs fp8, a scale per token"),
+        ("fp8_block", "weights fp8, a scale per 128 x 128; inputs fp8, a scale per block"),
+        ("fp8_static", "weights fp8, a scale per whole weight; inputs fp8, a scale per tensor"),
+        ("w4a16", "weights int4, a scale per 1 x 128; inputs as they are"),
+    ],
+)
+def test_the_plan_says_what_of_a_weight_and_of_inputs_shares_a_scale(name, said):
+    lines = describe_format(FORMATS[name], load_config(CONFIG)).splitlines()
+    assert lines[0] == f"format    {name}: {said}"
+    assert len(lines) == 1 + FORMATS[name].needs_calibration
