@@ -83,6 +83,15 @@ def test_noise_never_adds_up_and_comes_off_exactly():
     assert [weight.data_ptr() for weight in weights.values()] == addresses, "a captured graph would read the old ones"
 
 
+@pytest.mark.parametrize(("sigma", "share"), [(1e-2, 0.77), (1e-3, 0.03), (3e-4, 0.0)])
+def test_of_small_noise_a_scale_in_bfloat16_takes_little(sigma, share):
+    own, moved = torch.ones(64).bfloat16(), []
+    for seed in range(50):
+        NoisyNorms(alone := Decoder(("model",)).bfloat16()).set(Noise(sigma, seed))
+        moved += [(weight != own).float().mean().item() for weight in norms(alone).values()]
+    assert sum(moved) / len(moved) == pytest.approx(share, abs=0.02)
+
+
 def test_the_trainers_own_norms_are_noisy_inside_the_block_only():
     model = Decoder(("model",))
     with pytest.raises(ZeroDivisionError), noisy(model, Noise(0.1, 1)):
