@@ -37,7 +37,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from recipes.parts import distill, quant_format
-from recipes.parts.checks import check_config, check_run_directory, describe_split, world_size
+from recipes.parts.checks import check_config, check_run_directory, world_size
 from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
 from recipes.parts.quant_format import QuantFormat, read_quant_format
@@ -53,6 +53,7 @@ from recipes.parts.setup import (
     started,
     training,
 )
+from recipes.parts.shared_card import describe_split
 
 
 def check_distillation(config: Config, processes: int) -> None:

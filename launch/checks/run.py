@@ -138,8 +138,9 @@ def servers(machine: Machine) -> Iterator[Row]:
 
 def gpus_needed(machine: Machine) -> Iterator[Row]:
     """Whether trainer and servers find their GPUs on this machine."""
-    from recipes.parts.checks import split_problem
+    from launch.planning.replica import replica_gib
     from recipes.parts.errors import BadInput
+    from recipes.parts.shared_card import split_problem
 
     name, config = "gpus", machine.config
     if config is None:
@@ -155,7 +156,7 @@ def gpus_needed(machine: Machine) -> Iterator[Row]:
         return
     there = len(machine.gpus)
     with _announced(machine, processes):
-        problem = split_problem(config, min(one.total_gib for one in machine.gpus))
+        problem = split_problem(config, min(one.total_gib for one in machine.gpus), replica_gib(config))
     if problem:
         yield fail(name, *_halves(problem))
     elif processes > there * machine.machines:

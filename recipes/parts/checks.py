@@ -4,12 +4,10 @@ import fcntl
 import math
 import os
 import re
-import socket
 from pathlib import Path
 from typing import IO
-from urllib.parse import urlsplit
 
-from recipes.parts import noise, overlap, quant_format, recompute, served_format, sharding, stored_base
+from recipes.parts import noise, optimizer, overlap, quant_format, recompute, served_format, sharding, stored_base
 from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
@@ -64,6 +62,7 @@ def check_config(config: Config, processes: int) -> None:
         *_lists(config),
         *_servers(config),
         *overlap.problems(config),
+        *optimizer.problems(config),
         *quant_format.problems(config),
         *served_format.problems(config),
         *noise.problems(config, sharding.announced()),
@@ -359,66 +358,6 @@ def _compute(config: Config) -> list[str]:
             f"multiplies with. Use {off}, or accelerate_configs/ddp.yaml."
         )
     return found
-
-
-def replicas_beside_trainer(config: Config) -> int:
-    """The most replicas that share one GPU with a trainer process of this machine, as far as the configuration tells.
-
-    Without server.gpus the replicas take the GPUs that CUDA shows, in order, and so do the trainer processes.
-    """
-    if config.rollout.backend != "server":
-        return 0
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in shown.split(",")] if shown else [str(number) for number in range(64)]
-    ours = names[: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
-    theirs = names if config.server.gpus is None else [str(gpu) for gpu in config.server.gpus]
-    each = config.server.tensor_parallel
-    here = [number for number, url in enumerate(config.rollout.server_urls) if _is_this_machine(url)]
-    return max((sum(gpu in theirs[n * each : (n + 1) * each] for n in here) for gpu in ours), default=0)
-
-
-def _is_this_machine(url: str) -> bool:
-    try:
-        host = urlsplit(url).hostname or ""
-    except ValueError:
-        return False
-    return host in ("localhost", "::1", "0.0.0.0", socket.gethostname()) or host.startswith("127.")
-
-
-def describe_split(config: Config) -> str | None:
-    """How trainer and replicas share a GPU, in one line; None when they do not."""
-    replicas, server = replicas_beside_trainer(config), config.server
-    if not replicas:
-        return None
-    part = f"{server.gpu_memory_utilization:g} of the GPU"
-    if server.kv_cache_gib is not None:
-        part = f"its weights and {server.kv_cache_gib:g} GiB of KV cache"
-    asleep = ", and sleeps while the trainer updates" if server.sleep else ""
-    limit = config.train.max_gpu_gib
-    trainer = "what it needs (train.max_gpu_gib is not set)" if limit is None else f"at most {limit:g} GiB"
-    who = "a replica" if replicas == 1 else f"each of {replicas} replicas"
-    return f"the trainer and {who} share a GPU: the replica takes {part}{asleep}, the trainer {trainer}"
-
-
-def split_problem(config: Config, card_gib: float) -> str | None:
-    """What the trainer's limit and the replicas' part of a shared GPU are too much for; None when they fit.
-
-    A replica that sleeps is not counted: its part and the trainer's largest are not taken at the same time.
-    """
-    limit, server, replicas = config.train.max_gpu_gib, config.server, replicas_beside_trainer(config)
-    if limit is None or not replicas or server.sleep:
-        return None
-    if server.kv_cache_gib is not None:
-        part, key = server.kv_cache_gib, f"server.kv_cache_gib ({server.kv_cache_gib:g})"
-    else:
-        part = server.gpu_memory_utilization * card_gib
-        key = f"server.gpu_memory_utilization ({server.gpu_memory_utilization:g}, {part:.1f} GiB)"
-    if limit + replicas * part <= card_gib:
-        return None
-    return (
-        f"train.max_gpu_gib ({limit:g}) and {key} of {replicas} replica{'s' * (replicas > 1)} on the same GPU exceed "
-        f"its {card_gib:.1f} GiB. Lower one of them, or name other GPUs in server.gpus."
-    )
 
 
 def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:

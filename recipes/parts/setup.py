@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from recipes.parts.checks import describe_split, is_main_process, lock_run
+from recipes.parts.checks import is_main_process, lock_run
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import QuantFormat
 from recipes.parts.rundir import RunDir, write_json
+from recipes.parts.shared_card import describe_split, split_problem
 from recipes.parts.stored_base import describe_base
 
 
@@ -53,7 +54,22 @@ def check_model(config: Config, processes: int) -> Any:
         from launch.planning.recompute import resolve
 
         say(resolve(config, model_config.to_dict(), processes))
+    check_shared_card(config, model_config)
     return model_config
+
+
+def check_shared_card(config: Config, model_config: Any) -> None:
+    """`BadInput` when the trainer's limit and the replicas beside it, as the plan counts them, are too much for the
+    GPU."""
+    import torch
+
+    if config.train.max_gpu_gib is None or not torch.cuda.is_available():
+        return
+    from launch.planning.replica import replica_gib
+
+    card_gib = torch.cuda.mem_get_info()[1] / 2**30
+    if problem := split_problem(config, card_gib, replica_gib(config, model_config.to_dict())):
+        raise BadInput(problem)
 
 
 def problems_a_step(config: Config, processes: int) -> int:

@@ -32,7 +32,6 @@ from recipes.parts.checkpoint import (
     saving_failed,
     staging_directory,
 )
-from recipes.parts.checks import split_problem
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
@@ -154,11 +153,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
 
 
 def check_card(config: Config) -> None:
-    """`BadInput` when the GPU, if there is one, is too small for the trainer's limit and the replicas beside it, or
-    cannot compute as `policy.compute` says."""
+    """`BadInput` when the GPU, if there is one, cannot compute as `policy.compute` says."""
     check_compute(config.policy.compute, config.model.dtype)
-    if torch.cuda.is_available() and (problem := split_problem(config, torch.cuda.mem_get_info()[1] / 2**30)):
-        raise BadInput(problem)
 
 
 def limit_gpu_memory(config: Config) -> None:

@@ -10,15 +10,13 @@ from recipes.parts.checks import (
     FREE_ON_RESUME,
     check_config,
     check_run_directory,
-    describe_split,
     lock_run,
-    replicas_beside_trainer,
-    split_problem,
 )
 from recipes.parts.config import Config, config_from_dict, load_config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED, check_recipe
 from recipes.parts.rundir import RunDir, write_json, write_manifest
+from recipes.parts.shared_card import describe_split, replicas_beside_trainer, split_problem
 from tests.unit.test_accelerate_configs import announces
 
 ROOT = Path(__file__).parents[2]
@@ -242,6 +240,36 @@ def test_limits_that_do_not_fit_one_gpu_are_found(monkeypatch, changes, problem)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = split_problem(shared(**changes), 24.0)
     assert found is None if problem is None else problem in found
+
+
+def test_a_replica_with_a_kv_cache_of_its_own_counts_with_its_weights(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = shared(train__max_gpu_gib=15, server__kv_cache_gib=5)
+    assert split_problem(config, 24.0) is None
+    assert split_problem(config, 24.0, 9.0) is None
+    assert "server.kv_cache_gib (5) with weights and all else (14.2 GiB)" in split_problem(config, 24.0, 14.2)
+
+
+def test_what_a_replica_takes_is_what_the_plan_says_of_it(monkeypatch):
+    from launch.planning import memory, replica
+    from launch.planning.gpus import CARDS
+    from launch.planning.shapes import shape_by_size
+
+    monkeypatch.setattr(replica, "parse_gpus", lambda _: (CARDS["rtx4090"], 1))
+    config = shared(server__kv_cache_gib=2, model__path="null", model__id="Qwen/Qwen3-8B")
+    parts = memory.server_parts(shape_by_size("8b"), config, CARDS["rtx4090"])
+    assert replica.replica_gib(config) == sum(parts.values()) > 2 + parts["weights"]
+    assert replica.replica_gib(config, {"model_type": "mixtral", "num_local_experts": 8}) is None
+
+
+@pytest.mark.parametrize("optimizer", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_an_optimizer_that_steps_in_the_backward_pass_goes_with_one_backward_pass_a_step(optimizer):
+    alone = {"train__optimizer": optimizer, "train__gradient_accumulation_steps": 1}
+    check_config(configuration(**alone), 1)
+    for key, value in (("micro_batch_tokens", 4096), ("gradient_accumulation_steps", 2)):
+        with pytest.raises(BadInput, match=f"train.optimizer is {optimizer} with train.{key} {value}: it updates"):
+            check_config(configuration(**alone | {f"train__{key}": value}), 1)
+    check_config(configuration(train__optimizer="adamw_8bit", train__micro_batch_tokens=4096), 1)
 
 
 def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (2,)) -> RunDir:

@@ -16,9 +16,9 @@ from launch.planning.matrix import MODELS, SIZES, fits, longest, widest
 from launch.planning.report import spell, summary
 from launch.planning.shapes import KNOWN, find_shape, shape_by_size, shape_from_facts
 from launch.starting.trainer_command import place
-from recipes.parts.checks import describe_split, replicas_beside_trainer, split_problem
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
+from recipes.parts.shared_card import describe_split, replicas_beside_trainer, split_problem
 from tests.conftest import ROOT
 
 CONFIGS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
@@ -368,7 +368,7 @@ def test_cards_with_room_for_both_train_and_serve_in_turn(cards, overlap, recomp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(now.count))
     assert replicas_beside_trainer(config) == 1
-    assert split_problem(config, after.card.gib) is None
+    assert split_problem(config, after.card.gib, memory.server_memory(after.server, config).expected) is None
     assert "share a GPU" in describe_split(config)
     # The allocator's limit, the replica and both contexts.
     server = memory.server_memory(after.server, config).high

@@ -26,8 +26,8 @@ MAY_IMPORT = {
     # A policy that was trained for a format is scored with its quantizers.
     "merge": ("recipes.parts.data", "recipes.parts.fake_quant", "recipes.parts.qat"),
     "recipes.parts": ("reward", "merge"),
-    # `train.recompute: auto` is the plan's arithmetic.
-    "recipes.parts.setup": ("recipes.parts", "launch.planning.recompute"),
+    # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic.
+    "recipes.parts.setup": ("recipes.parts", "launch.planning.recompute", "launch.planning.replica"),
     "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     # and make its noise.
     "launch": (
         "recipes.parts.checks",
+        "recipes.parts.shared_card",
         "recipes.parts.data",
         "recipes.parts.recompute",
         "recipes.parts.calibration",

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.mismatch import KEYS
-from recipes.parts.trainer import check_card, limit_gpu_memory
+from recipes.parts.setup import check_shared_card
+from recipes.parts.trainer import limit_gpu_memory
 
 TOKENS = 5
 
@@ -132,16 +134,19 @@ def configuration() -> Config:
 
 
 def test_a_card_that_trainer_and_replica_do_not_fit_is_refused(monkeypatch):
-    config = configuration()
-    config.rollout.backend, config.train.max_gpu_gib, config.server.kv_cache_gib = "server", 20.0, 5.0
-    check_card(config)  # without a GPU there is nothing to compare with
+    config, facts = configuration(), Qwen3Config()
+    config.rollout.backend, config.train.max_gpu_gib, config.server.kv_cache_gib = "server", 18.0, 5.0
+    check_shared_card(config, facts)  # without a GPU there is nothing to compare with
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, Card.total_memory))
-    with pytest.raises(BadInput, match=r"train\.max_gpu_gib \(20\) and server\.kv_cache_gib \(5\).*24\.0 GiB"):
-        check_card(config)
-    config.train.max_gpu_gib = 18.0
-    check_card(config)
+    asked = []
+    monkeypatch.setattr("launch.planning.replica.replica_gib", lambda *given: asked.append(given) or 7.5)
+    with pytest.raises(BadInput, match=r"max_gpu_gib \(18\) and server\.kv_cache_gib \(5\).*7\.5 GiB.*24\.0 GiB"):
+        check_shared_card(config, facts)
+    assert asked == [(config, facts.to_dict())]
+    config.train.max_gpu_gib = 16.5
+    check_shared_card(config, facts)
 
 
 def test_the_trainer_looks_at_what_accelerate_made_of_its_settings(

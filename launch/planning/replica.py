@@ -1,0 +1,20 @@
+"""What a replica takes of its card, for those who check a configuration and have no plan of it."""
+
+from typing import Any
+
+from launch.planning import memory
+from launch.planning.gpus import parse_gpus
+from launch.planning.shapes import config_shape
+from recipes.parts.config import Config
+from recipes.parts.errors import BadInput
+
+
+def replica_gib(config: Config, facts: dict[str, Any] | None = None) -> float | None:
+    """GiB that the plan expects of each GPU of a replica on this machine; None for a model that it does not know.
+    `facts` is the model's config.json, when it was read already."""
+    try:
+        shape = config_shape(config, facts)
+        parts = memory.server_parts(shape, config, parse_gpus("auto")[0])
+    except BadInput:
+        return None
+    return memory.server_memory(parts, config).expected

@@ -1,0 +1,29 @@
+"""What `train.optimizer` cannot be together with: optimizers that update weights inside the backward pass.
+
+transformers 5.17: LOMO's step is its backward pass, and the layerwise ones step in a hook of every weight, as soon as
+its gradient is there. Imports no torch.
+"""
+
+from recipes.parts.config import Config
+
+IN_BACKWARD = ("lomo", "adalomo")
+LAYERWISE = "_layerwise"
+
+
+def problems(config: Config) -> list[str]:
+    """Why an optimizer step would be several: a step's rows go through more than one backward pass."""
+    train = config.train
+    if train.optimizer not in IN_BACKWARD and not train.optimizer.endswith(LAYERWISE):
+        return []
+    where, change = None, "train.gradient_accumulation_steps 1"
+    if train.micro_batch_tokens is not None:
+        where, change = f"train.micro_batch_tokens {train.micro_batch_tokens}", "leave train.micro_batch_tokens out"
+    elif train.gradient_accumulation_steps > 1:
+        where = f"train.gradient_accumulation_steps {train.gradient_accumulation_steps}"
+    if where is None:
+        return []
+    return [
+        f"train.optimizer is {train.optimizer} with {where}: it updates the adapter inside every backward pass, so "
+        "each micro-batch would be a step of its own, and none would be stopped by rollout.max_sampler_k3 or by a "
+        f"gradient that is not finite. Use adamw_torch_fused or adamw_8bit, or {change}."
+    ]
