@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from merge.__main__ import main
-from merge.base import hash_base, load_nf4
+from merge.base import hash_base, load_frozen, load_nf4
 from recipes.parts.canary import read_canary
 from recipes.parts.policy import load_adapter_weights
 from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
@@ -201,7 +201,8 @@ class Split:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
-    """Of each kind a run of two steps, the same resumed after one, and one from its adapter with a server."""
+    """Of each kind a run of two steps, the same resumed after one, one from its adapter with a server, and one step on
+    an unquantized base."""
     folder, plan, replicas = tmp_path_factory.mktemp("split"), [], {}
     keys = {**KEYS, "train.save_steps": 1}
     for kind in SHARDED:
@@ -209,12 +210,16 @@ def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
         environment = {"ACCELERATE_USE_FSDP": "false"} | announces(ROOT / f"accelerate_configs/{kind}.yaml")
         environment["ACCELERATE_MIXED_PRECISION"] = "no"  # the small model computes in float32
         replicas[kind] = fake_replica(untied)
-        whole, resumed, served = (folder / f"{kind}{suffix}" for suffix in ("", "-resumed", "-served"))
+        whole, resumed, served, plain = (
+            folder / f"{kind}{suffix}" for suffix in ("", "-resumed", "-served", "-unquantized")
+        )
+        unquantized = {**keys, "policy.quantization": "none", "train.max_steps": 1}
         server = {**keys, **server_keys(replicas[kind]), "policy.init_adapter": ddp[0].path / "adapters/v000002"}
         runs = [
             {"arguments": recipe_arguments(untied, whole, keys)},
             {"arguments": recipe_arguments(untied, resumed, keys, ("--resume",))},
             {"arguments": recipe_arguments(untied, served, server)},
+            {"arguments": recipe_arguments(untied, plain, unquantized)},
         ]
         runs[1] |= {"copy": [str(whole), str(resumed)], "remove": str(resumed / "checkpoints" / "step-000002")}
         plan += [{**run, "environment": environment} for run in runs]
@@ -259,9 +264,23 @@ def test_each_process_holds_half_of_the_base_that_one_process_has(split, ddp, un
     total = sum(parameter.nbytes for parameter in model.parameters())
     for rank in (0, 1):
         packed, *notes = [json.loads(line) for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines()]
-        assert len(notes) == 3 * len(SHARDED) and packed["bytes"] == total
-        for note in notes:
+        assert len(notes) == 4 * len(SHARDED) and packed["bytes"] == total
+        for note in notes[:3] + notes[4:7]:
             assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
+
+
+def test_an_unquantized_base_is_split_too(split, untied):
+    base = hash_base(model := load_frozen(untied, "none", "float32", device="cpu"))
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for number, kind in enumerate(SHARDED):
+        assert json.loads(split.run(kind, "-unquantized").base_file.read_text())["hash"] == base["hash"]
+        for rank in (0, 1):
+            note = json.loads((split.folder / f"rank-{rank}.jsonl").read_text().splitlines()[4 * number + 4])
+            assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
+    first, second = (rows(split.run(kind, "-unquantized"), "metrics.jsonl")[0] for kind in SHARDED)
+    for key in ("reward", "grad_norm", "loss"):
+        assert first[key] == pytest.approx(second[key], rel=1e-3, abs=1e-6), key
+    assert first["grad_norm"] > 0
 
 
 def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_batches_teach(split, ddp):
