@@ -12,6 +12,7 @@ import numpy as np
 
 from eval import power, stats
 from eval.hygiene import UNDECIDED, Limits, findings, rates, well_formed
+from eval.naming import GRPO, in_sentence, policy_name
 from eval.samples import by_problem, majority_scores, pass_at_k_scores, powers, problem_means, score_table
 from eval.score import Record
 from recipes.parts.errors import BadInput, CheckFailed
@@ -254,13 +255,15 @@ def _cell(cell: Cell) -> str:
     return f"{cell[0]} in {cell[1]}"
 
 
-def conclude(comparison: dict, formats: Sequence[str]) -> str:
+def conclude(comparison: dict, formats: Sequence[str], trained: str = GRPO) -> str:
     """The verdicts of `compare` in sentences, one a line, in points and with their intervals.
 
     A difference whose interval holds 0 is never called "no change", and a gain "survives" only above the margin.
+    `trained` is what the trained policy is called.
     """
     hygiene, survival = comparison["hygiene"], comparison["gain_survival"]
-    lines = [_gain_sentence(name, comparison["gain"][name], hygiene["refused"]["gain"].get(name)) for name in formats]
+    refused, who = hygiene["refused"]["gain"], in_sentence(trained)
+    lines = [_gain_sentence(name, comparison["gain"][name], refused.get(name), who) for name in formats]
     cautions = [_base_sentence(name, comparison["gain"][name], hygiene["cells"]["base"].get(name)) for name in formats]
     if any(cautions):
         lines += [caution for caution in cautions if caution]
@@ -278,14 +281,16 @@ def conclude(comparison: dict, formats: Sequence[str]) -> str:
         gains = comparison["gain"]
         lines += [_survival_sentence(name, found, gains[name], gains["bf16"]) for name, found in survival.items()]
     lines += [
-        f"{undecided} of {of} answers of {_cell((policy, name))} could not be compared and are left out."
+        f"{undecided} of {of} answers of {policy_name(policy, trained)} in {name} could not be compared and are left "
+        "out."
         for policy, row in hygiene["undecided"].items()
         for name, (undecided, of) in row.items()
         if undecided
     ]
     completions = comparison["samples_per_problem"]
     if completions > 1:
-        lines.append(_pass_sentence(comparison["reference"], comparison["gain"][comparison["reference"]], completions))
+        reference = comparison["reference"]
+        lines.append(_pass_sentence(reference, comparison["gain"][reference], completions, trained))
     if len(formats) > 1:
         lines.append(
             f"{len(formats)} formats are compared: a difference counts as shown when its interval excludes 0 and its "
@@ -295,14 +300,14 @@ def conclude(comparison: dict, formats: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _gain_sentence(name: str, gain: dict, refused: list[str] | None) -> str:
+def _gain_sentence(name: str, gain: dict, refused: list[str] | None, who: str) -> str:
     if gain["verdict"] == REFUSED:
         return f"No conclusion on the gain in {name}: {'; '.join(refused)}."
     change, problems = points(gain["difference"], sign=True), f"n = {gain['n']:,} problems"
     if gain["verdict"] in (GAIN, LOSS):
         more, ends = ("more", gain["interval"]) if gain["verdict"] == GAIN else ("fewer", _negative(gain["interval"]))
         return (
-            f"In {name}, GRPO answers {points(abs(gain['difference']))} points {more} of the {gain['n']:,} held-out "
+            f"In {name}, {who} answers {points(abs(gain['difference']))} points {more} of the {gain['n']:,} held-out "
             f"problems than the base ({_interval(*ends)}, {_test(gain)})."
         )
     neither = "a gain" if gain["difference"] >= 0 else "a gain or a loss"
@@ -369,12 +374,12 @@ def _survival_sentence(name: str, survival: dict, gain: dict, bf16: dict) -> str
     )
 
 
-def _pass_sentence(name: str, gain: dict, completions: int) -> str:
+def _pass_sentence(name: str, gain: dict, completions: int, trained: str) -> str:
     found = gain["pass_at_k"][str(completions)]
     if found is None:
         return f"pass@{completions} in {name} was not measured: no problem has {completions} decided completions."
     return (
-        f"pass@{completions} in {name}: {points(found['base'])} % base, {points(found['grpo'])} % GRPO, "
+        f"pass@{completions} in {name}: {points(found['base'])} % base, {points(found['grpo'])} % {trained}, "
         f"{points(found['difference'], sign=True)} points ({_interval(*found['interval'])})."
     )
 

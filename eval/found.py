@@ -7,6 +7,7 @@ from typing import Any
 
 from eval import plots
 from eval.compare import p_value, points
+from eval.naming import trained_name
 from launch.watching.metrics import MetricsLog
 from recipes.parts.rundir import MANIFEST, RunDir, read_json
 
@@ -28,6 +29,11 @@ class Found:
     manifests: dict[tuple[str, str, str], dict] = field(default_factory=dict)  # by (into, policy, format)
     tasks: dict[str, dict] = field(default_factory=dict)  # eval.json of other tasks, by task
     folder: Path = Path()
+
+    @property
+    def trained(self) -> str:
+        """What the run's trained policy is called."""
+        return trained_name(self.config.get("config") or {})
 
     @property
     def formats(self) -> list[str]:
@@ -68,10 +74,6 @@ def share(value: float | None, sign: bool = False) -> str:
 
 def pair(interval: Sequence[float] | None) -> str:
     return NONE if not interval else f"{points(interval[0])} to {points(interval[1])}"
-
-
-def policy_name(name: str) -> str:
-    return plots.POLICY_NAMES.get(name, name)
 
 
 def rank(key: tuple[str, str, str]) -> tuple:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from eval.compare import points
 from eval.document import printable
+from eval.naming import name_of, policy_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POLICY_COLORS = {"base": "#7f7f7f", "grpo": "#1f77b4"}
-POLICY_NAMES = {"base": "base", "grpo": "GRPO"}
 # format: (color, marker); the order is that of tables and legends.
 FORMATS = {
     "nf4": ("#cc79a7", "o"),
@@ -91,14 +91,14 @@ def png(figure: "Figure", file: Path) -> None:
 
 
 def matrix(result: dict) -> "Figure":
-    """A forest plot: accuracy of base and GRPO by format on the left, gain survival by format on the right."""
+    """A forest plot: accuracy of base and trained policy by format, and gain survival by format."""
     formats, survival = list(result["matrix"]["base"]), result["gain_survival"]
     figure = _figure(11, 1.9 + 0.55 * len(formats))
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     for policy, shift in (("base", -0.16), ("grpo", 0.16)):
         cells = [result["matrix"][policy][name] for name in formats]
         rows = [(place + shift, cell["accuracy"], cell["interval"]) for place, cell in enumerate(cells)]
-        _forest(left, rows, POLICY_COLORS[policy], POLICY_NAMES[policy], sign=False)
+        _forest(left, rows, POLICY_COLORS[policy], policy_name(policy, name_of(result)), sign=False)
     left.set_xlabel("accuracy, % (95 % interval)")
     left.set_title(f"Held-out accuracy, {result['n']} problems")
     right.axvline(0, color="black", linewidth=0.8)
@@ -221,7 +221,7 @@ def _table(
     return table
 
 
-def layer_profile(layers: Sequence[dict]) -> "Figure":
+def layer_profile(layers: Sequence[dict], trained: str) -> "Figure":
     """How much each layer moved, and its tails before and after: relative update, kurtosis, share of outliers."""
     kinds, blocks, places = _grid(layers)
     figure = _figure(11, 3.1)
@@ -243,8 +243,8 @@ def layer_profile(layers: Sequence[dict]) -> "Figure":
             axes.scatter(before, after, s=14, color="#0072b2", alpha=0.7)
             ends = [min(before + after), max(before + after)]
             axes.plot(ends, ends, color="gray", linewidth=0.8, linestyle="--")
-    middle.set(title="Kurtosis of the weights", xlabel="base", ylabel="GRPO")
-    right.set(title="Outliers of the weights", xlabel="base, %", ylabel="GRPO, %")
+    middle.set(title="Kurtosis of the weights", xlabel="base", ylabel=trained)
+    right.set(title="Outliers of the weights", xlabel="base, %", ylabel=f"{trained}, %")
     for axes in (left, middle, right):
         axes.grid()
     every = max(1, math.ceil(len(blocks) / 8))
@@ -346,8 +346,8 @@ def memory(formats: dict[str, dict]) -> "Figure":
     return figure
 
 
-def several_samples(curves: dict[str, dict[str, dict[int, float]]]) -> "Figure":
-    """pass@k against k, one panel per format, base and GRPO: {format: {policy: {k: share}}}."""
+def several_samples(curves: dict[str, dict[str, dict[int, float]]], trained: str) -> "Figure":
+    """pass@k against k, one panel per format, base and trained policy: {format: {policy: {k: share}}}."""
     names = order(list(curves))
     columns = min(4, len(names))
     rows = math.ceil(len(names) / columns)
@@ -357,7 +357,7 @@ def several_samples(curves: dict[str, dict[str, dict[int, float]]]) -> "Figure":
         for policy, found in curves[name].items():
             ks = sorted(found)
             style = {"color": POLICY_COLORS[policy], "marker": "s" if policy == "base" else "o", "markersize": 4}
-            axes.plot(ks, [100 * found[k] for k in ks], label=POLICY_NAMES[policy], **style)
+            axes.plot(ks, [100 * found[k] for k in ks], label=policy_name(policy, trained), **style)
             axes.set_xticks(ks)
         axes.set(title=_label(name), xlabel="k")
         axes.grid()

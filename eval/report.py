@@ -9,6 +9,7 @@ from pathlib import Path
 from eval import plots
 from eval.compare import points
 from eval.found import p_values
+from eval.naming import GRPO, name_of, policy_name, trained_name
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, publish, read_json
 from recipes.parts.stored_base import CALLED
@@ -45,7 +46,8 @@ def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str
     found = find(run, folder, result)
     made = sections(found)
     name = ((found.config.get("config") or {}).get("run") or {}).get("name") or run.path.resolve().name
-    document = Document(f"GRPO run {name}: did the gain survive?", f"From the files in {run.path}", made)
+    what = "GRPO run" if found.trained == GRPO else "Distillation"
+    document = Document(f"{what} {name}: did the gain survive?", f"From the files in {run.path}", made)
     pictures = document.pictures()
     with publish(folder / PICTURES, overwrite=True) as partial:
         for picture in pictures:
@@ -63,6 +65,7 @@ def read_result(file: Path, run: RunDir) -> dict:
     result = read_json(file)
     if not isinstance(result, dict) or not {"matrix", "gain", "gain_survival", "conclusion"} <= set(result):
         raise BadInput(f"{file} is not the result of an evaluation. Make it with: python -m eval --run {run.path}")
+    result.setdefault("trained_policy", trained_name(run.config()))
     return result
 
 
@@ -107,18 +110,25 @@ def markdown(result: dict) -> str:
     temperature = result.get("temperature", 0)
     decoding = f"Sampled at temperature {temperature:g}, seed {result['seed']}" if temperature else "Greedy decoding"
     lines += ["## Matrix", "", f"{decoding}; accuracies and rates in percent, 95 % Wilson intervals.", ""]
+    trained = name_of(result)
     labels = {name: column(result, name) for name in result["matrix"]["grpo"]}
     lines += _table(
         "policy|format|accuracy|interval|boxed only|parsed|prompt leak|ended|cut|undecided|tokens|s",
         [
-            [policy, labels[name], points(cell["accuracy"]), _pair(cell["interval"]), _optional(cell["strict"])]
+            [
+                policy_name(policy, trained),
+                labels[name],
+                points(cell["accuracy"]),
+                _pair(cell["interval"]),
+                _optional(cell["strict"]),
+            ]
             + [points(cell[rate]) for rate in ("parse_rate", "prompt_leak_rate", "end_of_turn_rate")]
             + [cell["max_token_hits"], cell["undecided"], f"{cell['mean_tokens']:.1f}", f"{cell['seconds']:.1f}"]
             for policy, row in result["matrix"].items()
             for name, cell in row.items()
         ],
     )
-    lines += ["", "## Gain: GRPO minus base, same problems", "", "Points, 95 % paired bootstrap intervals.", ""]
+    lines += ["", f"## Gain: {trained} minus base, same problems", "", "Points, 95 % paired bootstrap intervals.", ""]
     lines += _table(
         "format|gain|interval|p|adjusted p|gained|lost|detectable at 80 % power|problems",
         [
@@ -127,12 +137,12 @@ def markdown(result: dict) -> str:
             for detectable in [points(gain["minimum_detectable_effect"])]
         ],
     )
-    lines += _several(result["gain"])
+    lines += _several(result["gain"], trained)
     if result["gain_survival"]:
         lines += ["", "## Survival: what the format does to the gain", ""]
         lines += ["Points, 95 % paired bootstrap intervals.", ""]
         lines += _table(
-            "format|gain minus gain in bf16|interval|GRPO accuracy lost against bf16|interval",
+            f"format|gain minus gain in bf16|interval|{trained} accuracy lost against bf16|interval",
             [
                 [labels[name], *_columns(survival), *_columns(result["quantization_loss"][name])]
                 for name, survival in result["gain_survival"].items()
@@ -172,7 +182,7 @@ def column(result: dict, name: str) -> str:
     return f"{name} ({what.get(name, 'trained for')})"
 
 
-def _several(gains: dict) -> list[str]:
+def _several(gains: dict, trained: str) -> list[str]:
     """pass@k and maj@k when there are several completions a problem, else nothing."""
     rows = []
     for name, gain in gains.items():
@@ -187,7 +197,7 @@ def _several(gains: dict) -> list[str]:
     if not rows:
         return []
     title = ["", "## Several completions a problem", "", "Percent of problems, points, 95 % paired bootstrap.", ""]
-    return [*title, *_table("format||base|GRPO|difference|interval", rows)]
+    return [*title, *_table(f"format||base|{trained}|difference|interval", rows)]
 
 
 def _bullets(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from eval.artifacts import POLICIES, Sources
 from eval.backends import Asking, ask_transformers, check_backend
 from eval.cells import Cell, read_cell, write_cell
 from eval.hygiene import limits_of
+from eval.naming import DISTILLED, GRPO
 from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
 from eval.score import MATH, Scoring, score, summarize
@@ -50,6 +51,11 @@ class Plan:
     @property
     def max_new_tokens(self) -> int:
         return measurement(self.config)["max_new_tokens"]
+
+    @property
+    def trained(self) -> str:
+        """What the trained policy is called."""
+        return DISTILLED if self.config.distill.is_given else GRPO
 
     @property
     def reference(self) -> str:
@@ -259,6 +265,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "matrix": matrix,
         **comparison,
         "conclusion": conclusion(plan, comparison),
+        "trained_policy": plan.trained,
         **plan.sources.trained_for,
         **({"base_storage": plan.sources.storage} if plan.sources.storage != "nf4" else {}),
         "base_hash": plan.sources.base_hash,
@@ -285,7 +292,8 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
 
 def conclusion(plan: Plan, comparison: dict) -> str:
     """The verdicts in sentences, after one on the format that the run was trained for."""
-    own, said = plan.sources.trained_for.get("trained_for"), compare.conclude(comparison, plan.formats)
+    own = plan.sources.trained_for.get("trained_for")
+    said = compare.conclude(comparison, plan.formats, plan.trained)
     storage = plan.sources.storage
     if storage != "nf4" and "nf4" in plan.formats:
         said = f"nf4 here is the policy as it was trained, and its base is {CALLED[storage]}.\n{said}"

@@ -12,7 +12,8 @@ from typing import Any
 from eval import plots
 from eval.compare import points
 from eval.document import Block, Bullets, Commands, Missing, Picture, Section, Table, Text
-from eval.found import NONE, Found, number, p_values, pair, policy_name, share
+from eval.found import NONE, Found, number, p_values, pair, share
+from eval.naming import in_sentence, name_of, policy_name
 from eval.sections_model import layers, serving, tokens, training
 from recipes.parts.errors import KitError
 from recipes.parts.rundir import file_hash, read_json
@@ -73,7 +74,8 @@ def gate(found: Found) -> Section:
         other = "" if promotion.get("eval_hash") == digest else ", on another evaluation than the one shown here"
         rows = [[rule.get(column, NONE) for column in ("name", *header[1:])] for rule in promotion.get("rules", [])]
         date = promotion.get("date", NONE)
-        blocks.append(Table(header, rows, f"{policy_name(policy)} in {name}{where}: {verdict}, {date}{other}"))
+        who = policy_name(policy, found.trained)
+        blocks.append(Table(header, rows, f"{who} in {name}{where}: {verdict}, {date}{other}"))
     if not blocks:
         blocks.append(Missing("No checkpoint is promoted.", f"python -m eval gate --run {found.run.path}"))
         if rules := _rules(found):
@@ -114,7 +116,7 @@ def accuracy(found: Found) -> Section | None:
     )
     if result.get("trained_for"):
         text += f" The columns: {'; '.join(column(result, name) for name in result['matrix']['grpo'])}."
-    alt = "Accuracy of base and GRPO by format with 95 % intervals, and the gain in each format minus that in bf16"
+    alt = "Accuracy of base and trained policy by format, 95 % intervals, and the gain in each format minus bf16's"
     picture = Picture("accuracy", plots.svg(plots.matrix(result)), alt)
     return Section("Accuracy", [Text(text), picture, *_cell_tables(result), *_gain_tables(result)])
 
@@ -123,7 +125,7 @@ def _cell_tables(result: dict) -> list[Block]:
     cells = [(policy, name, cell) for policy, row in result["matrix"].items() for name, cell in row.items()]
     accuracies, hygiene = [], []
     for policy, name, cell in cells:
-        start = [policy_name(policy), name]
+        start = [policy_name(policy, name_of(result)), name]
         strict, length, seconds = cell.get("strict"), cell.get("mean_tokens"), cell.get("seconds")
         accuracies.append([*start, points(cell["accuracy"]), pair(cell["interval"]), cell["correct"], share(strict)])
         accuracies[-1] += [number(length, ".1f"), number(seconds, ".1f")]
@@ -144,10 +146,11 @@ def _gain_tables(result: dict) -> list[Block]:
         kept.append([name, *_difference(survival), *_difference(result["quantization_loss"][name])])
         kept[-1].append(survival.get("verdict", NONE))
     header = ["format", "gain", "interval", "p", "adjusted p", "gained", "lost", "detectable", "problems", "verdict"]
-    caption = "Gain: GRPO minus base on the same problems; detectable four times in five"
+    caption = f"Gain: {name_of(result)} minus base on the same problems; detectable four times in five"
     tables: list[Block] = [Table(header, gains, caption)]
     if kept:
-        header = ["format", "gain minus gain in bf16", "interval", "GRPO accuracy lost against bf16", "interval"]
+        lost = f"{name_of(result)} accuracy lost against bf16"
+        header = ["format", "gain minus gain in bf16", "interval", lost, "interval"]
         tables.append(Table([*header, "verdict"], kept, "Survival: what the format does to the gain"))
     refused = (result.get("hygiene") or {}).get("refused") or {}
     texts = dict.fromkeys(text for found in refused.values() for listed in found.values() for text in listed)
@@ -174,7 +177,17 @@ def tasks(found: Found) -> Section | None:
         said += [f"{task}: {sentence}" for sentence in result["conclusion"].splitlines()]
     if not rows:
         return None
-    header = ["task", "format", "base, %", "GRPO, %", "gain, points", "interval", "p", "adjusted p", "problems"]
+    header = [
+        "task",
+        "format",
+        "base, %",
+        f"{found.trained}, %",
+        "gain, points",
+        "interval",
+        "p",
+        "adjusted p",
+        "problems",
+    ]
     return Section("Other tasks", [Table(header, rows), Bullets(said)])
 
 
@@ -210,9 +223,9 @@ def samples(found: Found) -> Section | None:
         return None
     blocks: list[Block] = []
     if curves:
-        alt = "pass@k against k for base and GRPO in every format"
-        blocks.append(Picture("samples", plots.svg(plots.several_samples(curves)), alt))
-    header = ["format", "", "base, %", "GRPO, %", "difference, points", "interval", "problems"]
+        alt = f"pass@k against k for base and {found.trained} in every format"
+        blocks.append(Picture("samples", plots.svg(plots.several_samples(curves, found.trained)), alt))
+    header = ["format", "", "base, %", f"{found.trained}, %", "difference, points", "interval", "problems"]
     text = (
         "pass@k: the chance that k completions hold a right one; maj@k: that the most frequent answer of k is right."
     )
@@ -232,7 +245,10 @@ def problems(found: Found) -> Section | None:
     base, grpo = ({row["problem_id"]: row for row in _first_samples(file)} for file in files.values())
     asked = _questions(found)
     blocks: list[Block] = []
-    for title, better, worse in (("Only GRPO is right", grpo, base), ("Only the base is right", base, grpo)):
+    for title, better, worse in (
+        (f"Only {in_sentence(found.trained)} is right", grpo, base),
+        ("Only the base is right", base, grpo),
+    ):
         both = [key for key in better if key in worse]
         chosen = [key for key in both if better[key]["correct"] is True and worse[key]["correct"] is False]
         if not chosen:
@@ -242,7 +258,7 @@ def problems(found: Found) -> Section | None:
             for key in chosen[:SHOWN_PROBLEMS]
         ]
         caption = f"{title}: {len(chosen)} of {len(both)} problems, the first {len(rows)}"
-        blocks.append(Table(["problem", "answer", "base", "GRPO"], rows, caption))
+        blocks.append(Table(["problem", "answer", "base", found.trained], rows, caption))
     return Section(f"Problems that changed, in {name}", blocks) if blocks else None
 
 
@@ -275,7 +291,7 @@ def lm_eval(found: Found) -> Section | None:
     """lm-evaluation-harness's numbers beside ours on the same checkpoints, and where the protocols differ."""
     rows, said = [], []
     for cell in ((found.lm_eval or {}).get("cells") or {}).values():
-        start = [policy_name(cell["policy"]), cell["format"]]
+        start = [policy_name(cell["policy"], found.trained), cell["format"]]
         ours = cell["ours"]
         rows.append([*start, "ours", NONE, points(ours["accuracy"]), pair(ours["interval"]), cell["n"], NONE, NONE])
         for score in cell["harness"]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from eval import plots
 from eval.document import Block, Bullets, Missing, Picture, Section, Table, Text
-from eval.found import NONE, Found, number, policy_name, rank, share
+from eval.found import NONE, Found, number, rank, share
+from eval.naming import policy_name
 from launch.watching.metrics import mean, series
 
 CURVES = {
@@ -68,7 +69,7 @@ def layers(found: Found) -> Section:
         ),
     ]
     if pooled:
-        header = ["format", "retained, %", "snr", "error of base, %", "error of GRPO, %"]
+        header = ["format", "retained, %", "snr", "error of base, %", f"error of {found.trained}, %"]
         blocks.append(Table(header, pooled, "All layers together"))
     for key, label in (("retained", "share of the update kept"), ("snr", "log10 of ‖ΔW‖ / rounding error")):
         drawn = [name for name in names if any(_known(row, name, key) for row in rows)]
@@ -77,7 +78,7 @@ def layers(found: Found) -> Section:
             figure = plots.layer_maps(rows, drawn, key, label)
             blocks.append(Picture(f"layers-{key}", plots.svg(figure), alt, label))
     alt = "Relative update by block, and kurtosis and share of outliers of every layer before and after training"
-    blocks.append(Picture("layers-profile", plots.svg(plots.layer_profile(rows)), alt))
+    blocks.append(Picture("layers-profile", plots.svg(plots.layer_profile(rows, found.trained)), alt))
     if names:
         blocks.append(_weakest(rows, names))
     if data.get("verdict"):
@@ -125,13 +126,14 @@ def tokens(found: Found) -> Section:
         if policy == "grpo" and into == "dequantized":
             drawn[name] = (kl, top1)
         size = sum(file["bytes"] for file in manifest.get("files", {}).values())
-        rows.append([policy_name(policy), name, into, share(manifest.get("retained_update")), number(kl, ".2e")])
+        rows.append([policy_name(policy, found.trained), name, into])
+        rows[-1] += [share(manifest.get("retained_update")), number(kl, ".2e")]
         rows[-1] += [share(top1), number(most, ".3g"), verify.get("tokens", NONE), f"{size / 2**20:,.1f}"]
     header = ["policy", "format", "merged into", "update kept, %", "KL, nats a token", "top-1 agreement, %"]
     blocks: list[Block] = []
     if any(value is not None for pair in drawn.values() for value in pair):
         alt = "Mean KL between policy and checkpoint, and agreement on the likeliest token, by format"
-        blocks.append(Picture("tokens", plots.svg(plots.distances(drawn)), alt, "GRPO, dequantized base"))
+        blocks.append(Picture("tokens", plots.svg(plots.distances(drawn)), alt, f"{found.trained}, dequantized base"))
     blocks.append(Table([*header, "max |Δlogp|", "tokens", "MiB"], rows, "By the manifests"))
     if diagnosed:
         listed = [[name, number(diagnosed[name].get("kl"), ".2e"), share(diagnosed[name].get("top1"))]

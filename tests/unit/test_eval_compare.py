@@ -56,6 +56,13 @@ UNCLEAR = paired(50, 13, 9, 28)  # +4 points on 100
 EQUAL_20_4 = (several(10, 10, 4), several(10, 10, 4))
 
 
+def test_a_distilled_policy_is_named_in_the_conclusion():
+    records = {("base", "bf16"): SHOWN[0], ("grpo", "bf16"): SHOWN[1]}
+    found = compare.compare(records, ["bf16"], "bf16", 200)
+    text = compare.conclude(found, ["bf16"], "distilled")
+    assert "In bf16, the distilled policy answers" in text and "GRPO" not in text
+
+
 @pytest.mark.parametrize(
     ("cells", "verdict", "says", "never"),
     [
@@ -337,7 +344,7 @@ def test_a_problem_undecided_in_one_cell_leaves_every_comparison_with_it():
     assert found["gain_survival"]["fp8"]["n"] == 2
     assert found["gain_survival_fp8"] == pytest.approx((1 + -1) / 2 - (1 + 0) / 2)
     assert found["quantization_loss"]["fp8"]["n"] == 3
-    assert "1 of 4 answers of grpo in bf16 could not be compared and are left out." in text
+    assert "1 of 4 answers of GRPO in bf16 could not be compared and are left out." in text
 
 
 def test_an_undecided_completion_leaves_the_other_ones_of_its_problem():

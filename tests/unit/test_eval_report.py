@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +15,7 @@ from eval import plots, report
 from eval.document import Bullets, Commands, Document, Missing, Section, Table, Text, to_html, to_markdown
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, write_json, write_manifest
+from recipes.parts.rundir import RunDir, read_json, write_json, write_manifest
 
 HOSTILE = (
     "</td><script>alert('x')</script><img src=x onerror=alert(1)> a|b ![p](http://evil.example/x) `c` \x00\x1b[31m $x$"
@@ -303,6 +304,19 @@ def test_evaluations_of_another_folder_are_drawn_there(full, tmp_path):
     assert (other / "eval.md").is_file() and "Nothing is shown." not in (full.path / "report.html").read_text()
     with pytest.raises(BadInput, match="does not exist"):
         report.main(["--run", str(full.path), "--out", str(tmp_path / "nowhere")])
+
+
+def test_a_distilled_policy_is_never_called_grpo(full, tmp_path):
+    copied = RunDir(shutil.copytree(full.path, tmp_path / "distilled"))
+    config = read_json(copied.config_file)
+    config["config"]["distill"] = {"teacher_adapter": "runs/first/adapters/v000010"}
+    write_json(copied.config_file, config)
+    assert report.main(["--run", str(copied.path)]) == 0
+    for name in ("report.html", "report.md", "eval.md"):
+        text, before = ((run.path / name).read_text() for run in (copied, full))
+        assert "GRPO" not in text and "GRPO" in before, name
+        assert "distilled" in text and "distilled" not in before, name
+    assert "Distillation tiny" in (copied.path / "report.html").read_text()
 
 
 def test_a_damaged_eval_json_is_bad_input_and_not_left_out_in_silence(run):
