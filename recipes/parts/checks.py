@@ -307,6 +307,11 @@ def _parallelism(config: Config) -> list[str]:
     return sharding.problems(config)
 
 
+def uses_deepspeed() -> bool:
+    """Whether `accelerate launch` announces DeepSpeed, with any stage of ZeRO."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+
+
 def _micro_batches(config: Config) -> list[str]:
     """What of the configuration `train.micro_batch_tokens` does not go with."""
     budget, rollout, found = config.train.micro_batch_tokens, config.rollout, []
@@ -326,7 +331,7 @@ def _micro_batches(config: Config) -> list[str]:
                 "micro-batches of different lengths do not add up to it. Remove one of them."
             )
     kind = sharding.announced()
-    if kind or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+    if kind or uses_deepspeed():
         found.append(
             f"train.micro_batch_tokens ({budget}) under {kind or 'DeepSpeed'}: processes have different numbers of "
             "micro-batches, and there each forward or backward waits for the other processes. Use accelerate launch "
@@ -356,6 +361,12 @@ def _compute(config: Config) -> list[str]:
         found.append(
             f"{key} is {value} under {kind}, which leaves each process a part of the packed weights that it "
             f"multiplies with. Use {off}, or accelerate_configs/ddp.yaml."
+        )
+    elif policy.quant_cfg is not None and uses_deepspeed():
+        found.append(
+            f"policy.quant_cfg is {value} under DeepSpeed, whose ZeRO-2 was not tested with it: it trains a copy of "
+            "the adapter in its own type and writes it back past PyTorch's count of changes, by which quantized "
+            "layers know that their weights are new. Use accelerate_configs/ddp.yaml."
         )
     return found
 

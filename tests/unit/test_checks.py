@@ -44,6 +44,14 @@ def test_a_group_that_does_not_divide_the_batch_is_refused_with_the_numbers_and_
     check_config(configuration(rollout__group_size=8, **changes), 2)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("zero2", "DeepSpeed"), ("zero3", "ZeRO-3"), ("fsdp2", "FSDP2")])
+def test_a_format_is_refused_where_quantized_layers_were_not_tested(monkeypatch, name, kind):
+    for variable, value in announces(ROOT / f"accelerate_configs/{name}.yaml").items():
+        monkeypatch.setenv(variable, value)
+    said = refusal(2, model__dtype="bfloat16", policy__quant_cfg="nvfp4a16")
+    assert f"policy.quant_cfg is nvfp4a16 under {kind}" in said and "accelerate_configs/ddp.yaml" in said
+
+
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
 def test_micro_batches_by_tokens_are_refused_where_processes_wait_for_each_other(monkeypatch, name):
     for variable, value in announces(ROOT / f"accelerate_configs/{name}.yaml").items():
