@@ -106,6 +106,8 @@ def generating_gib(shape: Shape, config: Config, card: Card, free_gib: float) ->
     """Weights that are kept while the policy generates in process, where they take at most half of what is free; else
     one that is made for every product."""
     narrow = 4 if config.model.dtype == "float32" else 2
+    if multiplies_fp8(config, card):  # whose codes are made for every product
+        return weight_gib(shape, config, card)
     if card.is_cpu or 2 * shape.linear_weights / GIB <= ROOM_FOR_KEPT * free_gib:
         return narrow * shape.linear_weights / GIB
     return weight_gib(shape, config, card)
