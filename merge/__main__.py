@@ -1,7 +1,8 @@
 """Merge a run's adapter into its dequantized base and write the formats asked for; see README.md.
 
 `python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server; `python -m merge
-diagnose` says what RL did to the weights; `python -m merge card` writes the model cards again after an evaluation.
+diagnose` says what training did to the weights; `python -m merge card` writes the model cards again after an
+evaluation.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge.bases import compare_bases
-from merge.card import add_hub_options, push_all, write_card
+from merge.card import add_hub_options, is_distilled, push_all, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
 from recipes.parts.config import FORMATS
@@ -30,6 +31,7 @@ class Row:
     manifest: dict | None
     seconds: float
     note: str = ""
+    called: str = ""  # the policy, where people read it
 
 
 def at_least_one(text: str) -> int:
@@ -91,7 +93,7 @@ def print_table(rows: list[Row]) -> None:
         if found:
             numbers = [f"{found['mean_kl']:.2e}", f"{found['max_abs_dlogp']:.3f}", f"{found['top1_agreement']:.3f}"]
         table.add_row(
-            row.policy,
+            row.called or row.policy,
             row.format,
             f"{weights / 2**20:.2f}" if weights else "-",
             f"{kept:.4f}" if kept is not None else "no update" if row.policy == "grpo" and not unknown else "-",
@@ -125,9 +127,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.push_to_hub:
         check_access(arguments.push_to_hub)
     merge = Merge(arguments)
+    called = {"base": "base", "grpo": "distilled" if is_distilled(merge.run.config()) else "grpo"}
     for policy, name in merge.targets():
         size = "" if merge.base is None else f", about {merge.bytes_of(name) / 2**20:.1f} MiB"
-        print(f"{policy} {name}: {merge.place(policy, name)}{size}{merge.note(name)}", flush=True)
+        print(f"{called[policy]} {name}: {merge.place(policy, name)}{size}{merge.note(name)}", flush=True)
     if merge.arguments.dry_run:
         return DONE
 
@@ -141,9 +144,10 @@ def main(argv: list[str] | None = None) -> int:
             manifest = merge.write(policy, name)
             write_card(merge.run, merge.place(policy, name))
         except Refused as error:
-            refused.append(f"{policy} {name}: {error}")
+            refused.append(f"{called[policy]} {name}: {error}")
             manifest, note = {"retained_update": error.share}, "refused"
-        rows.append(Row(policy, name, merge.place(policy, name), manifest, time.perf_counter() - started, note))
+        seconds = time.perf_counter() - started
+        rows.append(Row(policy, name, merge.place(policy, name), manifest, seconds, note, called[policy]))
     print_table(rows)
     for reason in refused:
         print(f"refused: {reason}", flush=True)

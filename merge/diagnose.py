@@ -1,4 +1,4 @@
-"""What RL did to the weights and what each format makes of it, layer by layer: diagnostics.json, .md and .png.
+"""What training did to the weights and what each format makes of it, layer by layer: diagnostics.json, .md and .png.
 
 `python -m merge diagnose --run X` reads the base and the adapter, not the merged checkpoints; only formats that need
 calibration are read from those. One tensor at a time, on the GPU when there is one. See README.md for the figures.
@@ -157,7 +157,7 @@ class Diagnosis:
         try:
             stored["base"] = StoredWeights(self._own_checkpoint("base", name))
         except BadInput as error:
-            self.notes.append(f"{name}: no error before RL and no share kept: {error}")
+            self.notes.append(f"{name}: no error before training and no share kept: {error}")
 
         def read(module: str, policy: str, weight: "torch.Tensor") -> "torch.Tensor | None":
             value = stored[policy].weight(module, weight.device) if policy in stored else None

@@ -1,4 +1,4 @@
-"""The figures of one linear layer, before and after RL: how large the update is, and what a format makes of it.
+"""The figures of one linear layer, before and after training: how large the update is, and what a format makes of it.
 
 Everything is Frobenius norms and moments of whole tensors: float32 within a row, float64 over the rows. Covers:
 weights as the merge would fold them. Not covered: activations (formats that round them do more harm than is seen).
@@ -75,7 +75,7 @@ def measure_layer(
     """The record of one layer in diagnostics.json.
 
     `weight` (out, in) is the base's, `delta` (out, in) float32 the update, None when the adapter leaves the layer
-    alone. Per format: `error` ‖Q(W) − W‖/‖W‖ before and after RL, `snr` ‖Δ‖/‖Q(W+Δ) − (W+Δ)‖, `retained`
+    alone. Per format: `error` ‖Q(W) − W‖/‖W‖ before and after training, `snr` ‖Δ‖/‖Q(W+Δ) − (W+Δ)‖, `retained`
     <Q(W+Δ) − Q(W), Δ>/<Δ, Δ>, and with `control` the `control_error` of W plus the shuffled Δ. Without an update snr
     and retained are None and the error after is the error before. None too where a divisor is zero.
     """

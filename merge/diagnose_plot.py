@@ -44,7 +44,7 @@ def draw(result: dict, file: Path) -> None:
         row[1].set_title(f"{fmt}: update kept, all layers {percent(summary['retained'], 1)}", fontsize=10, loc="left")
     for panel in axes[-1][:2]:
         panel.set_xlabel("decoder layer")
-    axes[-1][2].set_xlabel("error before RL, %")
+    axes[-1][2].set_xlabel("error before training, %")
     update = percent(result["weights"]["relative_update"])
     figure.suptitle(
         f"Update {update} of the weights, into the {result['into']} base. Blue: above the noise, kept. Red: below the "
@@ -134,4 +134,4 @@ def _scatter(axes: Any, result: dict, fmt: str) -> None:
     axes.tick_params(labelsize=8)
     axes.set_ylabel("error after, %", fontsize=9)
     found = result["comparison"][fmt]["rl"]
-    axes.set_title(f"{fmt}: error {change_text(found)} by RL", fontsize=10, loc="left")
+    axes.set_title(f"{fmt}: error {change_text(found)} by training", fontsize=10, loc="left")

@@ -43,14 +43,14 @@ def _table(head: tuple[str, ...] | list[str], rows: list[list[str]]) -> list[str
 
 def markdown(result: dict, picture: str) -> str:
     """The report as Markdown: verdict, table, picture, the same by module and by depth, how it was measured."""
-    lines = ["# What RL did to the weights, and what each format makes of it", ""]
+    lines = ["# What training did to the weights, and what each format makes of it", ""]
     lines += [f"- {line}" for line in result["verdict"]]
     lines += ["", "## All layers", "", *_table(HEAD, _rows(result)), ""]
     lines += [
-        "Pooled: sums of squared norms over the layers. Error is ‖Q(W) − W‖/‖W‖ before RL and ‖Q(W+Δ) − (W+Δ)‖/‖W+Δ‖ "
-        "after; change is of the layers that the adapter changes; shuffled is the error after an update of the same "
-        "size with its rows and columns in another order; noise is ‖Q(W+Δ) − (W+Δ)‖; update kept is "
-        "<Q(W+Δ) − Q(W), Δ>/<Δ, Δ>.",
+        "Pooled: sums of squared norms over the layers. Error is ‖Q(W) − W‖/‖W‖ before training and "
+        "‖Q(W+Δ) − (W+Δ)‖/‖W+Δ‖ after; change is of the layers that the adapter changes; shuffled is the error after "
+        "an update of the same size with its rows and columns in another order; noise is ‖Q(W+Δ) − (W+Δ)‖; update "
+        "kept is <Q(W+Δ) − Q(W), Δ>/<Δ, Δ>.",
         "",
         f"![per layer]({picture})",
         "",

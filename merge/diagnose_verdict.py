@@ -17,7 +17,7 @@ from merge.diagnose_layer import ratio
 RESAMPLES, SEED = 10_000, 0
 FEWEST_BLOCKS = 8  # decoder layers that are resampled as wholes; below, linear layers are
 SMALL_CHANGE = 0.01  # of the error; what is below it is called small whatever the test says
-ON_GRID = 0.1  # an error before RL below this share of the one after: the base lies on the format's own grid
+ON_GRID = 0.1  # an error before training below this share of the one after: the base lies on the format's own grid
 MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -59,7 +59,8 @@ def _root_ratio(pairs: Iterable[tuple[float, float] | None]) -> float | None:
 def pool(layers: list[dict], fmt: str) -> dict:
     """The figures of several layers as if they were one tensor; snr and retained over those that have an update.
 
-    With several layers the shuffled update's error is divided by the norms after RL, which it shares up to rounding.
+    With several layers the shuffled update's error is divided by the norms after training, which it shares up to
+    rounding.
     """
     changed = [layer for layer in layers if layer["update_norm"]]
     noise = [(layer["update_norm"] ** 2, _squares(layer, fmt, "grpo")) for layer in changed]
@@ -201,16 +202,16 @@ def _uniform(found: dict) -> bool:
 
 
 def error_verdict(fmt: str, summary: dict, comparison: dict) -> str:
-    """Does RL change how cleanly the layers go into this format? One or two sentences from the numbers."""
+    """Does training change how cleanly the layers go into this format? One or two sentences from the numbers."""
     error, found, control = summary["error"], comparison["rl"], comparison["rl_against_shuffled"]
     if found is None:
         if None in error.values():
             return f"{fmt}: not known, the weights of the base or of the policy in this format are not there."
-        return f"{fmt}: nothing to compare, the weights before RL fit the format exactly."
-    numbers = f"error {percent(error['base'])} before RL, {percent(error['grpo'])} after"
+        return f"{fmt}: nothing to compare, the weights before training fit the format exactly."
+    numbers = f"error {percent(error['base'])} before training, {percent(error['grpo'])} after"
     if error["base"] < ON_GRID * error["grpo"]:
         return (
-            f"{fmt}: {numbers}. This says nothing about RL: the weights before it lie on this grid already, and "
+            f"{fmt}: {numbers}. This says nothing about training: the weights before it lie on this grid already, and "
             "any update takes them off it."
         )
     counts = f"larger in {found['larger']} of {found['layers']} layers, sign test p {number(found['sign_test_p'], 2)}"
@@ -225,8 +226,10 @@ def error_verdict(fmt: str, summary: dict, comparison: dict) -> str:
         return text
     against = f"{percent(control['change'], sign=True)}{_interval(control['interval'])}"
     if _uniform(control) and abs(control["change"]) >= SMALL_CHANGE:
-        return text + f" A shuffled update of the same size does not do the same (RL against it: {against})."
-    return text + f" So does a shuffled update of the same size (RL against it: {against}): its size explains it."
+        return text + f" A shuffled update of the same size does not do the same (training against it: {against})."
+    return (
+        text + f" So does a shuffled update of the same size (training against it: {against}): its size explains it."
+    )
 
 
 def noise_verdict(fmt: str, summary: dict, comparison: dict, changed: int) -> str:
@@ -253,21 +256,23 @@ def verdict(result: dict) -> list[str]:
     """The verdict of a diagnostics.json, one statement an item; never more than the numbers say."""
     weights = result["weights"]
     if not weights["changed_layers"]:
-        return [f"The adapter changes none of the {weights['layers']} layers, so there is nothing to say about RL."]
+        return [
+            f"The adapter changes none of the {weights['layers']} layers, so there is nothing to say about training."
+        ]
     kurtosis, outliers = weights["kurtosis_median"], weights["outlier_fraction"]
     lines = [
         f"The update is {percent(weights['relative_update'])} of the weights (‖Δ‖/‖W‖); it changes "
-        f"{weights['changed_layers']} of {weights['layers']} layers. Before and after RL the median excess kurtosis "
-        f"of a layer is {number(kurtosis['base'])} and {number(kurtosis['grpo'])}, the share of weights beyond 6 "
-        f"standard deviations {percent(outliers['base'], 4)} and {percent(outliers['grpo'], 4)}."
+        f"{weights['changed_layers']} of {weights['layers']} layers. Before and after training the median excess "
+        f"kurtosis of a layer is {number(kurtosis['base'])} and {number(kurtosis['grpo'])}, the share of weights "
+        f"beyond 6 standard deviations {percent(outliers['base'], 4)} and {percent(outliers['grpo'], 4)}."
     ]
     for fmt, summary in result["summary"].items():
         lines.append(error_verdict(fmt, summary, result["comparison"][fmt]))
         lines.append(noise_verdict(fmt, summary, result["comparison"][fmt], weights["changed_layers"]))
     if result["into"] == "dequantized" and result.get("base_storage", "nf4") == "nf4":
         lines.append(
-            "The weights before RL are dequantized NF4, 16 values a block, which other formats fit better or worse "
-            "than smooth weights; any update smooths them. --into original asks the same without that."
+            "The weights before training are dequantized NF4, 16 values a block, which other formats fit better or "
+            "worse than smooth weights; any update smooths them. --into original asks the same without that."
         )
     lines.append(
         "One run, one adapter. Layers of one model are not independent, so tests and intervals tell how uniform a "

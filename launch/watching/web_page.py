@@ -38,10 +38,11 @@ MOST_CHARACTERS = 4000  # of a completion; the middle of a longer one is left ou
 def write(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: Path) -> Path:
     """Write the page of one run, or the comparison of several, into `folder`, whole or not at all."""
     if len(runs) == 1:
-        final, title = folder / "health.html", f"GRPO run {runs[0].path.resolve().name}"
+        what = "Distillation" if any(row.get("divergence") is not None for row in logs[0].rows) else "GRPO run"
+        final, title = folder / "health.html", f"{what} {runs[0].path.resolve().name}"
         body = _run(runs[0], logs[0])
     else:
-        final, title = folder / "comparison.html", f"{len(runs)} GRPO runs compared"
+        final, title = folder / "comparison.html", f"{len(runs)} runs compared"
         body = _comparison(runs, logs)
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -101,11 +102,14 @@ def _facts(run: RunDir) -> str:
     except BadInput:
         return ""
     config, machine = group(known, "config"), group(known, "machine")
-    model, train = group(config, "model"), group(config, "train")
+    model, train, distill = group(config, "model"), group(config, "train"), group(config, "distill")
+    loss = f"{distill.get('divergence')} to a teacher"
+    if not (distill.get("teacher") or distill.get("teacher_adapter")):
+        loss = train.get("loss_type")
     revision = known.get("git_revision") if isinstance(known, dict) else None
     shown = [
         model.get("path") or model.get("id"),
-        f"{train['loss_type']}, learning rate {train.get('learning_rate')}" if "loss_type" in train else None,
+        f"{loss}, learning rate {train.get('learning_rate')}" if "loss_type" in train else None,
         ", ".join(machine.get("gpus") or []) or (f"{machine['cores']} CPU cores" if "cores" in machine else None),
         *(f"{name} {version}" for name, version in group(known, "versions").items() if name in ("torch", "trl")),
         f"commit {revision[:12]}" if isinstance(revision, str) else None,

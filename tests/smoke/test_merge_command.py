@@ -117,6 +117,17 @@ def test_the_original_base_has_its_own_place_keeps_the_update_in_nf4_and_is_not_
         main(["--run", str(run.path), "--policy", "grpo", "--format", "fp8"])
 
 
+def test_a_merge_calls_a_distilled_policy_so_and_keeps_its_place(tmp_path, capsys):
+    run = copy_of_run(tmp_path / "run")
+    known = json.loads(run.config_file.read_text())
+    known["config"]["distill"] = {"teacher": "base"}
+    run.config_file.write_text(json.dumps(known))
+    assert main(["--run", str(run.path), "--policy", "grpo", "--format", "bf16", "--skip_verify"]) == 0
+    out = capsys.readouterr().out
+    assert f"distilled bf16: {run.merged / 'grpo' / 'bf16'}" in out
+    assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == ["distilled"]
+
+
 def test_force_writes_nf4_and_exits_0(tmp_path):
     run = copy_of_run(tmp_path / "run")
     assert main(["--run", str(run.path), "--policy", "grpo", "--format", "nf4", "--force"]) == 0

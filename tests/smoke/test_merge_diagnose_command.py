@@ -114,7 +114,8 @@ def test_an_adapter_of_zero_is_told_and_leaves_null(diagnosed, tmp_path, capsys)
     arguments = ["--run", str(run.path), "--adapter", str(idle), "--out", str(tmp_path / "out"), "--formats", "fp8"]
     assert main(["diagnose", *arguments, "--tokens"]) == 0
     result = read(tmp_path / "out" / "diagnostics.json")
-    assert result["verdict"] == ["The adapter changes none of the 14 layers, so there is nothing to say about RL."]
+    nothing = "The adapter changes none of the 14 layers, so there is nothing to say about training."
+    assert result["verdict"] == [nothing]
     assert result["summary"]["fp8"]["snr"] is result["summary"]["fp8"]["retained"] is None
     assert result["tokens"] == {}  # the merged checkpoints are of the other adapter
 

@@ -274,7 +274,7 @@ def lone(change, size):
         ([*stack(0.05), *lone(-0.05, 1000.0)], "larger in 12 of 13 layers, sign test p 0.0034. No evidence"),
         (stack(0.0, before=0.0), "nothing to compare"),
         ([layer("layers.0.q_proj", None, 0.1)], "not known"),
-        ([layer("layers.0.q_proj", 0.001, 0.1)], "says nothing about RL"),
+        ([layer("layers.0.q_proj", 0.001, 0.1)], "says nothing about training"),
     ],
 )
 def test_the_verdict_on_the_error_says_what_the_layers_show(records, words):
@@ -306,7 +306,7 @@ def test_the_whole_verdict_is_cautious_and_silent_without_an_update():
     assert not any("--into original" in line for line in verdict(result_of(stack(0.05))))
     idle = [layer("layers.0.q_proj", 0.1, 0.1, 0.0, snr=None, retained=None)]
     assert verdict(result_of(idle)) == [
-        "The adapter changes none of the 1 layers, so there is nothing to say about RL."
+        "The adapter changes none of the 1 layers, so there is nothing to say about training."
     ]
 
 

@@ -142,6 +142,12 @@ def test_the_html_page_is_one_file_that_loads_and_runs_nothing(tmp_path, capsys)
     assert not [file.name for file in run.iterdir() if file.name.startswith(".")]
 
 
+def test_the_page_of_a_distillation_does_not_call_it_grpo(tmp_path, capsys):
+    run = make_run(tmp_path / "run", rows_of(5, kl=None, divergence=0.1))
+    run_watch(capsys, run, "--html")
+    assert "<h1>Distillation run</h1>" in (text := (run / "health.html").read_text()) and "GRPO" not in text
+
+
 def test_the_html_page_names_what_fires_with_meaning_and_remedy(tmp_path, capsys):
     run = make_run(tmp_path / "run", rows_of(30, kl=3.0, loss=None))
     run_watch(capsys, run, "--html")
