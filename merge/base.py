@@ -53,7 +53,7 @@ def load_frozen(
         str(path), config=config, revision=revision, dtype=dtype, **place, **kwargs
     )
     if quantization == "fp8":
-        names = [name for name in _stored_linears(model) if name not in (skip_modules or ())]
+        names = [name for name in stored_linears(model) if name not in (skip_modules or ())]
         store_in_fp8(model, names, device)
     return model.to(device)
 
@@ -113,12 +113,18 @@ def _default_device() -> torch.device | str:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
 
 
-def _stored_linears(model: torch.nn.Module) -> list[str]:
-    """The linear layers of a model without NF4 layers that its base stores as `policy.quantization` says, or would:
-    all but the output embedding and an adapter's own."""
+def stored_linears(model: torch.nn.Module) -> list[str]:
+    """The linear layers of a model that its base stores as `policy.quantization` says: those in NF4, else those in
+    FP8, else all but the output embedding and an adapter's own."""
+    from bitsandbytes.nn import Linear4bit
+
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
-    return [name for name in found if not _is_of_adapter(name)]
+    found = [name for name in found if not _is_of_adapter(name)]
+    for kind in (Linear4bit, Fp8Linear):
+        if chosen := [name for name in found if isinstance(model.get_submodule(name), kind)]:
+            return chosen
+    return found
 
 
 def _is_of_adapter(name: str) -> bool:
@@ -207,7 +213,7 @@ def hash_base(model: torch.nn.Module) -> dict:
                     jobs[name].result()  # one tensor at a time: the base as a whole may not fit
         tensors = {name: job.result() for name, job in sorted(jobs.items())}
     if facts is None:
-        if not (names := _stored_linears(model)):
+        if not (names := stored_linears(model)):
             raise BadInput("the model has no linear layer, so it has no base to hash. Load it with load_frozen.")
         weight = model.get_submodule(names[0]).weight
         facts, quantized = plain_facts("none", weight.dtype, weight.device), [plain_name(name) for name in names]

@@ -18,8 +18,8 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 
-from merge.fp8 import Fp8Linear
 from recipes.parts import linear
+from recipes.parts.linear import Layer
 from recipes.parts.quant_format import FORMATS, ActivationFormat, QuantFormat
 
 E4M3_MAX, E2M1_MAX, INT4_MAX = 448.0, 6.0, 7.5
@@ -27,7 +27,6 @@ LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126
 ZERO_SCALE = torch.finfo(torch.float32).eps  # of a block of zeros, as compressed-tensors has it
 ZERO_E4M3_SCALE = 0.125
 LEAST_GROUP_PEAK = 1e-10  # vLLM's, of groups of FP8 activations
-Layer = bnb.nn.Linear4bit | torch.nn.Linear
 
 
 @torch.no_grad()
@@ -45,21 +44,11 @@ def effective_weight_in_torch(
     layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """What `effective_weight` is to return."""
-    weight = _base_weight(layer)
+    weight = linear.weight_in_torch(layer)
     dtype, weight = weight.dtype, weight.float()
     if a is not None:
         weight = weight + scaling * (b.float() @ a.float())
     return weight.to(torch.bfloat16).to(dtype)
-
-
-def _base_weight(layer: Layer) -> torch.Tensor:
-    """The base's weight (out, in) in its storage dtype."""
-    if isinstance(layer, bnb.nn.Linear4bit):
-        return linear.weight_in_torch(layer)
-    if isinstance(layer, Fp8Linear):
-        return layer.dequantized()
-    # merge.verify.compute_in casts the weight to compute in another dtype; its numbers stay.
-    return layer.weight.data.to(getattr(layer, "storage_dtype", layer.weight.dtype))
 
 
 @torch.no_grad()
@@ -256,7 +245,7 @@ def _source(layer: Layer) -> Any:
     from recipes.parts.fake_quant_kernel import BLOCK_SIZE, NESTED_BLOCK, Source
 
     if not isinstance(layer, bnb.nn.Linear4bit):
-        weight = _base_weight(layer)
+        weight = linear.weight_in_torch(layer)
         return Source(weight, None, tuple(weight.shape), weight.dtype)
     state = layer.weight.quant_state
     shape = tuple(state.shape)

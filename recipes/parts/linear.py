@@ -1,13 +1,14 @@
-"""A frozen NF4 linear layer and its adapter as one autograd function, in BF16 or with the base's products in FP8.
+"""A frozen linear layer and its adapter as one autograd function, in BF16 or with the base's products in FP8.
 
-`policy.compute: fused`. y = x Wᵀ + s (x Aᵀ) Bᵀ. W is dequantized for every product, in the forward pass and again in
-the backward pass, and let go: what stays is x, which q, k and v share, and x Aᵀ. The adapter's part is added into y in
-place; peft's path writes it, its multiple, a copy of the base's product and the sum.
+`policy.compute: fused`. y = x Wᵀ + s (x Aᵀ) Bᵀ. W, unless unquantized, is dequantized for every product, in the
+forward pass and again in the backward pass, and let go: what stays is x, which q, k and v share, and x Aᵀ. The
+adapter's part is added into y in place; peft's path writes it, its multiple, a copy of the base's product and the sum.
 
 `policy.compute: fp8`. The base's products are FP8 × FP8: W as vLLM's `fp8_per_channel` makes it of the dequantized
-weight, so the bytes that a rollout server with that base multiplies with; x per token, as the server. Backward,
-dX = g W = (g · s) W₈ with s the scales of W's output channels: with them in the gradient before it is quantized per
-token, the same bytes of W serve. The adapter's products, and all gradients of it, stay in the compute dtype.
+weight, so the bytes that a rollout server with that base multiplies with, and of a base in FP8 the bytes it is stored
+in; x per token, as the server. Backward, dX = g W = (g · s) W₈ with s the scales of W's output channels: with them in
+the gradient before it is quantized per token, the same bytes of W serve. The adapter's products, and all gradients of
+it, stay in the compute dtype.
 
 Layers with one input (q, k, v; gate, up) are one autograd function: the first one's call computes for all, the others
 take what it left. x is quantized once, and the adapters' products with x, their A's gradients and what they add to dX
@@ -17,7 +18,7 @@ other settings than those that the first call saw, computes by itself.
 
 Written for peft 0.21, bitsandbytes 0.50 and torch 2.11 to 2.13. On a GPU the conversions are `fp8_kernel.py`'s; the
 functions here define them. Without one, FP8 products are taken in float32 of the same FP8 numbers: exact and slow.
-Not covered: dropout and variants of LoRA, a base that is split over processes, layers that are no Linear4bit.
+Not covered: dropout and variants of LoRA, a base that is split over processes.
 """
 
 import warnings
@@ -29,9 +30,11 @@ import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from peft.tuners.lora import bnb as peft_bnb
+from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
-from merge.fp8 import LEAST_SCALE, row_scales, to_e4m3
+from merge.base import stored_linears
+from merge.fp8 import LEAST_SCALE, Fp8Linear, row_scales, to_e4m3
 from recipes.parts.errors import BadInput
 
 # A gradient is smaller than any activation: with vLLM's limit most of it would be zero. Above this one the division by
@@ -65,24 +68,24 @@ def check_compute(compute: str, dtype: str) -> None:
 
 
 def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
-    """Make every NF4 linear layer of `model` compute as `compute` (fused or fp8) says; returns how many there are.
+    """Make every linear layer of `model` that the base stores (`policy.quantization`) compute as `compute` (fused or
+    fp8) says; returns how many there are.
 
     Layers change their class and nothing else: names, tensors, `disable_adapter`, saving and loading stay. `BadInput`
     for an adapter that is not plain LoRA. With fp8, layers with a size that 16 does not divide are computed as fused,
     and a warning counts them.
     """
     changed, odd = 0, []
-    wrapped = {id(module.base_layer) for module in model.modules() if isinstance(module, peft_bnb.Linear4bit)}
+    wrapped = {id(module.base_layer) for module in model.modules() if isinstance(module, peft_layer.LoraLayer)}
+    stored = {id(model.get_submodule(name)) for name in stored_linears(model)}
     for name, module in model.named_modules():
-        if isinstance(module, peft_bnb.Linear4bit):
-            check_plain(name, module)
-            module.__class__ = FusedLora
-        elif isinstance(module, bnb.nn.Linear4bit) and id(module) not in wrapped:
-            module.__class__ = FusedBase
-        else:
+        layer = module.base_layer if isinstance(module, peft_layer.LoraLayer) else module
+        if id(layer) not in stored or id(module) in wrapped:
             continue
+        if layer is not module:
+            check_plain(name, module)
+        module.__class__ = CLASSES[type(module)]
         changed += 1
-        layer = getattr(module, "base_layer", module)
         fits = layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
         if compute == "fp8" and not fits:
             odd.append(name)
@@ -102,7 +105,7 @@ def _make_groups(model: torch.nn.Module) -> None:
     for parent in model.modules():
         for names in SAME_INPUT:
             members = [getattr(parent, name, None) for name in names]
-            if all(isinstance(member, FusedLora | FusedBase) for member in members):
+            if all(isinstance(member, _FusedLora | _FusedBase) for member in members):
                 products = [member.product for member in members]
                 if len({(product.is_fp8, product.layer.in_features) for product in products}) == 1:
                     group = Group(members, waiting)
@@ -156,16 +159,19 @@ def quantize_gradients(parts: list[torch.Tensor], scales: list[torch.Tensor]) ->
     return quantize_rows_in_torch(torch.cat(parts, 1), LEAST_GRADIENT_SCALE, torch.cat(scales))
 
 
+Layer = bnb.nn.Linear4bit | Fp8Linear | torch.nn.Linear
+
+
 def weight_of(
-    layer: bnb.nn.Linear4bit,
+    layer: Layer,
     scale: torch.Tensor | None = None,
     transposed: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The dequantized weight (out, in) in its storage dtype; with `scale` (out, 1), FP8 codes of weight / scale,
     stored as (in, out) when `transposed`. Written to `out` if given."""
-    packed, state = layer.weight.data, layer.weight.quant_state
-    if packed.is_cuda and state.quant_type == "nf4" and not state.shape[1] % state.blocksize:
+    packed, state = layer.weight.data, getattr(layer.weight, "quant_state", None)
+    if packed.is_cuda and state is not None and state.quant_type == "nf4" and not state.shape[1] % state.blocksize:
         from recipes.parts import fp8_kernel
 
         blocks = (state.blocksize, state.state2.blocksize if state.nested else fp8_kernel.NESTED_BLOCK)
@@ -175,11 +181,16 @@ def weight_of(
     return weight if out is None else out.copy_(weight)
 
 
-def weight_in_torch(
-    layer: bnb.nn.Linear4bit, scale: torch.Tensor | None = None, transposed: bool = False
-) -> torch.Tensor:
+def weight_in_torch(layer: Layer, scale: torch.Tensor | None = None, transposed: bool = False) -> torch.Tensor:
     """What `weight_of` is to return."""
-    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    if isinstance(layer, Fp8Linear) and scale is not None:
+        return layer.codes.t().contiguous() if transposed else layer.codes
+    if isinstance(layer, Fp8Linear):
+        weight = layer.dequantized()
+    elif isinstance(layer, bnb.nn.Linear4bit):
+        weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    else:  # merge.verify.compute_in casts the weight to compute in another dtype; its numbers stay
+        weight = layer.weight.data.to(getattr(layer, "storage_dtype", layer.weight.dtype))
     if scale is None:
         return weight
     codes = to_e4m3(weight, scale)
@@ -199,7 +210,7 @@ def scaled_product(
 class Product:
     """The base of one layer, and the group of layers with the same input that it belongs to."""
 
-    def __init__(self, layer: bnb.nn.Linear4bit, is_fp8: bool):
+    def __init__(self, layer: Layer, is_fp8: bool):
         self.layer, self.is_fp8 = layer, is_fp8
         self.group: Group | None = None
         self._scale: torch.Tensor | None = None
@@ -210,7 +221,9 @@ class Product:
         return _Linear.apply(*args)
 
     def scale(self) -> torch.Tensor:
-        """(out, 1) float32; kept, 4 bytes a channel, because finding it takes as long as using it."""
+        """(out, 1) float32; kept, 4 bytes a channel, because finding it takes as long as using it. FP8 has its own."""
+        if isinstance(self.layer, Fp8Linear):
+            return self.layer.weight_scale
         device = self.layer.weight.device
         if self._scale is None or self._scale.device != device:
             with torch.no_grad():
@@ -412,11 +425,17 @@ def output_of(module: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 def _takes_own_kernel(product: Product, x: torch.Tensor) -> bool:
     """Whether bitsandbytes multiplies a few tokens, as in generation, faster than after dequantizing all of W."""
-    few = x.is_cuda and x.numel() <= FEW_TOKENS * x.shape[-1]
+    few = x.is_cuda and x.numel() <= FEW_TOKENS * x.shape[-1] and isinstance(product.layer, bnb.nn.Linear4bit)
     return few and not product.is_fp8 and not torch.is_grad_enabled()
 
 
-class FusedLora(peft_bnb.Linear4bit):
+def compute_dtype(layer: Layer, x: torch.Tensor) -> torch.dtype:
+    """What the products of a layer with x are computed in."""
+    is_stored = isinstance(layer, bnb.nn.Linear4bit | Fp8Linear)
+    return layer.compute_dtype or x.dtype if is_stored else layer.weight.dtype
+
+
+class _FusedLora:
     """peft's layer with this module's products; merged weights and adapters per row stay peft's."""
 
     product: Product
@@ -426,7 +445,7 @@ class FusedLora(peft_bnb.Linear4bit):
         active = [name for name in self.active_adapters if name in self.lora_A] if not self.disable_adapters else []
         if self.merged or len(active) > 1 or _takes_own_kernel(self.product, x):
             return None
-        dtype = self.product.layer.compute_dtype or x.dtype
+        dtype = compute_dtype(self.product.layer, x)
         if not active:
             return Settings(None, None, 0.0, dtype)
         return Settings(self.lora_A[active[0]].weight, self.lora_B[active[0]].weight, self.scaling[active[0]], dtype)
@@ -436,7 +455,7 @@ class FusedLora(peft_bnb.Linear4bit):
         return super().forward(x, *args, **kwargs) if settings is None else output_of(self, x, settings)
 
 
-class FusedBase(bnb.nn.Linear4bit):
+class _FusedBase:
     """A linear layer without an adapter."""
 
     product: Product
@@ -445,8 +464,37 @@ class FusedBase(bnb.nn.Linear4bit):
         """None where bitsandbytes computes."""
         if _takes_own_kernel(self.product, x):
             return None
-        return Settings(None, None, 0.0, self.compute_dtype or x.dtype)
+        return Settings(None, None, 0.0, compute_dtype(self, x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         settings = self.settings(x)
         return super().forward(x) if settings is None else output_of(self, x, settings)
+
+
+class FusedLora(_FusedLora, peft_bnb.Linear4bit):
+    """A layer in NF4."""
+
+
+class FusedPlainLora(_FusedLora, peft_layer.Linear):
+    """A layer in FP8 or unquantized."""
+
+
+class FusedBase(_FusedBase, bnb.nn.Linear4bit):
+    """A layer in NF4."""
+
+
+class FusedFp8(_FusedBase, Fp8Linear):
+    """A layer in FP8."""
+
+
+class FusedPlain(_FusedBase, torch.nn.Linear):
+    """An unquantized layer."""
+
+
+CLASSES = {
+    peft_bnb.Linear4bit: FusedLora,
+    peft_layer.Linear: FusedPlainLora,
+    bnb.nn.Linear4bit: FusedBase,
+    Fp8Linear: FusedFp8,
+    torch.nn.Linear: FusedPlain,
+}

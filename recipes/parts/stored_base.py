@@ -17,10 +17,10 @@ def problems(config: Config, sharded: str | None) -> list[str]:
             f"policy.double_quantization is false with policy.quantization {kind}: it is about the block scales of "
             "nf4, and there are none. Remove it."
         )
-    if policy.compute != "plain":
+    if policy.compute == "fp8" and kind == "none":
         found.append(
-            f"policy.compute is {policy.compute} with policy.quantization {kind}: its layers multiply with NF4 bytes. "
-            "Set policy.compute to plain, or policy.quantization to nf4."
+            "policy.compute is fp8 with policy.quantization none: every product would quantize its weight again. Set "
+            "policy.quantization to fp8, which stores those codes, or policy.compute to fused."
         )
     if sharded and kind == "fp8":
         found.append(

@@ -225,11 +225,59 @@ def test_quantizers_see_the_dequantized_base(kind):
             torch.testing.assert_close(model(ids).logits, unquantized)
 
 
+@pytest.mark.parametrize(("kind", "compute"), [("none", "fused"), ("fp8", "fused"), ("fp8", "fp8")])
+def test_fused_layers_compute_and_learn_as_peft_does(kind, compute):
+    """fp8 up to the rounding of activations and gradients to FP8."""
+    from peft import LoraConfig, get_peft_model
+
+    from recipes.parts.linear import use_fused_linears
+
+    ids, found = torch.arange(1, 40)[None], {}
+    for way in ("plain", compute + " "):
+        torch.manual_seed(0)
+        base = load_frozen(single_model(), kind, "float32", device="cpu")
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=LINEARS[:5], task_type="CAUSAL_LM"))
+        for name, one in model.named_parameters():
+            if "lora_B" in name:
+                one.data.normal_(0, 0.02)
+        facts = hash_base(model)
+        if way != "plain":
+            assert use_fused_linears(model, compute) == len(facts["quantized"])
+            assert hash_base(model) == facts
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(ids, labels=ids).loss
+        gradients = torch.cat([one.grad.flatten() for name, one in model.named_parameters() if "lora_" in name])
+        found[way == "plain"] = loss.detach(), reference, gradients
+    (loss, reference, gradients), expected = found[False], found[True]
+    close = {"rtol": 1e-4} if compute == "fused" else {"rtol": 0.02}
+    assert loss.item() == pytest.approx(expected[0].item(), rel=close["rtol"])
+    assert reference.item() == pytest.approx(expected[1].item(), rel=close["rtol"])
+    off = (gradients - expected[2]).norm() / expected[2].norm()
+    assert off < (1e-4 if compute == "fused" else 0.15) and (compute == "fused" or off > 1e-4), off
+
+
+def test_fp8_products_are_taken_of_the_stored_codes():
+    from recipes.parts.linear import Product, weight_of
+
+    layer = Fp8Linear(torch.nn.Linear(32, 16, dtype=torch.bfloat16))
+    product = Product(layer, True)
+    assert product.scale() is layer.weight_scale
+    codes = weight_of(layer, product.scale())
+    assert codes.data_ptr() == layer.weight.data_ptr() and codes.dtype == torch.float8_e4m3fn
+    turned = weight_of(layer, product.scale(), transposed=True, out=torch.empty(32, 16, dtype=torch.float8_e4m3fn))
+    assert torch.equal(turned.float(), codes.float().t())
+    assert torch.equal(weight_of(layer), layer.dequantized())
+
+
 @pytest.mark.parametrize(
     ("words", "sharded", "complaint"),
     [
         (["--policy.quantization", "fp8", "--policy.double_quantization", "false"], None, "block scales of nf4"),
-        (["--policy.quantization", "none", "--policy.compute", "fused"], None, "multiply with NF4 bytes"),
+        (["--policy.quantization", "none", "--policy.compute", "fp8"], None, "quantize its weight again"),
+        (["--policy.quantization", "none", "--policy.compute", "fused"], None, None),
+        (["--policy.quantization", "fp8", "--policy.compute", "fp8"], None, None),
         (["--policy.quantization", "fp8"], "FSDP2", "fp8 under FSDP2"),
         (["--policy.quantization", "none"], "FSDP2", None),
         (["--policy.compute", "fp8", "--policy.double_quantization", "false"], "ZeRO-3", None),
