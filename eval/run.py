@@ -251,7 +251,8 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
                     **cell.facts(),
                     **weights_of(plan, policy, name, cell),
                 }
-                print(report.cell_line(policy, name, matrix[policy][name]), flush=True)
+                who = DISTILLED if (policy, plan.trained) == ("grpo", DISTILLED) else policy
+                print(report.cell_line(who, name, matrix[policy][name]), flush=True)
     finally:
         pool.close()
     records = {place: cell.records for place, cell in cells.items()}

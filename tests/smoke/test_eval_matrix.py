@@ -189,7 +189,7 @@ def test_one_line_per_cell_and_one_record_per_completion(made):
     assert {row["completion"] for row in rows} == {"\\boxed{8}"}
     assert {row["adapter_version"] for row in rows} == {10}
     assert (run.path / "eval.png").read_bytes().startswith(b"\x89PNG")
-    assert "| grpo | fp8 | 55.0 |" in (run.path / "eval.md").read_text()
+    assert "| GRPO | fp8 | 55.0 |" in (run.path / "eval.md").read_text()
 
 
 def test_report_redraws_from_eval_json_alone(run):
