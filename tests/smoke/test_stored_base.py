@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from merge.__main__ import main as merge
-from recipes.parts.recipe import PLAIN, QUANTIZED
+from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.conftest import SMALL
 
@@ -38,9 +38,10 @@ def run(recipe, learning_model_dir, made_once) -> Callable[[str, str, str], RunD
 
 def test_qat_on_an_unquantized_base_trains_and_merges_into_what_it_computed_with(run, read_jsonl):
     one = run(QUANTIZED, QAT_CONFIG, "none")
-    assert f"none, {read_json(one.config_file)['config']['model']['dtype']} compute\n" in (
-        one.path / "stdout.txt"
-    ).read_text()
+    assert (
+        f"none, {read_json(one.config_file)['config']['model']['dtype']} compute\n"
+        in (one.path / "stdout.txt").read_text()
+    )
     first, second = read_jsonl(one.metrics_file)
     assert first["kl"] == 0.0 < second["kl"] and first["grad_norm"] > 0
     facts = read_json(one.base_file)
@@ -65,3 +66,21 @@ def test_qlora_on_an_fp8_base_merges_and_resumes_with_that_base_alone(run, recip
     config = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
     done = recipe(arguments(config, learning_model_dir, one.path, changes, "--resume"), PLAIN)
     assert done.code == 2 and "policy.quantization was 'fp8', is 'nf4'" in done.err, done.err
+
+
+@pytest.mark.parametrize("kind", ["fp8", "none"])
+def test_a_student_on_a_stored_base_is_taught_by_that_base_unquantized(
+    kind, recipe, learning_model_dir, tmp_path, read_jsonl
+):
+    changes = {
+        "policy.quantization": kind,
+        "policy.quant_cfg": "nvfp4a16",
+        "train.max_steps": 1,
+        "distill.teacher": "base",
+    }
+    changes |= {"policy.target_modules": "[q_proj, down_proj]"}
+    config = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+    done = recipe(arguments(config, learning_model_dir, tmp_path / "run", changes), DISTILLATION)
+    assert done.code == 0 and "base unchanged" in done.out, done.err
+    (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert row["divergence"] > 0 and row["grad_norm"] > 0
