@@ -125,8 +125,8 @@ def main() -> None:
     tokenizer = load_tokenizer(config)
     check_teacher(config, run, tokenizer, model_config)
     dataset, problems = load_data(config, tokenizer, processes)
-    is_static = fmt is not None and fmt.needs_calibration
-    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if is_static else []
+    needs_ranges = fmt is not None and fmt.needs_calibration and not flags.resume  # else they are in the checkpoint
+    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if needs_ranges else []
     arguments = distill_arguments(config, run)
     arguments.reward_weights = weights
     check_card(config)
@@ -154,7 +154,7 @@ def main() -> None:
             peft_config=lora_config(config.policy),
         )
         with training(trainer, facts):
-            if is_static and not flags.resume:  # else they are in the checkpoint
+            if needs_ranges:
                 say(set_input_ranges(config, trainer.model, prompts))
             trainer.train_run(resume=flags.resume)
 

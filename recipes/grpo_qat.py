@@ -85,7 +85,8 @@ def main() -> None:
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)
-    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if fmt.needs_calibration else []
+    needs_ranges = fmt.needs_calibration and not flags.resume  # else they are in the checkpoint
+    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if needs_ranges else []
     arguments = trainer_arguments(config, run)
     arguments.reward_weights = weights
     check_card(config)
@@ -112,7 +113,7 @@ def main() -> None:
             peft_config=lora_config(config.policy),
         )
         with training(trainer, facts, note=f" for {fmt.name}"):
-            if not flags.resume:  # else they are in the checkpoint
+            if needs_ranges:
                 say(set_input_ranges(config, trainer.model, prompts))
             trainer.train_run(resume=flags.resume)
 

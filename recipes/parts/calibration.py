@@ -116,12 +116,10 @@ def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[
 def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> str:
     """Calibrate a policy as it starts over `prompts` (token ids), or take over the ranges of `policy.init_adapter`
     where that was trained for a format; what was done, in one line."""
-    from recipes.parts.qat import quantizers_of, restore_quantizers
+    from recipes.parts.qat import restore_quantizers
     from recipes.parts.rundir import read_manifest
 
-    fmt, start = quantizers_of(model).fmt, config.policy.init_adapter
-    if not fmt.needs_calibration:
-        return f"{fmt.name} needs no calibration"
+    start = config.policy.init_adapter
     if start and read_manifest(Path(start)).get("quant_cfg"):
         restore_quantizers(model, start)
         return f"input ranges of {start}"

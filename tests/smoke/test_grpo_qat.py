@@ -73,11 +73,14 @@ def test_adapters_and_checkpoints_carry_one_state(run):
     assert queries[0] == queries[1] == queries[2] > 0
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, recipe, learning_model_dir, tmp_path):
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
+    run, recipe, learning_model_dir, tmp_path, monkeypatch
+):
     parts = shutil.copytree(run.path, tmp_path / "parts")
     shutil.rmtree(parts / "checkpoints" / "step-000002")
     shutil.rmtree(parts / "adapters" / "v000002")
     words = arguments(learning_model_dir, parts, W4A4 | {"train.max_steps": 2}, ("--resume",))
+    monkeypatch.setattr("recipes.parts.calibration.calibration_prompts", None)  # the prompts may be gone
     code, said = recipe(words)
     assert code == 0 and "resuming from" in said and "calibrated" not in said, said
     state = (parts / "checkpoints" / "step-000001" / "quantizer.safetensors").read_bytes()
