@@ -1,8 +1,7 @@
 """The configuration of a run: one YAML, strict, checked before any weight is loaded. Imports no torch.
 
-Precedence: default < YAML < command line (`--train.learning_rate 1e-4`). An unknown key, a wrong type or a wrong
-choice is an error that names the key, where it stands and the nearest valid key. Checks that involve several keys are
-in `checks.py`.
+Precedence: default < YAML < command line (`--train.learning_rate 1e-4`). An unknown key, a wrong type or choice is an
+error that names the key, where it stands and the nearest valid key. Checks of several keys are in `checks.py`.
 """
 
 import argparse
@@ -57,10 +56,8 @@ class ModelConfig:
     def check_path(self) -> None:
         """`BadInput` when `path` is no directory here: transformers would ask the hub for a model of that name."""
         if self.path is not None and not Path(self.path).is_dir():
-            raise BadInput(
-                f"model.path {self.path} is no directory (seen from {Path.cwd()}). Name one that holds a model "
-                f"(recipes/tiny_base.py makes a small one), or leave model.path out to take {self.id} from the hub."
-            )
+            seen = f"model.path {self.path} is no directory (seen from {Path.cwd()})."
+            raise BadInput(f"{seen} Name one that holds a model, or leave it out to take {self.id} from the hub.")
 
 
 @dataclass(kw_only=True)
@@ -492,8 +489,7 @@ def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
             value = text
         # Where text is expected, what was typed is the text: a name like 007, a prompt with a colon in it.
         kind = _leaf_type(key)
-        as_typed = kind is str or (kind == (str | None) and value is not None)
-        pairs.append((key, text if as_typed else value))
+        pairs.append((key, text if kind is str or (kind == (str | None) and value is not None) else value))
     return pairs
 
 

@@ -15,6 +15,7 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
 FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
 FOUNDATION += ("recipes.parts.served_format", "recipes.parts.recipe", "recipes.parts.modelopt_config")
+FOUNDATION += ("recipes.parts.stored_base",)
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.
 WIRE = ("recipes.parts.replica", "recipes.parts.canary")
 FOUNDATION_LIBRARIES = {"yaml"}
@@ -54,6 +55,8 @@ MAY_IMPORT = {
         "recipes.parts.noise",
         "reward",
     ),
+    # A worker reads a base that is not in NF4 from its checkpoint.
+    "launch.base_copy": ("launch", "merge.checkpoint", "merge.fp8"),
     # What the doctor tries in child processes: the policy as the trainer loads it.
     "launch.checks.steps": ("launch", "merge.base"),
 }
