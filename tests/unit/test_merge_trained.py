@@ -229,7 +229,7 @@ def test_an_evaluation_measures_the_policy_with_its_quantizers_and_gates_its_for
         return [json.loads(line)["completion"] for line in lines]
 
     assert texts("nf4") == texts("nvfp4a16") != texts("bf16")
-    assert "| grpo | nf4 (policy with the numbers of nvfp4a16) |" in (run.path / "eval.md").read_text()
+    assert "| GRPO | nf4 (policy with the numbers of nvfp4a16) |" in (run.path / "eval.md").read_text()
     capsys.readouterr()
     assert gate(["--run", str(run.path)]) == 1  # a random model has no gain
     said = capsys.readouterr().out
