@@ -42,7 +42,7 @@ def describe(config: Config) -> str | None:
         return None
     if config.distill.teacher_adapter:
         return "the base with an adapter"
-    return "the base" if is_own_model(config) else f"{config.distill.teacher} in nf4"
+    return "the base" if is_own_model(config) else f"{config.distill.teacher}, stored as the student's base"
 
 
 def states_gib(shape: Shape, config: Config, scored: int) -> float:

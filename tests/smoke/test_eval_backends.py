@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, read_json
-from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, TEMPLATE, build_run, command
+from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run, command
 from tests.unit.test_eval_server import Stub, choice, completion
+from tests.unit.test_merge_fixture import CHAT_TEMPLATE
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -264,8 +265,8 @@ def test_a_real_server_is_told_from_one_with_another_template_and_gives_the_same
     )
     assert "refused" not in result["cell"]["engine_facts"]
     other = shutil.copytree(run.merged / "grpo" / "bf16", run.path / "other")
-    template = TEMPLATE.replace("assistant\n", "assistant:")
-    assert template != TEMPLATE and (other / "chat_template.jinja").is_file()
+    template = CHAT_TEMPLATE.replace("assistant\n", "assistant:")
+    assert template != CHAT_TEMPLATE and (other / "chat_template.jinja").is_file()
     (other / "chat_template.jinja").write_text(template)
     with pytest.raises(BadInput, match=r"assistant\\n' where '.*assistant:' belongs"):
         main([*arguments, "--tokenizer", str(other)])

@@ -16,9 +16,10 @@ from eval import server_backend
 from eval.backends import Asking
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from recipes.parts.errors import BadInput, CheckFailed
-from tests.unit.test_eval_generate import ask, make_tokenizer
+from tests.unit.test_eval_generate import ask
+from tests.unit.test_merge_fixture import byte_tokenizer
 
-TOKENIZER = make_tokenizer()
+TOKENIZER = byte_tokenizer()
 
 
 def count(messages: list[dict]) -> int:

@@ -15,7 +15,8 @@ from eval.backends import Asking, check_backend
 from eval.vllm_backend import ask_vllm, engine_size, failure
 from recipes.parts.config import ServerConfig
 from recipes.parts.errors import BadInput, CheckFailed
-from tests.unit.test_eval_generate import QUESTIONS, ask, make_tokenizer
+from tests.unit.test_eval_generate import QUESTIONS, ask
+from tests.unit.test_merge_fixture import byte_tokenizer
 
 ANSWER = """
 import json, sys
@@ -29,7 +30,7 @@ json.dump(request, open(__file__ + ".json", "w"))
 
 @pytest.fixture
 def place(tmp_path):
-    tokenizer = make_tokenizer()
+    tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path / "checkpoint")
     GenerationConfig(eos_token_id=[tokenizer.eos_token_id, 5]).save_pretrained(tmp_path / "checkpoint")
     return tmp_path / "checkpoint"
@@ -49,7 +50,7 @@ def worker(tmp_path, monkeypatch):
 
 
 def test_every_sample_is_a_request_of_its_own_prompt_and_seed(worker, place, tmp_path):
-    file, tokenizer = worker(ANSWER), make_tokenizer()
+    file, tokenizer = worker(ANSWER), byte_tokenizer()
     answers = ask_vllm(place, Asking(ask(), 12, 0.7, samples=2), ServerConfig(), tmp_path / "log")
     request = json.loads(file.with_name(f"{file.name}.json").read_text())
     assert request["places"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
