@@ -23,7 +23,8 @@ STARTED := $(VENV)/.installing
 PYTEST_ARGS ?=
 # A test file stays in one process, because its tests share servers and runs. Files go in the order of their names, not
 # those of most tests first: the long ones are in tests/chaos and tests/smoke, and tests/unit fills the cores at the end.
-TEST_PROCESSES ?= 2
+# Three processes on two cores: servers and killed runs are waited for a fifth of the time.
+TEST_PROCESSES ?= 3
 
 quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
