@@ -8,7 +8,8 @@ Per seed: `ptq`, plain GRPO, merged into every format; per seed and format: `qat
 numbers (grpo_qat.py), and `qad`, --distill_steps of on-policy distillation into the format (distill_qat.py), which
 starts from plain GRPO's adapter and has it in full precision as its teacher. Each run is merged into its format and
 judged on the same held-out problems, sampled with the same random numbers. A difference is of the same problems and
-seeds: the mean over the seeds, with a 95 % bootstrap over the problems. `kl` is that of the checkpoint to the policy
+seeds: the mean over the seeds, with a 95 % bootstrap over the problems, and another interval over the seeds (Student's
+t), which also holds what another run would change. `kl` is that of the checkpoint to the policy
 that was trained, nats a token; `steps` counts those of the reward's curve until it is within .05 of its last ten.
 
 Each step is the command a user would type; its output goes to <out>/logs. What is there already is kept, so the study
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,22 @@ def shares(run: RunDir, name: str) -> dict[str, float]:
     return {problem: statistics.mean(right) for problem, right in found.items()}
 
 
+def means(tables: Iterable[dict[str, float]]) -> np.ndarray:
+    """The mean share of every problem over some seeds, in the order of the problems' names."""
+    tables = list(tables)
+    return np.array([statistics.mean(table[problem] for table in tables) for problem in sorted(tables[0])])
+
+
+def over_runs(differences: list[float]) -> list[float] | None:
+    """The 95 % interval of the mean of a difference, one for each of some runs; None for a single one."""
+    if len(differences) < 2:
+        return None
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(differences) - 1)) * statistics.stdev(differences) / len(differences) ** 0.5
+    return [statistics.mean(differences) - half, statistics.mean(differences) + half]
+
+
 def curve(run: RunDir) -> dict[str, float]:
     """First and last steps of the reward's curve, and when it came near its end."""
     rewards = [json.loads(line)["reward"] for line in run.metrics_file.read_text().splitlines()]
@@ -161,43 +179,51 @@ def collect(study: Study) -> dict[str, Any]:
     options, samples = study.options, study.config.eval.bootstrap_samples
     found: dict[str, Any] = {}
     for name in ["bf16", *options.formats]:
-        before = None
+        plain: dict[int, dict[str, float]] = {}
         for arm in ARMS if name != "bf16" else ("ptq",):
             runs = {seed: study.run(arm, seed, None if arm == "ptq" else name) for seed in options.seeds}
             runs = {seed: run for seed, run in runs.items() if run.eval_file.is_file()}
             if not runs:
                 continue
-            tables = [shares(run, name) for run in runs.values()]
-            problems = sorted(tables[0])
-            mean = np.array([statistics.mean(table[problem] for table in tables) for problem in problems])
-            before = mean if arm == "ptq" else before
+            tables = {seed: shares(run, name) for seed, run in runs.items()}
+            plain = tables if arm == "ptq" else plain
+            mean = means(tables.values())
             verify = [read_json(run.merged / "grpo" / name / MANIFEST).get("verify") or {} for run in runs.values()]
             row: dict[str, Any] = {"accuracy": float(mean.mean()), "seeds": [*runs]}
             row["interval"] = list(cluster_interval(mean, options.samples * len(runs)))
-            row["by_seed"] = [statistics.mean(table.values()) for table in tables]
+            row["by_seed"] = [statistics.mean(table.values()) for table in tables.values()]
             row["kl"] = [one.get("mean_kl") for one in verify]
             row["curve"] = [curve(run) for run in runs.values()]
-            if arm != "ptq" and before is not None:
-                row["change"] = paired_difference(mean, before, samples, study.config.eval.seed)
+            if arm != "ptq" and (both := tables.keys() & plain.keys()):
+                pair = (means([one[seed] for seed in both]) for one in (tables, plain))
+                row["change"] = paired_difference(*pair, samples, study.config.eval.seed)
+                each = [float(means([tables[one]]).mean() - means([plain[one]]).mean()) for one in both]
+                row["change"]["over_seeds"] = over_runs(each)
             found.setdefault(name, {})[arm] = row
     return found
 
 
 def markdown(found: dict[str, Any], head: str) -> str:
-    lines = [head, "", "| format | arm | accuracy | by seed | minus ptq | kl | reward | steps |", "|" + "---|" * 8]
+    names = ["format", "arm", "accuracy", "by seed", "minus ptq", "over seeds", "kl", "reward", "steps"]
+    lines = [head, "", f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for name, arms in found.items():
         for arm, row in arms.items():
-            low, high = row["interval"]
-            change = row.get("change")
-            pair = change and [100 * value for value in change["interval"]]
-            shown = f"{100 * change['difference']:+.1f} [{pair[0]:+.1f}, {pair[1]:+.1f}]" if change else "–"
+            change, shown, seeds = row.get("change"), "–", "–"
+            if change:
+                shown = f"{100 * change['difference']:+.1f} {points(change['interval'], '+')}"
+                seeds = points(change["over_seeds"], "+") if change["over_seeds"] else "–"
             kl = max((value for value in row["kl"] if value is not None), default=None)
             rewards = " ".join(f"{one['first']:.2f} → {one['last']:.2f}" for one in row["curve"])
-            cells = [name, arm, f"{100 * row['accuracy']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"]
-            cells += [" ".join(f"{100 * value:.1f}" for value in row["by_seed"]), shown]
+            cells = [name, arm, f"{100 * row['accuracy']:.1f} {points(row['interval'])}"]
+            cells += [" ".join(f"{100 * value:.1f}" for value in row["by_seed"]), shown, seeds]
             cells += [f"{kl:.1e}" if kl is not None else "–", rewards]
             lines.append("| " + " | ".join([*cells, " ".join(str(one["steps"]) for one in row["curve"])]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def points(interval: list[float], sign: str = "") -> str:
+    low, high = (format(100 * value, f"{sign}.1f") for value in interval)
+    return f"[{low}, {high}]"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -98,7 +98,21 @@ def test_a_run_that_fails_leaves_the_others(study, monkeypatch):
 
     monkeypatch.setattr(study, "command", failing)
     assert study.everything() == ["qat-fp8-0: train ended with exit code 1"]
-    assert qat_study.collect(study)["fp8"]["qat"]["seeds"] == [1]
+    row = qat_study.collect(study)["fp8"]["qat"]
+    assert row["seeds"] == [1] and row["change"]["over_seeds"] is None
+
+
+def test_a_difference_is_of_the_seeds_that_both_arms_have(study):
+    study.everything()
+    (study.run("ptq", 1).path / "eval" / "grpo-fp8.jsonl").write_text(rows(PROBLEMS))
+    assert qat_study.collect(study)["fp8"]["qat"]["change"]["difference"] == pytest.approx(0.0)
+    study.run("qat", 1, "fp8").eval_file.unlink()
+    change = qat_study.collect(study)["fp8"]["qat"]["change"]
+    assert change["difference"] == pytest.approx(0.25) and change["over_seeds"] is None
+
+
+def test_the_interval_over_seeds_is_students_t():
+    assert qat_study.over_runs([0.25, 0.35]) == pytest.approx([0.3 - 12.706 * 0.05, 0.3 + 12.706 * 0.05], abs=1e-4)
 
 
 @pytest.mark.parametrize(
