@@ -71,6 +71,7 @@ def count_micro_batches() -> list[int]:
 
 def main() -> None:
     take_cpu_for_gpus()
+    import deepspeed.comm.torch
     import torch.distributed
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -79,6 +80,8 @@ def main() -> None:
     import recipes.parts.policy
     from recipes.parts.errors import CheckFailed
 
+    # A helper for CPUs that DeepSpeed compiles as it starts; GPUs have none.
+    deepspeed.comm.torch.build_shm_op = lambda: None
     plan = Path(sys.argv[1])
     check = recipes.parts.policy.check_base_unchanged
 

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 FORMAT, DTYPE = "nvfp4", "float32"
 STEPS = 3
-SAME = 1e-9  # k3, nats a token: 3e-14 on a model of this size; 1e-3 without the quantization
+# k3, nats a token: 3e-14 on a model of this size, 7e-6 where the order of a sum tips one input over to the next number;
+# 1e-3 without the quantization.
+SAME = 5e-5
 
 
 @dataclass
@@ -115,4 +117,4 @@ def test_the_canary_would_see_a_server_without_the_quantization(setup, trained):
         return compare(scores, facts["policy"], facts["base"])
 
     assert 0 <= canary(setup.served.replica.score(sequences, session, version)).k3 < SAME
-    assert canary(unquantized_scores(setup.run, version, sequences)).k3 > 1e-5
+    assert canary(unquantized_scores(setup.run, version, sequences)).k3 > 4 * SAME
