@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 FORMAT, DTYPE = "nvfp4", "float32"
 STEPS = 3
-# k3, nats a token: 3e-14 on a model of this size, 7e-6 where the order of a sum tips one input over to the next number;
+# k3, nats a token: 3e-14 on a model of this size, 7e-6 where a sum's order tips one input over to the next number;
 # 1e-3 without the quantization.
 SAME = 5e-5
 
