@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from eval.cells import read_records, records_file
-from eval.stats import cluster_interval, paired_difference
+from eval.stats import cluster_interval, paired_difference, runs_interval
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
 from recipes.parts.quant_format import FORMATS
@@ -155,16 +155,6 @@ def means(tables: Iterable[dict[str, float]]) -> np.ndarray:
     return np.array([statistics.mean(table[problem] for table in tables) for problem in sorted(tables[0])])
 
 
-def over_runs(differences: list[float]) -> list[float] | None:
-    """The 95 % interval of the mean of a difference, one for each of some runs; None for a single one."""
-    if len(differences) < 2:
-        return None
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, len(differences) - 1)) * statistics.stdev(differences) / len(differences) ** 0.5
-    return [statistics.mean(differences) - half, statistics.mean(differences) + half]
-
-
 def curve(run: RunDir) -> dict[str, float]:
     """First and last steps of the reward's curve, and when it came near its end."""
     rewards = [json.loads(line)["reward"] for line in run.metrics_file.read_text().splitlines()]
@@ -198,7 +188,7 @@ def collect(study: Study) -> dict[str, Any]:
                 pair = (means([one[seed] for seed in both]) for one in (tables, plain))
                 row["change"] = paired_difference(*pair, samples, study.config.eval.seed)
                 each = [float(means([tables[one]]).mean() - means([plain[one]]).mean()) for one in both]
-                row["change"]["over_seeds"] = over_runs(each)
+                row["change"]["over_seeds"] = list(runs_interval(each)) if len(each) > 1 else None
             found.setdefault(name, {})[arm] = row
     return found
 

@@ -106,6 +106,15 @@ def paired_difference(after: np.ndarray, before: np.ndarray, samples: int, seed:
     return {"difference": float(change.mean()), "interval": list(bootstrap_mean(change, samples, seed))}
 
 
+def runs_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Student's t interval of the mean of a few runs' values, (n,), n at least 2: spread over runs, not problems."""
+    if len(values) < 2:
+        raise BadInput(f"an interval over runs needs at least two, there are {len(values)}.")
+    mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
+    return mean - half, mean + half
+
+
 def survival_changes(
     base: np.ndarray, grpo: np.ndarray, base_bf16: np.ndarray, grpo_bf16: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -383,8 +383,7 @@ def merged_weights(state: State, adapter: dict[str, tuple], device: Any) -> Iter
 
 
 def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapter: dict[str, tuple]) -> Any:
-    """One linear's weight (rows, columns) with its parts' updates; of NF4 one kernel per part on a GPU, PyTorch
-    elsewhere."""
+    """One linear's weight (rows, columns) with its parts' updates; of NF4 on a GPU by one kernel per part."""
     import torch
 
     if not packed.is_cuda or state.code is None:
@@ -418,8 +417,7 @@ def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtyp
 
 
 def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
-    """weight (rows, columns) += scale · b · a, in place: the sum is taken in float32, some rows at a time, and rounded
-    once."""
+    """weight (rows, columns) += scale · b · a, in place, some rows at a time: summed in float32, rounded once."""
     step = max(1, quantized_fold.CHUNK // weight.shape[1])
     for rows in (slice(at, at + step) for at in range(0, len(weight), step)):
         weight[rows] = weight[rows].float() + scale * (b[rows].float() @ a.float())
@@ -448,7 +446,9 @@ def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any
         if index + 1 < len(linears):
             ahead = fetch(linears[index + 1])
         computing.wait_event(done)
-        _ = [one.record_stream(computing) for one in (packed, absmax) if one is not None]
+        packed.record_stream(computing)
+        if absmax is not None:
+            absmax.record_stream(computing)
         yield linear, packed, absmax
 
 

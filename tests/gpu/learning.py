@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from path_8b import CONFIG, command
 from split import read_jsonl
 
+from eval.stats import runs_interval
+
 CLIMB, ALLOWED = 0.1, 0.05  # of a reward between 0 and 1
 ENDS = 10  # steps at each end of a run
 
@@ -39,15 +41,6 @@ def train(work: Path, base: Path, variant: str, seed: int, steps: int, place: in
     words += ["--gpu_ids", str(card), "--main_process_port", str(29700 + place), "recipes/grpo_qlora.py"]
     command(name, [*words, "--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())], work)
     return [row["reward"] for row in read_jsonl(work / name / "metrics.jsonl")]
-
-
-def interval(differences: list[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval of the differences of paired runs."""
-    from scipy.stats import t
-
-    mean, count = statistics.mean(differences), len(differences)
-    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(differences) / count**0.5 if count > 1 else float("inf")
-    return mean, mean - half, mean + half
 
 
 def judge(found: dict[str, dict[int, list[float]]], seeds: int) -> list[str]:
@@ -73,8 +66,9 @@ def judge(found: dict[str, dict[int, list[float]]], seeds: int) -> list[str]:
         if len(both) < 2:
             problems.append(f"{variant}: {len(both)} pairs of runs, 2 are needed")
             continue
-        mean, low, high = interval([last[variant][seed] - last[first][seed] for seed in both])
-        print(f"{variant} minus {first}: {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+        differences = [last[variant][seed] - last[first][seed] for seed in both]
+        low, high = runs_interval(differences)
+        print(f"{variant} minus {first}: {statistics.mean(differences):+.3f} [{low:+.3f}, {high:+.3f}]")
         if low < -ALLOWED:
             problems.append(f"{variant}: the interval's lower end {low:+.3f} is below -{ALLOWED}")
     return problems

@@ -13,6 +13,14 @@ from eval.score import Record, summarize
 from recipes.parts.errors import BadInput
 
 
+def test_the_interval_over_runs_is_students_t():
+    values = [0.25, 0.35, 0.5]
+    expected = scipy.stats.t.interval(0.95, 2, loc=np.mean(values), scale=scipy.stats.sem(values))
+    assert stats.runs_interval(values) == pytest.approx(expected)
+    with pytest.raises(BadInput, match="at least two, there are 1"):
+        stats.runs_interval([0.3])
+
+
 @pytest.mark.parametrize(
     ("successes", "total", "low", "high"),
     [

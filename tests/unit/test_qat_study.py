@@ -111,10 +111,6 @@ def test_a_difference_is_of_the_seeds_that_both_arms_have(study):
     assert change["difference"] == pytest.approx(0.25) and change["over_seeds"] is None
 
 
-def test_the_interval_over_seeds_is_students_t():
-    assert qat_study.over_runs([0.25, 0.35]) == pytest.approx([0.3 - 12.706 * 0.05, 0.3 + 12.706 * 0.05], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
