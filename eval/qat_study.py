@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ class Study:
     def run(self, arm: str, seed: int, name: str | None = None) -> RunDir:
         return RunDir(self.out / (f"{arm}-{seed}" if name is None else f"{arm}-{name}-{seed}"))
 
-    def train(self, arm: str, seed: int, name: str | None) -> RunDir:
-        """Train, merge and judge one run, as far as it is not there."""
+    def train(self, arm: str, seed: int, name: str | None) -> None:
+        """Train one run to its end, as far as it has not been."""
         run, steps = self.run(arm, seed, name), self.config.train.max_steps
         recipe, keys = PLAIN, {}
         if name is not None:
@@ -103,6 +103,10 @@ class Study:
             words += [recipe, "--config", self.options.config, *self.overrides]
             words += [f"--{key}={value}" for key, value in keys.items()]
             self.command(run, "train", words + (["--resume"] if run.path.exists() else []))
+
+    def judge(self, arm: str, seed: int, name: str | None) -> None:
+        """Merge and evaluate a trained run, as far as it has not been."""
+        run = self.run(arm, seed, name)
         formats = self.options.formats if name is None else [name]
         if lacking := [one for one in formats if not (run.merged / "grpo" / one / MANIFEST).is_file()]:
             self.command(run, "merge", ["-m", "merge", "--run", str(run.path), "--format", "bf16", *lacking])
@@ -110,7 +114,10 @@ class Study:
         if not set(formats) <= known.keys():
             words = ["-m", "eval", "--run", str(run.path), "--formats", "bf16", *formats]
             self.command(run, "eval", [*words, "--samples", str(self.options.samples)])
-        return run
+
+    def train_and_judge(self, arm: str, seed: int, name: str) -> None:
+        self.train(arm, seed, name)
+        self.judge(arm, seed, name)
 
     def command(self, run: RunDir, what: str, words: list[str]) -> None:
         """Run one command; `CheckFailed` with its log when it fails."""
@@ -122,23 +129,22 @@ class Study:
         with open(log, "w") as file:
             code = subprocess.run([sys.executable, *words], env=environment, stdout=file, stderr=file).returncode
         if code != DONE:
-            raise CheckFailed(f"{run.path.name}: {what} ended with exit code {code}; log {log}.")
+            print(failure := f"{run.path.name}: {what} ended with exit code {code}; log {log}.", flush=True)
+            raise CheckFailed(failure)
 
     def everything(self) -> list[str]:
-        """All runs, distillations after the plain run that they start from; what failed."""
-        failed, runs = [], []
+        """All runs; what failed. A distillation begins when the plain run that it starts from is trained, and is left
+        out when that failed."""
+        seeds, formats = self.options.seeds, self.options.formats
         with ThreadPoolExecutor(self.options.jobs) as pool:
-            plain = [pool.submit(self.train, "ptq", seed, None) for seed in self.options.seeds]
-            pairs = [(seed, name) for seed in self.options.seeds for name in self.options.formats]
-            runs += [pool.submit(self.train, "qat", *pair) for pair in pairs]
-            for seed, run in zip(self.options.seeds, plain, strict=True):
-                run.exception()
-                runs += [pool.submit(self.train, "qad", seed, name) for name in self.options.formats]
-            for run in [*plain, *runs]:
-                if (error := run.exception()) is not None:
-                    failed.append(str(error))
-                    print(error, flush=True)
-        return failed
+            plain = {seed: pool.submit(self.train, "ptq", seed, None) for seed in seeds}
+            runs = [pool.submit(self.train_and_judge, "qat", seed, name) for seed in seeds for name in formats]
+            for future in as_completed(plain.values()):
+                if future.exception() is None:
+                    seed = next(one for one, other in plain.items() if other is future)
+                    runs.append(pool.submit(self.judge, "ptq", seed, None))
+                    runs += [pool.submit(self.train_and_judge, "qad", seed, name) for name in formats]
+            return [str(error) for one in [*plain.values(), *runs] if (error := one.exception()) is not None]
 
 
 def shares(run: RunDir, name: str) -> dict[str, float]:

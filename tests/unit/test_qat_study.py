@@ -88,18 +88,37 @@ def test_the_table_compares_with_the_plain_run_in_the_same_format(study):
     assert "| fp8 | qat | 75.0" in qat_study.markdown(found, "head")
 
 
-def test_a_run_that_fails_leaves_the_others(study, monkeypatch):
+def failing_at(study: Any, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, str]) -> None:
+    """Make one command, (run, what), fail."""
     command = study.command
 
     def failing(run: Any, what: str, words: list[str]) -> None:
-        if run.path.name == "qat-fp8-0":
-            raise CheckFailed("qat-fp8-0: train ended with exit code 1")
+        if (run.path.name, what) == broken:
+            raise CheckFailed(f"{broken[0]}: {what} ended with exit code 1")
         command(run, what, words)
 
     monkeypatch.setattr(study, "command", failing)
+
+
+def test_a_run_that_fails_leaves_the_others(study, monkeypatch):
+    failing_at(study, monkeypatch, ("qat-fp8-0", "train"))
     assert study.everything() == ["qat-fp8-0: train ended with exit code 1"]
     row = qat_study.collect(study)["fp8"]["qat"]
     assert row["seeds"] == [1] and row["change"]["over_seeds"] is None
+
+
+def test_nothing_is_distilled_from_a_plain_run_that_failed(study, monkeypatch):
+    failing_at(study, monkeypatch, ("ptq-0", "train"))
+    assert study.everything() == ["ptq-0: train ended with exit code 1"]
+    names = {name for name, _, _ in study.asked}
+    assert {"qat-fp8-0", "ptq-1", "qad-fp8-1"} <= names and not {"ptq-0", "qad-fp8-0"} & names
+    assert [row["seeds"] for row in qat_study.collect(study)["fp8"].values()] == [[1], [0, 1], [1]]
+
+
+def test_a_distillation_needs_the_plain_runs_adapter_and_not_its_verdict(study, monkeypatch):
+    failing_at(study, monkeypatch, ("ptq-0", "merge"))
+    assert study.everything() == ["ptq-0: merge ended with exit code 1"]
+    assert ("qad-fp8-0", "eval") in [one[:2] for one in study.asked]
 
 
 def test_a_difference_is_of_the_seeds_that_both_arms_have(study):
