@@ -17,15 +17,16 @@ defaults have it; ratios are to that. `--stock_sides stock stock+none stock+both
 of TRL's colocated mode, a process and its vLLM on either card, works A and C only. Ours: the recipe's main() under
 accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is levers of workload.py
 joined by +, or written key=value; `plain` is every lever off, `default` what the configuration says when nothing is
-asked for; plain@BC runs for works B and C only. With --rounds the sides alternate. --warm steps come first and do not
-count, nor does one step more of `overlap`, whose batch was generated behind a slow first step. Figures are medians of
-the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the trainer waited for
-completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours all else too; tok/s
-of rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the
-useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of stock+both
-with vLLM in it, `card 0` what the driver saw of that card (with `both` in any variant, a replica too), `server` what
-the server took of GPU 1 when ready. Stock's rows come first; in the last round its server then ends, and what needs
-its memory begins.
+asked for; plain@BC runs for works B and C only. --ours gives keys of all our rows and of our server, such as
+server.kv_cache=fp8, or a format's: policy.quant_cfg=nvfp4a16 server.weights=bf16 runs grpo_qat.py. With --rounds the
+sides alternate. --warm steps come first and do not count, nor does one step more of `overlap`, whose batch was
+generated behind a slow first step. Figures are medians of the others. `step` is wall-clock from the end of one step to
+the end of the next, `gen` what the trainer waited for completions, `refs` the forwards without gradients, `upd`
+forward, backward and optimizer, of ours all else too; tok/s of rollout and update are over gen and upd, with a shared
+prompt counted for each of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989
+TFLOP/s. `trainer` is torch's peak of a process, of stock+both with vLLM in it, `card 0` what the driver saw of that
+card (with `both` in any variant, a replica too), `server` what the server took of GPU 1 when ready. Stock's rows come
+first; in the last round its server then ends, and what needs its memory begins.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -106,7 +107,7 @@ class Bench:
     def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
         """The command line of a run of ours that asks the replicas of some cards."""
         served = server_flags(self.work, [*self.loads.values()], self.shape, cards or self.cards, self.cpu)
-        return run_flags(self.work, load, name, served)
+        return run_flags(self.work, load, name, served | dict(one.split("=", 1) for one in self.options.ours))
 
     @property
     def largest(self) -> Work:
@@ -394,11 +395,16 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_step"), help="kept: model, base, logs")
     parser.add_argument("--limit_s", type=float, default=570, help="stop after this, with a table of what is there")
     parser.add_argument("--side_s", type=float, default=300, help="longest time of one row")
+    parser.add_argument(
+        "--ours", nargs="+", default=[], metavar="KEY=VALUE", help="configuration of all our rows and of our server"
+    )
     parser.add_argument("--cut", action="store_true", help="end a side after its last step: no checkpoint, no hash")
     parser.add_argument("--rehearse", action="store_true", help="a tiny shape on a CPU, weights not sent by stock")
     parser.add_argument("--out", type=Path, required=True, help="JSON with every number, written after each row")
     options = parser.parse_args()
     options.out = options.out.resolve()
+    if wrong := [one for one in options.ours if "=" not in one]:
+        parser.error(f"--ours {wrong[0]} is not KEY=VALUE, e.g. server.kv_cache=fp8")
     for variant in options.variants:
         names = variant.partition("@")[0].split("+")
         if unknown := [name for name in names if "=" not in name and name not in VARIANTS]:

@@ -15,6 +15,7 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "gpu/bench"))
 import bench_lengths
 import bench_step
 import bench_update
+import decode_profile
 from kernel_groups import group_of
 from memory_child import SHAPES, parameters
 from servers import write_lengths
@@ -84,6 +85,20 @@ def test_kernels_are_grouped_by_what_they_compute(kernel, operator, sizes, group
     assert group_of(kernel, operator, sizes, 16, {151936, 32768}) == group
 
 
+def test_a_trace_is_read_as_the_cards_time_by_group(tmp_path):
+    names = ["flash_fwd_splitkv", "cutlass_3x_gemm", "triton_red_fused_abs_amax_to_copy", "gumbel_sample", "memcpy32"]
+    begins = [0.0, 1000.0, 1500.0, 4000.0, 5000.0]  # us; the second and the third run together
+    events = [{"cat": "kernel", "name": one, "ts": ts, "dur": 1000.0} for one, ts in zip(names, begins, strict=True)]
+    events += [{"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 9e6}, {"ph": "M", "name": "process_name"}]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    found = decode_profile.kernels(file, 2)
+    expected = ["attention", "products", "norm, activation, quantization", "sampling", "other"]
+    assert found["groups"] == dict.fromkeys(expected, 0.5)
+    assert found["card"] == pytest.approx(2.25) and found["idle"] == pytest.approx(0.75)
+    assert found["top"][0]["ms"] == 0.5 and found["top"][0]["calls"] == 0.5
+
+
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
     """`bench(*words)`: one call of bench_step.py as far as its options."""
@@ -111,6 +126,16 @@ def test_servers_are_on_both_cards_when_a_variant_needs_them_and_the_others_ask_
     assert served["rollout"]["max_completion_length"] == 4096 and served["server"]["max_num_seqs"] == 128
     each = 2 * 2 * 36 * 8 * 128
     assert served["server"]["kv_cache_gib"] * 2**30 > 1.1 * WORKS["A"].tokens * each > 1.1 * WORKS["C"].tokens * each
+
+
+def test_keys_of_ours_reach_the_server_and_every_row(bench):
+    keys = ["server.kv_cache=fp8", "server.weights=bf16", "policy.quant_cfg=nvfp4a16"]
+    made = bench("--load", "A", "--variants", "shared+overlap", "--ours", *keys)
+    found = settings(made.flags("server", made.largest))
+    assert (found["server"]["kv_cache"], found["server"]["weights"]) == ("fp8", "bf16")
+    assert found["policy"]["quant_cfg"] == "nvfp4a16" and found["server"]["gpus"] == [1]
+    with pytest.raises(SystemExit):
+        bench("--ours", "server.kv_cache")
 
 
 def test_rows_are_compared_with_stock_of_the_same_load(capsys, tmp_path):

@@ -1,4 +1,5 @@
-"""recipes/grpo_qlora.py with a reward that random text can earn; everything else is the recipe as a user starts it."""
+"""recipes/grpo_qlora.py, with policy.quant_cfg grpo_qat.py, as a user starts it, but for a reward that random text can
+earn."""
 
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import reward
-from recipes.grpo_qlora import main
+from recipes import grpo_qat, grpo_qlora
 from recipes.parts.errors import run_command
 
 
@@ -18,4 +19,5 @@ def pay(completions: list, completion_ids: list[list[int]], **columns: Any) -> l
 
 if __name__ == "__main__":
     reward.reward_functions = lambda *arguments, **keys: ([pay], None)
-    run_command(main)
+    quantized = any(word.startswith("--policy.quant_cfg=") for word in sys.argv)
+    run_command((grpo_qat if quantized else grpo_qlora).main)
