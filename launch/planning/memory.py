@@ -289,7 +289,9 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     narrow = 4 if config.model.dtype == "float32" else 2
     rollout, found = config.rollout, resident(shape, config, card) | {"workspace": workspace_gib(card)}
     if config.policy.quant_cfg and rollout.backend == "in_process":
-        free = card.gib - value("trainer_context_gib") - allocated(found)
+        limit = config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
+        free = card.gib - value("trainer_context_gib") if limit is None else limit
+        free -= allocated(found)
         found["quantized weights"] = quantized.generating_gib(shape, config, card, free)
     if rollout.backend == "server":
         length = min(CANARY_TOKENS, rollout.max_prompt_length + rollout.max_completion_length)

@@ -20,7 +20,7 @@ variants, several adapters, a base that is split over processes.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
 AMAX = ".input_amax"  # of a tensor's name in it, behind the layer's
 WATCHED = ("quant_clip_fraction", "quant_peak_ratio")  # keys of metrics.jsonl
 WATCHED_TOKENS = 256  # of a layer's call that the share beyond the range is counted in
-ROOM_FOR_KEPT = 0.5  # of a GPU's free memory that quantized weights may take while the policy generates
+ROOM_FOR_KEPT = 0.5  # of the memory still free, for quantized weights while the policy generates
 
 
 class Quantizers:
@@ -394,7 +394,7 @@ def quantizers_off(model: torch.nn.Module) -> Iterator[None]:
 def keeping_weights(model: torch.nn.Module) -> Iterator[None]:
     """Make every quantized weight once in the block instead of for every product: for generation, token by token.
 
-    On a GPU only where they take at most half of its free memory, 2 bytes a weight.
+    On a GPU only where they take at most half of the memory that this process may still have, 2 bytes a weight.
     """
     quantizers = quantizers_of(model)
     if quantizers is None or not _has_room(model):
@@ -409,13 +409,19 @@ def keeping_weights(model: torch.nn.Module) -> Iterator[None]:
             module.product._kept = None
 
 
+def _device(layers: Iterable[torch.nn.Module]) -> torch.device:
+    return next(iter(layers)).product.layer.weight.device
+
+
 def _has_room(model: torch.nn.Module) -> bool:
     layers = quantized_layers(model).values()
-    device = next(iter(layers)).product.layer.weight.device
+    device = _device(layers)
     if device.type != "cuda":
         return True
     needed = 2 * sum(outputs * inputs for outputs, inputs in map(_shape, layers))
-    return needed <= ROOM_FOR_KEPT * torch.cuda.mem_get_info(device)[0]
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = total * torch.cuda.get_per_process_memory_fraction(device) - torch.cuda.memory_allocated(device)
+    return needed <= ROOM_FOR_KEPT * min(free, allowed)  # train.max_gpu_gib is that fraction
 
 
 def forget_peaks(model: torch.nn.Module) -> None:

@@ -146,6 +146,8 @@ def test_generating_in_process_keeps_the_weights_where_half_of_the_free_memory_h
     roomy, tight = (memory.generation_parts(SHAPE, update("w4a16"), CARDS[name]) for name in ("h200", "rtx4090"))
     assert roomy["quantized weights"] == pytest.approx(whole)
     assert tight["quantized weights"] < 0.2
+    limited = memory.generation_parts(SHAPE, update("w4a16", train__max_gpu_gib=24), H200)
+    assert limited["quantized weights"] == tight["quantized weights"]
     codes = memory.generation_parts(SHAPE, update("fp8"), H200)  # which are made for every product
     assert codes["quantized weights"] == pytest.approx(tight["quantized weights"])
     slow = cost.own_seconds(SHAPE, update("w4a16"), CARDS["rtx4090"], 64)
