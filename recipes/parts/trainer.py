@@ -291,7 +291,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         parts = {name: getattr(value, "to_local", value.detach)() for name, value in found.items()}  # FSDP's shards
         try:
             file.parent.mkdir(exist_ok=True)
-            save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, file)
+            save_file({name: part.detach().cpu().contiguous().clone() for name, part in parts.items()}, file)
         except SAVE_ERRORS as error:
             return f"Its rows could not be kept: {error}."
         return f"Its rows and the adapter are in {file}."

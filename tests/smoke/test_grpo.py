@@ -256,14 +256,18 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
         return compute(self, model, inputs) * (math.inf if self.state.global_step == 1 else 1.0)
 
     monkeypatch.setattr(PolicyTrainer, "_compute_loss", explode)
-    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.save_steps": 1}))
+    halves = {"train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 2}
+    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.save_steps": 1, **halves}))
     assert done.code == 1
     assert "error: step 2: the gradient is not finite. The adapter was not updated" in done.err
     run = seen[-1].run
     kept = run.not_finite / "step-000002-process-0.safetensors"
     assert str(kept) in done.err
     rows, trained = load_file(kept), dict(seen[-1].model.named_parameters())
-    assert rows["rows-0/completion_ids"].shape == rows["rows-0/completion_mask"].shape
+    for number, half in enumerate(seen[-1]._buffered_inputs):
+        assert torch.equal(rows[f"rows-{number}/completion_ids"], half["completion_ids"])
+        assert len(rows[f"rows-{number}/completion_mask"]) == 8
+    assert not torch.equal(rows["rows-0/advantages"], rows["rows-1/advantages"]) and "rows-2/advantages" not in rows
     adapter = [name for name in rows if name.startswith("adapter/")]
     assert adapter and all(torch.equal(rows[name], trained[name.removeprefix("adapter/")]) for name in adapter)
     assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1]
