@@ -2,7 +2,7 @@
 
 `python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server; `python -m merge
 diagnose` says what training did to the weights; `python -m merge card` writes the model cards again after an
-evaluation.
+evaluation; `python -m merge dequantize` writes a checkpoint that is stored quantized as a base in BF16.
 """
 
 import argparse
@@ -121,6 +121,10 @@ def main(argv: list[str] | None = None) -> int:
         from merge.card import main as card
 
         return card(argv[1:])
+    if argv[:1] == ["dequantize"]:
+        from merge.dequantize import main as dequantize
+
+        return dequantize(argv[1:])
     arguments = parse_arguments(argv)
     if arguments.compare_bases:
         return compare_bases(arguments, argv)

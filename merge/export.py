@@ -118,16 +118,24 @@ def export(source: Original, out: Path, origin: dict, commit: str | None) -> dic
         info = write_base(source, partial, **origin)
         write_config(source.directory, partial, None)
         write_json(partial / "base.json", info)
-        made_from = {
-            "commit": commit,
-            "path": None if commit else str(source.directory.resolve()),
-            "files": {name: future.result() for name, future in files.items()},
-        }
-        if commit is None and (change := changed_source(made_from, source.directory)):
-            raise CheckFailed(f"{source.directory} changed while it was read: {change}. Start again.")
+        made_from = source_facts(source.directory, commit, files)
         facts = {"policy": "base", "base_hash": info["hash"], "adapter_version": None, "adapter_hash": None}
         write_manifest(partial, "checkpoint", format="bf16", **facts, source=made_from)
     return info
+
+
+def source_facts(directory: Path, commit: str | None, files: dict[str, Future]) -> dict:
+    """What a manifest says of the checkpoint that was read: `files` are those `recorded` meanwhile; `CheckFailed` when
+    one of them changed since."""
+    path = None if commit else str(directory.resolve())
+    made_from = {
+        "commit": commit,
+        "path": path,
+        "files": {name: future.result() for name, future in files.items()},
+    }
+    if commit is None and (change := changed_source(made_from, directory)):
+        raise CheckFailed(f"{directory} changed while it was read: {change}. Start again.")
+    return made_from
 
 
 def source_files(directory: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """An original checkpoint against the model that its config.json describes, by names; no weight is read."""
 
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,23 +10,48 @@ import torch
 from merge.checkpoint import checkpoint_shards, pass_full_disk
 from recipes.parts.errors import BadInput
 
+# quant_method of the checkpoints that `python -m merge dequantize` reads.
+DEQUANTIZED = ("fp8", "compressed-tensors")
 
-def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a checkpoint, local or on the hub; `BadInput` when it is quantized already."""
+
+def read_config(path: str | Path, revision: str | None = None) -> Any:
+    """The transformers config of a checkpoint, local or on the hub; `BadInput` when there is none."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(path), revision=revision)
+        return AutoConfig.from_pretrained(str(path), revision=revision)
     except (OSError, ValueError) as error:
         pass_full_disk(error)
         raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
-    if quantized := getattr(config, "quantization_config", None):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+
+
+def quantization_of(config: Any) -> dict:
+    """The `quantization_config` of a transformers config; empty when it has none."""
+    found = getattr(config, "quantization_config", None) or {}
+    return found if isinstance(found, dict) else found.to_dict()
+
+
+def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
+    """The transformers config of a checkpoint, local or on the hub; `BadInput` when it is quantized already."""
+    config = read_config(path, revision)
+    if quantized := quantization_of(config):
+        method = quantized.get("quant_method")
         raise BadInput(
             f"{path} is quantized already (quantization_config in its config.json, method {method}). A base in nf4 or "
-            "fp8 (policy.quantization) is made from the original 16-bit or 32-bit checkpoint: name that one."
+            "fp8 (policy.quantization) is made from the original 16-bit or 32-bit checkpoint: name that one"
+            + (f", or what this writes: {dequantize_command(path, revision)}" if method in DEQUANTIZED else ".")
         )
     return config
+
+
+def dequantize_command(path: str | Path, revision: str | None = None) -> str:
+    """The command that writes a quantized checkpoint, local or on the hub, in BF16; to be typed as it is."""
+    is_local = Path(path).is_dir()
+    words = ["python", "-m", "merge", "dequantize", "--model.path" if is_local else "--model.id", str(path)]
+    words += ["--model.revision", revision] if revision and not is_local else []
+    # A local model may be given as `.` or `..`, which have no name of their own.
+    name = Path(path).resolve().name if is_local else Path(path).name
+    return shlex.join([*words, "--out", f"models/{name}-bf16"])
 
 
 def without_weights(config: Any) -> torch.nn.Module:
@@ -41,14 +67,16 @@ def output_embedding(config: Any) -> list[str]:
     return [name for name, module in model.named_modules() if module is output]
 
 
-def select_shards(directory: Path, wanted: set[str], config: Any, complaint: str) -> dict[str, list[str]]:
-    """{shard file: its tensors among `wanted`} of a checkpoint.
+def select_shards(
+    directory: Path, wanted: set[str], config: Any, complaint: str, listed: dict[str, list[str]] | None = None
+) -> dict[str, list[str]]:
+    """{shard file: its tensors among `wanted`} of a checkpoint, or of what is made of its files (`listed`).
 
     `BadInput`, which begins with `complaint`, when one of them is not there or the checkpoint has any other. A tied
     checkpoint may carry the output embedding a second time; the model has it once. What transformers passes over
     when it loads the model is left out.
     """
-    listed = checkpoint_shards(directory)
+    listed = checkpoint_shards(directory) if listed is None else listed
     shards = {file: [name for name in names if name in wanted] for file, names in listed.items()}
     found = {name for names in listed.values() for name in names}
     extra = sorted(found - wanted)

@@ -1,7 +1,8 @@
 """Read a layer's weight back out of a compressed-tensors checkpoint, as its reader computes with it.
 
-For formats that only a calibration can make, so that they are measured as they were written. AWQ moves scales between
-a layer and the one before it; they are taken out again (`unscaled`). Not covered: other layouts (AutoAWQ, ModelOpt's).
+For the diagnostics of formats that only a calibration can make, so that they are measured as they were written, and for
+a base out of a quantized checkpoint. AWQ moves scales between a layer and the one before it; the diagnostics take them
+out again (`unscaled`). Not covered: other layouts (AutoAWQ, ModelOpt's).
 """
 
 from pathlib import Path
@@ -25,6 +26,7 @@ class StoredWeights:
 
     def __init__(self, directory: Path):
         from compressed_tensors.compressors.base import BaseCompressor
+        from compressed_tensors.config import CompressionFormat
         from compressed_tensors.quantization import QuantizationConfig
 
         self.directory = Path(directory)
@@ -38,7 +40,8 @@ class StoredWeights:
         if len(groups) != 1:
             raise BadInput(f"{directory} has {len(groups)} quantization groups; one for all layers is read.")
         self.scheme = groups[0]
-        self.compressor: Any = BaseCompressor.get_value_from_registry(self.scheme.format or config.format)
+        self.layout: str = CompressionFormat(self.scheme.format or config.format).value
+        self.compressor: Any = BaseCompressor.get_value_from_registry(self.layout)
         self.files = {name: file for file, names in checkpoint_shards(self.directory).items() for name in names}
         self.parts: dict[str, list[str]] = {}
         for name in self.files:

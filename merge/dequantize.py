@@ -1,0 +1,277 @@
+"""Write a checkpoint that is stored quantized as a plain one in BF16, which is then a base like any other.
+
+Every weight is code · scale in float32, rounded once to BF16. Covers: `fp8` with blocks (Qwen3-8B-FP8 and its kin),
+compressed-tensors' FP8, INT8 and packed integers (what `python -m merge` writes as fp8, fp8_block and w4a16). The
+checkpoint is read tensor by tensor and the model never loaded: memory is that of one tensor with what decompressing it
+takes. transformers 5.17 dequantizes on a CPU as it loads, but it quantizes an `fp8` model again as it saves it, and it
+reads blocks that the end of a weight cuts as smaller ones.
+Not covered: FP4, other methods, mixtures of experts, models that are laid out otherwise than their checkpoint.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from merge.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
+from merge.export import check_space, recorded, sizes, source_facts
+from merge.merge import write_config
+from merge.model_files import DEQUANTIZED, quantization_of, read_config, select_shards, without_weights
+from merge.shards import write_parts
+from merge.stored import StoredWeights
+from merge.stream import Plan
+from recipes.parts.errors import DONE, BadInput, CheckFailed
+from recipes.parts.quant_format import EXPERTS
+from recipes.parts.rundir import MANIFEST, publish, read_json, write_manifest
+
+# The types of codes, as a file's header names them: of quant_method fp8, and of compressed-tensors by its layout.
+CODES = {"fp8": "F8_E4M3", "float-quantized": "F8_E4M3", "int-quantized": "I8", "pack-quantized": "I32"}
+FLOATS = ("F32", "F16", "BF16")
+CODE_NAMES = ("weight", "weight_packed")
+CACHE_SCALES = ("k_scale", "v_scale")  # of a quantized KV cache: nothing of the weights
+PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
+CAN = f"fp8 with weight_block_size, and compressed-tensors in the layouts {', '.join([*CODES][1:])}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m merge dequantize", description=__doc__, allow_abbrev=False)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model.path", dest="path", metavar="DIR", type=Path, help="local quantized checkpoint")
+    model.add_argument("--model.id", dest="id", metavar="ID", help="hub id of one, e.g. Qwen/Qwen3-8B-FP8")
+    parser.add_argument(
+        "--model.revision", dest="revision", metavar="REV", help="hub revision (branch, tag or commit)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there already")
+    parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
+    arguments = parser.parse_args(argv)
+    out, source = arguments.out, str(arguments.path or arguments.id)
+    check_places(arguments.path, out, arguments.overwrite)
+    config = read_config(source, arguments.revision)
+    settings = check_quantized(source, config)
+    del config.quantization_config  # from here on it is the plain model that is meant
+    plan = plan_model(config)
+    check_space(out, plan)
+    commit = None if arguments.path else getattr(config, "_commit_hash", None)
+    place = find_checkpoint(source, commit or arguments.revision, weights=not arguments.dry_run)
+    if arguments.dry_run and arguments.id and not any(place.glob("*.safetensors")):
+        print(f"would write {out}: {source}, {sizes(plan)}. A dry run does not download, so weights are not checked")
+        return DONE
+    checkpoint = QuantizedCheckpoint(place, config, settings, plan)
+    what = f"{len(checkpoint.modules)} of {len(plan.shapes)} tensors quantized ({checkpoint.layout}), {sizes(plan)}"
+    if arguments.dry_run:
+        print(f"would write {out}: {source}, {what}")
+        return DONE
+    print(f"writing {out}: {source}, {what}", flush=True)
+    origin = {
+        "model": source if arguments.path is None else str(place.resolve()),
+        "revision": arguments.revision or commit,
+    }
+    write(checkpoint, out, origin, commit, arguments.overwrite)
+    print(f"wrote {out}. It is a base like any other: --model.path {out}")
+    return DONE
+
+
+def check_places(source: Path | None, out: Path, overwrite: bool) -> None:
+    """`BadInput` for a local source that is not there and for a place that cannot be written or is the source's."""
+    if source is not None and not source.is_dir():
+        raise BadInput(f"--model.path {source} is no directory (seen from {Path.cwd()}). Hub ids go into --model.id.")
+    if source is not None and out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise BadInput(f"--out {out} is where the quantized checkpoint lies ({source}). Choose another place.")
+    if out.exists() and not overwrite:
+        raise BadInput(f"{out} exists already. Pass --overwrite to replace it, or --out for another place.")
+    # One mistyped --out must not cost a folder of other things.
+    if out.exists() and not ((out / MANIFEST).is_file() and read_json(out / MANIFEST).get("kind") == "checkpoint"):
+        raise BadInput(f"{out} is no checkpoint of this kit: --overwrite does not replace it. Choose another place.")
+
+
+def check_quantized(source: str, config: Any) -> dict:
+    """The quantization_config of a checkpoint that can be dequantized here; `BadInput` for any other."""
+    settings = quantization_of(config)
+    if not settings:
+        raise BadInput(
+            f"{source} is not quantized (no quantization_config in its config.json), so there is nothing to undo: "
+            "it is a base as it is."
+        )
+    facts, method = config.to_dict(), settings.get("quant_method")
+    if experts := [key for key in EXPERTS if facts.get(key)]:
+        raise BadInput(
+            f"{source} is a mixture of experts ({experts[0]} {facts[experts[0]]}), which is no base for any recipe "
+            "here. Take a dense model."
+        )
+    why = None
+    if method not in DEQUANTIZED:
+        why = f"quant_method {method}"
+    elif method == "fp8" and not _is_block(settings.get("weight_block_size")):
+        why = f"fp8 with weight_block_size {settings.get('weight_block_size')}"
+    elif method == "compressed-tensors":
+        groups = (settings.get("config_groups") or {}).values()
+        layouts = {group.get("format") or settings.get("format") for group in groups}
+        if len(groups) != 1 or not layouts <= set(CODES) - {"fp8"}:
+            names = ", ".join(sorted(map(str, layouts))) or settings.get("format")
+            why = f"compressed-tensors with {len(groups)} groups of layers ({names})"
+    if why:
+        raise BadInput(
+            f"{source} is stored as {why}, which cannot be undone here; what can: {CAN}, of one group of layers. Name "
+            "the original 16-bit checkpoint instead."
+        )
+    return settings
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)
+
+
+def plan_model(config: Any) -> Plan:
+    """The parameters of the model that a config describes; `BadInput` when transformers cannot build it."""
+    try:
+        model = without_weights(config)
+    except (ImportError, ValueError) as error:
+        raise BadInput(f"{config.name_or_path} cannot be built: {str(error).splitlines()[0]}") from None
+    return Plan({name: tuple(one.shape) for name, one in model.named_parameters()}, frozenset(), {}, "none")
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{tensor: (its type as the file names it, its shape)}."""
+    with safe_open(file, framework="pt") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}
+        return {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+class QuantizedCheckpoint:
+    """A checkpoint that is stored quantized, read as the plain weights that it stands for, one tensor at a time.
+
+    `config` is that of the plain model, `settings` the checkpoint's quantization_config. `modules` are the quantized
+    ones, `shards` {file: plain tensors}. Opening reads headers only; `BadInput` when the tensors are not those of the
+    model, or a scale does not fit its codes.
+    """
+
+    def __init__(self, directory: Path, config: Any, settings: dict, plan: Plan):
+        self.directory, self.settings, self.shapes = directory, settings, plan.shapes
+        listed = checkpoint_shards(directory)
+        self.headers = {name: facts for file in listed for name, facts in _header(directory / file).items()}
+        self.files = {name: file for file, names in listed.items() for name in names}
+        self.stored, self.block = None, settings.get("weight_block_size")
+        self.scale, self.layout, self.args = "weight_scale_inv", "fp8", None
+        if settings["quant_method"] == "compressed-tensors":
+            self._open_stored()
+        ending = f".{self.scale}"
+        self.modules = {name.removesuffix(ending) for name in self.files if name.endswith(ending)}
+        self.codes = {f"{name.rpartition('.')[0]}.weight": name for name in self.files if self._is_code(name)}
+        if not self.modules:
+            raise BadInput(f"{directory} holds no {self.scale}, so none of its weights is stored as {self.layout}.")
+        self.shards = {
+            file: [plain for name in names if (plain := self._plain(name))] for file, names in listed.items()
+        }
+        complaint = f"{directory} is not the model that its config.json describes"
+        select_shards(directory, set(self.shapes), config, complaint, self.shards)
+        for name in (name for names in self.shards.values() for name in names):
+            self._check(name, complaint)
+
+    def _open_stored(self) -> None:
+        try:
+            self.stored = StoredWeights(self.directory)
+        except ValueError as error:  # pydantic's
+            raise BadInput(f"{self.directory}: quantization_config: {str(error).splitlines()[0]}") from None
+        self.args = self.stored.scheme.weights
+        self.layout = self.stored.layout
+        self.scale = "weight_scale"
+        self.block = self.args.block_structure if self.args.strategy == "block" else None
+
+    def _is_code(self, name: str) -> bool:
+        module, _, part = name.rpartition(".")
+        return module in self.modules and part in CODE_NAMES
+
+    def _plain(self, name: str) -> str | None:
+        """The plain tensor that a stored one is or holds the codes of; None for what only belongs to codes."""
+        module, _, part = name.rpartition(".")
+        if self._is_code(name):
+            return f"{module}.weight"
+        return None if part in CACHE_SCALES or (module in self.modules and part != "bias") else name
+
+    def _check(self, name: str, complaint: str) -> None:
+        """`BadInput` when a plain tensor's shape or type, or those of its scale, are not what they should be."""
+        wanted = self.shapes.get(name)
+        kind, shape = self.headers[self.codes.get(name, name)]
+        if name not in self.codes:
+            if kind not in FLOATS:
+                beside = f"{name.rpartition('.')[0]}.{self.scale}"
+                raise BadInput(f"{self.directory} stores {name} as {kind} without a scale ({beside}).")
+        elif kind != CODES[self.layout]:
+            raise BadInput(f"{self.directory} stores {name} as {kind}; {self.layout} has {CODES[self.layout]}.")
+        packed = name in self.codes and self.layout == "pack-quantized"
+        if wanted is not None and (shape[:1] if packed else shape) != (wanted[:1] if packed else wanted):
+            raise BadInput(f"{complaint}: {name} is {shape}, it should be {wanted}.")
+        if name not in self.codes:
+            return
+        scale = name.removesuffix("weight") + self.scale
+        kind, found = self.headers[scale]
+        fits = self._grids(wanted or shape)
+        if kind not in FLOATS or found not in fits:
+            raise BadInput(
+                f"{self.directory}: {scale} is {kind} of shape {found}; {self.layout} of a weight of "
+                f"{wanted or shape} has {' or '.join(map(str, fits)) or 'none'}, in {', '.join(FLOATS)}."
+            )
+
+    def _grids(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes that the scales of a weight (out, in) may have. compressed-tensors 0.17 tells by the shape alone
+        what a scale is of, so any other would be multiplied with the wrong codes."""
+        if self.block is not None:
+            return [tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))]
+        if self.args.strategy == "group":
+            return [(shape[0], shape[1] // self.args.group_size)]  # none has this where a group is cut
+        return {"channel": [(shape[0], 1)], "tensor": [(1,), ()]}.get(self.args.strategy, [])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A plain tensor in BF16."""
+        if name not in self.codes:
+            return self._read(name).to(torch.bfloat16)
+        module = name.removesuffix(".weight")
+        if self.block is not None:
+            return dequantize_blocks(self._read(name), self._read(f"{module}.{self.scale}"), self.block)
+        weight = self.stored.weight(module).to(torch.bfloat16)
+        if weight.shape != self.shapes.get(name, weight.shape):
+            raise CheckFailed(f"{self.directory}: {name} unpacks to {tuple(weight.shape)}, not {self.shapes[name]}.")
+        return weight
+
+    def _read(self, name: str) -> torch.Tensor:
+        return read_tensor(self.directory / self.files[name], name)
+
+
+def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """codes (out, in) · scale (⌈out/rows⌉, ⌈in/columns⌉) of blocks of (rows, columns), multiplied in float32 and
+    rounded once to BF16. The float32 product is of one row of blocks at a time."""
+    weight = torch.empty(codes.shape, dtype=torch.bfloat16)
+    factors = scale.float().repeat_interleave(block[1], 1)[:, : codes.shape[1]]
+    for part, rows, factor in zip(weight.split(block[0]), codes.split(block[0]), factors, strict=True):
+        part.copy_(rows.float() * factor)
+    return weight
+
+
+def write(checkpoint: QuantizedCheckpoint, out: Path, origin: dict, commit: str | None, overwrite: bool) -> dict:
+    """Publish a quantized checkpoint in BF16 at `out`; return its manifest.
+
+    `origin` is the model and revision to record; `commit` that of a hub model, None for a local one, whose files are
+    recorded instead. `CheckFailed`, and at `out` what was there before, when the disk is full or a file changes
+    meanwhile.
+    """
+    directory = checkpoint.directory
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    with publish(out, overwrite) as partial, recorded(directory, commit) as files:
+        write_parts(partial, checkpoint.shards, lambda name: {name: checkpoint.tensor(name)})
+        write_config(directory, partial, None)
+        return write_manifest(
+            partial,
+            "checkpoint",
+            format="bf16",
+            **origin,
+            source=source_facts(directory, commit, files),
+            quantization_config=checkpoint.settings,
+            method="code x scale in float32, rounded once to bfloat16",
+            dequantized=sorted(checkpoint.modules),
+            versions={"python": platform.python_version(), **versions},
+        )
