@@ -1,8 +1,8 @@
 """Read a layer's weight back out of a compressed-tensors checkpoint, as its reader computes with it.
 
-For the diagnostics of formats that only a calibration can make, so that they are measured as they were written, and for
-a base out of a quantized checkpoint. AWQ moves scales between a layer and the one before it; the diagnostics take them
-out again (`unscaled`). Not covered: other layouts (AutoAWQ, ModelOpt's).
+For the diagnostics of formats that only a calibration can make, so that they are measured as they were written, and
+for a base out of a quantized checkpoint. AWQ moves scales between a layer and the one before it; the diagnostics take
+them out again (`unscaled`). Not covered: other layouts (AutoAWQ, ModelOpt's).
 """
 
 from pathlib import Path
