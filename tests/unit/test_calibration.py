@@ -35,9 +35,9 @@ def prompts_of(tmp_path, text, messages=(), **keys):
 
 
 def test_calibration_prompts_are_spread_over_the_training_split_and_cut(tmp_path):
-    messages = [[{"role": "user", "content": f"problem {n}"}] for n in range(10)]
-    found = prompts_of(tmp_path, "", messages, quant_calib_data="train", quant_calib_size=3, quant_sequence_length=9)
-    assert found == ["problem 0", "problem 3", "problem 6"]
+    messages = [[{"role": "user", "content": f"{n}. problem of many"}] for n in range(10)]
+    found = prompts_of(tmp_path, "", messages, quant_calib_data="train", quant_calib_size=3, quant_sequence_length=10)
+    assert found == ["0. problem", "3. problem", "6. problem"]
     with pytest.raises(BadInput, match="the training split holds 10 prompts"):
         prompts_of(tmp_path, "", messages, quant_calib_data="train", quant_calib_size=11)
 

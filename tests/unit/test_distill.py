@@ -275,6 +275,15 @@ def test_the_parts_of_a_step_add_up_and_rows_without_a_token_count_nothing(taugh
     assert not any(one.abs().max() for one in gradients(taught).values())
 
 
+def test_each_of_two_steps_over_one_batch_weighs_as_a_step_of_its_own(taught, monkeypatch):
+    inputs = rows(taught)
+    whole, _ = step(taught, inputs)
+    monkeypatch.setattr(taught.args, "steps_per_generation", 2)
+    halves = [taught._compute_loss(taught.model, take_rows(inputs, [*part])) for part in (range(8), range(8, 16))]
+    taught._report()
+    assert sum(halves).item() / 2 == pytest.approx(whole, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def quantized(build, another):
     """Weights and inputs in NVFP4, with input ranges."""
