@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,9 +151,15 @@ def check_measurement(run: RunDir, config: Config, result: dict) -> None:
     measured = result.get("eval") or {}
     expected = {key: value for key, value in measurement(config).items() if key not in NOT_COMPARED}
     if other := [key for key, value in expected.items() if measured.get(key) != value]:
+        named = [
+            f"--eval.{key} {shlex.quote('null' if measured[key] is None else str(measured[key]))}"
+            for key in other
+            if key in measured
+        ]
+        instead = f", or gate what was measured with {' '.join(named)}" if len(named) == len(other) else ""
         raise BadInput(
             f"eval.json was measured in another way than the configuration names: eval.{other[0]} was "
-            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run)}"
+            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run)}{instead}"
         )
 
 

@@ -29,10 +29,10 @@ def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: A
         source, prompts = policy.quant_calib_data, _read(Path(policy.quant_calib_data), config)
     size = policy.quant_calib_size
     if len(prompts) < size:
-        what = "holds no prompt" if not prompts else f"holds {len(prompts)} prompts"
+        what = "no prompt" if not prompts else f"{len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
         raise BadInput(
-            f"{source} {what} and policy.quant_calib_size is {size}. Name more in policy.quant_calib_data, or lower "
-            "policy.quant_calib_size."
+            f"{source} holds {what} and policy.quant_calib_size is {size}. Name more in policy.quant_calib_data, or "
+            "lower policy.quant_calib_size."
         )
     chosen = prompts[:: len(prompts) // size][:size]
     return [_token_ids(prompt, tokenizer)[: policy.quant_sequence_length] for prompt in chosen]
@@ -83,7 +83,11 @@ def _read(path: Path, config: Config) -> list[str | list[dict]]:
 def _prompt(row: dict, config: Config) -> str | list[dict]:
     from recipes.parts.data import Problem, chat_messages
 
-    key = next(key for key in ("text", "prompt", config.data.question_column, None) if key is None or key in row)
+    if not isinstance(row, dict):
+        raise ValueError(f"it is {row!r:.40}")
+    key = next((key for key in ("text", "prompt", config.data.question_column) if key in row), None)
+    if key is None:
+        raise ValueError(f"it has {', '.join(map(str, row))[:80] or 'no keys'}")
     value = row[key]
     if isinstance(value, list) and value and key == "prompt":
         return [{"role": str(one["role"]), "content": str(one["content"])} for one in value]

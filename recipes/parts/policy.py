@@ -130,11 +130,10 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
         return
     manifest = read_manifest(Path(directory), "adapter", deep=True)
     policy = config.policy
-    wanted = {"rank": policy.lora_rank, "alpha": policy.lora_alpha, "rslora": policy.use_rslora}
-    if wrong := {name: manifest.get(name) for name, value in wanted.items() if manifest.get(name) != value}:
-        raise BadInput(
-            f"{directory} has {wrong}, the config asks for {wanted}. Set policy.lora_rank, lora_alpha and use_rslora."
-        )
+    keys = {"lora_rank": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
+    if wrong := [key for key, name in keys.items() if manifest.get(name) != getattr(policy, key)]:
+        has = [f"policy.{key} is {getattr(policy, key)}, {directory} has {manifest.get(keys[key])}." for key in wrong]
+        raise BadInput(f"{' '.join(has)} An adapter to start from keeps its shape: set the same.")
     if (trained := manifest.get("quant_cfg")) is not None:
         wanted = policy.quant_cfg and read_quant_format(policy.quant_cfg).name
         if trained != wanted:

@@ -74,10 +74,13 @@ def test_a_calibration_file_of_other_numbers_is_taken(tmp_path):
     ("text", "complaint"),
     [
         ("", "holds no prompt and policy.quant_calib_size is 2"),
-        ('{"text": "one"}\n', "holds 1 prompts and policy.quant_calib_size is 2"),
-        ('{"text": "one"}\n{"txt": "two"}\n', ":2 has no prompt .*text, prompt or question"),
+        ('{"text": "one"}\n', "holds 1 prompt and policy.quant_calib_size is 2"),
+        (
+            '{"text": "one"}\n{"txt": "two"}\n',
+            ":2 has no prompt \\(it has txt\\)\\. A row is an object with text, prompt or question",
+        ),
         ('{"text": "one"}\n{"text": " "}\n', ":2 has no prompt"),
-        ('{"text": "one"}\n[1]\n', ":2 has no prompt"),
+        ('{"text": "one"}\n[1]\n', r":2 has no prompt \(it is \[1\]\)"),
         ('{"text": "one"}\nnot json\n', ":2 has no prompt"),
         ('{"text": "one"}\n{"prompt": [{"content": 3}]}\n', ":2 has no prompt"),
     ],

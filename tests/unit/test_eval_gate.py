@@ -245,7 +245,11 @@ def _other_problem(run):
         (lambda run: _merge_again(run, "base", "fp8"), [], "artifact_hash of base in fp8"),
         (lambda run: _merge_again(run, "base", "bf16"), [], "artifact_hash of base in bf16"),
         (_other_problem, [], "stale: its problems_hash"),
-        (lambda run: edit(run, "eval", "seed", value=7), [], "eval.seed was 7, it is 0"),
+        (
+            lambda run: edit(run, "eval", "seed", value=7),
+            [],
+            r"eval.seed was 7, it is 0\. Evaluate again: .*, or gate what was measured with --eval.seed 7$",
+        ),
         (lambda run: edit(run, "eval", "temperature", value=1.0), [], "eval.temperature was 1.0"),
         (lambda run: edit(run, "eval", "max_new_tokens", value=9), [], "eval.max_new_tokens was 9, it is 256"),
         (lambda run: edit(run, "eval", "bootstrap_samples", value=100), [], "eval.bootstrap_samples was 100"),

@@ -261,7 +261,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_loaded(
         ({"policy.init_adapter": tiny_run.path}, "has no manifest.json"),
         (
             {"policy.init_adapter": adapter, "policy.lora_rank": 8},
-            "has {'rank': 4}, the config asks for {'rank': 8, 'alpha': 8, 'rslora': False}.",
+            f"policy.lora_rank is 8, {adapter} has 4. An adapter to start from keeps its shape: set the same.",
         ),
     ]
     for changes, message in cases:
