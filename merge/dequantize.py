@@ -177,7 +177,9 @@ class QuantizedCheckpoint:
             self.stored = StoredWeights(self.directory)
         except ValueError as error:  # pydantic's
             raise BadInput(f"{self.directory}: quantization_config: {str(error).splitlines()[0]}") from None
-        self.args = self.stored.scheme.weights
+        if (args := self.stored.scheme.weights) is None:
+            raise BadInput(f"{self.directory} has no quantized weights: its quantization_config is of inputs alone.")
+        self.args = args
         self.layout = self.stored.layout
         self.scale = "weight_scale"
         self.block = self.args.block_structure if self.args.strategy == "block" else None

@@ -258,14 +258,17 @@ def unquantize(tensors: dict) -> None:
 
 
 SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
-MIXED = compressed("mixed-precision", 8, "float", "channel")["config_groups"]["group_0"]
+COMPRESSED = compressed("float-quantized", 8, "float", "channel")
+MIXED = COMPRESSED["config_groups"]["group_0"]
 FAULTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: change(f, quant_method="bitsandbytes"), r"quant_method bitsandbytes, which cannot be undone here; what "
      r"can: fp8 with weight_block_size, and compressed-tensors in the layouts float-quantized, int-quantized, pack"),
     (lambda f: change(f, weight_block_size=None), "fp8 with weight_block_size None, which cannot be undone"),
     (lambda f: change(f, **compressed("nvfp4-pack-quantized", 4, "float", "group")), "nvfp4-pack-quantized.* undone"),
     (lambda f: change(f, quant_method="compressed-tensors", config_groups={"a": MIXED, "b": MIXED}), "2 groups of la"),
-    (lambda f: change(f, **compressed("float-quantized", 8, "float", "channel")), "holds no weight_scale, so none"),
+    (lambda f: change(f, **COMPRESSED), "holds no weight_scale, so none"),
+    (lambda f: change(f, **COMPRESSED | {"config_groups": {"a": {"targets": []}}}),
+     "of inputs alone"),
     (lambda f: change(f, weight_block_size=[64, 64]), r"scale_inv is F32 of shape .*; fp8 of a weight of .* has \("),
     (lambda f: write_json(f / "config.json", read_json(cut_model() / "config.json")), "is not quantized .* a base as"),
     (lambda f: write_json(f / "config.json", read_json(f / "config.json") | {"num_experts": 8}), "mixture of experts"),
