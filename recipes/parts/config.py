@@ -362,7 +362,7 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
             raise BadInput(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise BadInput(f"{path} must hold the groups {', '.join(_names(Config))}; it holds {values!r:.60}.")
-    return resolve(values, overrides, str(path or "command line"))
+    return resolve(values, overrides, str(path or "defaults"))
 
 
 def resolve(values: dict, overrides: list[str], where: str) -> Config:
@@ -377,7 +377,7 @@ def resolve(values: dict, overrides: list[str], where: str) -> Config:
             if not isinstance(target, dict):
                 raise BadInput(f"--{key}: {group} is not a group of keys.")
         target[leaf] = value
-    return config_from_dict(values, where)
+    return config_from_dict(values, f"{where} and the command line" if overrides else where)
 
 
 def parse_command(description: str, arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
@@ -475,7 +475,7 @@ def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
-            near = difflib.get_close_matches(argument, ["--config", "--dry_run", "--resume"], n=1)
+            near = difflib.get_close_matches(argument, {"--config", "--dry_run", "--resume"} - {argument}, n=1)
             hint = f" Did you mean {near[0]}?" if near else " Keys are given as --group.key value."
             raise BadInput(f"unknown argument {argument}.{hint}")
         key, equals, text = argument[2:].partition("=")

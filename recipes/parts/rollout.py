@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from recipes.parts.adapter_file import AdapterFile
+from recipes.parts.checks import is_main_process
 from recipes.parts.config import Config
 from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
 from recipes.parts.errors import BadInput, CheckFailed, KitError
@@ -185,7 +186,7 @@ class ServerRollout:
 
     def _wait(self, replica: Replica, deadline: float) -> dict:
         """What the replica is, once it answers; refused, hanging and unready replicas all end at the deadline."""
-        limit = self.config.rollout.server_wait_s
+        limit, said = self.config.rollout.server_wait_s, False
         while True:
             try:
                 info = replica.info(timeout_s=min(FIRST_ANSWER_S, limit))
@@ -211,6 +212,11 @@ class ServerRollout:
                     f"the rollout server at {replica.url} did not answer within {limit:.0f} s ({last.text}). Start it "
                     f"({start_hint(self.run, [replica.url])}), or set rollout.server_urls."
                 )
+            if not said and is_main_process():
+                print(
+                    f"waiting for {replica.url}, at most {limit:g} s (rollout.server_wait_s): {last.text}", flush=True
+                )
+                said = True
             time.sleep(1.0)
 
     def generate(

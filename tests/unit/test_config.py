@@ -49,6 +49,9 @@ SMALLEST = "run: {name: x}\nmodel: {id: m}\ntrain: {max_steps: 1}\n"
         (["--run.name.first", "x"], "--run.name.first: name is not a group of keys."),
         (["--train.beta"], "--train.beta needs a value."),
         (["train.beta", "1"], "unknown argument train.beta."),
+        # of a command that takes overrides and is not started with --config, --dry_run or --resume
+        (["--resume"], "unknown argument --resume. Keys are given as --group.key value."),
+        (["--policy.quant_cgf", "fp8"], ".yaml and the command line: unknown key policy.quant_cgf."),
     ],
 )
 def test_a_wrong_key_type_or_choice_is_refused_in_these_words(overrides, message):

@@ -144,7 +144,7 @@ def test_another_name_of_the_same_setting_is_accepted(rollout, info, overrides):
     rollout(1, info, *overrides).check(LINEARS, 316)
 
 
-def test_a_server_that_does_not_answer_at_the_start_is_named_with_its_log(rollout):
+def test_a_server_that_does_not_answer_at_the_start_is_waited_for_aloud_and_named_with_its_log(rollout, capsys):
     found = rollout(1)
     found.fakes[0].refuses["info"] = (503, "no")
     found.run.logs.mkdir(parents=True)
@@ -152,6 +152,7 @@ def test_a_server_that_does_not_answer_at_the_start_is_named_with_its_log(rollou
     log.write_text("")
     with pytest.raises(CheckFailed, match=f"did not answer within 3 s .*Start it .*its log: {log}"):
         found.check(LINEARS, 316)
+    assert capsys.readouterr().out.count(f"waiting for {found.replicas[0].url}, at most 3 s") == 1
 
 
 @pytest.mark.parametrize(
