@@ -28,11 +28,14 @@ TRENDS = {
     "sampler k3": "sampler_k3",
     "eff. sample": "effective_sample_size",
     "clipped": "clip_fraction",
+    "input clip": "quant_clip_fraction",
+    "input peak": "quant_peak_ratio",
     "grad norm": "grad_norm",
     "step seconds": "seconds.step",
 }
 # Curves of what not every run has: shown once there is a value, `clip_fraction` once it is not 0.
 OPTIONAL = ("heldout_accuracy", "divergence", "sampler_k3", "effective_sample_size", "clip_fraction")
+OPTIONAL += ("quant_clip_fraction", "quant_peak_ratio")
 SHARES = {"zero_spread_fraction", "clip_fraction", "truncated_fraction", "heldout_accuracy"}
 SHARE_TOP = 0.2  # least share that the highest block stands for
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -294,8 +294,9 @@ def write_completions(run: Path, step: int, texts: dict[str, float], whole: bool
 @pytest.mark.parametrize("width", [40, 80, 132])
 def test_the_page_fits_the_terminal_and_keeps_what_decides(tmp_path, width, height):
     server = {"sampler_k3": 1e-5, "effective_sample_size": 0.999, "canary_delta": 0.08, "heldout_accuracy": 0.5}
+    quantized = {"quant_clip_fraction": 4.7e-5, "quant_peak_ratio": 1.33}
     ill = {"kl": 1.5, "truncated_fraction": 0.4, "rewards": {"math": 0.4, "boxed_format": 0.9}}
-    run = make_run(tmp_path / "run", rows_of(30, **server, **ill))
+    run = make_run(tmp_path / "run", rows_of(30, **server, **quantized, **ill))
     write_completions(run, 30, {"right " * 100: 1.0, "so so": 0.5, "wrong\x1b[31m\nnot\u202ered": 0.0})
     lines = rendered(run, width, height)
     assert len(lines) <= (height or 999)
@@ -313,6 +314,10 @@ def test_the_page_fits_the_terminal_and_keeps_what_decides(tmp_path, width, heig
             "· boxed_form",
             "sampler k3",
             "eff. sample",
+            "input clip",
+            "4.7e-05",
+            "input peak",
+            "1.33",
             "rollout",
             "peak GiB",
             "best",
@@ -323,7 +328,7 @@ def test_the_page_fits_the_terminal_and_keeps_what_decides(tmp_path, width, heig
 
 def test_curves_that_a_run_does_not_have_take_no_line(tmp_path):
     text = "\n".join(rendered(make_run(tmp_path / "run", rows_of(5, clip_fraction=0.0)), 80))
-    for label in ("held-out", "sampler k3", "eff. sample", "clipped", "· math"):
+    for label in ("held-out", "sampler k3", "eff. sample", "clipped", "input clip", "input peak", "· math"):
         assert label not in text, label
 
 
