@@ -94,12 +94,14 @@ def find_sources(run: RunDir, formats: list[str]) -> Sources:
     base = read_json(run.base_file)
     base_hash, storage = base["hash"], (base.get("quantization") or {}).get("type", "nf4")
     merged = [name for name in formats if name != "nf4"]
-    missing = [
-        name for name in merged if not all((run.merged / policy / name / MANIFEST).is_file() for policy in POLICIES)
-    ]
-    if missing:
-        places = ", ".join(str(run.merged / "{base,grpo}" / name) for name in missing)
-        raise BadInput(f"not merged yet: {places}. Make it with: {merge_command(run, missing)}")
+    wanted = [(policy, name) for name in merged for policy in POLICIES]
+    if missing := [(policy, name) for policy, name in wanted if not (run.merged / policy / name / MANIFEST).is_file()]:
+        names = list(dict.fromkeys(name for _, name in missing))
+        one_is_there = any((run.merged / policy / name).exists() for policy in POLICIES for name in names)
+        raise BadInput(
+            f"not merged yet: {', '.join(str(run.merged / policy / name) for policy, name in missing)}. Make it with: "
+            f"{merge_command(run, names)}{' --overwrite' if one_is_there else ''}"
+        )
     artifacts = {(policy, name): artifact(run, policy, name) for policy in POLICIES for name in merged}
     version, digest = _adapter_of(run, {name: artifacts["grpo", name].manifest for name in merged})
     adapter = None

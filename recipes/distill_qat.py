@@ -42,6 +42,7 @@ from recipes.parts.config import Config, parse_command
 from recipes.parts.errors import BadInput, run_command
 from recipes.parts.quant_format import QuantFormat, read_quant_format
 from recipes.parts.recipe import DISTILLATION, check_recipe
+from recipes.parts.rundir import read_manifest
 from recipes.parts.setup import (
     check_model,
     describe_format,
@@ -76,8 +77,10 @@ def check_format(config: Config, model_config) -> QuantFormat | None:
 
 def describe_teacher(config: Config) -> str:
     """The teacher in a few words."""
-    if config.distill.teacher_adapter:
-        return f"the unquantized base with {config.distill.teacher_adapter}"
+    if adapter := config.distill.teacher_adapter:
+        trained = read_manifest(Path(adapter), "adapter").get("quant_cfg")
+        note = f", which was trained for {trained}: the teacher computes without it" if trained else ""
+        return f"the unquantized base with {adapter}{note}"
     if distill.is_own_model(config):
         return "the unquantized base"
     return f"{config.distill.teacher} stored in {config.policy.quantization}, a second model in memory"
@@ -153,7 +156,7 @@ def main() -> None:
             processing_class=tokenizer,
             peft_config=lora_config(config.policy),
         )
-        with training(trainer, facts):
+        with training(trainer, facts, note=f" for {fmt.name}" if fmt else ""):
             if needs_ranges:
                 say(set_input_ranges(config, trainer.model, prompts))
             trainer.train_run(resume=flags.resume)

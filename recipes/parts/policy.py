@@ -144,7 +144,7 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
     if base_hash is not None and manifest["base_hash"] != base_hash:
         raise BadInput(
             f"{directory} was trained on another base (base hash {manifest['base_hash'][:12]}, this base has "
-            f"{base_hash[:12]}). Set model.id or model.path to the base it was trained on."
+            f"{base_hash[:12]}). Set model.id or model.path, model.dtype and policy.quantization to those of its run."
         )
 
 

@@ -80,7 +80,7 @@ def check_adapter_base(config: Config, base_hash: str, source: str = "this base"
     if theirs != base_hash:
         raise BadInput(
             f"distill.teacher_adapter {directory} was trained on another base (base hash {theirs[:12]}, {source} has "
-            f"{base_hash[:12]}). Set model.id or model.path to the base it was trained on."
+            f"{base_hash[:12]}). Set model.id or model.path, model.dtype and policy.quantization to those of its run."
         )
 
 

@@ -111,6 +111,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(distill, learning_model_dir, tea
     shutil.rmtree(parts / "checkpoints" / "step-000002")
     code, out, err = distill(learning_model_dir, parts, keys | {"train.max_steps": 2}, "--resume")
     assert code == 0 and "resuming from" in out and "calibrated" not in out, err
+    assert f"adapter {parts / 'adapters' / 'v000002'} for nvfp4" in out
     ours, theirs = (read_manifest(path / "adapters" / "v000002", "adapter") for path in (whole, parts))
     assert ours["tensor_hash"] == theirs["tensor_hash"] and ours["quant_cfg"] == theirs["quant_cfg"] == "nvfp4"
     assert ours["quantizer_hash"] == theirs["quantizer_hash"]

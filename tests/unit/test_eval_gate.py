@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from eval import gate
-from eval.artifacts import artifact_hash
+from eval.artifacts import artifact_hash, find_sources
 from eval.problems import held_out, problems_hash
 from eval.run import measurement
 from recipes.parts.config import config_from_dict
@@ -335,3 +335,18 @@ def test_a_promotion_written_by_hand_is_taken_back(run):
     manifest = run.merged / "grpo" / "fp8" / MANIFEST
     write_json(manifest, {**read_json(manifest), "promoted": True})
     assert decide(run) == 1 and not promoted(run)
+
+
+def test_what_is_not_merged_yet_is_named_one_by_one_with_a_command_that_is_not_refused(tmp_path):
+    """As `merge --compare_bases` leaves a run: the policy in bf16 and nothing of the base."""
+    run = RunDir(tmp_path)
+    write_json(run.base_file, {"hash": "a" * 64})
+    (run.merged / "grpo" / "bf16").mkdir(parents=True)
+    (run.merged / "grpo" / "bf16" / "manifest.json").write_text("{}")
+    with pytest.raises(BadInput) as refused:
+        find_sources(run, ["nf4", "bf16", "fp8"])
+    places = ", ".join(str(run.merged / cell) for cell in ("base/bf16", "base/fp8", "grpo/fp8"))
+    assert f"not merged yet: {places}. Make it with" in str(refused.value)
+    assert str(refused.value).endswith(" --format bf16 fp8 --overwrite")
+    with pytest.raises(BadInput, match=r"--format fp8$"):
+        find_sources(run, ["fp8"])
