@@ -103,6 +103,34 @@ def test_a_packed_step_has_the_gradient_of_the_padded_one(recipe, learning_model
     assert found["padded"]["quant_clip_fraction"] is None  # no calibrated range
 
 
+def test_an_optimizer_that_leaves_no_trace_in_the_tensors_trains_the_same(
+    recipe, learning_model_dir, tmp_path, read_jsonl, monkeypatch
+):
+    """As DeepSpeed and 8-bit optimizers do: no tensor's version tells of an update, and peaks are found again."""
+    update, updates = torch.optim.AdamW.step, []
+
+    def unseen(self, *args, **kwargs):
+        tensors = [one for group in self.param_groups for one in group["params"]]
+        versions = [one._version for one in tensors]
+        answer = update(self, *args, **kwargs)
+        updates.append(sum(one._version > version for one, version in zip(tensors, versions, strict=True)))
+        torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+        return answer
+
+    found = []
+    for name in ("seen", "unseen"):
+        if name == "unseen":
+            monkeypatch.setattr(torch.optim.AdamW, "step", unseen)
+        keys = {"policy.quant_cfg": "fp8", "train.max_steps": 3, "train.learning_rate": 1e-2}
+        code, said = recipe(arguments(learning_model_dir, tmp_path / name, keys))
+        assert code == 0, said
+        assert sum(row["grad_norm"] > 0 for row in read_jsonl(tmp_path / name / "metrics.jsonl")) > 1, "nothing to see"
+        found.append(load_file(tmp_path / name / "adapters" / "v000003" / "adapter_model.safetensors"))
+    assert len(updates) == 3 and all(updates)
+    seen, other = found
+    assert all(torch.equal(value, other[name]) for name, value in seen.items())
+
+
 def test_a_resume_and_an_adapter_of_another_format_are_refused(run, recipe, learning_model_dir, tmp_path):
     other = W4A4 | {"policy.quant_cfg": "fp8_static"}
     code, said = recipe(arguments(learning_model_dir, run.path, other | {"train.max_steps": 2}, ("--resume",)))

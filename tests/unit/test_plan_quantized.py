@@ -140,6 +140,22 @@ def test_a_format_with_input_ranges_has_a_calibration_and_others_have_none():
     assert quantized.calibration_tokens(prompts) == 8 * 100
 
 
+@pytest.mark.parametrize(("free", "limit", "is_kept"), [(4.1, 1.0, True), (3.9, 1.0, False), (9.0, 0.5, False)])
+def test_on_a_gpu_weights_are_kept_where_half_of_what_the_process_may_have_holds_them(
+    monkeypatch, free, limit, is_kept
+):
+    layers = {"q": torch.nn.Linear(64, 48), "k": torch.nn.Linear(64, 16)}
+    size = 2 * 64 * 64
+    cuda = {"mem_get_info": (free * size / 2, 10 * size / 2), "get_per_process_memory_fraction": limit}
+    cuda["memory_allocated"] = 1.5 * size / 2
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(qat, "quantized_layers", lambda model: layers)
+    monkeypatch.setattr(qat, "_device", lambda layers: torch.device("cuda"))
+    monkeypatch.setattr(qat, "_shape", lambda layer: layer.weight.shape)
+    assert qat._has_room(None) == is_kept
+
+
 def test_generating_in_process_keeps_the_weights_where_half_of_the_free_memory_holds_them():
     assert quantized.ROOM_FOR_KEPT == qat.ROOM_FOR_KEPT
     whole = 2 * SHAPE.linear_weights / memory.GIB

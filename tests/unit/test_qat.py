@@ -381,21 +381,6 @@ def test_generation_makes_every_weight_once_and_keeps_none(small, monkeypatch):
     assert all(module.product._kept is None for module in qat.quantized_layers(model).values())
 
 
-@pytest.mark.parametrize(("free", "limit", "is_kept"), [(4.1, 1.0, True), (3.9, 1.0, False), (9.0, 0.5, False)])
-def test_on_a_gpu_weights_are_kept_where_half_of_what_the_process_may_have_holds_them(
-    small, monkeypatch, free, limit, is_kept
-):
-    model = small("nvfp4a16")
-    layers = qat.quantized_layers(model).values()
-    size = 2 * sum(one.product.layer.out_features * one.product.layer.in_features for one in layers)
-    cuda = {"mem_get_info": (free * size / 2, 10 * size / 2), "get_per_process_memory_fraction": limit}
-    cuda["memory_allocated"] = 1.5 * size / 2
-    for name, value in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(qat, "_device", lambda layers: torch.device("cuda"))
-    assert qat._has_room(model) == is_kept
-
-
 def test_an_uncalibrated_model_says_so(small):
     with pytest.raises(CheckFailed, match="has no input range"):
         small("nvfp4")(input_ids=token_ids())
