@@ -31,6 +31,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's `main` and exit: 0 done, 1 a check said no, 2 bad input.
 
     A `KitError` and a full disk print one message; of several processes that fail alike, the main one prints it.
+    Ctrl-C ends the process by SIGINT, as Python does, without the stack of what happened to be running.
     """
     # On some CPUs bitsandbytes asks for a package with a kernel of its own, which merge.base turns off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -39,6 +40,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     except KitError as error:
         _tell(str(error))
         code = error.exit_code
+    except KeyboardInterrupt as error:
+        raise error.with_traceback(None) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

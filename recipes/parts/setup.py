@@ -235,7 +235,7 @@ def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
 def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
     """Around the training of `trainer`: its servers are let go however it ends; when it is done, the base still is the
     one of `facts` (base.json; else `CheckFailed`) and a line says what was made, with `note` at its end. A GPU without
-    memory is a `CheckFailed` too, with the keys that take less of it."""
+    memory is a `CheckFailed` too, with the keys that take less of it; Ctrl-C says where a resume starts."""
     import torch
 
     from recipes.parts.policy import check_base_unchanged
@@ -248,6 +248,13 @@ def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
         if not is_main_process():  # of one that fails alone, nobody else says why
             print(f"error: process {os.environ['RANK']}: {failed}", file=sys.stderr, flush=True)
         raise failed from error
+    except KeyboardInterrupt:
+        try:
+            rest = f"--resume goes on from {trainer.run.newest_checkpoint()}"
+        except BadInput:
+            rest = f"no checkpoint is there yet (train.save_steps {trainer.config.train.save_steps})"
+        say(f"interrupted in step {trainer.state.global_step + 1}: {rest}")
+        raise
     finally:
         if trainer.rollout and trainer.accelerator.is_main_process:
             trainer.rollout.close()

@@ -1,5 +1,8 @@
 """What every recipe does around its training, where no run of a recipe shows it."""
 
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
 from recipes.parts.quant_format import FORMATS
+from recipes.parts.rundir import RunDir, write_manifest
 from recipes.parts.setup import describe_format, training
 from tests.conftest import CONFIG
 
@@ -51,6 +55,39 @@ def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypa
     assert "PYTORCH" not in text and closed == [True] * (rank == 0)
     # The main process's own is printed by what runs the command.
     assert (f"error: process 1: {text}" in capsys.readouterr().err) == (rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "rest"),
+    [
+        (True, "--resume goes on from {}/checkpoints/step-000005"),
+        (False, "no checkpoint is there yet (train.save_steps 50)"),
+    ],
+)
+def test_an_interruption_says_where_a_resume_starts(saved, rest, tmp_path, capsys):
+    run = RunDir(tmp_path)
+    if saved:
+        (run.checkpoints / "step-000005").mkdir(parents=True)
+        write_manifest((run.checkpoints / "step-000005"), "training-state")
+    trainer = SimpleNamespace(
+        config=load_config(CONFIG, ["--train.save_steps", "50"]),
+        state=SimpleNamespace(global_step=6),
+        rollout=None,
+        run=run,
+    )
+    with pytest.raises(KeyboardInterrupt), training(trainer, {}):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out == f"interrupted in step 7: {rest.format(tmp_path)}\n"
+
+
+def test_an_interrupted_command_ends_by_the_signal_without_the_stack_of_what_was_running():
+    program = "import os, signal\nfrom recipes.parts.errors import run_command\n"
+    program += "def deep(n): deep(n - 1) if n else os.kill(os.getpid(), signal.SIGINT)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program + "run_command(lambda: deep(50))"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGINT and "in deep" not in done.stderr
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt") and len(done.stderr.splitlines()) < 10
 
 
 @pytest.mark.parametrize(
