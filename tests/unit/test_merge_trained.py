@@ -71,9 +71,11 @@ def test_the_checkpoint_computes_what_the_policy_with_its_quantizers_does(export
     found, plain = verifier.check_own("grpo", place), verifier.check_bf16("grpo", tmp_path / "bf16").mean_kl
     scores, without = verifier.scores["grpo"], verifier.plain["grpo"]
     off, update = compare(without, scores, verifier.batch).mean_kl, verifier.update_kl()
-    print(
-        f"{name}: KL(policy‖it) {found.mean_kl:.1e}, KL(policy without quantizers‖policy) {off:.1e}, "
-        f"KL(policy without quantizers‖bf16) {plain:.1e}, KL(policy‖base) {update:.1e}; {found.tokens} tokens"
+    read, bf16 = (verifier.compare("grpo", folder).mean_kl for folder in (place, tmp_path / "bf16"))
+    print(  # the row of merge/README.md
+        f"{name}: KL(policy‖it) {found.mean_kl:.1e}, read in float32 {read:.1e}, of the policy without quantizers "
+        f"{off:.1e}; KL(policy‖bf16) {bf16:.1e}, of the policy without quantizers {plain:.1e}; KL(policy‖base) "
+        f"{update:.1e}; {found.tokens} tokens"
     )
     assert found.mean_kl < 1e-8 and found.max_abs_dlogp < 1e-4 and found.top1_agreement == 1
     # Neither the quantizers nor the adapter could be left out without being seen; BF16 is the policy without them.
