@@ -159,6 +159,9 @@ def test_a_teacher_that_does_not_fit_is_refused_before_weights(
     vocabulary = str(read_json(source / "config.json")["vocab_size"])
     small = copied(source, tmp_path / "small", config=(f'"vocab_size": {vocabulary}', '"vocab_size": 99'))
     assert "scores 99 ids" in refused({"distill.teacher": small})
+    context = f'"max_position_embeddings": {read_json(source / "config.json")["max_position_embeddings"]}'
+    short = copied(source, tmp_path / "short", config=(context, '"max_position_embeddings": 40'))
+    assert "has a context of 40 tokens" in refused({"distill.teacher": short})
     assert "no model config at" in refused({"distill.teacher": tmp_path / "absent"})
     assert "does not exist" in refused({"distill.teacher_adapter": tmp_path / "absent"})
     few = {"distill.teacher_adapter": teacher, "policy.target_modules": ["q_proj"]}
