@@ -221,7 +221,13 @@ def _python(words: list[str]) -> str | None:
         return None  # python -c
     if not (ROOT / words[0]).is_file():
         return f"no file {words[0]}"
-    return _arguments(ROOT / words[0], words[1:], lambda: runpy.run_path(str(ROOT / words[0]), run_name="__main__"))
+    return _arguments(ROOT / words[0], words[1:], lambda: _run_file(ROOT / words[0]))
+
+
+def _run_file(file: Path) -> None:
+    """As `python FILE` does, with its folder first on the import path."""
+    sys.path.insert(0, str(file.parent))
+    runpy.run_path(str(file), run_name="__main__")
 
 
 def _module(module: str, arguments: list[str]) -> str | None:
