@@ -20,6 +20,7 @@ configuration can be given as --group.key value and hold for all runs.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--jobs", type=int, default=1, help="commands at once; default: 1")
     parser.add_argument("--cards", nargs="+", default=[], help="GPUs that runs are spread over, as CUDA names them")
     parser.add_argument("--out", type=Path, help="default: runs/<run.name>-qat-study")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands that are lacking, run none")
     return parser.parse_known_args(argv)
 
 
@@ -80,7 +82,6 @@ class Study:
         if self.config.eval.temperature == 0 and options.samples > 1:
             raise BadInput("eval.temperature is 0, so all --samples are the same. Set it, or --samples 1.")
         self.out: Path = options.out or self.config.run.directory.with_name(f"{self.config.run.name}-qat-study")
-        (self.out / "logs").mkdir(parents=True, exist_ok=True)
 
     def run(self, arm: str, seed: int, name: str | None = None) -> RunDir:
         return RunDir(self.out / (f"{arm}-{seed}" if name is None else f"{arm}-{name}-{seed}"))
@@ -93,7 +94,7 @@ class Study:
             recipe, keys = QUANTIZED, {"policy.quant_cfg": name}
         if arm == "qad":
             recipe, steps = DISTILLATION, self.options.distill_steps
-            teacher = self.run("ptq", seed).newest_adapter()
+            teacher = self.run("ptq", seed).adapter_dir(self.config.train.max_steps)
             keys |= {"policy.init_adapter": teacher, "distill.teacher_adapter": teacher}
             keys |= {"train.max_steps": steps, "train.learning_rate": self.options.distill_rate}
         if not (run.adapter_dir(steps) / MANIFEST).is_file():
@@ -120,8 +121,12 @@ class Study:
         self.judge(arm, seed, name)
 
     def command(self, run: RunDir, what: str, words: list[str]) -> None:
-        """Run one command; `CheckFailed` with its log when it fails."""
+        """Run one command, with --dry_run print it; `CheckFailed` with its log when it fails."""
+        if self.options.dry_run:
+            print(shlex.join(["python", *words]), flush=True)
+            return
         log = self.out / "logs" / f"{run.path.name}-{what}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         print(f"{run.path.name}: {what}", flush=True)
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
         if cards := self.options.cards:
@@ -136,7 +141,7 @@ class Study:
         """All runs; what failed. A distillation begins when the plain run that it starts from is trained, and is left
         out when that failed."""
         seeds, formats = self.options.seeds, self.options.formats
-        with ThreadPoolExecutor(self.options.jobs) as pool:
+        with ThreadPoolExecutor(1 if self.options.dry_run else self.options.jobs) as pool:
             plain = {seed: pool.submit(self.train, "ptq", seed, None) for seed in seeds}
             runs = [pool.submit(self.train_and_judge, "qat", seed, name) for seed in seeds for name in formats]
             for future in as_completed(plain.values()):
@@ -227,6 +232,8 @@ def main(argv: list[str] | None = None) -> int:
     study, started = Study(options, overrides), time.perf_counter()
     study.config.model.check_path()
     failed = study.everything()
+    if options.dry_run:
+        return DONE
     found = collect(study)
     command = " ".join(["python", "-m", "eval.qat_study", *(sys.argv[1:] if argv is None else argv)])
     head = (

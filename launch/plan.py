@@ -17,6 +17,7 @@ from launch.planning.cost import can_estimate
 from launch.planning.fitting import Layout, lay_out, splits
 from launch.planning.gpus import Card, parse_gpus
 from launch.planning.shapes import Shape, config_shape, find_shape, shape_by_size
+from recipes.parts import served_format
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 
@@ -84,6 +85,8 @@ def make_layout(config: Config, shape: Shape, card: Card, count: int) -> Layout:
     ):
         if value < 1:
             raise BadInput(f"{key} ({value}) must be at least 1.")
+    if wrong := served_format.problems(config):  # which no card changes
+        raise BadInput(" ".join(wrong))
     return lay_out(shape, config, card, count)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tests.unit.test_plan_activations as small
+from launch.plan import make_layout
 from launch.planning import cost, memory, quantized, teacher
 from launch.planning.fitting import candidates, lay_out
 from launch.planning.gpus import CARDS
@@ -179,6 +180,8 @@ def test_a_server_holds_what_the_format_is_served_as():
     assert right.fits and right.server["weights"] == pytest.approx(2 * SHAPE.linear_weights / memory.GIB)
     wrong = served(server__weights="fp8_per_channel")
     assert not wrong.fits and "Set server.weights to bf16." in wrong.problems[0]
+    with pytest.raises(BadInput, match=r"Set server\.weights to bf16"):  # no matter of memory, and no card changes it
+        make_layout(config(**SERVED | {"server__weights": "fp8_per_channel"}), SHAPE, H200, 2)
     folds = {
         fmt: served(policy__quant_cfg=fmt, server__weights=held).server["folding a layer"]
         for fmt, held in (("nvfp4a16", "bf16"), ("fp8", "fp8_per_channel"))

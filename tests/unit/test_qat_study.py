@@ -69,6 +69,17 @@ def test_every_format_is_trained_for_and_distilled_into_from_the_plain_run_of_it
     assert f"--policy.init_adapter={teacher}" in distilled and "--train.max_steps=40" in distilled
 
 
+def test_a_dry_run_prints_every_command_and_leaves_nothing(tmp_path, capsys):
+    words = ["--config", CONFIG, "--out", str(tmp_path / "study"), "--seeds", "0", "1", "--formats", "fp8"]
+    keys = ["--train.max_steps", "12", "--model.path", str(tmp_path)]
+    assert qat_study.main([*words, "--dry_run", *keys]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 * 3 * 3 and not (tmp_path / "study").exists()
+    assert sum("accelerate.commands.launch" in line for line in said) == 6
+    (distilled,) = [line for line in said if DISTILLATION in line and "run.seed=1" in line]
+    assert "distill.teacher_adapter=" in distilled and "ptq-1/adapters/v000012" in distilled
+
+
 def test_what_is_there_is_kept(study):
     study.everything()
     study.asked.clear()
