@@ -87,7 +87,7 @@ def test_the_first_death_ends_the_job_with_its_log_and_exit_code(cluster, enviro
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_before_the_time_limit_everything_ends_and_the_requeued_job_resumes(cluster, nodes):
     script = write(nodes)
-    job = cluster.submit(script, nodes, **SECOND, STEP_S="0.1")
+    job = cluster.submit(script, nodes, **SECOND, STEP_S="0.6")
     cluster.wait_for("runs/it/checkpoints/step-000002")
     job.send_signal(signal.SIGUSR1)
     out = finish(job)
@@ -125,7 +125,7 @@ def test_a_job_that_wrote_no_checkpoint_is_not_queued_again_and_a_restart_begins
 
 
 def test_scancel_ends_both_sides_and_queues_nothing(cluster):
-    job = cluster.submit(write(2), 2, **SECOND, STEP_S="0.1")
+    job = cluster.submit(write(2), 2, **SECOND, STEP_S="0.6")
     cluster.wait_for("runs/it/checkpoints/step-000002")
     job.send_signal(signal.SIGTERM)
     out = finish(job)
