@@ -142,14 +142,13 @@ class Study:
         out when that failed."""
         seeds, formats = self.options.seeds, self.options.formats
         with ThreadPoolExecutor(1 if self.options.dry_run else self.options.jobs) as pool:
-            plain = {seed: pool.submit(self.train, "ptq", seed, None) for seed in seeds}
+            plain = {pool.submit(self.train, "ptq", seed, None): seed for seed in seeds}
             runs = [pool.submit(self.train_and_judge, "qat", seed, name) for seed in seeds for name in formats]
-            for future in as_completed(plain.values()):
-                if future.exception() is None:
-                    seed = next(one for one, other in plain.items() if other is future)
-                    runs.append(pool.submit(self.judge, "ptq", seed, None))
-                    runs += [pool.submit(self.train_and_judge, "qad", seed, name) for name in formats]
-            return [str(error) for one in [*plain.values(), *runs] if (error := one.exception()) is not None]
+            for trained in as_completed(plain):
+                if trained.exception() is None:
+                    runs.append(pool.submit(self.judge, "ptq", plain[trained], None))
+                    runs += [pool.submit(self.train_and_judge, "qad", plain[trained], name) for name in formats]
+            return [str(error) for one in [*plain, *runs] if (error := one.exception()) is not None]
 
 
 def shares(run: RunDir, name: str) -> dict[str, float]:

@@ -20,7 +20,7 @@ variants, several adapters, a base that is split over processes.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -409,13 +409,9 @@ def keeping_weights(model: torch.nn.Module) -> Iterator[None]:
             module.product._kept = None
 
 
-def _device(layers: Iterable[torch.nn.Module]) -> torch.device:
-    return next(iter(layers)).product.layer.weight.device
-
-
 def _has_room(model: torch.nn.Module) -> bool:
     layers = quantized_layers(model).values()
-    device = _device(layers)
+    device = next(iter(layers)).product.layer.weight.device
     if device.type != "cuda":
         return True
     needed = 2 * sum(outputs * inputs for outputs, inputs in map(_shape, layers))

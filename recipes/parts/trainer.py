@@ -291,7 +291,10 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         parts = {name: getattr(value, "to_local", value.detach)() for name, value in found.items()}  # FSDP's shards
         try:
             file.parent.mkdir(exist_ok=True)
-            save_file({name: part.detach().cpu().contiguous().clone() for name, part in parts.items()}, file)
+            copies = {
+                name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in parts.items()
+            }
+            save_file(copies, file)  # which refuses tensors that share memory
         except SAVE_ERRORS as error:
             return f"Its rows could not be kept: {error}."
         return f"Its rows and the adapter are in {file}."

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
@@ -145,15 +146,15 @@ def test_a_format_with_input_ranges_has_a_calibration_and_others_have_none():
 def test_on_a_gpu_weights_are_kept_where_half_of_what_the_process_may_have_holds_them(
     monkeypatch, free, limit, is_kept
 ):
-    layers = {"q": torch.nn.Linear(64, 48), "k": torch.nn.Linear(64, 16)}
+    on_a_gpu = SimpleNamespace(layer=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
+    layers = {"q": SimpleNamespace(product=on_a_gpu, shape=(48, 64)), "k": SimpleNamespace(shape=(16, 64))}
     size = 2 * 64 * 64
     cuda = {"mem_get_info": (free * size / 2, 10 * size / 2), "get_per_process_memory_fraction": limit}
     cuda["memory_allocated"] = 1.5 * size / 2
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(qat, "quantized_layers", lambda model: layers)
-    monkeypatch.setattr(qat, "_device", lambda layers: torch.device("cuda"))
-    monkeypatch.setattr(qat, "_shape", lambda layer: layer.weight.shape)
+    monkeypatch.setattr(qat, "_shape", lambda layer: layer.shape)
     assert qat._has_room(None) == is_kept
 
 
