@@ -3,7 +3,7 @@
     python tests/gpu/bench_step.py --load A --variants plain fp8+liger+shared --out A.json
     python tests/gpu/bench_step.py --loads B C --variants default default+both --out BC.json
     python tests/gpu/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
-    python tests/gpu/bench_step.py --part scaling --out scaling.json
+    python tests/gpu/bench_step.py --part scaling --cards 4 --out scaling.json
     python tests/gpu/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
 
 An 8B shape with random weights, 250-token prompts, groups of 8, beta .01, LoRA of rank 16 on all linear layers; the
@@ -54,6 +54,7 @@ from servers import (
     Failed,
     OurServer,
     StockServer,
+    card,
     run_flags,
     server_flags,
     write_lengths,
@@ -67,6 +68,10 @@ from recipes.parts.rundir import write_json
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}}
+SCALING = {
+    2: [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])],
+    4: [(1, [1]), (2, [1, 2]), (4, [1, 2, 3]), (4, [0, 1, 2, 3])],
+}
 STOCK_SIDES = ("stock", "stock+none", "stock+both")
 SPARE_GIB = 3  # of a card that the trainer shares: its context, and what a replica needs while it syncs
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
@@ -102,7 +107,9 @@ class Bench:
     @property
     def cards(self) -> list[int]:
         """Those of our replicas: GPU 1, and GPU 0 where a row needs both. On a CPU the numbers of replicas."""
-        return [0, 1] if self.options.part == "scaling" or any(map(uses_both, self.options.variants)) else [1]
+        if self.options.part == "scaling":
+            return [*range(self.options.cards)]
+        return [0, 1] if any(map(uses_both, self.options.variants)) else [1]
 
     def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
         """The command line of a run of ours that asks the replicas of some cards."""
@@ -147,7 +154,7 @@ class Bench:
         if self.wants_ours and not (self.work / "base" / "manifest.json").is_file():
             words = ["-m", "merge", "base", *self.flags("base", self.largest)]
             with self.going_on("ours"):
-                self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else "0")
+                self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else str(card(0)))
         if with_stock:
             with self.going_on("stock"):
                 self.servers["stock"].wait(min(READY_S, self.left))
@@ -170,11 +177,11 @@ class Bench:
     def wants_ours(self) -> bool:
         return bool(self.options.variants) or self.options.part == "scaling"
 
-    def used(self, card: int) -> float | None:
-        return self.watch.now[card] if card < len(self.watch.now) else None
+    def used(self, number: int) -> float | None:
+        return self.watch.now[number] if number < len(self.watch.now) else None
 
-    def grown(self, card: int, before: float | None) -> float | None:
-        now = self.used(card)
+    def grown(self, number: int, before: float | None) -> float | None:
+        now = self.used(number)
         return now - before if now is not None and before is not None else None
 
     def wait_ours(self) -> None:
@@ -250,7 +257,7 @@ class Bench:
         words += ["--load", load, "--steps", steps, "--recompute", "none" if side == "stock+none" else "full"]
         words += ["--rehearse"] if self.cpu else []
         # TRL spreads a model over every GPU that it sees.
-        more = {} if self.cpu else {"CUDA_VISIBLE_DEVICES": "0"}
+        more = {} if self.cpu else {"CUDA_VISIBLE_DEVICES": str(card(0))}
         if uses_both(side):
             prefix, more = self.launcher(2)
             words = [*prefix, *words, "--colocate"]
@@ -265,6 +272,7 @@ class Bench:
             return ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", port], more
         name = "cpu" if self.cpu else "one_gpu" if processes == 1 else "ddp"
         words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+        words += ["--gpu_ids", card(0)] if name == "one_gpu" else []  # that file names card 0
         return [*words, "--num_processes", processes, "--main_process_port", port], more
 
     def our_steps(self, variant: str, load_name: str, trainers: int, cards: list[int]) -> list[dict[str, Any]]:
@@ -279,8 +287,8 @@ class Bench:
             self.wait_ours()  # what it takes of the cards is known then
             if not self.cpu:
                 # Not what is free now: the run before may still be letting go of its memory.
-                card = min(self.watch.totals[card] for card in shared)
-                keys["train.max_gpu_gib"] = int(card - self.server_gib["ours"] - SPARE_GIB)
+                least = min(self.watch.totals[number] for number in shared)
+                keys["train.max_gpu_gib"] = int(least - self.server_gib["ours"] - SPARE_GIB)
         words, more = self.launcher(trainers)
         words += ["tests/gpu/bench/recipe.py", *self.flags(name, load, cards)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
@@ -367,10 +375,11 @@ def rows(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def scale(bench: Bench) -> int:
-    """The first variant with one or two trainers and one or two replicas, on the first and the last cards."""
+    """The first variant with more and more trainers, on the first cards, and replicas, beside them as far as cards
+    are there. A trainer's speed does not depend on the replicas, so a row shows two numbers."""
     variant = (bench.options.variants or ["default"])[0]
     bench.prepare(False)
-    pairs = [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])]
+    pairs = SCALING[bench.options.cards]
     for load in bench.options.loads:
         for trainers, cards in pairs:
             bench.run(variant, load, trainers, cards, f"{trainers} trainers, {len(cards)} replicas")
@@ -398,6 +407,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--ours", nargs="+", default=[], metavar="KEY=VALUE", help="configuration of all our rows and of our server"
     )
+    parser.add_argument("--cards", type=int, choices=SCALING, default=2, help="of --part scaling")
     parser.add_argument("--cut", action="store_true", help="end a side after its last step: no checkpoint, no hash")
     parser.add_argument("--rehearse", action="store_true", help="a tiny shape on a CPU, weights not sent by stock")
     parser.add_argument("--out", type=Path, required=True, help="JSON with every number, written after each row")

@@ -11,7 +11,9 @@ seconds. Then torch's profiler records --profiled steps in the worker: the card'
 the card stood idle, and the kernels that took most. Needs CUDA and vllm. Prints the table last.
 
 The variants, joined by +: `bf16` or `fp8` (per channel, as server.weights has it), `kv` (FP8 KV cache, server.kv_cache
-fp8), `fused` (vLLM's own fused norm, activation and rotary kernels in place of Inductor's).
+fp8), `fused` (vLLM's own kernels for norm and quantization, activation and quantization in place of Inductor's) or
+`rope` (for the norms of queries and keys with the rotary embedding), `torch` (cuBLAS in place of CUTLASS), `tp2` (two
+cards for one engine).
 """
 
 import argparse
@@ -35,11 +37,15 @@ FUSED = {
     "custom_ops": ["+quant_fp8", "+rms_norm", "+silu_and_mul"],
     "pass_config": {"fuse_norm_quant": True, "fuse_act_quant": True},
 }
+ROPE = {"custom_ops": ["+rms_norm", "+rotary_embedding"], "pass_config": {"enable_qk_norm_rope_fusion": True}}
 LEVERS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantization": "fp8_per_channel"},
     "kv": {"kv_cache_dtype": "fp8"},
     "fused": {"compilation_config": FUSED},
+    "rope": {"compilation_config": ROPE},
+    "torch": {"linear_backend": "torch"},
+    "tp2": {"tensor_parallel_size": 2},
 }
 # The first that fits decides.
 GROUPS = (

@@ -22,7 +22,16 @@ from workload import CONFIG, ROOT, TARGETS, Work
 
 from launch.replicas import members, stop_groups
 
-STOCK_PORT, OUR_PORT, MEETING_PORT = 8460, 8470, 29650
+SHOWN = [int(one) for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.isdigit()]
+
+
+def card(number: int) -> int:
+    """The driver's number of the card that CUDA shows to this call as `number`."""
+    return SHOWN[number] if number < len(SHOWN) else number
+
+
+# Apart from those of a call on other cards of the same host.
+STOCK_PORT, OUR_PORT, MEETING_PORT = (port + 20 * card(0) for port in (8460, 8470, 29650))
 SHARE = 0.4  # of the rollout card, for each server
 READY_S = 240
 CHILDREN = ROOT / "tests/gpu/bench"
@@ -132,7 +141,7 @@ class StockServer:
         else:
             words += ["--weight-transfer-config", '{"backend": "nccl"}', "--gpu-memory-utilization", SHARE]
             words += ["--kv-cache-memory-bytes", int(kv_cache_gib(shape, loads) * 2**30)]
-            more |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
+            more |= {"CUDA_VISIBLE_DEVICES": str(card(gpu))}
         words += ["--host", "127.0.0.1", "--port", STOCK_PORT, "--max-model-len", context(loads) + 1]
         words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
         self.child = Child("stock-server", words, work, **more)
@@ -191,13 +200,13 @@ class OurServer:
 
 def server_flags(work: Path, loads: list[Work], shape: dict[str, Any], cards: list[int], cpu: bool) -> dict[str, Any]:
     """Configuration keys of our server: a replica on each of the cards, or as many on a CPU, for every load."""
-    urls = [f"http://127.0.0.1:{OUR_PORT + card}" for card in cards]
+    urls = [f"http://127.0.0.1:{OUR_PORT + number}" for number in cards]
     keys: dict[str, Any] = {"rollout.backend": "server", "rollout.sync": "remerge"}
     keys |= {"rollout.server_urls": json.dumps(urls), "server.base": work / "base"}
     keys |= {"server.weights": "fp8_per_channel", "server.max_num_seqs": max(load.completions for load in loads)}
     # A fixed size, because vLLM's own measurement fails when another process frees memory meanwhile.
     keys |= {"server.kv_cache_gib": 1 if cpu else kv_cache_gib(shape, loads), "server.enforce_eager": str(cpu).lower()}
-    return keys if cpu else keys | {"server.gpus": cards, "server.gpu_memory_utilization": SHARE}
+    return keys if cpu else keys | {"server.gpus": [*map(card, cards)], "server.gpu_memory_utilization": SHARE}
 
 
 def run_flags(work: Path, load: Work, name: str, served: dict[str, Any]) -> list[str]:
@@ -213,7 +222,7 @@ def run_flags(work: Path, load: Work, name: str, served: dict[str, Any]) -> list
 
 
 class CardWatch(threading.Thread):
-    """The most GiB in use on every card since `reset`, all processes, sampled every 50 ms; nothing without a GPU."""
+    """The most GiB in use on each visible card since `reset`, all processes, sampled every 50 ms; none without one."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -227,7 +236,8 @@ class CardWatch(threading.Thread):
             import pynvml
 
             pynvml.nvmlInit()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            shown = SHOWN or range(pynvml.nvmlDeviceGetCount())
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in shown]
             self.totals = [pynvml.nvmlDeviceGetMemoryInfo(one).total / 2**30 for one in handles]
             while self.running:
                 self.now = [pynvml.nvmlDeviceGetMemoryInfo(one).used / 2**30 for one in handles]
@@ -239,5 +249,5 @@ class CardWatch(threading.Thread):
     def reset(self) -> None:
         self.peaks = [*self.now]
 
-    def peak(self, card: int) -> float | None:
-        return self.peaks[card] if card < len(self.peaks) else None
+    def peak(self, number: int) -> float | None:
+        return self.peaks[number] if number < len(self.peaks) else None
