@@ -148,14 +148,15 @@ class Bench:
             words = ["tests/gpu/bench/model.py", "--out", self.work / "model", "--shape", shape]
             self.child("model", [*words, "--prompt", self.largest.prompt], 200)
         self.empty = self.used(1)
-        if with_stock:
+        asks = with_stock and not all(map(uses_both, self.options.stock_sides))
+        if asks:
             loads = [*self.loads.values()]
             self.servers["stock"] = StockServer(self.work, loads, None if self.cpu else 1, self.shape)
         if self.wants_ours and not (self.work / "base" / "manifest.json").is_file():
             words = ["-m", "merge", "base", *self.flags("base", self.largest)]
             with self.going_on("ours"):
                 self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else str(card(0)))
-        if with_stock:
+        if asks:
             with self.going_on("stock"):
                 self.servers["stock"].wait(min(READY_S, self.left))
                 self.server_gib["stock"] = self.grown(1, self.empty)
@@ -348,7 +349,8 @@ def compare(bench: Bench) -> int:
             for side, load in stock_rows(options, colocated=False):
                 bench.run(side, load)
             if number == options.rounds - 1:
-                bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
+                if "stock" in bench.servers:
+                    bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
                 if "ours" in bench.servers:
                     with bench.going_on("ours"):
                         time.sleep(1)  # until the card's memory was looked at again
