@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,8 +248,33 @@ def as_text(message: str | list[dict], tokenizer: Any) -> str:
 def log_probs(model: torch.nn.Module, batch: list[torch.Tensor]) -> list[torch.Tensor]:
     """Per sequence, the log-probs (T-1, V) of every next token, float32 on the CPU."""
     device = model.get_input_embeddings().weight.device
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), divided_input_scales():
         return [model(ids.to(device)).logits[0, :-1].float().log_softmax(-1).cpu() for ids in batch]
+
+
+@contextlib.contextmanager
+def divided_input_scales() -> Iterator[None]:
+    """Make compressed-tensors divide for the scale of a token's or a group's input, as servers and the policy do.
+
+    It writes peak / 448.0, which PyTorch on a GPU computes as peak times the reciprocal: a last bit off in float32.
+    That moves a few inputs to the next FP8 number, and every layer behind them. In float64 the last bit is right after
+    rounding, whatever the arithmetic.
+    """
+    from compressed_tensors.quantization.utils import helpers
+
+    theirs = helpers.calculate_qparams
+
+    def divided(low: torch.Tensor, high: torch.Tensor, form: Any, *others: Any, **keys: Any) -> tuple:
+        if form.scale_dtype is not None:  # scales that are rounded to FP8: their quotient is by a tensor
+            return theirs(low, high, form, *others, **keys)
+        scale, zero = theirs(low.double(), high.double(), form, *others, **keys)
+        return scale.to(low.dtype), zero
+
+    helpers.calculate_qparams = divided
+    try:
+        yield
+    finally:
+        helpers.calculate_qparams = theirs
 
 
 @dataclass(frozen=True)

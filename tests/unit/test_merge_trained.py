@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import helpers
 from safetensors.torch import load_file, save_file
 
 from merge import quantize
@@ -13,8 +15,17 @@ from merge.__main__ import main
 from merge.merge import read_adapter, write_bf16
 from merge.quantize import quantize_checkpoint
 from merge.trained import find_trained
-from merge.verify import Verifier, base_checkpoint, compare, fixed_batch, load_policy, log_probs
+from merge.verify import (
+    Verifier,
+    base_checkpoint,
+    compare,
+    divided_input_scales,
+    fixed_batch,
+    load_policy,
+    log_probs,
+)
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.fake_quant import fake_quantize_activation
 from recipes.parts.qat import STATE, quantizers_off
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
@@ -80,6 +91,31 @@ def test_the_checkpoint_computes_what_the_policy_with_its_quantizers_does(export
     assert found.mean_kl < 1e-8 and found.max_abs_dlogp < 1e-4 and found.top1_agreement == 1
     # Neither the quantizers nor the adapter could be left out without being seen; BF16 is the policy without them.
     assert off > 1e-3 and update > 1e-3 and plain < 2e-4
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_input_scales_are_quotients_where_torch_multiplies_by_the_reciprocal(name, monkeypatch):
+    def on_a_gpu(low, high, form, global_scale=None):
+        peak = torch.maximum(low.abs(), high.abs())
+        return peak * (1 / torch.full_like(peak, 448.0)), None  # how torch on a GPU divides by a Python number
+
+    monkeypatch.setattr(helpers, "calculate_qparams", on_a_gpu)
+    fmt = FORMATS[name].activation
+    strategy = {"strategy": "token"} if fmt.per == "token" else {"strategy": "group", "group_size": fmt.group}
+    form = QuantizationArgs(num_bits=8, type="float", symmetric=True, dynamic=True, **strategy)
+    x = torch.randn(1, 4096, 256, generator=torch.Generator().manual_seed(0))
+    policy = fake_quantize_activation(x, fmt)
+    rows = x if fmt.per == "token" else x.unflatten(-1, (-1, fmt.group))
+
+    def read() -> torch.Tensor:
+        scale, _ = helpers.compute_dynamic_scales_and_zp(x, form, None)
+        scale = scale.view(*rows.shape[:-1], 1)
+        return ((rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).view(x.shape)
+
+    assert (read() != policy).any()
+    with divided_input_scales():
+        torch.testing.assert_close(read(), policy, rtol=0, atol=0)
+    assert helpers.calculate_qparams is on_a_gpu
 
 
 def scaled(folder: Path, suffix: str, factor: float) -> Path:
