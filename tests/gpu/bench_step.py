@@ -381,6 +381,7 @@ def scale(bench: Bench) -> int:
     are there. A trainer's speed does not depend on the replicas, so a row shows two numbers."""
     variant = (bench.options.variants or ["default"])[0]
     bench.prepare(False)
+    bench.wait_ours()  # its start is no part of the first row's time
     pairs = SCALING[bench.options.cards]
     for load in bench.options.loads:
         for trainers, cards in pairs:

@@ -17,10 +17,12 @@ cards for one engine).
 """
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -171,6 +173,25 @@ def child(options: argparse.Namespace) -> None:
     print("FOUND " + json.dumps({"variant": options.child, "ready": ready, "rows": found, "profile": profile}))
 
 
+def run_child(variant: str, log: Path, limit_s: float) -> tuple[list[str], str]:
+    """The lines with figures of one variant, and why there are none. Nothing of it is left: an engine outlives the
+    process that started it, with its memory."""
+    words = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
+    with open(log, "w") as file:
+        process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(limit_s)
+            error = ""
+        except subprocess.TimeoutExpired:
+            error = f"out of time after {limit_s:.0f} s; "
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = log.read_text(errors="replace")
+    return [line for line in said.splitlines() if line.startswith("FOUND ")], f"{error}{said[-2000:]}"
+
+
 def table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for one in results:
         profile = one["profile"]
@@ -200,7 +221,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=4096, help="tokens of a completion")
     parser.add_argument("--profiled", type=int, default=16, help="steps in the profile")
     parser.add_argument("--share", type=float, default=0.5, help="of the card's memory")
-    parser.add_argument("--limit_s", type=float, default=240, help="longest time of one variant")
+    parser.add_argument(
+        "--limit_s", type=float, default=400, help="longest time of one variant; the first one compiles"
+    )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: no graphs, no kernels")
     parser.add_argument("--out", type=Path, required=True, help="JSON with every number; traces beside it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -221,19 +244,15 @@ def main() -> None:
         return
     results, failed = [], []
     for variant in options.variants:
-        words = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
-        began = time.perf_counter()
-        try:
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=options.limit_s)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        except subprocess.TimeoutExpired:
-            lines, done = [], None
+        began, log = time.perf_counter(), options.out.with_suffix("") / f"{variant}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        lines, error = run_child(variant, log, options.limit_s)
         if lines:
             results.append(json.loads(lines[0].removeprefix("FOUND ")))
             options.out.write_text(json.dumps({"command": sys.argv, "results": results}, indent=1))
         else:
             failed.append(variant)
-            print(f"{variant}: {(done.stdout + done.stderr)[-3000:] if done else 'out of time'}", flush=True)
+            print(f"{variant}: {error}", flush=True)
         print(f"{variant}: {time.perf_counter() - began:.0f} s", flush=True)
     table(results, options)
     raise SystemExit(bool(failed))

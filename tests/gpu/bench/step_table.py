@@ -110,6 +110,6 @@ def efficiencies(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "step" in row:
             one = first.setdefault(row["load"], row)
-            update = row["update_tok_s"] / one["update_tok_s"] / row["trainers"]
-            rollout = row["rollout_tok_s"] / one["rollout_tok_s"] / row["replicas"]
+            update = row["update_tok_s"] / one["update_tok_s"] * one["trainers"] / row["trainers"]
+            rollout = row["rollout_tok_s"] / one["rollout_tok_s"] * one["replicas"] / row["replicas"]
             print(f"{row['load']} {row['side']}: update efficiency {update:.0%}, rollout efficiency {rollout:.0%}")
