@@ -49,12 +49,13 @@ LEVERS: dict[str, dict[str, Any]] = {
     "torch": {"linear_backend": "torch"},
     "tp2": {"tensor_parallel_size": 2},
 }
-# The first that fits decides.
+# The first that fits decides. Inductor names its kernels after all that they take the place of, products too.
 GROUPS = (
+    ("norm, activation, quantization", r"^triton_|norm_dynamic|NormRope"),
     ("attention", r"flash|attn|attention|fmha|split_?kv|combine|reshape_and_cache"),
     ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitk|gemv|::mm"),
-    ("sampling", r"softmax|gumbel|top_?k|argmax|logprob|sample|penalt|rand|philox|exponential"),
-    ("norm, activation, quantization", r"norm|quant|silu|rotary|rope|triton_"),
+    ("sampling", r"softmax|gumbel|top_?k|argmax|logprob|sample|penalt|rand|philox|exponential|ranks"),
+    ("norm, activation, quantization", r"norm|quant|silu|rotary|rope"),
 )
 TOP = 20
 
