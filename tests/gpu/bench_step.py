@@ -3,30 +3,32 @@
     python tests/gpu/bench_step.py --load A --variants plain fp8+liger+shared --out A.json
     python tests/gpu/bench_step.py --loads B C --variants default default+both --out BC.json
     python tests/gpu/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
+    python tests/gpu/bench_step.py --load A --stock_sides stock+one --variants default+one --out one.json  # one card
     python tests/gpu/bench_step.py --part scaling --cards 4 --out scaling.json
     python tests/gpu/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
 
 An 8B shape with random weights, 250-token prompts, groups of 8, beta .01, LoRA of rank 16 on all linear layers; the
 trainer on GPU 0, both servers on GPU 1. With `both` in a variant a trainer process and a replica are on either card:
-the replicas of GPU 0 and 1 then are there from the start, and other variants ask that of GPU 1 only. Work A: 128
-completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at 2,048. C: 32 of 4,096. A plugin
-in all vLLM servers fixes the lengths (bench_lengths.py), which change from row to row.
+the replicas of GPU 0 and 1 then are there from the start, and other variants ask that of GPU 1 only. With `one` both
+are on GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at
+2,048. C: 32 of 4,096. A plugin in all vLLM servers fixes the lengths (bench_lengths.py), which change from row to row.
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
-defaults have it; ratios are to that. `--stock_sides stock stock+none stock+both` adds rows without checkpointing, and
-of TRL's colocated mode, a process and its vLLM on either card, works A and C only. Ours: the recipe's main() under
-accelerate with a reward that random text can earn, NF4, FP8 server with remerge. A variant is levers of workload.py
-joined by +, or written key=value; `plain` is every lever off, `default` what the configuration says when nothing is
-asked for; plain@BC runs for works B and C only. --ours gives keys of all our rows and of our server, such as
-server.kv_cache=fp8, or a format's: policy.quant_cfg=nvfp4a16 server.weights=bf16 runs grpo_qat.py. With --rounds the
-sides alternate. --warm steps come first and do not count, nor does one step more of `overlap`, whose batch was
-generated behind a slow first step. Figures are medians of the others. `step` is wall-clock from the end of one step to
-the end of the next, `gen` what the trainer waited for completions, `refs` the forwards without gradients, `upd`
-forward, backward and optimizer, of ours all else too; tok/s of rollout and update are over gen and upd, with a shared
-prompt counted for each of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989
-TFLOP/s. `trainer` is torch's peak of a process, of stock+both with vLLM in it, `card 0` what the driver saw of that
-card (with `both` in any variant, a replica too), `server` what the server took of GPU 1 when ready. Stock's rows come
-first; in the last round its server then ends, and what needs its memory begins.
+defaults have it. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and of TRL's
+colocated mode, a process and its vLLM on either card or on GPU 0, works A and C only. Ratios are to `stock`, without
+it to the first of stock's rows. Ours: the recipe's main() under accelerate with a reward that random text can earn,
+NF4, FP8 server with remerge. A variant is levers of workload.py joined by +, or written key=value; `plain` is every
+lever off, `default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only.
+--ours gives keys of all our rows and of our server, such as server.kv_cache=fp8, or a format's:
+policy.quant_cfg=nvfp4a16 server.weights=bf16 runs grpo_qat.py. With --rounds the sides alternate. --warm steps come
+first and do not count, nor does one step more of `overlap`, whose batch was generated behind a slow first step.
+Figures are medians of the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the
+trainer waited for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours
+all else too; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each of its
+completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of
+a process, of TRL's colocated mode with vLLM in it, `card 0` what the driver saw of that card (with `both` or `one` in
+any variant, a replica too), `server` what a server took of its card when ready. Stock's rows come first; in the last
+round its server then ends, and what needs its memory begins.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -67,12 +69,13 @@ from recipes.parts.rundir import write_json
 
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
-VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}}
+VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}, "one": {}}
+SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
 SCALING = {
     2: [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])],
     4: [(1, [1]), (2, [1, 2]), (4, [1, 2, 3]), (4, [0, 1, 2, 3])],
 }
-STOCK_SIDES = ("stock", "stock+none", "stock+both")
+STOCK_SIDES = ("stock", "stock+none", "stock+both", "stock+one")
 SPARE_GIB = 3  # of a card that the trainer shares: its context, and what a replica needs while it syncs
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
 
@@ -106,10 +109,10 @@ class Bench:
 
     @property
     def cards(self) -> list[int]:
-        """Those of our replicas: GPU 1, and GPU 0 where a row needs both. On a CPU the numbers of replicas."""
+        """Those of our replicas, whatever rows need: GPU 1, or GPU 0, or both. On a CPU the numbers of replicas."""
         if self.options.part == "scaling":
             return [*range(self.options.cards)]
-        return [0, 1] if any(map(uses_both, self.options.variants)) else [1]
+        return sorted({number for variant in self.options.variants for number in replicas_of(variant)}) or [1]
 
     def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
         """The command line of a run of ours that asks the replicas of some cards."""
@@ -147,8 +150,8 @@ class Bench:
             shape = "tiny" if self.cpu else "8b"
             words = ["tests/gpu/bench/model.py", "--out", self.work / "model", "--shape", shape]
             self.child("model", [*words, "--prompt", self.largest.prompt], 200)
-        self.empty = self.used(1)
-        asks = with_stock and not all(map(uses_both, self.options.stock_sides))
+        self.empty = [*self.watch.now]
+        asks = with_stock and not all(map(shared_cards, self.options.stock_sides))
         if asks:
             loads = [*self.loads.values()]
             self.servers["stock"] = StockServer(self.work, loads, None if self.cpu else 1, self.shape)
@@ -159,7 +162,7 @@ class Bench:
         if asks:
             with self.going_on("stock"):
                 self.servers["stock"].wait(min(READY_S, self.left))
-                self.server_gib["stock"] = self.grown(1, self.empty)
+                self.server_gib["stock"] = self.grown(1)
                 self.say("the stock server is ready")
         if self.wants_ours and "ours" not in self.broken:
             # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
@@ -178,12 +181,10 @@ class Bench:
     def wants_ours(self) -> bool:
         return bool(self.options.variants) or self.options.part == "scaling"
 
-    def used(self, number: int) -> float | None:
-        return self.watch.now[number] if number < len(self.watch.now) else None
-
-    def grown(self, number: int, before: float | None) -> float | None:
-        now = self.used(number)
-        return now - before if now is not None and before is not None else None
+    def grown(self, number: int) -> float | None:
+        """GiB of a card that are in use now and were not before the servers."""
+        now, before = self.watch.now, self.empty
+        return now[number] - before[number] if number < min(len(now), len(before)) else None
 
     def wait_ours(self) -> None:
         if "ours" not in self.server_gib:
@@ -196,7 +197,7 @@ class Bench:
         if {"ours", "stock"} & self.servers.keys() != {"ours"} or "ours" in self.server_gib:
             return
         if self.servers["ours"].is_ready:
-            self.server_gib["ours"] = self.grown(1, self.empty)
+            self.server_gib["ours"] = self.grown(self.cards[-1])
             self.say("our server is ready")
 
     def run(
@@ -204,11 +205,12 @@ class Bench:
     ) -> None:
         """One row: a side's steps, or its error. What it leaves on the disk is in a directory of its own. Ours runs on
         the first `trainers` cards and asks the replicas of `cards`."""
-        trainers, cards = (2, [0, 1]) if uses_both(side) else (trainers, cards or [1])
+        trainers, cards = shared_cards(side) or trainers, cards or replicas_of(side)
         row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": len(cards)}
         kind = "stock" if side.startswith("stock") else "ours"
         try:
-            if kind in self.broken and side != "stock+both":  # which needs no server
+            needs_server = kind == "ours" or not shared_cards(side)
+            if kind in self.broken and needs_server:
                 raise Failed(self.broken[kind])
             if self.left < (0 if self.cpu else LEAST_S[kind]):
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
@@ -218,7 +220,7 @@ class Bench:
             if not (counted := [one for one in steps if one["number"] > self.warm(side)]):
                 raise Failed(f"{len(steps)} steps, none after the first {self.warm(side)}")
             row |= figures(counted, self.loads[load], self.shape, trainers)
-            server = None if side == "stock+both" else self.server_gib.get(kind)
+            server = self.server_gib.get(kind) if needs_server else None
             row |= {"server_gib": server, "card_gib": self.watch.peak(0)}
         except Failed as error:
             row["error"] = str(error)
@@ -259,8 +261,8 @@ class Bench:
         words += ["--rehearse"] if self.cpu else []
         # TRL spreads a model over every GPU that it sees.
         more = {} if self.cpu else {"CUDA_VISIBLE_DEVICES": str(card(0))}
-        if uses_both(side):
-            prefix, more = self.launcher(2)
+        if processes := shared_cards(side):
+            prefix, more = self.launcher(processes)
             words = [*prefix, *words, "--colocate"]
         return self.steps_of(name, words, steps, read_rows, **more)
 
@@ -335,8 +337,14 @@ class Bench:
         self.watch.running = False
 
 
-def uses_both(variant: str) -> bool:
-    return "both" in variant.partition("@")[0].split("+")
+def shared_cards(side: str) -> int:
+    """On how many cards, from the first, a side trains and samples in turn; 0 where each is on a card of its own."""
+    return max(SHARED.get(name, 0) for name in side.partition("@")[0].split("+"))
+
+
+def replicas_of(variant: str) -> list[int]:
+    """The cards of the replicas that a variant asks."""
+    return [*range(shared_cards(variant))] or [1]
 
 
 def compare(bench: Bench) -> int:
@@ -366,7 +374,7 @@ def compare(bench: Bench) -> int:
 def stock_rows(options: argparse.Namespace, colocated: bool) -> list[tuple[str, str]]:
     """(side, load) of stock's rows, in their order: those with its server, or the ones that need the server's memory,
     in which vLLM does not know of works with many lengths."""
-    sides = [side for side in options.stock_sides if uses_both(side) == colocated]
+    sides = [side for side in options.stock_sides if bool(shared_cards(side)) == colocated]
     return [(side, load) for load in options.loads for side in sides if not (colocated and WORKS[load].is_lognormal)]
 
 
@@ -424,8 +432,10 @@ def read_options() -> argparse.Namespace:
             parser.error(f"unknown levers {', '.join(unknown)} in {variant}; there are {', '.join(VARIANTS)}")
     if len(options.steps) not in (1, len(options.loads)):
         parser.error(f"--steps names {len(options.steps)} numbers for {len(options.loads)} loads")
-    if options.rounds > 1 and not options.stock and any(map(uses_both, options.variants)):
-        parser.error("both needs the memory of stock's server, which stays between rounds: give --stock or --rounds 1")
+    if options.rounds > 1 and not options.stock and any(map(shared_cards, options.variants)):
+        parser.error(
+            "one and both need the memory of stock's server, which stays between rounds: --stock or --rounds 1"
+        )
     if options.stock and not options.stock.is_file():
         parser.error(f"--stock {options.stock} does not exist")
     return options

@@ -19,7 +19,7 @@ import decode_profile
 from kernel_groups import group_of
 from memory_child import SHAPES, parameters
 from servers import write_lengths
-from step_table import figures, read_rows, table
+from step_table import efficiencies, figures, read_rows, table
 from update_child import Batch
 from workload import CONFIG, LEVERS, ROOT, WORKS, Work, linear_weights, step_flops, update_flops
 
@@ -128,6 +128,23 @@ def test_servers_are_on_both_cards_when_a_variant_needs_them_and_the_others_ask_
     assert served["server"]["kv_cache_gib"] * 2**30 > 1.1 * WORKS["A"].tokens * each > 1.1 * WORKS["C"].tokens * each
 
 
+def test_one_card_is_enough_where_every_side_shares_it(bench):
+    made = bench("--load", "A", "--stock_sides", "stock+one", "--variants", "default+one", "fp8+one")
+    found = settings(made.flags("server", made.largest))
+    assert found["rollout"]["server_urls"] == ["http://127.0.0.1:8470"] and found["server"]["gpus"] == [0]
+    assert bench_step.stock_rows(made.options, True) == [("stock+one", "A")]
+    assert not bench_step.stock_rows(made.options, False) and bench_step.replicas_of("fp8+one@A") == [0]
+
+
+def test_scaling_is_by_card(capsys):
+    rows = [{"load": "A", "side": "2", "trainers": 2, "replicas": 2, "step": 1.0, "update_tok_s": 200.0}]
+    rows.append(rows[0] | {"side": "4", "trainers": 4, "replicas": 3, "update_tok_s": 380.0})
+    efficiencies([row | {"rollout_tok_s": 60.0} for row in rows])
+    two, four = capsys.readouterr().out.splitlines()
+    assert two == "A 2: update efficiency 100%, rollout efficiency 100%"
+    assert four == "A 4: update efficiency 95%, rollout efficiency 67%"
+
+
 def test_keys_of_ours_reach_the_server_and_every_row(bench):
     keys = ["server.kv_cache=fp8", "server.weights=bf16", "policy.quant_cfg=nvfp4a16"]
     made = bench("--load", "A", "--variants", "shared+overlap", "--ours", *keys)
@@ -152,6 +169,9 @@ def test_rows_are_compared_with_stock_of_the_same_load(capsys, tmp_path):
     three = figures([step | {"step": seconds} for seconds in (3, 9, 4)], load, SHAPES["8b"], 1)
     assert three["step"] == 4 and three["range"] == [3, 9] and "1 steps of 10.00 to 10.00 s" in told
     assert figures([step | {"step": 1}], load, SHAPES["8b"], 2)["mfu"] == rows[0]["mfu"] / 2
+    table([rows[0] | {"side": "stock+one"}, rows[2]], None)  # the only one that ran
+    alone = capsys.readouterr().out
+    assert [line.split()[2] for line in alone.splitlines() if line.startswith("x ")] == ["4.00"]
     (tmp_path / "stock.json").write_text(json.dumps({"rows": rows[:2]}))
     table(rows[2:], tmp_path / "stock.json")
     again = capsys.readouterr().out

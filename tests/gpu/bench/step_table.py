@@ -67,13 +67,14 @@ def earlier_rows(file: Path | None) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], earlier: Path | None) -> None:
-    """Every row by load, and its ratio to the mean of stock's rows of that load."""
+    """Every row by load, and its ratio to the mean of stock's rows of that load, of `stock` where it ran."""
     others = earlier_rows(earlier)
     width = max([len(row["side"]) for row in rows] + [4])
     for load in dict.fromkeys(row["load"] for row in rows):
         mine = [row for row in rows if row["load"] == load]
         stock = [row for row in mine if row["side"] == "stock" and "step" in row]
         stock = stock or [row for row in others if row["load"] == load and "step" in row]
+        stock = stock or [row for row in mine if row["side"].startswith("stock") and "step" in row][:1]
         print_load(load, mine, stock, width)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from recipe import pay
+from servers import SHARE
 from workload import TARGETS, TINY_WORKS, WORKS
 
 seconds: dict[str, float] = defaultdict(float)
@@ -147,7 +148,7 @@ def main() -> None:
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}]} for row in rows])
     if options.colocate:
         sampler = {"vllm_mode": "colocate", "vllm_max_model_length": load.prompt + load.longest + 1}
-        sampler["generation_kwargs"] = {"ignore_eos": True}
+        sampler |= {"generation_kwargs": {"ignore_eos": True}, "vllm_gpu_memory_utilization": SHARE}
     else:
         sampler = {"vllm_mode": "server", "vllm_server_base_url": options.url, "vllm_server_timeout": 120}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
