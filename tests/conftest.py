@@ -135,8 +135,7 @@ def tiny_model_dir(made_once) -> Path:
 @pytest.fixture(scope="session")
 def learning_model_dir(made_once) -> Path:
     """A base with a third of its sampled answers right: of four groups of four, hardly ever has none a spread."""
-    options = "--steps 300 --batch 24 --learning_rate 5e-3 --processes 1 --hidden 64 --layers 2"
-    options += " --limit 6 --problems 800 --heldout 40 --overwrite"
+    options = "--hidden 64 --layers 2 --limit 4 --problems 400 --heldout 40 --steps 200 --processes 1 --overwrite"
 
     def make(folder: Path) -> None:
         command = [sys.executable, "-m", "tests.float64_base", "--out", str(folder), *options.split()]
