@@ -10,10 +10,10 @@ generates --new tokens for so many sequences at once, each with another random p
 seconds. Then torch's profiler records --profiled steps in the worker: the card's ms a step by group of kernels, what
 the card stood idle, and the kernels that took most. Needs CUDA and vllm. Prints the table last.
 
-The variants, joined by +: `bf16` or `fp8` (per channel, as server.weights has it), `kv` (FP8 KV cache, server.kv_cache
-fp8), `fused` (vLLM's own kernels for norm and quantization, activation and quantization in place of Inductor's) or
-`rope` (for the norms of queries and keys with the rotary embedding), `torch` (cuBLAS in place of CUTLASS), `tp2` (two
-cards for one engine).
+The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --model) or `fp8` (per channel, as
+server.weights has it), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and
+quantization, activation and quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the
+rotary embedding), `torch` (cuBLAS in place of CUTLASS), `tp2` (two cards for one engine).
 """
 
 import argparse
@@ -42,6 +42,7 @@ FUSED = {
 ROPE = {"custom_ops": ["+rms_norm", "+rotary_embedding"], "pass_config": {"enable_qk_norm_rope_fusion": True}}
 LEVERS: dict[str, dict[str, Any]] = {
     "bf16": {},
+    "stored": {},
     "fp8": {"quantization": "fp8_per_channel"},
     "kv": {"kv_cache_dtype": "fp8"},
     "fused": {"compilation_config": FUSED},
