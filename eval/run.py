@@ -22,7 +22,7 @@ from eval.problems import held_out, problems_hash
 from eval.score import MATH, Scoring, score, summarize
 from eval.stats import ALPHA
 from eval.tasks import TASKS, scoring_of, task_config
-from eval.vllm_backend import ask_vllm, vllm_version
+from eval.vllm_backend import ask_vllm, missing_kernel, vllm_version
 from recipes.parts.config import Config, load_config, resolve
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, write_json
@@ -171,8 +171,22 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     plan = Plan(
         run, out, config, formats, sources, problems, base, endpoints, arguments.reuse, scoring, arguments.task
     )
+    check_kernels(plan)
     check_endpoints(plan)
     return plan
+
+
+def check_kernels(plan: Plan) -> None:
+    """`BadInput` names the cells that vLLM is known not to serve on this processor."""
+    if plan.config.eval.backend != "vllm":
+        return
+    cells = [(policy, name) for name in plan.formats if name != "nf4" for policy in POLICIES]
+    missing = {f"{policy}/{name}": missing_kernel(plan.place(policy, name)) for policy, name in cells}
+    if lacking := {cell: reason for cell, reason in missing.items() if reason}:
+        raise BadInput(
+            f"{', '.join(lacking)}: {next(iter(lacking.values()))}. Name other formats with --formats, or measure "
+            "with --eval.backend transformers."
+        )
 
 
 def find_endpoints(arguments: argparse.Namespace, config: Config, formats: list[str]) -> dict:

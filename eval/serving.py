@@ -28,6 +28,7 @@ import requests
 import yaml
 
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
+from eval.vllm_backend import missing_kernel
 from launch.replicas import ERROR, Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
 from recipes.parts.config import FORMATS
@@ -233,9 +234,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             result["formats"][name] = measure(settings, name)
         except CheckFailed as error:
-            told = {"error": str(error).splitlines()[0], "log": str(log_file(settings, name))}
+            log = log_file(settings, name)
+            told = {"error": str(error).splitlines()[0], "log": str(log) if log.is_file() else None}
             result["failed"][name] = told
-            print(f"{name}: failed: {told['error']}\n  log: {told['log']}", flush=True)
+            print(f"{name}: failed: {told['error']}" + (f"\n  log: {log}" if told["log"] else ""), flush=True)
         except (Stopped, KeyboardInterrupt):
             done = ", ".join((*result["formats"], *result["failed"]))
             kept = f"{file} holds {done}" if done else f"{file} was not written"
@@ -249,6 +251,8 @@ def main(argv: list[str] | None = None) -> int:
 def measure(settings: Settings, name: str) -> dict:
     """One format's row of serving.json: its server started, every concurrency measured, the server ended."""
     path = settings.checkpoints[name]
+    if reason := missing_kernel(path):
+        raise CheckFailed(f"{reason}. Serve another format, fp8 for example.")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

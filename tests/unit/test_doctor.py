@@ -87,6 +87,9 @@ def test_a_healthy_machine_is_left_alone(tmp_path):
     healthy = machine(BIG, both, environment={"OMP_NUM_THREADS": "1"}, statvfs=statvfs(500), **card)
     assert quiet(host.python(healthy)) == []
     assert quiet(host.platform(healthy, "avx2 avx512f")) == []
+    for flags, told in (("avx2", True), ("avx2 avx512f", False)):
+        (row,) = host.platform(machine(), flags)
+        assert row.status == "ok" and ("w4a16 and awq only with AVX-512" in row.found) == told
     assert quiet(host.memory(healthy, (64.0, 60.0))) == []
     assert quiet(host.limits(healthy, limit(), True)) == []
     assert quiet(host.shm(healthy)) == []

