@@ -98,7 +98,7 @@ def test_a_stock_sync_that_fails_leaves_the_adapter_merged(learning_model_dir):
 
 
 def on_training_problems(model, base: Path) -> Callable[[], float]:
-    """The share of 200 problems that `model` answers right: it was trained on them for seconds, and gets a quarter."""
+    """The share of 200 problems that `model` answers right: it was trained on them for seconds, and gets 0.62."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
@@ -109,15 +109,15 @@ def on_training_problems(model, base: Path) -> Callable[[], float]:
 def test_stock_syncs_of_a_growing_adapter_cost_the_accuracy_and_ours_do_not(learning_model_dir):
     model = load_policy(learning_model_dir, size=0.1)
     accuracy = on_training_problems(model, learning_model_dir)
-    ours = measure_ours(model, learning_model_dir, 20, accuracy, grow=20)
-    start, ten, twenty = measure_stock(model, [0, 10, 20], accuracy, grow=20)
-    # Adapters of three seeds: 0.245 at the start, 0.17 to 0.23 after 10 and 0.03 after 20, adapter on or off.
-    assert start.accuracy_off > 0.1 and start.accuracy_on == start.accuracy_off
+    ours = measure_ours(model, learning_model_dir, 60, accuracy, grow=60)
+    start, half, end = measure_stock(model, [0, 30, 60], accuracy, grow=60)
+    # Adapters of three seeds: 0.62 at the start, 0.39 to 0.58 after 30 and none right after 60, adapter on or off.
+    assert start.accuracy_off > 0.3 and start.accuracy_on == start.accuracy_off
     for side in ("accuracy_on", "accuracy_off"):
-        assert getattr(twenty, side) < min(getattr(ten, side), 0.4 * start.accuracy_off), (start, ten, twenty)
+        assert getattr(end, side) < min(getattr(half, side), 0.4 * start.accuracy_off), (start, half, end)
     assert ours.accuracy_off == start.accuracy_off, "the reference answers as it did"
     assert ours.accuracy_on > 0.75 * start.accuracy_off, (
-        "0.26 to 0.32: a random adapter of this size alone harms little"
+        "0.60 to 0.71: a random adapter of this size alone harms little"
     )
 
 

@@ -266,8 +266,8 @@ def small(learning_model_dir):
     return make
 
 
-def loss_and_gradients(model, autocast=False, checkpointing=False):
-    torch.manual_seed(2)
+def loss_and_gradients(model, autocast=False, checkpointing=False, seed=2):
+    torch.manual_seed(seed)
     ids = torch.randint(0, 300, (3, 20))
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -289,11 +289,16 @@ def test_a_fused_model_has_the_loss_and_gradients_of_the_plain_one(small, double
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
 def test_a_fused_model_in_bfloat16_differs_as_rounding_does(small, adapter):
-    exact, truth = loss_and_gradients(small())
-    _, gradients = loss_and_gradients(small(dtype="bfloat16", adapter=adapter), autocast=True)
-    found, ours = loss_and_gradients(small("fused", "bfloat16", adapter), autocast=True)
-    assert abs(found - exact) < 0.01 * exact
-    assert relative(ours, truth) < 1.2 * relative(gradients, truth)
+    exact, plain, fused = small(), small(dtype="bfloat16", adapter=adapter), small("fused", "bfloat16", adapter)
+    errors = []
+    for seed in range(8):  # of one batch either has up to 1.7 times the other's error
+        loss, truth = loss_and_gradients(exact, seed=seed)
+        _, gradients = loss_and_gradients(plain, autocast=True, seed=seed)
+        found, ours = loss_and_gradients(fused, autocast=True, seed=seed)
+        assert abs(found - loss) < 0.01 * loss
+        errors.append((relative(ours, truth), relative(gradients, truth)))
+    ours, theirs = map(sum, zip(*errors, strict=True))
+    assert ours < 1.4 * theirs, errors
 
 
 def test_an_fp8_model_repeats_itself_under_checkpointing_and_stays_near_the_plain_one(small):
