@@ -116,7 +116,7 @@ def test_several_greedy_samples_are_refused_as_the_same_completion(model, tokeni
 def test_noise_turns_argmax_into_samples_of_softmax_that_are_independent_across_rows():
     torch.manual_seed(0)
     temperature, logits = 0.7, 2 * torch.randn(40)
-    expected = (logits / temperature).softmax(-1).numpy()
+    expected = (logits.double() / temperature).softmax(-1).numpy()  # whose sum the test below compares to 1e-8
     noise, tokens = generate.GumbelNoise(temperature, 5, [(row // 2, row % 2) for row in range(200)], 10), []
     for position in range(200):
         scores = noise(torch.zeros(200, 10 + position), logits.repeat(200, 1))
