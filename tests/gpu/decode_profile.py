@@ -1,7 +1,7 @@
 """Where a decoding step of a rollout server goes: ms by context, the card's kernels, what vLLM's settings change.
 
     python tests/gpu/decode_profile.py --model /tmp/bench_step/base --sequences 16 32 --out decode.json
-    python tests/gpu/decode_profile.py --model /tmp/bench_step/base --variants fp8 fp8+kv+fused --out decode.json
+    python tests/gpu/decode_profile.py --shape 8b --variants fp8+kv w4a16+kv nvfp4a16+kv --kv_gib 12 --out decode.json
 
 Long completions are decoding steps one after the other, so their speed is that of a step. For every variant a vLLM
 engine in a process of its own, with the kit's sampling (temperature 1, the sampled token's log-prob, no detokenizing),
@@ -10,14 +10,16 @@ generates --new tokens for so many sequences at once, each with another random p
 seconds. Then torch's profiler records --profiled steps in the worker: the card's ms a step by group of kernels, what
 the card stood idle, and the kernels that took most. Needs CUDA and vllm. Prints the table last.
 
-The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --model) or `fp8` (per channel, as
-server.weights has it), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and
+The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --model), `fp8` (per channel, as
+server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM takes for them), `marlin` (in its
+place), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and
 quantization, activation and quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the
 rotary embedding), `torch` (cuBLAS in place of CUTLASS), `tp2` (two cards for one engine).
 """
 
 import argparse
 import contextlib
+import fcntl
 import gzip
 import json
 import os
@@ -28,12 +30,17 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(1, str(Path(__file__).parent))
+
+from memory_child import SHAPES, make_directory
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 FUSED = {
     "custom_ops": ["+quant_fp8", "+rms_norm", "+silu_and_mul"],
@@ -47,6 +54,9 @@ LEVERS: dict[str, dict[str, Any]] = {
     "kv": {"kv_cache_dtype": "fp8"},
     "fused": {"compilation_config": FUSED},
     "rope": {"compilation_config": ROPE},
+    "w4a16": {"hf_overrides": {"quantization_config": "w4a16"}},
+    "nvfp4a16": {"hf_overrides": {"quantization_config": "nvfp4a16"}},
+    "marlin": {"linear_backend": "marlin"},
     "torch": {"linear_backend": "torch"},
     "tp2": {"tensor_parallel_size": 2},
 }
@@ -59,6 +69,7 @@ GROUPS = (
     ("norm, activation, quantization", r"norm|quant|silu|rotary|rope"),
 )
 TOP = 20
+LAYOUTS = {"w4a16", "nvfp4a16"}
 
 
 def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> Any:
@@ -67,6 +78,15 @@ def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> An
     keys: dict[str, Any] = {}
     for name in variant.split("+"):
         keys |= LEVERS[name]
+    if "hf_overrides" in keys:
+        from merge.quantize import quantization_config
+
+        layout = keys["hf_overrides"]["quantization_config"]
+        keys["hf_overrides"] = {"quantization_config": quantization_config(layout, ["lm_head"])}
+    if options.shape:
+        keys["load_format"] = "dummy"
+    if options.kv_gib:
+        keys["kv_cache_memory_bytes"] = int(options.kv_gib * 2**30)
     if traces is not None:
         keys["profiler_config"] = {
             "profiler": "torch",
@@ -169,29 +189,34 @@ def child(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     llm = engine(options, options.child, traces)
     ready = time.perf_counter() - began
-    timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warms up
-    found = [timed(llm, options, count) for count in options.sequences]
-    profile = profiled(llm, options, options.sequences[0], traces)
+    with open(options.out.with_suffix("") / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warms up
+        found = [timed(llm, options, count) for count in options.sequences]
+        profile = profiled(llm, options, options.sequences[0], traces)
     print("FOUND " + json.dumps({"variant": options.child, "ready": ready, "rows": found, "profile": profile}))
 
 
-def run_child(variant: str, log: Path, limit_s: float) -> tuple[list[str], str]:
-    """The lines with figures of one variant, and why there are none. Nothing of it is left: an engine outlives the
+def run_child(variant: str, options: argparse.Namespace) -> tuple[str, list[str], str, float]:
+    """A variant, its lines with figures, why there are none, seconds. Nothing of it is left: an engine outlives the
     process that started it, with its memory."""
+    began, log = time.perf_counter(), options.out.with_suffix("") / f"{variant}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
     with open(log, "w") as file:
         process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            process.wait(limit_s)
+            process.wait(options.limit_s)
             error = ""
         except subprocess.TimeoutExpired:
-            error = f"out of time after {limit_s:.0f} s; "
+            error = f"out of time after {options.limit_s:.0f} s; "
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     said = log.read_text(errors="replace")
-    return [line for line in said.splitlines() if line.startswith("FOUND ")], f"{error}{said[-2000:]}"
+    lines = [line for line in said.splitlines() if line.startswith("FOUND ")]
+    return variant, lines, f"{error}{said[-2000:]}", time.perf_counter() - began
 
 
 def table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -216,13 +241,16 @@ def table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--model", type=Path, required=True, help="what the server serves, e.g. a dequantized base")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, help="what the server serves, e.g. a dequantized base")
+    which.add_argument("--shape", choices=SHAPES, help="Qwen3's, with weights that vLLM makes up")
     parser.add_argument("--variants", nargs="+", default=["bf16", "fp8", "fp8+kv", "fp8+fused", "fp8+kv+fused"])
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 32], help="at once; the first is profiled")
     parser.add_argument("--prompt", type=int, default=250, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=4096, help="tokens of a completion")
     parser.add_argument("--profiled", type=int, default=16, help="steps in the profile")
     parser.add_argument("--share", type=float, default=0.5, help="of the card's memory")
+    parser.add_argument("--kv_gib", type=float, help="KV cache of every variant; then all of them start at once")
     parser.add_argument(
         "--limit_s", type=float, default=400, help="longest time of one variant; the first one compiles"
     )
@@ -233,9 +261,13 @@ def read_options() -> argparse.Namespace:
     for variant in options.variants:
         if unknown := [name for name in variant.split("+") if name not in LEVERS]:
             parser.error(f"unknown {', '.join(unknown)} in {variant}; there are {', '.join(LEVERS)}")
+        if options.model and LAYOUTS & set(variant.split("+")):
+            parser.error(f"{variant} is of --shape; a checkpoint of --model is served as `stored`")
     if options.new < 160:
         parser.error(f"--new {options.new}: early and late need 160 steps")
     options.out = options.out.resolve()
+    if options.shape:
+        options.model = options.out.with_suffix("") / "model"
     return options
 
 
@@ -244,18 +276,18 @@ def main() -> None:
     if options.child:
         child(options)
         return
+    if options.shape:
+        make_directory(options.model, options.shape, 250)
     results, failed = [], []
-    for variant in options.variants:
-        began, log = time.perf_counter(), options.out.with_suffix("") / f"{variant}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        lines, error = run_child(variant, log, options.limit_s)
-        if lines:
-            results.append(json.loads(lines[0].removeprefix("FOUND ")))
-            options.out.write_text(json.dumps({"command": sys.argv, "results": results}, indent=1))
-        else:
-            failed.append(variant)
-            print(f"{variant}: {error}", flush=True)
-        print(f"{variant}: {time.perf_counter() - began:.0f} s", flush=True)
+    with ThreadPoolExecutor(len(options.variants) if options.kv_gib else 1) as pool:
+        for variant, lines, error, seconds in pool.map(lambda one: run_child(one, options), options.variants):
+            if lines:
+                results.append(json.loads(lines[0].removeprefix("FOUND ")))
+                options.out.write_text(json.dumps({"command": sys.argv, "results": results}, indent=1))
+            else:
+                failed.append(variant)
+                print(f"{variant}: {error}", flush=True)
+            print(f"{variant}: {seconds:.0f} s", flush=True)
     table(results, options)
     raise SystemExit(bool(failed))
 
