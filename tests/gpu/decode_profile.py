@@ -14,7 +14,8 @@ The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --
 server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM takes for them), `marlin` (in its
 place), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and
 quantization, activation and quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the
-rotary embedding), `torch` (cuBLAS in place of CUTLASS), `tp2` (two cards for one engine).
+rotary embedding), `torch` (cuBLAS in place of CUTLASS), `triton` (attention by Triton in place
+of FlashAttention), `tp2` (two cards for one engine).
 """
 
 import argparse
@@ -58,6 +59,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "nvfp4a16": {"hf_overrides": {"quantization_config": "nvfp4a16"}},
     "marlin": {"linear_backend": "marlin"},
     "torch": {"linear_backend": "torch"},
+    "triton": {"attention_backend": "TRITON_ATTN"},
     "tp2": {"tensor_parallel_size": 2},
 }
 # The first that fits decides. Inductor names its kernels after all that they take the place of, products too.
@@ -278,6 +280,9 @@ def main() -> None:
         return
     if options.shape:
         make_directory(options.model, options.shape, 250)
+        config = options.model / "config.json"
+        longer = {"max_position_embeddings": options.prompt + options.new + 1}
+        config.write_text(json.dumps(json.loads(config.read_text()) | longer))
     results, failed = [], []
     with ThreadPoolExecutor(len(options.variants) if options.kv_gib else 1) as pool:
         for variant, lines, error, seconds in pool.map(lambda one: run_child(one, options), options.variants):
