@@ -2,6 +2,7 @@
 
     python tests/gpu/quantized_serving.py --model models/tiny-base --out quantized.json
     python tests/gpu/quantized_serving.py --model MODEL --tensor_parallel 2 --formats nvfp4 fp8_static
+    python tests/gpu/quantized_serving.py --runs runs/tiny-qat-study/qat-*-0   # policies as trained, on their text
 
 For every format a policy (NF4 base, random adapter, quantizers calibrated on the scored tokens) scores sequences; then
 vLLM, compiled and with CUDA graphs unless --eager, folds that adapter in and scores them. Columns: k3 of the server to
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,39 +30,72 @@ FORMATS = ("none", "w4a16", "nvfp4a16", "nvfp4", "fp8_static", "fp8", "fp8_block
 SEQUENCES, LENGTH, NEW_TOKENS, BATCH = 8, 64, 64, 32
 
 
-def write_policy(model_dir: Path, name: str, dtype: str, work: Path) -> None:
-    """The adapter as a sync sends it, and scores.json: log-probs of the policy with its quantizers and without."""
+def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any], dict[str, float]]:
+    """The model with a random adapter, sequences of random tokens, and the ranges that calibration finds on them."""
     import numpy as np
     import torch
 
-    from merge.verify import compute_in
     from recipes.parts import qat
-    from recipes.parts.adapter_file import AdapterFile
     from recipes.parts.calibration import calibrate
     from recipes.parts.quant_format import FORMATS as KNOWN
     from tests.evidence.stock_merge import load_policy
 
     fmt, peaks = KNOWN.get(name), {}
     model = load_policy(model_dir, size=0.05, seed=1, dtype=dtype)
-    device = next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(20, vocabulary - 20, size=(SEQUENCES, LENGTH))
-    tokens = torch.tensor(ids, device=device)
+    tokens = torch.tensor(ids, device=next(model.parameters()).device)
     if fmt is not None:
         qat.use_quantized_linears(model, fmt)
         calibrate(model, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
         peaks = {key.removesuffix(qat.AMAX): peak.item() for key, peak in qat.quantizer_state(model).items()}
+    return model, list(tokens.split(1)), peaks
 
-    def scores(lower: bool = dtype == "bfloat16") -> list[list[float]]:
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=lower):
-            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-        return logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0].tolist()
 
-    found = {"ids": ids.tolist(), "policy": scores()}
+def trained_policy(path: Path, dtype: str) -> tuple[Any, list[Any], dict[str, float]]:
+    """The policy of a run as it was trained, sequences of that run, and its quantizers' ranges."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from merge import verify
+    from recipes.parts import qat
+    from recipes.parts.rundir import RunDir
+
+    run = RunDir.open(path)
+    model = verify.load_policy(run, run.newest_adapter(), dtype=getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(verify.base_directory(run))
+    batch = verify.fixed_batch(run, tokenizer, model.config.get_text_config().vocab_size)
+    device = next(model.parameters()).device
+    peaks = {key.removesuffix(qat.AMAX): peak.item() for key, peak in qat.quantizer_state(model).items()}
+    return model, [ids.to(device) for ids in batch], peaks
+
+
+def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
+    """The adapter as a sync sends it, and scores.json: log-probs of the policy with its quantizers and without."""
+    import torch
+
+    from merge.verify import compute_in
+    from recipes.parts import qat
+    from recipes.parts.adapter_file import AdapterFile
+
+    dtype, is_format = given.dtype, name != "none"
+    model, batch, peaks = (
+        trained_policy(given.runs[0], dtype) if given.runs else random_policy(given.model, name, dtype)
+    )
+
+    def scores(lower: bool = dtype == "bfloat16") -> list[float]:
+        found: list[float] = []
+        for ids in batch:
+            with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, enabled=lower):
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            found += logits.log_softmax(-1).gather(2, ids[:, 1:, None])[0, :, 0].tolist()
+        return found
+
+    found = {"ids": [ids[0].tolist() for ids in batch], "policy": scores()}
     with qat.quantizers_off(model):
         found["plain"] = scores()
-    sent = torch.float32 if fmt is not None else getattr(torch, dtype)
-    AdapterFile(model, sent, "", None, fmt and fmt.name, peaks).write(work / "adapter", 1)
+    sent = torch.float32 if is_format else getattr(torch, dtype)
+    AdapterFile(model, sent, "", None, name if is_format else None, peaks).write(work / "adapter", 1)
     compute_in(model, torch.float32)
     found["float32"] = scores(lower=False)
     (work / "scores.json").write_text(json.dumps(found))
@@ -75,6 +110,7 @@ def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, i
     from recipes.parts.served_format import served_weights
 
     fmt, options = KNOWN.get(name), {}
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads((work / "scores.json").read_text())["ids"]]
     if fmt is not None:
         options["additional_config"] = {"quant_cfg": name}
         if (weights := served_weights(fmt)) != "bf16":
@@ -82,7 +118,7 @@ def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, i
     llm = LLM(
         model=str(base),
         dtype=dtype,
-        max_model_len=2 * LENGTH + NEW_TOKENS,
+        max_model_len=max(len(one["prompt_token_ids"]) for one in prompts) + NEW_TOKENS + 1,
         max_num_seqs=BATCH,
         enforce_eager=is_eager,
         enable_prefix_caching=False,
@@ -103,30 +139,30 @@ def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, i
     call("remerge_setup", str(base), "gpu")
     call("remerge_stage", "a", str(work / "adapter"))
     folds = [call("remerge_activate", "a") for _ in range(4)]
-    prompts = [{"prompt_token_ids": ids} for ids in json.loads((work / "scores.json").read_text())["ids"]]
     score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate(prompts, score, use_tqdm=False)
-    served = [[next(iter(place.values())).logprob for place in one.prompt_logprobs[1:]] for one in outputs]
-    sample = SamplingParams(n=BATCH // SEQUENCES, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    served = [next(iter(place.values())).logprob for one in outputs for place in one.prompt_logprobs[1:]]
+    prompts = prompts[:SEQUENCES]
+    sample = SamplingParams(n=BATCH // len(prompts), max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     llm.generate(prompts, sample, use_tqdm=False)
     started = time.perf_counter()
     llm.generate(prompts, sample, use_tqdm=False)
-    speed = BATCH * NEW_TOKENS / (time.perf_counter() - started)
+    speed = BATCH // len(prompts) * len(prompts) * NEW_TOKENS / (time.perf_counter() - started)
     facts = {"served": served, "first_fold_s": folds[0], "fold_s": min(folds[1:]), "tokens_per_s": speed}
     (work / "served.json").write_text(json.dumps(facts))
 
 
-def k3(policy: list[list[float]], sampler: list[list[float]]) -> float:
+def k3(policy: list[float], sampler: list[float]) -> float:
     import numpy as np
 
     difference = np.subtract(policy, sampler)
     return float(np.mean(np.expm1(difference) - difference))
 
 
-def run(arguments: argparse.Namespace, name: str, base: Path, work: Path) -> dict:
-    """One format's row; its two halves are processes of their own, so that each has the card to itself."""
+def run(arguments: argparse.Namespace, name: str, source: list[str], base: Path, work: Path) -> dict:
+    """One row; its two halves are processes of their own, so that each has the card to itself."""
     work.mkdir()
-    common = ["--model", str(arguments.model), "--dtype", arguments.dtype, "--formats", name, "--work", str(work)]
+    common = [*source, "--dtype", arguments.dtype, "--formats", name, "--work", str(work)]
     common += ["--base", str(base), "--tensor_parallel", str(arguments.tensor_parallel)]
     for part in ("policy", "server"):
         line = [
@@ -146,9 +182,22 @@ def run(arguments: argparse.Namespace, name: str, base: Path, work: Path) -> dic
     return {key: k3(scores["policy"], other) for key, other in distances.items()} | row
 
 
+def sources(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
+    """(label, format, where its policy comes from) of every row."""
+    if not given.runs:
+        return [(name, name, ["--model", str(given.model)]) for name in given.formats]
+    from merge.trained import find_trained
+    from recipes.parts.rundir import RunDir
+
+    trained = {path: find_trained(RunDir.open(path)) for path in given.runs}
+    return [(path.name, one.format.name if one else "none", ["--runs", str(path)]) for path, one in trained.items()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="directory of a 16-bit model")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, help="directory of a 16-bit model, which gets a random adapter")
+    which.add_argument("--runs", type=Path, nargs="+", help="runs of one base, with the formats that they trained for")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tensor_parallel", type=int, default=1)
@@ -158,36 +207,38 @@ def main() -> int:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part == "policy":
-        write_policy(given.model, given.formats[0], given.dtype, Path(given.work))
+        write_policy(given, given.formats[0], Path(given.work))
         return 0
     if given.part == "server":
         (name,), work = given.formats, Path(given.work)
         serve(name, given.dtype, work, Path(given.base), given.tensor_parallel, given.eager)
         return 0
     from merge.export import main as merge_base
+    from recipes.parts.rundir import RunDir
 
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
-        keys = [f"--model.path={given.model}", f"--model.dtype={given.dtype}"]
-        if code := merge_base(["--config", str(CONFIG), *keys, "--out", str(base)]):
+        keys = ["--config", str(CONFIG), f"--model.path={given.model}", f"--model.dtype={given.dtype}"]
+        if given.runs:
+            (file := Path(folder) / "config.yaml").write_text(json.dumps(RunDir.open(given.runs[0]).config()))
+            keys = ["--config", str(file)]
+        if code := merge_base([*keys, "--out", str(base)]):
             return code
         rows: dict[str, dict] = {}
-        for name in given.formats:
+        for label, name, source in sources(given):
             started = time.perf_counter()
-            rows[name] = run(given, name, base, Path(folder) / name)
-            print(f"{name}: k3 {rows[name]['k3']:.2g}, {time.perf_counter() - started:.0f} s", flush=True)
+            rows[label] = run(given, name, source, base, Path(folder) / label)
+            print(f"{label}: k3 {rows[label]['k3']:.2g}, {time.perf_counter() - started:.0f} s", flush=True)
             if given.out:  # what is known when the time is over
                 given.out.write_text(json.dumps(rows, indent=2) + "\n")
-    print(f"{'format':<11} {'k3':>9} {'rounding':>9} {'off':>9} {'first fold s':>12} {'fold s':>8} {'tok/s':>8}")
+    print(f"{'policy':<16} {'k3':>9} {'rounding':>9} {'off':>9} {'first fold s':>12} {'fold s':>8} {'tok/s':>8}")
     for name, row in rows.items():
         print(
-            f"{name:<11} {row['k3']:>9.2g} {row['rounding']:>9.2g} {row['off']:>9.2g} {row['first_fold_s']:>12.3f} "
+            f"{name:<16} {row['k3']:>9.2g} {row['rounding']:>9.2g} {row['off']:>9.2g} {row['first_fold_s']:>12.3f} "
             f"{row['fold_s']:>8.3f} {row['tokens_per_s']:>8.0f}"
         )
     far = [
-        name
-        for name, row in rows.items()
-        if name != "none" and not row["k3"] < max(row["off"] / 2, 2 * row["rounding"])
+        name for name, row in rows.items() if row["off"] and not row["k3"] < max(row["off"] / 2, 2 * row["rounding"])
     ]
     if far:
         print(f"{', '.join(far)}: the server is farther from its policy than half of the quantizers, twice rounding")
