@@ -11,6 +11,8 @@ judged on the same held-out problems, sampled with the same random numbers. A di
 seeds: the mean over the seeds, with a 95 % bootstrap over the problems, and another interval over the seeds (Student's
 t), which also holds what another run would change. `kl` is that of the checkpoint to the policy
 that was trained, nats a token; `steps` counts those of the reward's curve until it is within .05 of its last ten.
+`k3` is the sampler's over the last ten steps (servers only), `step s` the median of a step's seconds, `GiB` the most
+memory that a step took on its GPU, without one that of the process; means of the seeds.
 
 Each step is the command a user would type; its output goes to <out>/logs. What is there already is kept, so the study
 goes on where it was interrupted. The table comes last, study.md and study.json in --out keep it. Keys of the
@@ -165,13 +167,21 @@ def means(tables: Iterable[dict[str, float]]) -> np.ndarray:
     return np.array([statistics.mean(table[problem] for table in tables) for problem in sorted(tables[0])])
 
 
-def curve(run: RunDir) -> dict[str, float]:
-    """First and last steps of the reward's curve, and when it came near its end."""
-    rewards = [json.loads(line)["reward"] for line in run.metrics_file.read_text().splitlines()]
+def curve(run: RunDir) -> dict[str, Any]:
+    """First and last steps of the reward's curve, and when it came near its end; the sampler's k3 over the last ones,
+    None where rollouts are made in process; the median of the steps' seconds; the most memory."""
+    steps = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    rewards = [one["reward"] for one in steps]
     last = statistics.mean(rewards[-ENDS:])
     means = [statistics.mean(rewards[max(0, end - ENDS) : end]) for end in range(1, len(rewards) + 1)]
     near = next(step for step, mean in enumerate(means, 1) if mean >= last - NEAR)
-    return {"first": statistics.mean(rewards[:ENDS]), "last": last, "steps": near}
+    k3 = [value for one in steps[-ENDS:] if (value := one["sampler_k3"]) is not None]
+    return {
+        **{"first": statistics.mean(rewards[:ENDS]), "last": last, "steps": near},
+        "k3": statistics.mean(k3) if k3 else None,
+        "step_s": statistics.median(one["seconds"]["step"] for one in steps),
+        "peak_gib": max((value for one in steps for value in one["peak_gib"].values()), default=None),
+    }
 
 
 def collect(study: Study) -> dict[str, Any]:
@@ -205,6 +215,7 @@ def collect(study: Study) -> dict[str, Any]:
 
 def markdown(found: dict[str, Any], head: str) -> str:
     names = ["format", "arm", "accuracy", "by seed", "minus ptq", "over seeds", "kl", "reward", "steps"]
+    names += ["k3", "step s", "GiB"]
     lines = [head, "", f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for name, arms in found.items():
         for arm, row in arms.items():
@@ -217,7 +228,11 @@ def markdown(found: dict[str, Any], head: str) -> str:
             cells = [name, arm, f"{100 * row['accuracy']:.1f} {points(row['interval'])}"]
             cells += [" ".join(f"{100 * value:.1f}" for value in row["by_seed"]), shown, seeds]
             cells += [f"{kl:.1e}" if kl is not None else "–", rewards]
-            lines.append("| " + " | ".join([*cells, " ".join(str(one["steps"]) for one in row["curve"])]) + " |")
+            cells.append(" ".join(str(one["steps"]) for one in row["curve"]))
+            for key, form in (("k3", ".1e"), ("step_s", ".2f"), ("peak_gib", ".2f")):
+                held = [one[key] for one in row["curve"] if one[key] is not None]
+                cells.append(format(statistics.mean(held), form) if held else "–")
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,9 @@ CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 PROBLEMS = 60
 
 
+FACTS = {"sampler_k3": 0.001, "seconds": {"step": 1.5, "update": 0.5}, "peak_gib": {"rollout": 2.0, "update": 3.0}}
+
+
 def options(out: Path, *words: str) -> tuple:
     return qat_study.parse_arguments(["--config", CONFIG, "--out", str(out), "--train.max_steps", "12", *words])
 
@@ -39,7 +42,7 @@ def study(tmp_path, monkeypatch):
             adapter.mkdir(parents=True)
             (adapter / "manifest.json").write_text(json.dumps({"kind": "adapter", "files": {}}))
             curve = [0.0] * 6 + [1.0] * (steps - 6)
-            run.metrics_file.write_text("".join(json.dumps({"reward": one}) + "\n" for one in curve))
+            run.metrics_file.write_text("".join(json.dumps({"reward": one, **FACTS}) + "\n" for one in curve))
         elif what == "merge":
             for name in words[words.index("--format") + 1 :]:
                 folder = run.merged / "grpo" / name
@@ -95,8 +98,12 @@ def test_the_table_compares_with_the_plain_run_in_the_same_format(study):
     row = found["fp8"]["qat"]
     assert row["accuracy"] == 0.75 and row["by_seed"] == [0.75, 0.75] and row["kl"] == [0.5, 0.5]
     assert row["change"]["difference"] == pytest.approx(0.25) and row["change"]["interval"][0] > 0
-    assert row["curve"] == [{"first": 0.4, "last": 0.6, "steps": 12}] * 2
-    assert "| fp8 | qat | 75.0" in qat_study.markdown(found, "head")
+    facts = {"first": 0.4, "last": 0.6, "steps": 12, "k3": 0.001, "step_s": 1.5, "peak_gib": 3.0}
+    assert row["curve"] == [pytest.approx(facts)] * 2
+    (line,) = [
+        line for line in qat_study.markdown(found, "head").splitlines() if line.startswith("| fp8 | qat | 75.0")
+    ]
+    assert line.endswith("| 1.0e-03 | 1.50 | 3.00 |")
 
 
 def failing_at(study: Any, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, str]) -> None:
