@@ -4,6 +4,7 @@
     python tests/gpu/bench_step.py --loads B C --variants default default+both --out BC.json
     python tests/gpu/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
     python tests/gpu/bench_step.py --load A --stock_sides stock+one --variants default+one --out one.json  # one card
+    python tests/gpu/bench_step.py --variants both both+policy.quant_cfg=nvfp4a16+server.weights=bf16 --out qat.json
     python tests/gpu/bench_step.py --part scaling --cards 4 --out scaling.json
     python tests/gpu/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
 
@@ -18,17 +19,17 @@ defaults have it. `--stock_sides stock stock+none stock+both stock+one` adds row
 colocated mode, a process and its vLLM on either card or on GPU 0, works A and C only. Ratios are to `stock`, without
 it to the first of stock's rows. Ours: the recipe's main() under accelerate with a reward that random text can earn,
 NF4, FP8 server with remerge. A variant is levers of workload.py joined by +, or written key=value; `plain` is every
-lever off, `default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only.
---ours gives keys of all our rows and of our server, such as server.kv_cache=fp8, or a format's:
-policy.quant_cfg=nvfp4a16 server.weights=bf16 runs grpo_qat.py. With --rounds the sides alternate. --warm steps come
-first and do not count, nor does one step more of `overlap`, whose batch was generated behind a slow first step.
-Figures are medians of the others. `step` is wall-clock from the end of one step to the end of the next, `gen` what the
-trainer waited for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours
-all else too; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each of its
-completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of
-a process, of TRL's colocated mode with vLLM in it, `card 0` what the driver saw of that card (with `both` or `one` in
-any variant, a replica too), `server` what a server took of its card when ready. Stock's rows come first; in the last
-round its server then ends, and what needs its memory begins.
+lever off, `default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only. A
+variant's server.* and policy.quant_cfg, which runs grpo_qat.py, are its servers' too: one with others waits for
+servers of its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides
+alternate. --warm steps come first and do not count, nor does one step more of `overlap`, whose batch was generated
+behind a slow first step. Figures are medians of the others. `step` is wall-clock from the end of one step to the end
+of the next, `gen` what the trainer waited for completions, `refs` the forwards without gradients, `upd` forward,
+backward and optimizer, of ours all else too; tok/s of rollout and update are over gen and upd, with a shared prompt
+counted for each of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s.
+`trainer` is torch's peak of a process, of TRL's colocated mode with vLLM in it, `card 0` what the driver saw of that
+card (with `both` or `one` in any variant, a replica too), `server` what a server took of its card when ready. Stock's
+rows come first; in the last round its server then ends, and what needs its memory begins.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -70,6 +71,7 @@ from recipes.parts.rundir import write_json
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}, "one": {}}
+SERVED = ("server.", "policy.quant_cfg=")  # keys that servers have in common with a run
 SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
 SCALING = {
     2: [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])],
@@ -90,6 +92,11 @@ def levers(variant: str) -> dict[str, str]:
     return keys
 
 
+def served_keys(variant: str) -> list[str]:
+    """The keys, KEY=VALUE, of a variant's servers."""
+    return [name for name in variant.partition("@")[0].split("+") if name.startswith(SERVED)]
+
+
 class Bench:
     """Options, servers and rows of one call."""
 
@@ -102,6 +109,7 @@ class Bench:
         self.shape = SHAPES["tiny" if options.rehearse else "8b"]
         self.cpu, self.rows, self.children = options.rehearse, [], []
         self.servers: dict[str, Any] = {}
+        self.served: list[str] = []  # what variants asked of our server
         self.broken: dict[str, str] = {}  # sides that cannot run, and why; the other one goes on
         self.server_gib: dict[str, float | None] = {}
         self.watch = CardWatch()
@@ -117,7 +125,16 @@ class Bench:
     def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
         """The command line of a run of ours that asks the replicas of some cards."""
         served = server_flags(self.work, [*self.loads.values()], self.shape, cards or self.cards, self.cpu)
-        return run_flags(self.work, load, name, served | dict(one.split("=", 1) for one in self.options.ours))
+        asked = dict(one.split("=", 1) for one in (*self.options.ours, *self.served))
+        return run_flags(self.work, load, name, served | asked)
+
+    def serve(self, keys: list[str]) -> None:
+        """Our server with these keys begins to start, in place of the one that is there."""
+        if "ours" in self.servers:
+            self.servers.pop("ours").stop()
+            self.server_gib.pop("ours", None)
+        self.served = keys
+        self.servers["ours"] = OurServer(self.work, self.flags("server", self.largest))
 
     @property
     def largest(self) -> Work:
@@ -166,7 +183,7 @@ class Bench:
                 self.say("the stock server is ready")
         if self.wants_ours and "ours" not in self.broken:
             # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
-            self.servers["ours"] = OurServer(self.work, self.flags("server", self.largest))
+            self.serve(served_keys((self.options.variants or [""])[0]))
 
     @contextlib.contextmanager
     def going_on(self, side: str) -> Iterator[None]:
@@ -214,6 +231,8 @@ class Bench:
                 raise Failed(self.broken[kind])
             if self.left < (0 if self.cpu else LEAST_S[kind]):
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
+            if kind == "ours" and served_keys(side) != self.served:
+                self.serve(served_keys(side))
             write_lengths(self.work, self.loads[load])
             self.watch.reset()
             steps = self.stock_steps(side, load) if kind == "stock" else self.our_steps(side, load, trainers, cards)

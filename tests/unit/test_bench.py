@@ -155,6 +155,30 @@ def test_keys_of_ours_reach_the_server_and_every_row(bench):
         bench("--ours", "server.kv_cache")
 
 
+def test_a_row_in_a_format_has_servers_of_its_own_and_others_share_theirs(bench, monkeypatch):
+    started, stopped = [], []
+
+    class Server:
+        is_ready = True
+
+        def __init__(self, work, flags):
+            started.append(settings(flags))
+
+        def stop(self):
+            stopped.append(len(started))
+
+    monkeypatch.setattr(bench_step, "OurServer", Server)
+    monkeypatch.setattr(bench_step.Bench, "our_steps", lambda *_: [])
+    quantized = "liger+policy.quant_cfg=nvfp4a16+server.weights=bf16"
+    made = bench("--load", "A", "--variants", "liger", "fp8", quantized, "--ours", "server.kv_cache=fp8", "--rehearse")
+    made.serve(bench_step.served_keys(made.options.variants[0]))
+    for variant in (*made.options.variants, "fp8"):
+        made.run(variant, "A")
+    formats = [(one["policy"]["quant_cfg"], one["server"]["weights"]) for one in started]
+    assert formats == [(None, "fp8_per_channel"), ("nvfp4a16", "bf16"), (None, "fp8_per_channel")]
+    assert stopped == [1, 2] and all(one["server"]["kv_cache"] == "fp8" for one in started)
+
+
 def test_rows_are_compared_with_stock_of_the_same_load(capsys, tmp_path):
     load = WORKS["A"]
     step = {"number": 2, "generate": 1.0, "sync": 0.1, "logps": 1.0, "update": 2.0, "peak_gib": 8.0}
