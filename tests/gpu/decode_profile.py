@@ -66,7 +66,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 GROUPS = (
     ("norm, activation, quantization", r"^triton_|norm_dynamic|NormRope"),
     ("attention", r"flash|attn|attention|fmha|split_?kv|combine|reshape_and_cache"),
-    ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitk|gemv|::mm"),
+    ("products", r"gemm|marlin|cutlass|nvjet|cublas|xmma|splitk|gemv|::mm"),
     ("sampling", r"softmax|gumbel|top_?k|argmax|logprob|sample|penalt|rand|philox|exponential|ranks"),
     ("norm, activation, quantization", r"norm|quant|silu|rotary|rope"),
 )
