@@ -12,10 +12,10 @@ the card stood idle, and the kernels that took most. Needs CUDA and vllm. Prints
 
 The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --model), `fp8` (per channel, as
 server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM takes for them), `marlin` (in its
-place), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and
-quantization, activation and quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the
-rotary embedding), `torch` (cuBLAS in place of CUTLASS), `triton` (attention by Triton in place
-of FlashAttention), `tp2` (two cards for one engine).
+place), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and quantization, activation and
+quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the rotary embedding), `torch`
+(cuBLAS in place of CUTLASS), `triton` (attention by Triton in place of FlashAttention), `tp2` (two cards for one
+engine).
 """
 
 import argparse
@@ -189,9 +189,11 @@ def child(options: argparse.Namespace) -> None:
     traces = options.out.with_suffix("") / f"trace-{options.child}"
     traces.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    llm = engine(options, options.child, traces)
-    ready = time.perf_counter() - began
     with open(options.out.with_suffix("") / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_SH)  # held until the engine stands, so that none is timed beside one that starts
+        llm = engine(options, options.child, traces)
+        ready = time.perf_counter() - began
+        fcntl.flock(turn, fcntl.LOCK_UN)
         fcntl.flock(turn, fcntl.LOCK_EX)
         timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warms up
         found = [timed(llm, options, count) for count in options.sequences]
