@@ -24,13 +24,14 @@ PYTEST_ARGS ?=
 # A test file stays in one process, because its tests share servers and runs. Files go in the order of their names, not
 # those of most tests first: the long ones are in tests/chaos and tests/smoke, and tests/unit fills the cores at the end.
 # Three processes on two cores: servers and killed runs are waited for a fifth of the time.
+# Compiled modules are kept, whatever the environment says: a hundred processes would each compile the kit's own.
 TEST_PROCESSES ?= 3
 
 quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile \
+	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile \
 	  --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 lint: $(STAMP)
