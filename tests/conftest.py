@@ -31,6 +31,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # every other server. Here it is two, as for one GPU, placed by the system; tests/smoke/test_server.py has all three.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# With an eager model vLLM still compiles some lines of its sampler, every server anew and by the C++ compiler.
+# tests/smoke/test_doctor.py has them compiled, tests/unit/test_packing.py what the kit itself compiles.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # A shell starts what it puts in the background with Ctrl-C ignored, and every process under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -20,7 +20,7 @@ OURS = ("python", "packages", "conflicts", "config", "hub", "torch", "imports", 
 def test_every_check_of_a_small_run_answers_and_what_the_kit_brings_works(tiny_model_dir, tmp_path):
     keys = [f"--model.path={tiny_model_dir}", f"--data.path={tiny_model_dir}", f"--run.output_dir={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "launch.doctor", "--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", *keys]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "0"}
     done = subprocess.run(
         [*command, "--json", "--logs", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
     )

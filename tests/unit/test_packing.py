@@ -241,6 +241,11 @@ def test_the_block_mask_of_the_gpu_is_the_dense_mask_of_the_cpu(seed):
             assert listed == row.nonzero().flatten().tolist()
 
 
+# tests/conftest.py switches torch.compile off.
+compiling = torch._dynamo.config.patch(disable=False)
+
+
+@compiling
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch):
     """What a GPU does, uncompiled, which on a CPU has no backward pass."""
@@ -261,6 +266,7 @@ def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch)
     torch.testing.assert_close(got, before, rtol=CLOSE, atol=CLOSE)
 
 
+@compiling
 def test_one_compiled_kernel_serves_rows_of_every_length(monkeypatch):
     from recipes.parts import packed_attention
 
