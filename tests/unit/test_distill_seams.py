@@ -7,7 +7,6 @@ import inspect
 
 import torch
 from trl import DistillationTrainer, GRPOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.kernels import ChunkedLogProbFunction, chunked_divergence
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.models.utils import _ForwardRedirection
@@ -83,6 +82,8 @@ def test_the_loss_is_that_of_trl_s_distillation_trainer_and_beta_means_the_same(
 
 def test_trl_s_own_trainer_still_lacks_what_a_run_needs():
     """Each line is a reason in distill_trainer.py's docstring; when one is gone upstream, look at it again."""
+    from trl.generation.vllm_generation import VLLMGeneration  # imports vllm, which collecting this file should not
+
     assert "merge_adapter()" in inspect.getsource(VLLMGeneration)  # its way to a vLLM server
     assert "logprobs=None" in inspect.getsource(DistillationTrainer.__init__)  # the sampler's are not asked for
     assert "mini_repeat_count=1" in inspect.getsource(DistillationTrainer._get_train_sampler)  # one a prompt
