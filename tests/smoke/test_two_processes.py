@@ -123,29 +123,6 @@ def server_keys(replica: FakeReplica) -> dict:
     return {**keys, "train.per_device_train_batch_size": 8, "train.max_steps": 2, "watch.completions_every": 1}
 
 
-def test_two_processes_share_every_sync_and_get_the_completions_of_their_own_prompts(
-    tmp_path, recipe_arguments, tiny_model_dir, replica
-):
-    """The first step waits for its rollouts, the others take what was generated behind the update before."""
-    run = RunDir(tmp_path / "run")
-    keys = server_keys(replica) | {"rollout.overlap": "true", "train.max_steps": 3}
-    done = train(recipe_arguments(tiny_model_dir, run.path, keys))
-    assert done.returncode == 0, done.stderr[-3000:]
-    generate, sync = ["generate"] * 4, ["stage", "activate", "score"]
-    calls = [call for call in replica.calls if call not in ("info", "discard")]
-    assert calls == [*sync, *generate, *generate, *sync, *generate, *sync]
-    metrics = rows(run, "metrics.jsonl")
-    assert [(row["adapter_version"], row["policy_lag"]) for row in metrics] == [(0, 0), (0, 1), (1, 1)]
-    for row in metrics:
-        sampled = rows(run, f"completions/step-{row['step']:06d}.jsonl")
-        assert len(sampled) == 16 and {line["adapter_version"] for line in sampled} == {row["adapter_version"]}
-        for line in sampled:
-            question = line["prompt"][-12:].replace(" ", "")
-            assert question in line["completion"].replace(" ", ""), (line["prompt"], line["completion"])
-    assert metrics[0]["sampler_nan_count"] == 0 and metrics[0]["sampler_k3"] > 0
-    assert metrics[1]["sync_seconds"]["stage"] > 0
-
-
 def test_two_processes_use_two_replicas_and_a_failed_sync_of_one_ends_both(
     tmp_path, recipe_arguments, tiny_model_dir, replica, request
 ):
@@ -189,7 +166,7 @@ SHARDED = ("fsdp2", "zero3")
 
 @dataclass
 class Split:
-    """Where the runs of the two ways to split the base lie, their launch, and the replicas of the server runs."""
+    """Where the runs of one launch lie, most on a base split in one of two ways; the replicas of the server runs."""
 
     folder: Path
     done: subprocess.CompletedProcess
@@ -198,11 +175,15 @@ class Split:
     def run(self, kind: str, suffix: str = "") -> RunDir:
         return RunDir(self.folder / f"{kind}{suffix}")
 
+    def notes(self, rank: int) -> list[dict]:
+        """What a process noted at the end of each run."""
+        return [json.loads(line) for line in (self.folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
+def split(tmp_path_factory, recipe_arguments, untied, tiny_model_dir, ddp) -> Split:
     """Of each kind a run of two steps, the same resumed after one, one from its adapter with a server, and one step on
-    an unquantized base."""
+    an unquantized base; before them, on a whole base, one in micro-batches and one with a server."""
     folder, plan, replicas = tmp_path_factory.mktemp("split"), [], {}
     keys = {**KEYS, "train.save_steps": 1}
     for kind in SHARDED:
@@ -223,8 +204,13 @@ def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
         ]
         runs[1] |= {"copy": [str(whole), str(resumed)], "remove": str(resumed / "checkpoints" / "step-000002")}
         plan += [{**run, "environment": environment} for run in runs]
+    replicas["overlapped"] = fake_replica(tiny_model_dir)
+    overlap = server_keys(replicas["overlapped"]) | {"rollout.overlap": "true", "train.max_steps": 3}
     # First, before anything announces that the base is to be split.
-    plan.insert(0, {"arguments": recipe_arguments(untied, folder / "packed", PACKED), "environment": ON_A_CPU})
+    plan[:0] = [
+        {"arguments": recipe_arguments(untied, folder / "packed", PACKED), "environment": ON_A_CPU},
+        {"arguments": recipe_arguments(tiny_model_dir, folder / "overlapped", overlap), "environment": ON_A_CPU},
+    ]
     (folder / "plan.json").write_text(json.dumps(plan))
     try:
         done = launch(["tests/smoke/sharded_worker.py", str(folder / "plan.json")])
@@ -237,6 +223,24 @@ def split(tmp_path_factory, recipe_arguments, untied, ddp) -> Split:
 
 def adapter(run: RunDir, version: str) -> dict:
     return load_file(run.adapters / version / "adapter_model.safetensors")
+
+
+def test_two_processes_share_every_sync_and_get_the_completions_of_their_own_prompts(split):
+    """The first step waits for its rollouts, the others take what was generated behind the update before."""
+    run = split.run("overlapped")
+    generate, sync = ["generate"] * 4, ["stage", "activate", "score"]
+    calls = [call for call in split.replicas["overlapped"].calls if call not in ("info", "discard")]
+    assert calls == [*sync, *generate, *generate, *sync, *generate, *sync]
+    metrics = rows(run, "metrics.jsonl")
+    assert [(row["adapter_version"], row["policy_lag"]) for row in metrics] == [(0, 0), (0, 1), (1, 1)]
+    for row in metrics:
+        sampled = rows(run, f"completions/step-{row['step']:06d}.jsonl")
+        assert len(sampled) == 16 and {line["adapter_version"] for line in sampled} == {row["adapter_version"]}
+        for line in sampled:
+            question = line["prompt"][-12:].replace(" ", "")
+            assert question in line["completion"].replace(" ", ""), (line["prompt"], line["completion"])
+    assert metrics[0]["sampler_nan_count"] == 0 and metrics[0]["sampler_k3"] > 0
+    assert metrics[1]["sync_seconds"]["stage"] > 0
 
 
 @pytest.mark.parametrize("kind", SHARDED)
@@ -261,7 +265,7 @@ def test_each_process_holds_half_of_the_base_that_one_process_has(split, ddp, un
         assert facts == json.loads(ddp[0].base_file.read_text()) and facts["hash"] == base["hash"]
     total = sum(parameter.nbytes for parameter in model.parameters())
     for rank in (0, 1):
-        packed, *notes = [json.loads(line) for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+        packed, _, *notes = split.notes(rank)
         assert len(notes) == 4 * len(SHARDED) and packed["bytes"] == total
         for note in notes[:3] + notes[4:7]:
             assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
@@ -273,7 +277,7 @@ def test_an_unquantized_base_is_split_too(split, untied):
     for number, kind in enumerate(SHARDED):
         assert json.loads(split.run(kind, "-unquantized").base_file.read_text())["hash"] == base["hash"]
         for rank in (0, 1):
-            note = json.loads((split.folder / f"rank-{rank}.jsonl").read_text().splitlines()[4 * number + 4])
+            note = split.notes(rank)[4 * number + 5]
             assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
     first, second = (rows(split.run(kind, "-unquantized"), "metrics.jsonl")[0] for kind in SHARDED)
     for key in ("reward", "grad_norm", "loss"):
@@ -287,16 +291,15 @@ def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_bat
         found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
     assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
-    notes = [(split.folder / f"rank-{rank}.jsonl").read_text().splitlines()[0] for rank in (0, 1)]
-    first, second = (json.loads(note)["micro_batches"] for note in notes)
+    first, second = (split.notes(rank)[0]["micro_batches"] for rank in (0, 1))
     assert second == [8, 8] and len(first) == 2 and 1 < min(first) <= max(first) < 8
 
 
 def test_a_bit_that_changes_in_one_process_is_found_by_all(split):
     for rank in (0, 1):
-        for line in (split.folder / f"rank-{rank}.jsonl").read_text().splitlines()[1:]:  # of the splits
-            assert "the frozen base changed" in json.loads(line)["error"]
-            assert "1 of 25 tensors, first ['model.layers.0.mlp.down_proj.weight']" in json.loads(line)["error"]
+        for note in split.notes(rank)[2:]:  # of the splits
+            assert "the frozen base changed" in note["error"]
+            assert "1 of 25 tensors, first ['model.layers.0.mlp.down_proj.weight']" in note["error"]
 
 
 @pytest.mark.parametrize("kind", SHARDED)
