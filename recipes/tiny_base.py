@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -264,7 +264,7 @@ def main() -> None:
         return
     with publish(Path(options.out), options.overwrite) as out:
         rng = random.Random(options.seed)
-        set_seed(options.seed)
+        torch.manual_seed(options.seed)
         train = make_problems(options.problems, False, options.limit, rng)
         heldout = make_problems(options.heldout, True, options.limit, rng)
         tokenizer = make_tokenizer(train[:3000], rng, options.context)
