@@ -10,6 +10,7 @@ import pytest
 
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 from recipes.quickstart import judging_steps, summary
+from tests.conftest import make_base
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("nf4", "bf16", "fp8", "w4a16")
@@ -111,8 +112,7 @@ def test_a_dry_run_prints_the_commands_and_runs_none():
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("$ python -m eval gate --run runs/tiny-seed12345")
     assert len(lines) >= 6 and not (ROOT / "runs" / "tiny-seed12345").exists()
-    done = command("recipes/tiny_base.py", "--out", "models/never-made", "--dry_run")
-    assert done.returncode == 0 and not (ROOT / "models" / "never-made").exists()
+    assert not make_base(ROOT / "models" / "never-made", "--dry_run").exists()
 
 
 def test_a_dry_gate_judges_and_leaves_the_manifest(path):
