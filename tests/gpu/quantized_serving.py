@@ -58,15 +58,16 @@ def trained_policy(path: Path, dtype: str) -> tuple[Any, list[Any], dict[str, fl
     from transformers import AutoTokenizer
 
     from merge import verify
-    from recipes.parts import qat
+    from merge.trained import find_trained
+    from recipes.parts.qat import AMAX
     from recipes.parts.rundir import RunDir
 
     run = RunDir.open(path)
     model = verify.load_policy(run, run.newest_adapter(), dtype=getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(verify.base_directory(run))
     batch = verify.fixed_batch(run, tokenizer, model.config.get_text_config().vocab_size)
-    device = next(model.parameters()).device
-    peaks = {key.removesuffix(qat.AMAX): peak.item() for key, peak in qat.quantizer_state(model).items()}
+    device, trained = next(model.parameters()).device, find_trained(run)
+    peaks = {key.removesuffix(AMAX): peak.item() for key, peak in trained.state().items()} if trained else {}
     return model, [ids.to(device) for ids in batch], peaks
 
 
@@ -187,9 +188,12 @@ def sources(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
     if not given.runs:
         return [(name, name, ["--model", str(given.model)]) for name in given.formats]
     from merge.trained import find_trained
-    from recipes.parts.rundir import RunDir
+    from recipes.parts.rundir import RunDir, read_json
 
-    trained = {path: find_trained(RunDir.open(path)) for path in given.runs}
+    runs = {path: RunDir.open(path) for path in given.runs}
+    if len(hashes := {read_json(run.base_file)["hash"] for run in runs.values()}) > 1:
+        raise SystemExit(f"--runs: the runs are of {len(hashes)} bases. Give those of one.")
+    trained = {path: find_trained(run) for path, run in runs.items()}
     return [(path.name, one.format.name if one else "none", ["--runs", str(path)]) for path, one in trained.items()]
 
 
@@ -216,6 +220,7 @@ def main() -> int:
     from merge.export import main as merge_base
     from recipes.parts.rundir import RunDir
 
+    wanted = sources(given)
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
         keys = ["--config", str(CONFIG), f"--model.path={given.model}", f"--model.dtype={given.dtype}"]
@@ -225,7 +230,7 @@ def main() -> int:
         if code := merge_base([*keys, "--out", str(base)]):
             return code
         rows: dict[str, dict] = {}
-        for label, name, source in sources(given):
+        for label, name, source in wanted:
             started = time.perf_counter()
             rows[label] = run(given, name, source, base, Path(folder) / label)
             print(f"{label}: k3 {rows[label]['k3']:.2g}, {time.perf_counter() - started:.0f} s", flush=True)
