@@ -167,25 +167,34 @@ def means(tables: Iterable[dict[str, float]]) -> np.ndarray:
     return np.array([statistics.mean(table[problem] for table in tables) for problem in sorted(tables[0])])
 
 
-def curve(run: RunDir) -> dict[str, Any]:
-    """First and last steps of the reward's curve, and when it came near its end; the sampler's k3 over the last ones,
-    None where rollouts are made in process; the median of the steps' seconds; the most memory."""
-    steps = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    rewards = [one["reward"] for one in steps]
+def logged(run: RunDir) -> list[dict[str, Any]]:
+    """A run's metrics, a dictionary a step."""
+    return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+
+
+def curve(run: RunDir) -> dict[str, float]:
+    """First and last steps of the reward's curve, and when it came near its end."""
+    rewards = [step["reward"] for step in logged(run)]
     last = statistics.mean(rewards[-ENDS:])
     means = [statistics.mean(rewards[max(0, end - ENDS) : end]) for end in range(1, len(rewards) + 1)]
     near = next(step for step, mean in enumerate(means, 1) if mean >= last - NEAR)
-    k3 = [value for one in steps[-ENDS:] if (value := one["sampler_k3"]) is not None]
+    return {"first": statistics.mean(rewards[:ENDS]), "last": last, "steps": near}
+
+
+def costs(run: RunDir) -> dict[str, float | None]:
+    """The sampler's k3 over the last steps, None where rollouts are made in process; the median of the steps' seconds;
+    the most memory."""
+    steps = logged(run)
+    k3 = [value for step in steps[-ENDS:] if (value := step["sampler_k3"]) is not None]
     return {
-        **{"first": statistics.mean(rewards[:ENDS]), "last": last, "steps": near},
         "k3": statistics.mean(k3) if k3 else None,
-        "step_s": statistics.median(one["seconds"]["step"] for one in steps),
-        "peak_gib": max((value for one in steps for value in one["peak_gib"].values()), default=None),
+        "step_s": statistics.median(step["seconds"]["step"] for step in steps),
+        "peak_gib": max((value for step in steps for value in step["peak_gib"].values()), default=None),
     }
 
 
 def collect(study: Study) -> dict[str, Any]:
-    """By format and arm: accuracy by seed, its mean and interval, the difference to `ptq`, KL and curve."""
+    """By format and arm: accuracy by seed, its mean and interval, the difference to `ptq`, KL, curve and costs."""
     options, samples = study.options, study.config.eval.bootstrap_samples
     found: dict[str, Any] = {}
     for name in ["bf16", *options.formats]:
@@ -204,6 +213,7 @@ def collect(study: Study) -> dict[str, Any]:
             row["by_seed"] = [statistics.mean(table.values()) for table in tables.values()]
             row["kl"] = [one.get("mean_kl") for one in verify]
             row["curve"] = [curve(run) for run in runs.values()]
+            row["costs"] = [costs(run) for run in runs.values()]
             if arm != "ptq" and (both := tables.keys() & plain.keys()):
                 pair = (means([one[seed] for seed in both]) for one in (tables, plain))
                 row["change"] = paired_difference(*pair, samples, study.config.eval.seed)
@@ -230,7 +240,7 @@ def markdown(found: dict[str, Any], head: str) -> str:
             cells += [f"{kl:.1e}" if kl is not None else "–", rewards]
             cells.append(" ".join(str(one["steps"]) for one in row["curve"]))
             for key, form in (("k3", ".1e"), ("step_s", ".2f"), ("peak_gib", ".2f")):
-                held = [one[key] for one in row["curve"] if one[key] is not None]
+                held = [one[key] for one in row["costs"] if one[key] is not None]
                 cells.append(format(statistics.mean(held), form) if held else "–")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -55,8 +55,8 @@ LEVERS: dict[str, dict[str, Any]] = {
     "kv": {"kv_cache_dtype": "fp8"},
     "fused": {"compilation_config": FUSED},
     "rope": {"compilation_config": ROPE},
-    "w4a16": {"hf_overrides": {"quantization_config": "w4a16"}},
-    "nvfp4a16": {"hf_overrides": {"quantization_config": "nvfp4a16"}},
+    "w4a16": {},
+    "nvfp4a16": {},
     "marlin": {"linear_backend": "marlin"},
     "torch": {"linear_backend": "torch"},
     "triton": {"attention_backend": "TRITON_ATTN"},
@@ -71,20 +71,19 @@ GROUPS = (
     ("norm, activation, quantization", r"norm|quant|silu|rotary|rope"),
 )
 TOP = 20
-LAYOUTS = {"w4a16", "nvfp4a16"}
+LAYOUTS = {"w4a16", "nvfp4a16"}  # of `python -m merge`
 
 
 def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> Any:
     from vllm import LLM
 
+    from merge.quantize import quantization_config
+
     keys: dict[str, Any] = {}
     for name in variant.split("+"):
         keys |= LEVERS[name]
-    if "hf_overrides" in keys:
-        from merge.quantize import quantization_config
-
-        layout = keys["hf_overrides"]["quantization_config"]
-        keys["hf_overrides"] = {"quantization_config": quantization_config(layout, ["lm_head"])}
+        if name in LAYOUTS:
+            keys["hf_overrides"] = {"quantization_config": quantization_config(name, ["lm_head"])}
     if options.shape:
         keys["load_format"] = "dummy"
     if options.kv_gib:

@@ -30,8 +30,8 @@ FORMATS = ("none", "w4a16", "nvfp4a16", "nvfp4", "fp8_static", "fp8", "fp8_block
 SEQUENCES, LENGTH, NEW_TOKENS, BATCH = 8, 64, 64, 32
 
 
-def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any], dict[str, float]]:
-    """The model with a random adapter, sequences of random tokens, and the ranges that calibration finds on them."""
+def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any]]:
+    """The model with a random adapter, calibrated on the sequences of random tokens that come with it."""
     import numpy as np
     import torch
 
@@ -40,35 +40,30 @@ def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any
     from recipes.parts.quant_format import FORMATS as KNOWN
     from tests.evidence.stock_merge import load_policy
 
-    fmt, peaks = KNOWN.get(name), {}
     model = load_policy(model_dir, size=0.05, seed=1, dtype=dtype)
     vocabulary = model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(20, vocabulary - 20, size=(SEQUENCES, LENGTH))
     tokens = torch.tensor(ids, device=next(model.parameters()).device)
-    if fmt is not None:
+    if (fmt := KNOWN.get(name)) is not None:
         qat.use_quantized_linears(model, fmt)
         calibrate(model, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
-        peaks = {key.removesuffix(qat.AMAX): peak.item() for key, peak in qat.quantizer_state(model).items()}
-    return model, list(tokens.split(1)), peaks
+    return model, list(tokens.split(1))
 
 
-def trained_policy(path: Path, dtype: str) -> tuple[Any, list[Any], dict[str, float]]:
-    """The policy of a run as it was trained, sequences of that run, and its quantizers' ranges."""
+def trained_policy(path: Path, dtype: str) -> tuple[Any, list[Any]]:
+    """The policy of a run as it was trained, and sequences of that run."""
     import torch
     from transformers import AutoTokenizer
 
     from merge import verify
-    from merge.trained import find_trained
-    from recipes.parts.qat import AMAX
     from recipes.parts.rundir import RunDir
 
     run = RunDir.open(path)
     model = verify.load_policy(run, run.newest_adapter(), dtype=getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(verify.base_directory(run))
     batch = verify.fixed_batch(run, tokenizer, model.config.get_text_config().vocab_size)
-    device, trained = next(model.parameters()).device, find_trained(run)
-    peaks = {key.removesuffix(AMAX): peak.item() for key, peak in trained.state().items()} if trained else {}
-    return model, [ids.to(device) for ids in batch], peaks
+    device = next(model.parameters()).device
+    return model, [ids.to(device) for ids in batch]
 
 
 def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
@@ -80,9 +75,9 @@ def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
     from recipes.parts.adapter_file import AdapterFile
 
     dtype, is_format = given.dtype, name != "none"
-    model, batch, peaks = (
-        trained_policy(given.runs[0], dtype) if given.runs else random_policy(given.model, name, dtype)
-    )
+    model, batch = trained_policy(given.runs[0], dtype) if given.runs else random_policy(given.model, name, dtype)
+    state = qat.quantizer_state(model) if is_format else {}
+    peaks = {key.removesuffix(qat.AMAX): peak.item() for key, peak in state.items()}
 
     def scores(lower: bool = dtype == "bfloat16") -> list[float]:
         found: list[float] = []
