@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent / "bench"))
 
 from path_8b import CONFIG, command
+from servers import card
 from split import read_jsonl
 
 from eval.stats import runs_interval
@@ -31,14 +33,14 @@ CLIMB, ALLOWED = 0.1, 0.05  # of a reward between 0 and 1
 ENDS = 10  # steps at each end of a run
 
 
-def train(work: Path, base: Path, variant: str, seed: int, steps: int, place: int, card: int) -> list[float]:
+def train(work: Path, base: Path, variant: str, seed: int, steps: int, place: int, gpu: int) -> list[float]:
     """The rewards of one run, step by step."""
     name = f"{variant.replace('=', '-').replace(',', '_')}-{seed}"
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / name, "run.seed": seed, "model.path": base}
     keys |= {"data.path": base, "model.dtype": "bfloat16", "train.max_steps": steps, "train.save_steps": steps}
     keys |= dict(part.split("=", 1) for part in variant.split(","))
     words = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/one_gpu.yaml"]
-    words += ["--gpu_ids", str(card), "--main_process_port", str(29700 + place), "recipes/grpo_qlora.py"]
+    words += ["--gpu_ids", str(gpu), "--main_process_port", str(29700 + place), "recipes/grpo_qlora.py"]
     command(name, [*words, "--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())], work)
     return [row["reward"] for row in read_jsonl(work / name / "metrics.jsonl")]
 
@@ -95,7 +97,7 @@ def main() -> None:
     with ThreadPoolExecutor(len(wanted)) as pool:
         for place, (variant, seed) in enumerate(wanted):
             runs[variant, seed] = pool.submit(
-                train, options.work, base, variant, seed, options.steps, place, seed % cards
+                train, options.work, base, variant, seed, options.steps, place, card(seed % cards)
             )
     found: dict[str, dict[int, list[float]]] = {variant: {} for variant in options.variants}
     for (variant, seed), run in runs.items():
