@@ -24,6 +24,8 @@ LOG_LINES = 15
 START = "===="
 # The last lines are those of the processes that follow the first one down; what brought that down stands above.
 ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
+# vLLM's warnings name errors that did not happen: "This can cause fd limit errors like `OSError: [Errno 24] ...`".
+WARNING = re.compile(r"^(?:\([^)]*\) )?(?:WARNING|INFO|DEBUG) \d\d-\d\d ")
 PR_SET_PDEATHSIG = 1
 
 
@@ -177,7 +179,7 @@ def _log(plan: Plan) -> str:
 
 def first_error(lines: list[str]) -> str:
     """A line with the first error among those of a log, nothing when none is named."""
-    cause = next((found[1] for line in lines if (found := ERROR.search(line))), None)
+    cause = next((found[1] for line in lines if not WARNING.match(line) and (found := ERROR.search(line))), None)
     return f"The first error in it: {cause[:300]}\n" if cause else ""
 
 
