@@ -31,7 +31,7 @@ MODES = {"strict": {}, "overlapped": {"rollout.overlap": "true"}, "fp8": {"polic
 COMPLETIONS = 64
 # Three seeds differ by .007 to .04 in the last ten of 40 steps (reward_equality.py).
 CLIMB, LEAST, LARGEST_K3 = 0.1, 0.04, 0.05
-ON_GPU = {"server.enforce_eager": "false"}
+ON_GPU = {"server.enforce_eager": "false", "server.gpu_memory_utilization": 0.05}
 ON_CPU = {"server.enforce_eager": "true", "rollout.server_wait_s": 400}
 
 
@@ -40,7 +40,7 @@ def run_flags(work: Path, base: Path, name: str, seed: int, steps: int, place: i
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / name, "run.seed": seed}
     keys |= {"model.path": base, "data.path": base, "model.dtype": "bfloat16", "train.max_steps": steps}
     keys |= {"train.save_steps": steps, "train.per_device_train_batch_size": COMPLETIONS, "watch.completions_every": 1}
-    # A KV cache of a fixed size: servers that start beside others cannot tell how much of the card is free.
+    # Servers that start beside others cannot measure how much of the card is theirs.
     keys |= {"rollout.backend": "server", "rollout.max_sampler_k3": 1, "server.kv_cache_gib": 1}
     keys |= {"rollout.server_urls": f"['http://127.0.0.1:{8330 + place}']", "server.base": work / "base"}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in (keys | more).items())]
