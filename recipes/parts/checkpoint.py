@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.record import drop_steps_after
-from recipes.parts.rundir import RunDir, read_manifest, write_manifest
+from recipes.parts.rundir import RunDir, read_manifest, settle, write_manifest
 
 SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
@@ -35,10 +35,7 @@ def commit_checkpoint(run: RunDir, step: int, base_hash: str, **facts: str) -> P
     staged = staging_directory(run) / f"checkpoint-{step}"
     (staged / "README.md").unlink(missing_ok=True)
     write_manifest(staged, "training-state", step=step, base_hash=base_hash, **facts)
-    for file in staged.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
+    settle(staged)
     final = run.checkpoints / f"step-{step:06d}"
     shutil.rmtree(final, ignore_errors=True)
     os.replace(staged, final)

@@ -80,10 +80,7 @@ def publish(final: Path, overwrite: bool = False) -> Iterator[Path]:
     partial, lock = _make_partial(final)
     try:
         yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
+        settle(partial)
         if final.exists() and overwrite:
             shutil.rmtree(final)
         _rename_to_new(partial, final)
@@ -92,6 +89,17 @@ def publish(final: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+
+
+def settle(folder: Path) -> None:
+    """Bring every file of a directory to the disk, readable by whoever may read the directory: safetensors writes its
+    files for their owner alone, and a server may be another user."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with contextlib.suppress(OSError):  # a file system without modes
+                file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o444)
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
 
 
 def _partial_of(final: Path) -> Path:

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from recipes.parts.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
 from recipes.parts.errors import BadInput
@@ -37,6 +39,17 @@ def test_publish_leaves_nothing_when_its_block_fails(tmp_path, error):
             (partial / "half").write_text("half")
             raise error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_another_user_can_read_what_the_umask_lets_them(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with publish(tmp_path / "adapter") as partial:
+            save_file({"weight": torch.zeros(2)}, partial / "adapter_model.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_mode & 0o777 == mode
 
 
 def test_publish_keeps_the_old_version_when_overwriting_fails(tmp_path):
