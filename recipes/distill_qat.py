@@ -24,8 +24,8 @@ with rewards. Rewards are measured, for the curves, and not learned from.
 
 Measured: the CPU recipe, 40 steps, divergence .00044 nats a token (first 10 steps; .00013 without the one of .0032) to
 .00008 (last 10), reward .950 to .950, seed 0: this model loses little in NVFP4 weights; 2 cores of an AMD EPYC,
-2026-11-22, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On GPUs: not measured
-(tests/gpu/distill_check.py measures the memory and time of the divergence).
+2026-11-22, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On an H200: three
+seeds of four formats with the small model in eval/README.md.
 
 Every key can be given on the command line (`--distill.divergence js`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.

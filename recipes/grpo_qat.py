@@ -26,15 +26,15 @@ is split over processes.
     OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_qat.py \\
         --config recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml
 
-    # two GPUs, one trains and one samples
+    # two GPUs, both train and sample
     python -m merge base --config recipes/configs/grpo-qwen3_8b-qat-nvfp4a16-2gpu.yaml
     python -m launch.server --config recipes/configs/grpo-qwen3_8b-qat-nvfp4a16-2gpu.yaml --detach
-    CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/grpo_qat.py \\
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 recipes/grpo_qat.py \\
         --config recipes/configs/grpo-qwen3_8b-qat-nvfp4a16-2gpu.yaml
 
 Measured: the CPU recipe, 80 steps, reward .509 (first 10 steps) to .919 (last 10), seed 0; 2 cores of an AMD EPYC,
-2026-11-21, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On GPUs: not measured
-(tests/gpu/qat_check.py measures a decoder layer).
+2026-11-21, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On H200s: a step of an
+8B shape in recipes/PERFORMANCE.md, three seeds of four formats with the small model in eval/README.md.
 
 Every key can be given on the command line (`--policy.quant_cfg fp8`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, ranges included. Exit code: 0 done, 1 a check said no,
