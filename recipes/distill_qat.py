@@ -16,10 +16,10 @@ with rewards. Rewards are measured, for the curves, and not learned from.
     OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/distill_qat.py \\
         --config recipes/configs/distill-tiny-nvfp4-cpu.yaml
 
-    # two GPUs, one samples with vLLM, one trains
+    # two GPUs, both train and sample with vLLM
     python -m merge base --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml
     python -m launch.server --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml --detach
-    CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/distill_qat.py \\
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 recipes/distill_qat.py \\
         --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml
 
 Measured: the CPU recipe, 40 steps, divergence .00044 nats a token (first 10 steps; .00013 without the one of .0032) to

@@ -24,6 +24,7 @@ from merge.__main__ import main
 from merge.base import hash_base, load_frozen, load_nf4
 from recipes.parts.canary import read_canary
 from recipes.parts.policy import load_adapter_weights
+from recipes.parts.recipe import DISTILLATION
 from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
 from recipes.parts.rundir import RunDir, read_manifest
 from recipes.parts.scorer import CanaryScorer
@@ -92,6 +93,24 @@ def test_two_processes_write_one_run(ddp):
     sampled = rows(run, "completions/step-000002.jsonl")
     assert len(sampled) == 16 and len({row["problem_id"] for row in sampled}) == 4
     assert run.newest_adapter().name == "v000002"
+
+
+def test_a_quantized_distillation_by_two_processes_is_that_of_one(
+    tmp_path, recipe, recipe_arguments, learning_model_dir
+):
+    """So cold that both sample the same completions of a step's prompts."""
+    keys = {"distill.teacher": "base", "policy.quant_cfg": "nvfp4a16", "train.max_steps": 2}
+    keys |= {"rollout.temperature": 1e-4, "train.learning_rate": 1e-4}
+    one, two = RunDir(tmp_path / "one"), RunDir(tmp_path / "two")
+    alone = recipe_arguments(learning_model_dir, one.path, keys | {"train.per_device_train_batch_size": 16})
+    assert recipe(alone, DISTILLATION).code == 0
+    shared = recipe_arguments(learning_model_dir, two.path, keys | {"train.per_device_train_batch_size": 8})
+    done = launch(["recipes/distill_qat.py", *shared], ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(two.config_file.read_text())["processes"] == 2
+    for key in ("divergence", "grad_norm", "entropy"):
+        found, expected = ([row[key] for row in rows(run, "metrics.jsonl")] for run in (two, one))
+        assert min(expected) > 0 and found == pytest.approx(expected, rel=1e-4), key
 
 
 def fake_replica(model: Path) -> FakeReplica:
