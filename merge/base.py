@@ -19,7 +19,13 @@ from merge import fp8
 from merge.checkpoint import read_shapes, read_tensor
 from merge.fp8 import Fp8Linear, store_in_fp8
 from merge.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
-from merge.model_files import output_embedding, select_shards, unquantized_config, without_weights
+from merge.model_files import (
+    output_embedding,
+    refuse_made_up,
+    select_shards,
+    unquantized_config,
+    without_weights,
+)
 from merge.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
 from merge.whole import is_split, whole
 from recipes.parts.errors import BadInput, CheckFailed
@@ -39,19 +45,16 @@ def load_frozen(
     """A transformers causal LM whose linear layers (not the output embedding) are stored as `quantization` says: nf4
     (`load_nf4`), fp8 (`Fp8Linear`) or none. Frozen all the same; arguments and errors as `load_nf4`.
 
-    With fp8 the model is read into host memory in `dtype`, and the device never holds more of a layer than its codes.
+    `BadInput` also when the checkpoint lacks a parameter of the model. With fp8 the model is read into host memory in
+    `dtype`, and the device never holds more of a layer than its codes.
     """
-    from transformers import AutoModelForCausalLM
-
     if quantization == "nf4":
         options = {"skip_modules": skip_modules, "device": device, "revision": revision}
         return load_nf4(path, dtype, double_quantization, quant_storage=quant_storage, **options, **kwargs)
     config = unquantized_config(path, revision)
     device, dtype = device or _default_device(), getattr(torch, dtype) if isinstance(dtype, str) else dtype
     place = {"device_map": {"": device}} if quantization == "none" else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path), config=config, revision=revision, dtype=dtype, **place, **kwargs
-    )
+    model = _whole_model(path, config=config, revision=revision, dtype=dtype, **place, **kwargs)
     if quantization == "fp8":
         names = [name for name in stored_linears(model) if name not in (skip_modules or ())]
         store_in_fp8(model, names, device)
@@ -77,7 +80,7 @@ def load_nf4(
     before any weight is read, for a checkpoint that is quantized already and for a block size that transformers cannot
     load.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     config = unquantized_config(path, revision)
     if block_size != BLOCK_SIZE:
@@ -88,8 +91,8 @@ def load_nf4(
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     device = device or _default_device()
     with one_thread():
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path),
+        model = _whole_model(
+            path,
             config=config,
             revision=revision,
             dtype=dtype,
@@ -106,6 +109,15 @@ def load_nf4(
             **kwargs,
         )
     disable_cpu_repacking(model)
+    return model
+
+
+def _whole_model(path: str | Path, **options: Any) -> torch.nn.Module:
+    """What transformers loads from `path`; `BadInput` when the checkpoint lacks a parameter of it."""
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **options)
+    refuse_made_up(path, found["missing_keys"], sum(1 for _ in model.parameters()))
     return model
 
 

@@ -25,7 +25,7 @@ from merge.shards import write_parts
 from merge.stored import StoredWeights
 from merge.stream import Plan
 from recipes.parts.errors import DONE, BadInput, CheckFailed
-from recipes.parts.quant_format import EXPERTS
+from recipes.parts.quant_format import find_experts
 from recipes.parts.rundir import MANIFEST, publish, read_json, write_manifest
 
 # The types of codes, as a file's header names them: of quant_method fp8, and of compressed-tensors by its layout.
@@ -98,10 +98,9 @@ def check_quantized(source: str, config: Any) -> dict:
             "it is a base as it is."
         )
     facts, method = config.to_dict(), settings.get("quant_method")
-    if experts := [key for key in EXPERTS if facts.get(key)]:
+    if experts := find_experts(facts):
         raise BadInput(
-            f"{source} is a mixture of experts ({experts[0]} {facts[experts[0]]}), which is no base for any recipe "
-            "here. Take a dense model."
+            f"{source} is a mixture of experts ({experts}), which is no base for any recipe here. Take a dense model."
         )
     why = None
     if method not in DEQUANTIZED:

@@ -1,6 +1,7 @@
 """An original checkpoint against the model that its config.json describes, by names; no weight is read."""
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,28 @@ def select_shards(
     if absent := sorted(wanted - found):
         raise BadInput(f"{complaint}: it has no {absent[0]} ({len(absent)} of {len(wanted)}).")
     return shards
+
+
+def check_complete(path: str | Path, config: Any) -> None:
+    """`BadInput` when the safetensors at `path` lack parameters of the model that its config.json describes:
+    transformers would make them up. Only headers are read, of a local checkpoint. One that has tensors of other names
+    as well may have them under older names, which only loading tells (`refuse_made_up`)."""
+    if not any(Path(path).glob("*.safetensors")):
+        return
+    wanted = {name for name, _ in without_weights(config).named_parameters()}
+    found = {name for names in checkpoint_shards(path).values() for name in names}
+    known = {f"{name}.weight" for name in output_embedding(config)}  # of a tied model: a second time
+    if not found - wanted - known:
+        refuse_made_up(path, wanted - found, len(wanted))
+
+
+def refuse_made_up(path: str | Path, absent: Iterable[str], count: int) -> None:
+    """`BadInput` when `absent`, of `count` parameters of the model, names some: random weights are no base."""
+    if names := sorted(absent):
+        raise BadInput(
+            f"{path} has no {names[0]} ({len(names)} of {count} parameters of the model that its config.json "
+            "describes): they would be random. Name a whole checkpoint."
+        )
 
 
 def _unexpected(names: list[str], config: Any) -> list[str]:

@@ -51,13 +51,13 @@ class Trained:
 def find_trained(run: RunDir, adapter: Path | None = None) -> Trained | None:
     """The quantizers of `adapter`, or of the run's newest one; None for a run without.
 
-    `BadInput` when the run's configuration names a format and the adapter does not.
+    `BadInput` when the run's configuration names a format and the adapter does not, or a file of it is damaged.
     """
     declared = (run.config().get("policy") or {}).get("quant_cfg")
     if adapter is None and declared is None:
         return None
     adapter = Path(adapter or run.newest_adapter())
-    manifest = read_manifest(adapter, "adapter")
+    manifest = read_manifest(adapter, "adapter", deep=True)
     if (name := manifest.get("quant_cfg")) is not None:
         return Trained(read_quant_format(name), adapter, manifest.get("quantizer_hash"))
     if declared is not None:

@@ -130,8 +130,9 @@ def base_checkpoint(run: RunDir, base: str | Path | None = None, device: Any = N
 
 
 def check_adapter_base(adapter: Path, info: dict) -> dict:
-    """The manifest of an adapter that was trained on the base of `info` (base.json); `BadInput` for another base."""
-    manifest = read_manifest(adapter, "adapter")
+    """The manifest of an adapter that was trained on the base of `info` (base.json); `BadInput` for another base, and
+    for files whose content is not what the manifest says."""
+    manifest = read_manifest(adapter, "adapter", deep=True)
     if manifest.get("base_hash") != info["hash"]:
         raise BadInput(
             f"{adapter} was trained on another base: its manifest says base_hash {manifest.get('base_hash')}, the "

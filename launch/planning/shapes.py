@@ -10,6 +10,7 @@ from typing import Any
 
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
+from recipes.parts.quant_format import find_experts
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,6 @@ _HUB = (
     (re.compile(r"Qwen/Qwen2\.5-([\d.]+)B(-Instruct)?"), "qwen2.5-{}b"),
     (re.compile(r"meta-llama/(?:Meta-)?Llama-3\.[12]-(\d+)B(-Instruct)?"), "llama3-{}b"),
 )
-# Keys of a config.json with experts, and of models whose layers are not all attention and MLP.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -203,10 +202,10 @@ def _from_file(file: Path, source: str) -> Shape:
 def shape_from_facts(facts: dict[str, Any], source: str) -> Shape:
     """The shape that a config.json describes; `BadInput` says why a model is not covered."""
     kind = facts.get("model_type", "unknown")
-    if experts := [key for key in _EXPERTS if facts.get(key)]:
+    if experts := find_experts(facts):
         raise BadInput(
-            f"{source} ({kind}) is a mixture of experts ({experts[0]} {facts[experts[0]]}), which plan and "
-            "remerge do not cover: only some of its weights work on a token. Take a dense model."
+            f"{source} ({kind}) is a mixture of experts ({experts}), which plan and remerge do not cover: only some "
+            "of its weights work on a token. Take a dense model."
         )
     if missing := [key for key in _NEEDED if not isinstance(facts.get(key), int)]:
         nested = ", its text part is nested (text_config)" if "text_config" in facts else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merge.base import hash_base, load_frozen, unquantized_config
+from merge.model_files import check_complete
 from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import read_quant_format
@@ -23,12 +24,13 @@ def check_base(config: Config) -> Any:
     """The base model's transformers config, read without any weight.
 
     `BadInput` when it is not there or quantized already, when transformers cannot build it with
-    `model.attn_implementation`, or when a name in `policy.target_modules` is no linear layer of it (peft would adapt
-    the others and say nothing).
+    `model.attn_implementation`, when a name in `policy.target_modules` is no linear layer of it (peft would adapt
+    the others and say nothing), or when its files lack some of it.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
     adapted_layers(config, facts)
+    check_complete(config.model.source, facts)
     return facts
 
 

@@ -24,7 +24,7 @@ from recipes.parts.errors import BadInput
 
 GROUPS = {"fp8": 128, "nvfp4": 16}  # values of an activation that share a scale, in formats per block
 # Keys of a model's configuration that only a mixture of experts sets.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 FP8_CAPABILITY = (8, 9)
 
 
@@ -113,14 +113,26 @@ def check_model(fmt: QuantFormat, model_config: Any) -> None:
     checkpoint in `fmt`: a mixture of experts, or linear layers whose sizes the format's blocks do not divide."""
     facts = model_config if isinstance(model_config, Mapping) else model_config.to_dict()
     kind = facts.get("model_type", "unknown")
-    if experts := [key for key in EXPERTS if facts.get(key)]:
+    if experts := find_experts(facts):
         raise BadInput(
-            f"policy.quant_cfg {fmt.name}: the model ({kind}) is a mixture of experts ({experts[0]} "
-            f"{facts[experts[0]]}). Its experts' weights are no linear layers: neither adapter nor quantizer reaches "
-            "them, and servers store them in other layouts. Take a dense model."
+            f"policy.quant_cfg {fmt.name}: the model ({kind}) is a mixture of experts ({experts}). Its experts' "
+            "weights are no linear layers: neither adapter nor quantizer reaches them, and servers store them in "
+            "other layouts. Take a dense model."
         )
+    facts = facts.get("text_config") or facts
     if facts.get("hidden_size") and facts.get("intermediate_size") and facts.get("num_attention_heads"):
         check_shapes(fmt, _decoder_shapes(facts))
+
+
+def find_experts(facts: Mapping[str, Any]) -> str:
+    """A key of a mixture of experts with its value, from the content of a config.json or a part of it (text_config);
+    empty for a dense model."""
+    for key, value in facts.items():
+        if isinstance(value, Mapping) and (found := find_experts(value)):
+            return found
+        if key in EXPERTS and value:
+            return f"{key} {value}"
+    return ""
 
 
 def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -273,14 +273,25 @@ class RunDir:
         """The whole adapter with the highest version; half-written ones are never looked at."""
         return _newest_whole(self.adapters, "v", "adapter")
 
-    def newest_checkpoint(self) -> Path:
-        """The whole training checkpoint with the highest step."""
-        return _newest_whole(self.checkpoints, "step-", "training-state")
+    def newest_checkpoint(self, passed_over: list[str] | None = None) -> Path:
+        """The whole training checkpoint with the highest step, its files' content compared with its manifest.
+        `passed_over` gets what is wrong with newer ones."""
+        return _newest_whole(self.checkpoints, "step-", "training-state", deep=True, passed_over=passed_over)
 
 
-def _newest_whole(folder: Path, prefix: str, kind: str) -> Path:
+def _newest_whole(
+    folder: Path, prefix: str, kind: str, deep: bool = False, passed_over: list[str] | None = None
+) -> Path:
+    damaged = [] if passed_over is None else passed_over
     for candidate in sorted(folder.glob(f"{prefix}[0-9]*"), reverse=True):
-        with contextlib.suppress(BadInput):
-            read_manifest(candidate, kind)
+        try:
+            read_manifest(candidate, kind, deep)
             return candidate
-    raise BadInput(f"no whole {kind} under {folder}. Train first, or pass one by path.")
+        except BadInput as error:
+            damaged.append(str(error))
+    if damaged:
+        raise BadInput(
+            f"no whole {kind} under {folder}: {len(damaged)} damaged, the newest because {damaged[0]} Put the file "
+            "back, or start another run, from an adapter of this one with policy.init_adapter."
+        )
+    raise BadInput(f"no whole {kind} under {folder}. Train first, or name another run.")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merge.base import load_frozen, unquantized_config
+from merge.model_files import check_complete
 from recipes.parts.config import Config
 from recipes.parts.distill import is_own_model
 from recipes.parts.errors import BadInput
@@ -92,6 +93,7 @@ def _check_model(config: Config, tokenizer: Any, model_config: Any) -> None:
     name, revision = config.distill.teacher, config.distill.teacher_revision
     try:
         theirs = unquantized_config(name, revision)
+        check_complete(name, theirs)
         other = AutoTokenizer.from_pretrained(name, revision=revision)
     except BadInput as error:
         raise BadInput(f"distill.teacher: {error}") from None

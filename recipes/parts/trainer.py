@@ -251,9 +251,12 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
 
     def train_run(self, resume: bool) -> None:
         """Train to the last step, from the start or from the newest whole checkpoint of the run."""
-        checkpoint = self.run.newest_checkpoint() if resume else None
+        damaged: list[str] = []
+        checkpoint = self.run.newest_checkpoint(damaged) if resume else None
         if self.accelerator.is_main_process:
             discard_staged(self.run)
+            for problem in damaged:
+                self.recorder.say(f"passed over: {problem}")
             if checkpoint:
                 step = rewind(self.run, checkpoint)
                 self.recorder.say(f"resuming from {checkpoint} (step {step})")

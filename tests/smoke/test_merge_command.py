@@ -192,6 +192,10 @@ def break_run(run: RunDir, fault: str, tmp_path: Path) -> list[str]:
         return [*arguments, "--adapter", str(alter_adapter(run, tmp_path / "dora", {"use_dora": True}))]
     if fault == "base not there":
         return [*arguments, "--base", str(tmp_path / "nowhere" / "else")]
+    if fault == "another bit in the adapter":
+        file = run.newest_adapter() / "adapter_model.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     if fault == "base of another shape":
         return [*arguments, "--base", str(shared_model(tied=False))]
     if fault == "base already quantized":
@@ -215,6 +219,7 @@ def break_run(run: RunDir, fault: str, tmp_path: Path) -> list[str]:
         ("half an adapter", "no whole adapter"),
         ("adapter path without manifest", "not written by this kit"),
         ("adapter of another base", "trained on another base"),
+        ("another bit in the adapter", "is damaged: the content of adapter_model.safetensors"),
         ("DoRA", "DoRA"),
         ("base not there", "no checkpoint at"),
         ("base of another shape", "lm_head"),

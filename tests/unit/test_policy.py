@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge.base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_nf4
+from merge.base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import check_base_unchanged, check_init_adapter, load_tokenizer
@@ -293,6 +293,25 @@ def test_an_adapter_of_other_layers_is_refused(tmp_path, recipe, recipe_argument
     assert done.code == 2 and "4 tensors missing, 0 unexpected" in done.err and "q_proj" in done.err, done.err
 
 
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+def without_a_norm(model: Path, folder: Path, **others: torch.Tensor) -> None:
+    """Copy a model, without the weight of a norm and with other tensors."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors") | others
+    del tensors[NORM]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp8", "none"])
+def test_random_weights_in_place_of_missing_ones_are_refused(tmp_path, tiny_model_dir, quantization):
+    """Where other names may be old ones for what is missing, transformers says what it made up."""
+    without_a_norm(tiny_model_dir, tmp_path / "model", another=torch.zeros(2))
+    with pytest.raises(BadInput, match=rf"model has no {NORM} \(1 of \d+ parameters"):
+        load_frozen(tmp_path / "model", quantization, "float32", device="cpu")
+
+
 def test_a_base_that_cannot_be_trained_is_refused_before_weights_are_loaded(
     tmp_path, recipe, recipe_arguments, tiny_model_dir, no_weights
 ):
@@ -304,7 +323,9 @@ def test_a_base_that_cannot_be_trained_is_refused_before_weights_are_loaded(
     short = altered_model(tiny_model_dir, tmp_path / "short", max_position_embeddings=80)
     plain = altered_model(tiny_model_dir, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
+    without_a_norm(tiny_model_dir, lacking := tmp_path / "lacking")
     cases = [
+        (lacking, {}, f"{lacking} has no {NORM} (1 of "),
         (quantized, {}, f"{quantized} is quantized already (quantization_config in its config.json, method bitsandb"),
         (plain, {}, f"{plain} has no chat template"),
         (short, {}, f"max_completion_length (88) exceeds the context of {short} (80)"),

@@ -202,6 +202,15 @@ def test_a_mixture_of_experts_is_refused_with_the_reason():
         check_model(FORMATS["nvfp4a16"], QWEN3_8B | {"model_type": "qwen3_moe", "num_experts": 128})
 
 
+def test_a_model_whose_text_part_is_nested_is_read_there():
+    nested = {"model_type": "qwen3_5", "text_config": QWEN3_8B}
+    check_model(FORMATS["w4a16"], nested)
+    with pytest.raises(BadInput, match=r"\(qwen3_5\) is a mixture of experts \(num_experts 256\)"):
+        check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"num_experts": 256}})
+    with pytest.raises(BadInput, match="groups of 128 inputs"):
+        check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"intermediate_size": 12352}})
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [

@@ -268,7 +268,13 @@ def damage_empty_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text("")
 
 
+def damage_a_bit(folder: Path) -> None:
+    file = folder / "optimizer.pt"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+
+
 DAMAGES = [damage_missing, damage_truncated, damage_no_manifest, damage_half_manifest, damage_empty_manifest]
+DAMAGES += [damage_a_bit]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -278,7 +284,12 @@ def test_the_newest_whole_checkpoint_is_taken_never_a_damaged_newer_one(tmp_path
     newest = checkpoint(run, 10)
     assert run.newest_checkpoint().name == "step-000010"
     damage(newest)
-    assert run.newest_checkpoint().name == "step-000002"
+    passed_over: list[str] = []
+    assert run.newest_checkpoint(passed_over).name == "step-000002"
+    assert len(passed_over) == 1 and str(newest) in passed_over[0]
+    damage(run.checkpoints / "step-000002")
+    with pytest.raises(BadInput, match=rf"no whole training-state under .*: 2 damaged, the newest because {newest}"):
+        run.newest_checkpoint()
 
 
 def test_what_is_staged_is_never_taken_and_is_removed(tmp_path):
