@@ -77,12 +77,14 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     run, recipe, learning_model_dir, tmp_path, monkeypatch
 ):
     parts = shutil.copytree(run.path, tmp_path / "parts")
-    shutil.rmtree(parts / "checkpoints" / "step-000002")
+    damaged = parts / "checkpoints" / "step-000002" / "quantizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(parts / "adapters" / "v000002")
     words = arguments(learning_model_dir, parts, W4A4 | {"train.max_steps": 2}, ("--resume",))
     monkeypatch.setattr("recipes.parts.calibration.calibration_prompts", None)  # the prompts may be gone
     code, said = recipe(words)
-    assert code == 0 and "resuming from" in said and "calibrated" not in said, said
+    assert code == 0 and "step-000001 (step 1)" in said and "calibrated" not in said, said
+    assert "passed over: " in said and "is damaged: the content of quantizer.safetensors" in said
     state = (parts / "checkpoints" / "step-000001" / "quantizer.safetensors").read_bytes()
     assert (parts / "adapters" / "v000002" / "quantizer.safetensors").read_bytes() == state
     files = [place / "adapters" / "v000002" / "adapter_model.safetensors" for place in (parts, run.path)]
