@@ -155,6 +155,26 @@ def training(steps: Sequence[int], curves: dict[str, tuple[str, Sequence[float]]
     return figure
 
 
+def reward_curves(panels: dict[str, dict[str, tuple[int, list[Sequence[float]]]]]) -> "Figure":
+    """One panel per format, {format: {line: (steps before its first, rewards a step by seed)}}: each seed's running
+    mean in pale, the mean of the seeds in full, as far as all of them go."""
+    figure = _figure(3.7 * len(panels), 3.1)
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
+    colors = ("#404040", "#0072b2", "#d55e00")
+    for axes, (name, lines) in zip(grid, panels.items(), strict=True):
+        for color, (label, (before, seeds)) in zip(colors, lines.items(), strict=False):
+            means = [_running_mean(rewards) for rewards in seeds]
+            for mean in means:
+                axes.plot(range(before + 1, before + 1 + len(mean)), mean, color=color, linewidth=0.8, alpha=0.35)
+            shared = [sum(values) / len(values) for values in zip(*means, strict=False)]
+            axes.plot(range(before + 1, before + 1 + len(shared)), shared, color=color, linewidth=1.8, label=label)
+        axes.set(title=_label(name), xlabel="step")
+        axes.grid()
+    grid[0].set_ylabel(f"reward, mean of {SMOOTH} steps")
+    grid[-1].legend(loc="lower right")
+    return figure
+
+
 def _running_mean(values: Sequence[float]) -> list[float]:
     means = []
     for end in range(1, len(values) + 1):

@@ -15,8 +15,8 @@ that was trained, nats a token; `steps` counts those of the reward's curve until
 memory that a step took on its GPU, without one that of the process; means of the seeds.
 
 Each step is the command a user would type; its output goes to <out>/logs. What is there already is kept, so the study
-goes on where it was interrupted. The table comes last, study.md and study.json in --out keep it. Keys of the
-configuration can be given as --group.key value and hold for all runs.
+goes on where it was interrupted. The table comes last; study.md and study.json in --out keep it, rewards.svg has the
+curves. Keys of the configuration can be given as --group.key value and hold for all runs.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from eval import plots
 from eval.cells import read_records, records_file
 from eval.stats import cluster_interval, paired_difference, runs_interval
 from recipes.parts.config import Config, load_config
@@ -213,6 +214,7 @@ def collect(study: Study) -> dict[str, Any]:
             row["by_seed"] = [statistics.mean(table.values()) for table in tables.values()]
             row["kl"] = [one.get("mean_kl") for one in verify]
             row["curve"] = [curve(run) for run in runs.values()]
+            row["rewards"] = [[step["reward"] for step in logged(run)] for run in runs.values()]
             row["costs"] = [costs(run) for run in runs.values()]
             if arm != "ptq" and (both := tables.keys() & plain.keys()):
                 pair = (means([one[seed] for seed in both]) for one in (tables, plain))
@@ -246,6 +248,18 @@ def markdown(found: dict[str, Any], head: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(found: dict[str, Any], steps: int, file: Path) -> None:
+    """The rewards of every run by format; a distillation goes on where plain GRPO ended, after `steps`."""
+    named = {"ptq": ("plain GRPO", 0), "qat": ("GRPO for the format", 0), "qad": ("then distilled into it", steps)}
+    panels = {
+        name: {label: (before, arms[arm]["rewards"]) for arm, (label, before) in named.items() if arm in arms}
+        for name, arms in found.items()
+        if name != "bf16"
+    }
+    if panels:
+        file.write_bytes(plots.svg(plots.reward_curves(panels)))
+
+
 def points(interval: list[float], sign: str = "") -> str:
     low, high = (format(100 * value, f"{sign}.1f") for value in interval)
     return f"[{low}, {high}]"
@@ -265,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     write_json(study.out / "study.json", {"command": command, "formats": found, "failed": failed})
     (study.out / "study.md").write_text(markdown(found, head))
+    draw(found, study.config.train.max_steps, study.out / "rewards.svg")
     print(markdown(found, head), flush=True)
     if failed:
         raise CheckFailed("; ".join(failed))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval import qat_study
+from eval import plots, qat_study
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
 
@@ -97,11 +97,26 @@ def test_the_table_compares_with_the_plain_run_in_the_same_format(study):
     assert row["accuracy"] == 0.75 and row["by_seed"] == [0.75, 0.75] and row["kl"] == [0.5, 0.5]
     assert row["change"]["difference"] == pytest.approx(0.25) and row["change"]["interval"][0] > 0
     assert row["curve"] == [{"first": 0.4, "last": 0.6, "steps": 12}] * 2
+    assert row["rewards"] == [[0.0] * 6 + [1.0] * 6] * 2
     assert row["costs"] == [pytest.approx({"k3": 0.001, "step_s": 1.5, "peak_gib": 3.0})] * 2
     (line,) = [
         line for line in qat_study.markdown(found, "head").splitlines() if line.startswith("| fp8 | qat | 75.0")
     ]
     assert line.endswith("| 1.0e-03 | 1.50 | 3.00 |")
+
+
+def test_the_curves_are_of_all_seeds_and_a_distillation_goes_on_where_plain_grpo_ended(study, tmp_path, monkeypatch):
+    drawn, make = [], plots.reward_curves
+    monkeypatch.setattr(plots, "reward_curves", lambda panels: drawn.append(make(panels)) or drawn[0])
+    study.everything()
+    qat_study.draw(qat_study.collect(study), 12, tmp_path / "rewards.svg")
+    assert b"<svg" in (tmp_path / "rewards.svg").read_bytes()
+    first, second = drawn[0].axes
+    assert (first.get_title(), second.get_title()) == ("nvfp4a16", "fp8")
+    lines = first.get_lines()
+    assert len(lines) == 3 * (2 + 1)  # two seeds and their mean, of each arm
+    assert [int(line.get_xdata()[0]) for line in lines[2::3]] == [1, 1, 13]
+    assert lines[2].get_ydata()[-1] == pytest.approx(0.6)
 
 
 def failing_at(study: Any, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, str]) -> None:
