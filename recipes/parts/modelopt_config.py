@@ -74,40 +74,40 @@ class _Quantizer(NamedTuple):
     pattern: str  # that set it last
 
 
-def by_name(name: str) -> QuantFormat | None:
+def by_name(name: str, key: str) -> QuantFormat | None:
     """The format of one of the package's own configurations; None for a name that is none, `BadInput` when nothing
-    deploys it."""
+    deploys it. `key` of the run's configuration has the name."""
     if name in LAYOUTS:
         return FORMATS[LAYOUTS[name]]
     if name in NO_LAYOUT:
-        raise BadInput(_message(name, NO_LAYOUT[name]))
+        raise BadInput(_message(name, NO_LAYOUT[name], key))
     if not name.endswith("_CFG") or importlib.util.find_spec("modelopt") is None:
         return None
     content = getattr(importlib.import_module(PACKAGE), name, None)
-    return None if content is None else read(content, name)
+    return None if content is None else read(content, name, key)
 
 
-def read_file(path: Path) -> QuantFormat:
+def read_file(path: Path, key: str) -> QuantFormat:
     """The format of a YAML file."""
     if not path.is_file():
-        raise BadInput(f"policy.quant_cfg: {path} does not exist.")
+        raise BadInput(f"{key}: {path} does not exist.")
     try:
         content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"policy.quant_cfg: {path} is no YAML: {error}") from None
-    return read(content, str(path))
+        raise BadInput(f"{key}: {path} is no YAML: {error}") from None
+    return read(content, str(path), key)
 
 
-def read(content: Any, source: str) -> QuantFormat:
-    """The format of a configuration; `source` names it in messages."""
+def read(content: Any, source: str, key: str = "policy.quant_cfg") -> QuantFormat:
+    """The format of a configuration; `source` and the `key` that gave it name it in messages."""
     try:
         return _format(content)
     except _Refused as refused:
-        raise BadInput(_message(source, str(refused))) from None
+        raise BadInput(_message(source, str(refused), key)) from None
 
 
-def _message(source: str, reason: str) -> str:
-    return f"policy.quant_cfg: {source} cannot be deployed: {reason}. Formats: {', '.join(FORMATS)}."
+def _message(source: str, reason: str, key: str) -> str:
+    return f"{key}: {source} cannot be deployed: {reason}. Formats: {', '.join(FORMATS)}."
 
 
 def _format(content: Any) -> QuantFormat:

@@ -84,7 +84,12 @@ def test_reading_a_format_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(("text", "nearest"), [("nvfp8", "nvfp4"), ("W4A16", "w4a16"), ("nvfp4_default", "NVFP4")])
+NEAREST = [("nvfp8", "nvfp4"), ("W4A16", "w4a16"), ("nvfp4_default", "NVFP4")]
+NEAREST += [("int4", "w4a16?"), ("INT4", "w4a16?"), ("int4_awq", "INT4_BLOCKWISE"), ("fp4", "nvfp4a16?")]
+NEAREST += [("INT4_CFG", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG?"), ("int8", "fp8?"), ("w4a4", "nvfp4?"), ("w8a8", "fp8?")]
+
+
+@pytest.mark.parametrize(("text", "nearest"), NEAREST)
 def test_an_unknown_name_is_refused_with_the_nearest(text, nearest):
     assert f"policy.quant_cfg ({text}) is no format" in refusal(text)
     assert f"Did you mean {nearest}" in refusal(text)
