@@ -37,6 +37,7 @@ FREE_ON_RESUME = (
     *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
     *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
+    "policy.quant_cfg",  # the name; check_resumed_format sees to it that the format is the run's
 )
 
 

@@ -6,7 +6,6 @@ error that names the key, where it stands and the nearest valid key. Checks of s
 
 import argparse
 import dataclasses
-import difflib
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from recipes.parts.config_types import match_type, spell_type
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, did_you_mean
 
 # Keys that have a successor, and how each value is written there.
 REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
@@ -231,8 +230,8 @@ class TrainConfig:
 class DistillConfig:
     teacher: str | None = _option(
         None,
-        "base: the student's own model without quantizers and adapter; or another model by id or path, loaded in nf4; "
-        "null with teacher_adapter null: no distillation",
+        "base: the student's own model without quantizers and adapter; or another model by id or path, stored as "
+        "policy.quantization says; null with teacher_adapter null: no distillation",
     )
     teacher_revision: str | None = _option(None, "hub revision of another model as teacher")
     teacher_adapter: str | None = _option(
@@ -430,9 +429,8 @@ def _all_keys(kind: type = Config, prefix: str = "") -> list[str]:
 def _nearest(key: str, group: list[str]) -> str:
     """The valid key meant by a misspelled one: in its own group first, then the same leaf name in any group."""
     prefix, _, leaf = key.rpartition(".")
-    near = difflib.get_close_matches(leaf, group, n=1)
-    if near:
-        return f" Did you mean {prefix + '.' if prefix else ''}{near[0]}?"
+    if hint := did_you_mean(leaf, group, f"{prefix}." if prefix else ""):
+        return hint
     elsewhere = [name for name in _all_keys() if name.rpartition(".")[2] == leaf]
     if elsewhere:
         return f" Did you mean {elsewhere[0]}?"
@@ -475,9 +473,8 @@ def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
-            near = difflib.get_close_matches(argument, {"--config", "--dry_run", "--resume"} - {argument}, n=1)
-            hint = f" Did you mean {near[0]}?" if near else " Keys are given as --group.key value."
-            raise BadInput(f"unknown argument {argument}.{hint}")
+            hint = did_you_mean(argument, {"--config", "--dry_run", "--resume"} - {argument})
+            raise BadInput(f"unknown argument {argument}.{hint or ' Keys are given as --group.key value.'}")
         key, equals, text = argument[2:].partition("=")
         if not equals:
             if not arguments:

@@ -1,10 +1,11 @@
-"""The two ways a command of the kit ends badly, and the exit code of each."""
+"""The two ways a command of the kit ends badly, the exit code of each, and the valid name for a misspelled one."""
 
+import difflib
 import errno
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 
@@ -25,6 +26,13 @@ class CheckFailed(KitError):
     """The input was fine and a check said no: a gate, a hash that changed, a NaN, a spent budget."""
 
     exit_code = CHECK_FAILED
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
+    """A sentence that names the nearest of `known`, with `prefix` before it; nothing when none is near."""
+    folded = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)
+    return f" Did you mean {prefix}{folded[near[0]]}?" if near else ""
 
 
 def run_command(main: Callable[[], int | None]) -> None:

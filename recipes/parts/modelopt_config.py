@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, did_you_mean
 from recipes.parts.quant_format import FORMATS, ActivationFormat, QuantFormat, WeightFormat
 
 # Configurations of nvidia-modelopt 0.47 that a layout stores, by the kit's name for it.
@@ -60,7 +60,14 @@ FREE = ("enable", "num_bits", "axis", "block_sizes", "type", "effective_bits", "
 FREE += ("trt_high_precision_dtype",)
 FIXED = {"unsigned": False, "narrow_range": False, "bias": None, "rotate": False, "learn_amax": False}
 FIXED |= {"calibrator": "max", "backend": None}
+CONTENT_KEYS = ("quant_cfg", "algorithm", "metadata")
+ENTRY_KEYS = ("quantizer_name", "parent_class", "enable", "cfg")
+BLOCK_KEYS = ("-1", "-2", "type", "scale_bits")
+KINDS = ("static", "dynamic")
+OF_LINEARS = ("weight_quantizer", "input_quantizer", "output_quantizer")
+OF_ATTENTION = tuple(f"{name}_bmm_quantizer" for name in "qkvp")
 INT8 = {"num_bits": 8}  # what the package gives a quantizer that no pattern names
+LAST = re.compile(r"(.*[.*])?([^.*]+)\**", re.DOTALL)  # (what comes before, last part) of a pattern
 NAMED = re.compile(r"e(\d)m(\d)")
 
 
@@ -74,54 +81,67 @@ class _Quantizer(NamedTuple):
     pattern: str  # that set it last
 
 
-def by_name(name: str) -> QuantFormat | None:
+def by_name(name: str, key: str) -> QuantFormat | None:
     """The format of one of the package's own configurations; None for a name that is none, `BadInput` when nothing
-    deploys it."""
+    deploys it. `key` of the run's configuration has the name."""
     if name in LAYOUTS:
         return FORMATS[LAYOUTS[name]]
     if name in NO_LAYOUT:
-        raise BadInput(_message(name, NO_LAYOUT[name]))
+        raise BadInput(_message(name, NO_LAYOUT[name], key))
     if not name.endswith("_CFG") or importlib.util.find_spec("modelopt") is None:
         return None
     content = getattr(importlib.import_module(PACKAGE), name, None)
-    return None if content is None else read(content, name)
+    return None if content is None else read(content, name, key)
 
 
-def read_file(path: Path) -> QuantFormat:
+def read_file(path: Path, key: str) -> QuantFormat:
     """The format of a YAML file."""
-    if not path.is_file():
-        raise BadInput(f"policy.quant_cfg: {path} does not exist.")
+    names = f"or a name: {', '.join(FORMATS)}, or that of a configuration of nvidia-modelopt"
     try:
         content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"policy.quant_cfg: {path} is no YAML: {error}") from None
-    return read(content, str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadInput(
+            f"{key}: {path} does not exist (seen from {Path.cwd()}). Give the path of a YAML file, {names}."
+        ) from None
+    except IsADirectoryError:
+        raise BadInput(f"{key}: {path} is a directory. Give the path of a YAML file in it, {names}.") from None
+    except OSError as error:
+        raise BadInput(f"{key}: {path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
+        raise BadInput(f"{key}: {path} is no YAML: {error}") from None
+    return read(content, str(path), key)
 
 
-def read(content: Any, source: str) -> QuantFormat:
-    """The format of a configuration; `source` names it in messages."""
+def read(content: Any, source: str, key: str = "policy.quant_cfg") -> QuantFormat:
+    """The format of a configuration; `source` and the `key` that gave it name it in messages."""
     try:
         return _format(content)
     except _Refused as refused:
-        raise BadInput(_message(source, str(refused))) from None
+        raise BadInput(_message(source, str(refused), key)) from None
 
 
-def _message(source: str, reason: str) -> str:
-    return f"policy.quant_cfg: {source} cannot be deployed: {reason}. Formats: {', '.join(FORMATS)}."
+def _message(source: str, reason: str, key: str) -> str:
+    end = "" if reason.endswith("?") else "."
+    return f"{key}: {source} cannot be deployed: {reason}{end} Formats: {', '.join(FORMATS)}."
 
 
 def _format(content: Any) -> QuantFormat:
     if isinstance(content, Mapping) and "quantize" in content:
         content = content["quantize"]
     if not isinstance(content, Mapping) or "quant_cfg" not in content:
-        raise _Refused("it has no quant_cfg, the list of quantizers")
-    if unknown := sorted(set(content) - {"quant_cfg", "algorithm", "metadata"}):
-        raise _Refused(f"{unknown[0]} is no key beside quant_cfg and algorithm (write imported parts out)")
+        keys = content if isinstance(content, Mapping) else ()
+        raise _Refused(f"it has no quant_cfg, the list of quantizers{_misspelled(keys, ('quant_cfg', 'quantize'))}")
+    if unknown := [key for key in content if key not in CONTENT_KEYS]:
+        raise _Refused(
+            f"{unknown[0]} is no key beside quant_cfg and algorithm (write imported parts out)"
+            f"{_hint(unknown[0], CONTENT_KEYS)}"
+        )
     algorithm = content.get("algorithm")
     method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
     if method not in (None, "max"):
         raise _Refused(f"algorithm {method} changes weights or scales after training; possible is max")
     entries = list(_entries(content["quant_cfg"]))
+    _check_patterns(entries)
     inputs, weights = (_of_all_linears(entries, kind) for kind in ("input_quantizer", "weight_quantizer"))
     _check_others(entries)
     weight, activation = _weight(weights), _activation(inputs)
@@ -153,31 +173,79 @@ def _entries(quant_cfg: Any) -> Iterable[tuple[str, str | None, bool | None, Any
         if "$import" in entry:
             raise _Refused(f"quant_cfg imports {entry['$import']}, which only the package resolves; write it out")
         if "quantizer_name" in entry:
-            if unknown := sorted(set(entry) - {"quantizer_name", "parent_class", "enable", "cfg"}):
-                raise _Refused(f"{entry['quantizer_name']} has {unknown[0]}, which is no key of an entry")
-            yield entry["quantizer_name"], entry.get("parent_class"), entry.get("enable"), entry.get("cfg") or None
-        elif entry and all(isinstance(key, str) for key in entry):
+            name, cfg = entry["quantizer_name"], entry.get("cfg")
+            if unknown := [key for key in entry if key not in ENTRY_KEYS]:
+                hint = _hint(unknown[0], ENTRY_KEYS)
+                raise _Refused(f"{name} has {unknown[0]}, which is no key of an entry{hint}")
+            _check_entry(name, entry.get("enable"), cfg, "cfg ")
+            if isinstance(cfg, Mapping) and cfg.get("enable") not in (None, True):
+                raise _Refused(f"{name} has enable {cfg['enable']!r:.60} in cfg; enable stands beside cfg")
+            yield name, entry.get("parent_class"), entry.get("enable"), cfg or None
+        elif not entry or not all(isinstance(key, str) for key in entry) or set(entry) & set(ENTRY_KEYS):
+            near = _misspelled(entry, ("quantizer_name",))
+            raise _Refused(f"quant_cfg has the entry {raw!r:.120}, which names no quantizer{near}")
+        else:
             for key, value in entry.items():
                 if key.startswith("nn.") and isinstance(value, Mapping):
                     yield from (_short(pattern, key, one) for pattern, one in value.items())
                 else:
                     yield _short("*" if key == "default" else key, None, value)
-        else:
-            raise _Refused(f"quant_cfg has the entry {raw!r}, which names no quantizer")
 
 
 def _short(pattern: str, parent: str | None, value: Any) -> tuple[str, str | None, bool | None, Any]:
     """An entry of the older form, {pattern: attributes with `enable`}."""
+    _check_entry(pattern, value.get("enable") if isinstance(value, Mapping) else None, value)
     if not isinstance(value, Mapping):
         return pattern, parent, None, value
     attributes = {key: one for key, one in value.items() if key != "enable"}
     return pattern, parent, value.get("enable"), attributes or None
 
 
+def _hint(key: Any, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
+    """The nearest valid name as a sentence after another one."""
+    hint = did_you_mean(str(key), known, prefix, cutoff)
+    return f".{hint}" if hint else ""
+
+
+def _misspelled(keys: Iterable[Any], missing: Iterable[str]) -> str:
+    """The first of `keys` that may be meant as one of the keys that are missing."""
+    return next((f". {key} is no key{hint}" for key in keys if (hint := _hint(key, missing))), "")
+
+
+def _check_entry(pattern: Any, enabled: Any, attributes: Any, key: str = "") -> None:
+    if not isinstance(pattern, str):
+        raise _Refused(f"quant_cfg has {pattern!r:.60} for a quantizer's name, which must be text")
+    if not isinstance(enabled, bool | None):
+        raise _Refused(f"{pattern} has enable {enabled!r:.60}; enable must be true or false")
+    if not isinstance(attributes, Mapping | list | tuple | None):
+        raise _Refused(f"{pattern} has {key}{attributes!r:.60}, which must be attributes by their names")
+
+
+def _check_patterns(entries: list) -> None:
+    """Refused when a pattern that fits no quantizer is a misspelled one. Others are common: they are for layers that
+    some models have."""
+    for pattern, *_ in entries:
+        parts = LAST.fullmatch(pattern)
+        start, last = parts.groups(default="") if parts else ("", "")
+        if last.endswith((*OF_LINEARS, *OF_ATTENTION)):
+            continue
+        hint = _hint(last, (*OF_LINEARS, *OF_ATTENTION), start, cutoff=0.8)
+        if hint and not any(fnmatch.fnmatchcase(name, pattern) for name in _quantizers()):
+            raise _Refused(f"{pattern} fits no quantizer{hint}")
+
+
+def _quantizers() -> Iterable[str]:
+    """The names of all quantizers of a decoder's layers."""
+    for layer in range(LAYERS):
+        of_linears = itertools.product(LINEARS, OF_LINEARS)
+        of_attention = (("self_attn", kind) for kind in OF_ATTENTION)
+        yield from (f"model.layers.{layer}.{module}.{kind}" for module, kind in (*of_linears, *of_attention))
+
+
 def _apply(entries: list, name: str, state: _Quantizer) -> _Quantizer:
     """What a linear layer's quantizer is after all entries."""
     for pattern, parent, enabled, attributes in entries:
-        if parent not in (None, "nn.Linear") or not fnmatch.fnmatchcase(name, str(pattern)):
+        if parent not in (None, "nn.Linear") or not fnmatch.fnmatchcase(name, pattern):
             continue
         if attributes is not None:
             state = _Quantizer(enabled is not False, attributes, pattern)
@@ -218,15 +286,37 @@ def _attributes(found: _Quantizer) -> tuple[Any, dict[int, int], Any, Any]:
         raise _Refused(f"{found.pattern} quantizes several times in a row; a layout does it once")
     for key, value in found.attributes.items():
         if key not in FREE and (key not in FIXED or value not in (FIXED[key], None)):
-            raise _Refused(f"{found.pattern} has {key}: {value!r}, which no layout has")
-    blocks = dict(found.attributes.get("block_sizes") or {})
-    kinds = {found.attributes.get("type"), blocks.pop("type", None)} - {None}
+            hint = "" if key in FIXED else _hint(key, (*FREE, *FIXED))
+            raise _Refused(f"{found.pattern} has {key}: {value!r:.60}, which no layout has{hint}")
+    blocks, sizes = _blocks(found), {}
+    kinds = [found.attributes.get("type"), blocks.pop("type", None)]
+    if wrong := [kind for kind in kinds if kind not in (*KINDS, None)]:
+        raise _Refused(f"{found.pattern} has type {wrong[0]!r:.60}; type must be {' or '.join(KINDS)}")
     scale_bits = _bits(blocks.pop("scale_bits", None))
-    try:
-        sizes = {int(key): size for key, size in blocks.items()}
-    except (TypeError, ValueError):
-        raise _Refused(f"{found.pattern} has block_sizes {blocks!r}; possible are -1, -2, type, scale_bits") from None
+    for key, size in blocks.items():
+        try:
+            sizes[int(key)] = size
+        except (TypeError, ValueError, OverflowError):
+            raise _Refused(
+                f"{found.pattern} has {key!r} in block_sizes; possible are {', '.join(BLOCK_KEYS)}"
+                f"{_hint(key, BLOCK_KEYS)}"
+            ) from None
     return _bits(found.attributes.get("num_bits", 8)), sizes, scale_bits, "dynamic" in kinds
+
+
+def _written(found: _Quantizer) -> str:
+    bits, blocks, scale_bits, _ = _attributes(found)
+    words = f"num_bits {bits!r}, axis {found.attributes.get('axis')!r}, block_sizes {blocks or None}"
+    return f"{found.pattern} has {words}, scale_bits {scale_bits!r}"
+
+
+def _blocks(found: _Quantizer) -> dict[Any, Any]:
+    blocks = found.attributes.get("block_sizes")
+    if not isinstance(blocks, Mapping | None):
+        raise _Refused(
+            f"{found.pattern} has block_sizes {blocks!r:.60}, which must be sizes by dimension, as in {{-1: 16}}"
+        )
+    return dict(blocks or {})
 
 
 def _bits(value: Any) -> Any:
@@ -238,12 +328,15 @@ def _bits(value: Any) -> Any:
 
 def _weight(found: _Quantizer) -> WeightFormat:
     if not found.enabled:
-        raise _Refused(f"{found.pattern} disables the weights' quantizers, and every layout quantizes weights")
+        raise _Refused(
+            f"{found.pattern} disables the weights' quantizers, no entry after it enables "
+            "*weight_quantizer, and every layout quantizes weights"
+        )
     bits, blocks, scale_bits, _ = _attributes(found)
     axis = found.attributes.get("axis")
     axis = axis[0] if isinstance(axis, list | tuple) and len(axis) == 1 else axis
     if bits == (4, 3) and scale_bits is None:
-        if not blocks and axis in (None, 0, -2):
+        if not blocks and axis in (None, 0, -2) and axis is not False:
             return WeightFormat("fp8", (None, None) if axis is None else (1, None))
         if blocks == {-1: 128, -2: 128}:
             return WeightFormat("fp8", (128, 128))
@@ -252,7 +345,7 @@ def _weight(found: _Quantizer) -> WeightFormat:
     if bits == (2, 1) and blocks == {-1: 16} and scale_bits == (4, 3):
         return WeightFormat("nvfp4", (1, 16))
     raise _Refused(
-        f"{found.pattern} has num_bits {bits}, axis {axis}, block_sizes {blocks or None}, scale_bits {scale_bits}; "
+        f"{_written(found)}; "
         "weights can be (4, 3) with axis null or 0 or blocks {-1: 128, -2: 128}, 4 with blocks {-1: 128}, or (2, 1) "
         "with blocks {-1: 16, scale_bits: (4, 3)}"
     )
@@ -273,7 +366,7 @@ def _activation(found: _Quantizer) -> ActivationFormat | None:
     if bits == (2, 1) and axis is None and blocks == {-1: 16} and scale_bits == (4, 3) and is_dynamic:
         return ActivationFormat("nvfp4", "block", True)
     raise _Refused(
-        f"{found.pattern} has num_bits {bits}, axis {axis}, block_sizes {blocks or None}, scale_bits {scale_bits}, "
+        f"{_written(found)}, "
         f"type {'dynamic' if is_dynamic else 'static'}; inputs can be disabled, (4, 3) for the whole tensor and "
         "static, (4, 3) with blocks {-1: null} or {-1: 128} and dynamic, or (2, 1) with blocks {-1: 16, type: "
         "dynamic, scale_bits: (4, 3)}"

@@ -11,7 +11,6 @@ Each is a layout that `python -m merge` writes, and fake_quant.py has its number
 nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no torch.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, did_you_mean
 
 GROUPS = {"fp8": 128, "nvfp4": 16}  # values of an activation that share a scale, in formats per block
 # Keys of a model's configuration that only a mixture of experts sets.
@@ -80,32 +79,43 @@ NOT_TRAINED = {
     "awq": "its scales are found on the trained weights. Train for w4a16, which is stored the same way, or leave "
     "policy.quant_cfg out and merge with --format awq.",
 }
+# What numbers are called elsewhere, and the format of the kit that has them or comes nearest.
+CALLED = {"int4": "w4a16", "fp4": "nvfp4a16", "int8": "fp8", "w4a4": "nvfp4", "w8a8": "fp8"}
 
 
-def read_quant_format(text: str) -> QuantFormat:
-    """The format that `policy.quant_cfg` names: a format of the merge, a configuration of nvidia-modelopt, or a YAML
-    file in its form. `BadInput` for an unknown name, with the nearest, and for what no layout stores, with the reason.
+def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
+    """The format that `key` names: a format of the merge, a configuration of nvidia-modelopt, or a YAML file in its
+    form. `BadInput` for an unknown name, with the nearest, and for what no layout stores, with the reason.
     """
     from recipes.parts import modelopt_config
 
     if text in FORMATS:
         return FORMATS[text]
     if text.endswith((".yaml", ".yml")) or "/" in text:
-        return modelopt_config.read_file(Path(text))
-    if (found := modelopt_config.by_name(text)) is not None:
+        return modelopt_config.read_file(Path(text), key)
+    if (found := modelopt_config.by_name(text, key)) is not None:
         return found
     if text in NOT_TRAINED:
         raise BadInput(
-            f"policy.quant_cfg ({text}) is a format of the merge that no run is trained for: {NOT_TRAINED[text]} "
+            f"{key} ({text}) is a format of the merge that no run is trained for: {NOT_TRAINED[text]} "
             f"Known: {', '.join(FORMATS)}."
         )
-    names = {name.lower(): name for name in (*FORMATS, *modelopt_config.LAYOUTS)}
-    near = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {names[near[0]]}?" if near else ""
+    names = {name: name for name in FORMATS} | modelopt_config.LAYOUTS
     raise BadInput(
-        f"policy.quant_cfg ({text}) is no format, no configuration of nvidia-modelopt and no YAML file.{hint} Known: "
-        f"{', '.join(names.values())}."
+        f"{key} ({text}) is no format, no configuration of nvidia-modelopt and no YAML file.{_nearest(text, names)} "
+        f"Known: {', '.join(names)}."
     )
+
+
+def _nearest(text: str, names: Mapping[str, str]) -> str:
+    """Which of `names`, {name: format}, was meant: one with the same numbers before one that is spelled alike."""
+    folded = text.lower()
+    if folded in CALLED:
+        return f" Did you mean {CALLED[folded]}?"
+    kind = next((FORMATS[fmt].weight.kind for start, fmt in CALLED.items() if folded.startswith(start)), None)
+    if alike := [name for name, fmt in names.items() if FORMATS[fmt].weight.kind == kind]:
+        return did_you_mean(text, alike, cutoff=0)
+    return did_you_mean(text, names, cutoff=0.4)
 
 
 def check_model(fmt: QuantFormat, model_config: Any) -> None:

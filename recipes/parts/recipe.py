@@ -34,13 +34,14 @@ def check_recipe(config: Config, recipe: str) -> None:
 
 
 def check_resumed_format(config: Config, run: RunDir) -> None:
-    """`BadInput` unless the run's newest whole checkpoint was trained for the format of `policy.quant_cfg`, also where
-    a YAML of the same name has another content by now, and when there is no whole checkpoint."""
+    """`BadInput` unless the run's newest whole checkpoint was trained for the format that `policy.quant_cfg` means,
+    whatever name it was started with; also when there is no whole checkpoint."""
     trained = read_manifest(run.newest_checkpoint()).get("quant_cfg")
-    wanted = config.policy.quant_cfg and read_quant_format(config.policy.quant_cfg).name
+    given = config.policy.quant_cfg
+    wanted = None if given is None else read_quant_format(given).name
     if trained != wanted:
         raise BadInput(
             f"--resume: {run.path} was trained for {trained or 'no format'}, policy.quant_cfg "
-            f"{config.policy.quant_cfg or ''} is {wanted or 'not set'} now. Resume with the format it was started "
-            "with, or start another run."
+            f"{'' if given in (None, wanted) else f'{given} '}is {wanted or 'not set'} now. Resume with "
+            f"{f'policy.quant_cfg {trained}' if trained else 'policy.quant_cfg left out'}, or start another run."
         )

@@ -30,7 +30,7 @@ def problems(config: Config) -> list[str]:
         ]
     try:
         fmt = read_quant_format(policy.quant_cfg)
-        served = read_quant_format(server.quant_cfg) if server.quant_cfg is not None else fmt
+        served = read_quant_format(server.quant_cfg, "server.quant_cfg") if server.quant_cfg is not None else fmt
     except BadInput as error:
         return [str(error)]
     found = []

@@ -280,8 +280,9 @@ def test_an_optimizer_that_steps_in_the_backward_pass_goes_with_one_backward_pas
     check_config(configuration(train__optimizer="adamw_8bit", train__micro_batch_tokens=4096), 1)
 
 
-def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (2,)) -> RunDir:
-    """A directory as a started run leaves it: configuration, base, and a whole checkpoint per step."""
+def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (2,), **fields) -> RunDir:
+    """A directory as a started run leaves it: configuration, base, and a whole checkpoint per step, whose manifest
+    has `fields` beside."""
     run = RunDir(folder)
     folder.mkdir()
     write_json(run.config_file, {"config": to_dict(config)})
@@ -290,7 +291,7 @@ def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (
         checkpoint = run.checkpoints / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "optimizer.pt").write_bytes(b"x" * 100)
-        write_manifest(checkpoint, "training-state", step=step)
+        write_manifest(checkpoint, "training-state", step=step, **fields)
     return run
 
 

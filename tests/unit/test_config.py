@@ -180,6 +180,7 @@ def test_help_lists_every_key_with_its_default(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "train.max_steps (required): optimizer steps" in text
+    assert "another model by id or path, stored as policy.quantization says" in text
     assert "train.beta (default 0.01)" in text and "eval.gate.min_parse_rate (default 0.9)" in text
 
 

@@ -84,7 +84,12 @@ def test_reading_a_format_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(("text", "nearest"), [("nvfp8", "nvfp4"), ("W4A16", "w4a16"), ("nvfp4_default", "NVFP4")])
+NEAREST = [("nvfp8", "nvfp4"), ("W4A16", "w4a16"), ("nvfp4_default", "NVFP4")]
+NEAREST += [("int4", "w4a16?"), ("INT4", "w4a16?"), ("int4_awq", "INT4_BLOCKWISE"), ("fp4", "nvfp4a16?")]
+NEAREST += [("INT4_CFG", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG?"), ("int8", "fp8?"), ("w4a4", "nvfp4?"), ("w8a8", "fp8?")]
+
+
+@pytest.mark.parametrize(("text", "nearest"), NEAREST)
 def test_an_unknown_name_is_refused_with_the_nearest(text, nearest):
     assert f"policy.quant_cfg ({text}) is no format" in refusal(text)
     assert f"Did you mean {nearest}" in refusal(text)
@@ -120,7 +125,13 @@ def test_a_yaml_in_modelopts_form_is_the_format_that_it_describes(name, tmp_path
 
 
 def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
-    assert "none.yaml does not exist" in refusal(str(tmp_path / "none.yaml"))
+    missing = refusal("none.yaml")
+    assert f"policy.quant_cfg: none.yaml does not exist (seen from {Path.cwd()})" in missing
+    assert "the path of a YAML file, or a name: fp8, fp8_block" in missing
+    assert "none.yaml does not exist" in refusal(__file__ + "/none.yaml")
+    assert f"{tmp_path} is a directory. Give the path of a YAML file" in refusal(str(tmp_path))
+    (tmp_path / "date.yaml").write_text("quant_cfg: 2026-13-01")
+    assert "date.yaml is no YAML: month" in refusal(str(tmp_path / "date.yaml"))
     (tmp_path / "a.yaml").write_text("quant_cfg: [")
     assert "a.yaml is no YAML" in refusal(str(tmp_path / "a.yaml"))
     (tmp_path / "b.yaml").write_text("- 1")
@@ -157,7 +168,40 @@ REFUSED = [
     ({"quant_cfg": [], "imports": {}}, "imports is no key beside quant_cfg and algorithm"),
     ({**older(INT4, OFF), "algorithm": {"method": "awq_lite"}}, "algorithm awq_lite"),
     ({}, "it has no quant_cfg"),
+    (5, "it has no quant_cfg"),
+    ({"quant_cfg": {"*weight_quantizer": "fp8"}}, "*weight_quantizer has 'fp8', which must be attributes by their"),
+    ({"quant_cfg": {"nn.Linear": {5: INT4}}}, "quant_cfg has 5 for a quantizer's name, which must be text"),
+    ({"quant_cfg": [], 5: 1, "x": 1}, "5 is no key beside quant_cfg and algorithm"),
+    ({"quant_cfg": [{"quantizer_name": "*", 5: 1, "x": 1}]}, "* has 5, which is no key of an entry"),
+    (newer(INT4, None, {"quantizer_name": "*", "enable": "false"}), "* has enable 'false'; enable must be true or"),
+    (older(INT4, {"enable": "false"}), "*input_quantizer has enable 'false'; enable must be true or false"),
+    # Misspelled keys and patterns.
+    ({"quant_cgf": []}, "no quant_cfg, the list of quantizers. quant_cgf is no key. Did you mean quant_cfg?"),
+    ({"quant_cfg": [], "algoritm": "max"}, "(write imported parts out). Did you mean algorithm?"),
+    (older({**INT4, "enabel": True}, OFF), "has enabel: True, which no layout has. Did you mean enable?"),
+    ({"quant_cfg": [{"quantizer_name": "*", "enabel": True}]}, "is no key of an entry. Did you mean enable?"),
+    ({"quant_cfg": [{"quantiser_name": "*", "cfg": 1}]}, "quantiser_name is no key. Did you mean quantizer_name?"),
+    (
+        {"quant_cfg": {"*weigth_quantizer": INT4}},
+        "*weigth_quantizer fits no quantizer. Did you mean *weight_quantizer?",
+    ),
+    ({"quant_cfg": {"*mlp.input_quantiser*": OFF}}, "fits no quantizer. Did you mean *mlp.input_quantizer?"),
 ]
+OF_WEIGHTS = [  # attributes of *weight_quantizer, and what is said about it
+    (5, "cfg 5, which must be attributes by their names"),
+    ({"block_sizes": 16}, "block_sizes 16, which must be sizes by dimension, as in {-1: 16}"),
+    ({"block_sizes": "{-1: 16}"}, "block_sizes '{-1: 16}', which must be sizes by dimension"),
+    ({"block_sizes": {"type": {"a": 1}}}, "type {'a': 1}; type must be static or dynamic"),
+    ({"block_sizes": {float("inf"): 1}}, "inf in block_sizes; possible are -1, -2, type, scale_bits"),
+    ({"block_sizes": {-1: 16, "scale_bit": 8}}, "'scale_bit' in block_sizes; possible are -1, -2, type, scale_bits. "),
+    ({"type": ["dynamic"]}, "type ['dynamic']; type must be static or dynamic"),
+    ({"num_bits": "4"}, "num_bits '4', axis None"),
+    ({"num_bits": "e4m3", "axis": False}, "num_bits (4, 3), axis False"),
+    ({"enable": False}, "enable False in cfg; enable stands beside cfg"),
+    ({"num_bitz": 4}, "num_bitz: 4, which no layout has. Did you mean num_bits?"),
+    ({"block_size": 16}, "block_size: 16, which no layout has. Did you mean block_sizes?"),
+]
+REFUSED += [(newer(attributes, None), f"*weight_quantizer has {said}") for attributes, said in OF_WEIGHTS]
 
 
 @pytest.mark.parametrize(("content", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
@@ -173,6 +217,11 @@ def test_the_last_pattern_that_fits_counts():
     assert read({"quant_cfg": again}, "").name == "w4a16"
     switched = [*entries, {"quantizer_name": "*", "enable": False}, {"quantizer_name": "*weight*", "enable": True}]
     assert read({"quant_cfg": switched}, "").name == "nvfp4a16"
+
+
+@pytest.mark.parametrize("pattern", ["*softmax_quantizer", "*experts.gate_up_proj_weight_quantizer", "*.router.*"])
+def test_patterns_for_layers_that_only_other_models_have_are_no_misspelled_ones(pattern):
+    assert read(newer(NAMED_FP4, None, {"quantizer_name": pattern, "enable": False}), "").name == "nvfp4a16"
 
 
 def test_a_name_of_another_version_is_read_from_the_package(monkeypatch):

@@ -38,6 +38,13 @@ def test_a_format_decides_how_the_server_is_started(quant_cfg, weights, extensio
     [
         ({"server": {"quant_cfg": "fp8"}}, "policy.quant_cfg is not set"),
         ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "w4a16"}}, "sampled by another policy"),
+        ({"policy": {"quant_cfg": "nvfp4"}, "server": {"quant_cfg": "nvpf4"}}, r"server.quant_cfg \(nvpf4\) is no"),
+        ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "awq"}}, r"server.quant_cfg \(awq\) is a format"),
+        ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "a/b"}}, "server.quant_cfg: a/b does not exist"),
+        (
+            {"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "FP8_KV_CFG"}},
+            "server.quant_cfg: FP8_KV_CFG cannot",
+        ),
         ({"policy": {"quant_cfg": "nvfp4"}}, "Set server.weights to bf16"),
         ({"policy": {"quant_cfg": "fp8_static"}}, "Set server.weights to bf16"),
         ({"policy": {"quant_cfg": "fp8_block"}}, "Set server.weights to fp8_per_block"),

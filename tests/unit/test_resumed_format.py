@@ -1,0 +1,37 @@
+"""A run is resumed in the format it was trained for, whatever name policy.quant_cfg has for it."""
+
+import pytest
+import yaml
+
+from recipes.parts.checks import check_run_directory
+from tests.unit.test_checks import configuration, directory_refusal, run_with_checkpoint
+
+FP4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
+
+
+@pytest.mark.parametrize("name", ["NVFP4_DEFAULT_CFG", "a.yaml"])
+def test_a_run_resumes_under_another_name_of_its_format(tmp_path, name):
+    (tmp_path / "a.yaml").write_text(
+        yaml.safe_dump({"quant_cfg": {"*weight_quantizer": FP4, "*input_quantizer": FP4}})
+    )
+    name = str(tmp_path / name) if name.endswith("yaml") else name
+    for number, (before, now) in enumerate((("nvfp4", name), (name, "nvfp4"))):
+        folder = tmp_path / str(number)
+        run_with_checkpoint(folder, configuration(policy__quant_cfg=before), quant_cfg="nvfp4")
+        check_run_directory(configuration(run__output_dir=folder, policy__quant_cfg=now), resume=True, processes=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ("nvfp4", "fp8", "was trained for nvfp4, policy.quant_cfg is fp8 now. Resume with policy.quant_cfg nvfp4, or"),
+        ("fp8", "NVFP4_DEFAULT_CFG", "was trained for fp8, policy.quant_cfg NVFP4_DEFAULT_CFG is nvfp4 now"),
+        ("nvfp4", None, "was trained for nvfp4, policy.quant_cfg is not set now"),
+        (None, "fp8", "was trained for no format, policy.quant_cfg is fp8 now. Resume with policy.quant_cfg left out"),
+    ],
+)
+def test_a_run_does_not_resume_in_another_format(tmp_path, before, now, message):
+    given, wanted = ({"policy__quant_cfg": name} if name else {} for name in (before, now))
+    fields = {"quant_cfg": before} if before else {}
+    run_with_checkpoint(tmp_path / "run", configuration(**given), **fields)
+    assert message in directory_refusal(configuration(run__output_dir=tmp_path / "run", **wanted), resume=True)
