@@ -173,19 +173,17 @@ def logged(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
 
 
-def curve(run: RunDir) -> dict[str, float]:
+def curve(rewards: list[float]) -> dict[str, float]:
     """First and last steps of the reward's curve, and when it came near its end."""
-    rewards = [step["reward"] for step in logged(run)]
     last = statistics.mean(rewards[-ENDS:])
     means = [statistics.mean(rewards[max(0, end - ENDS) : end]) for end in range(1, len(rewards) + 1)]
     near = next(step for step, mean in enumerate(means, 1) if mean >= last - NEAR)
     return {"first": statistics.mean(rewards[:ENDS]), "last": last, "steps": near}
 
 
-def costs(run: RunDir) -> dict[str, float | None]:
+def costs(steps: list[dict[str, Any]]) -> dict[str, float | None]:
     """The sampler's k3 over the last steps, None where rollouts are made in process; the median of the steps' seconds;
     the most memory."""
-    steps = logged(run)
     k3 = [value for step in steps[-ENDS:] if (value := step["sampler_k3"]) is not None]
     return {
         "k3": statistics.mean(k3) if k3 else None,
@@ -213,9 +211,10 @@ def collect(study: Study) -> dict[str, Any]:
             row["interval"] = list(cluster_interval(mean, options.samples * len(runs)))
             row["by_seed"] = [statistics.mean(table.values()) for table in tables.values()]
             row["kl"] = [one.get("mean_kl") for one in verify]
-            row["curve"] = [curve(run) for run in runs.values()]
-            row["rewards"] = [[step["reward"] for step in logged(run)] for run in runs.values()]
-            row["costs"] = [costs(run) for run in runs.values()]
+            steps = [logged(run) for run in runs.values()]
+            row["rewards"] = [[step["reward"] for step in one] for one in steps]
+            row["curve"] = [curve(rewards) for rewards in row["rewards"]]
+            row["costs"] = [costs(one) for one in steps]
             if arm != "ptq" and (both := tables.keys() & plain.keys()):
                 pair = (means([one[seed] for seed in both]) for one in (tables, plain))
                 row["change"] = paired_difference(*pair, samples, study.config.eval.seed)

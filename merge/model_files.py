@@ -63,7 +63,10 @@ def without_weights(config: Any) -> torch.nn.Module:
 
 
 def output_embedding(config: Any) -> list[str]:
-    model = without_weights(config)
+    return _output_of(without_weights(config))
+
+
+def _output_of(model: torch.nn.Module) -> list[str]:
     output = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if module is output]
 
@@ -96,9 +99,10 @@ def check_complete(path: str | Path, config: Any) -> None:
     as well may have them under older names, which only loading tells (`refuse_made_up`)."""
     if not any(Path(path).glob("*.safetensors")):
         return
-    wanted = {name for name, _ in without_weights(config).named_parameters()}
+    model = without_weights(config)
+    wanted = {name for name, _ in model.named_parameters()}
     found = {name for names in checkpoint_shards(path).values() for name in names}
-    known = {f"{name}.weight" for name in output_embedding(config)}  # of a tied model: a second time
+    known = {f"{name}.weight" for name in _output_of(model)}  # of a tied model: a second time
     if not found - wanted - known:
         refuse_made_up(path, wanted - found, len(wanted))
 
