@@ -7,8 +7,9 @@ Long completions are decoding steps one after the other, so their speed is that 
 engine in a process of its own, with the kit's sampling (temperature 1, the sampled token's log-prob, no detokenizing),
 generates --new tokens for so many sequences at once, each with another random prompt of --prompt tokens. `early` and
 `late` are means of ms a step at the first and the last eighth of the completions, `total` is the whole time in
-seconds. Then torch's profiler records --profiled steps in the worker: the card's ms a step by group of kernels, what
-the card stood idle, and the kernels that took most. Needs CUDA and vllm. Prints the table last.
+seconds. Then torch's profiler records --profiled steps in the worker, after prompts of --prompt tokens and after ones
+that are nearly as long as the completions: the card's ms a step by group of kernels, what the card stood idle, and the
+kernels that took most. Needs CUDA and vllm. Prints the table last.
 
 The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --model), `fp8` (per channel, as
 server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM takes for them), `marlin` (in its
@@ -111,8 +112,8 @@ def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> An
     )
 
 
-def start(llm: Any, options: argparse.Namespace, count: int, new: int) -> Any:
-    """Ask for `count` completions of `new` tokens; the engine, which has yet to be stepped."""
+def start(llm: Any, options: argparse.Namespace, count: int, new: int, prompt: int) -> Any:
+    """Ask for `count` completions of `new` tokens on `prompt` ones; the engine, which has yet to be stepped."""
     import random
 
     from vllm import SamplingParams
@@ -121,16 +122,16 @@ def start(llm: Any, options: argparse.Namespace, count: int, new: int) -> Any:
     random.seed(0)
     loop = llm.llm_engine
     for number in range(count):
-        ids = [random.randrange(10, 200) for _ in range(options.prompt)]
+        ids = [random.randrange(10, 200) for _ in range(prompt)]
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False, output_kind=kind)
-        loop.add_request(f"{new}-{count}-{number}", {"prompt_token_ids": ids}, params)
+        loop.add_request(f"{new}-{prompt}-{number}", {"prompt_token_ids": ids}, params)
     return loop
 
 
 def timed(llm: Any, options: argparse.Namespace, count: int) -> dict[str, float]:
     """ms a step early and late, seconds in all, of `count` sequences."""
-    loop, times = start(llm, options, count, options.new), [time.perf_counter()]
+    loop, times = start(llm, options, count, options.new, options.prompt), [time.perf_counter()]
     while loop.has_unfinished_requests():
         loop.step()
         times.append(time.perf_counter())
@@ -142,10 +143,14 @@ def timed(llm: Any, options: argparse.Namespace, count: int) -> dict[str, float]
     return {"sequences": count, **mean, "total": total, "tok_s": count * options.new / total, "steps": len(steps)}
 
 
-def profiled(llm: Any, options: argparse.Namespace, count: int, traces: Path) -> dict[str, Any]:
-    """The card's ms a step by group of kernels, from a trace of `--profiled` steps at short context."""
-    loop = start(llm, options, count, options.profiled + 40)
-    for _ in range(30):
+SETTLE = 90  # steps until every prompt, of any length, is read
+
+
+def profiled(llm: Any, options: argparse.Namespace, count: int, traces: Path, prompt: int) -> dict[str, Any]:
+    """The card's ms a step by group of kernels, from a trace of `--profiled` steps on prompts of `prompt` tokens."""
+    before = set(traces.rglob("*.json*"))
+    loop = start(llm, options, count, options.profiled + SETTLE + 10, prompt)
+    for _ in range(SETTLE):
         loop.step()
     llm.start_profile()
     for _ in range(options.profiled):
@@ -153,7 +158,7 @@ def profiled(llm: Any, options: argparse.Namespace, count: int, traces: Path) ->
     llm.stop_profile()
     while loop.has_unfinished_requests():
         loop.step()
-    files = [*traces.rglob("*.json.gz"), *traces.rglob("*.json")]
+    files = set(traces.rglob("*.json*")) - before
     return kernels(max(files, key=lambda file: file.stat().st_size), options.profiled)
 
 
@@ -196,8 +201,9 @@ def child(options: argparse.Namespace) -> None:
         fcntl.flock(turn, fcntl.LOCK_EX)
         timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warms up
         found = [timed(llm, options, count) for count in options.sequences]
-        profile = profiled(llm, options, options.sequences[0], traces)
-    print("FOUND " + json.dumps({"variant": options.child, "ready": ready, "rows": found, "profile": profile}))
+        count, longest = options.sequences[0], options.prompt + options.new - options.profiled - SETTLE - 10
+        profiles = {n: profiled(llm, options, count, traces, n) for n in sorted({options.prompt, longest})}
+    print("FOUND " + json.dumps({"variant": options.child, "ready": ready, "rows": found, "profiles": profiles}))
 
 
 def run_child(variant: str, options: argparse.Namespace) -> tuple[str, list[str], str, float]:
@@ -224,14 +230,16 @@ def run_child(variant: str, options: argparse.Namespace) -> tuple[str, list[str]
 
 def table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for one in results:
-        profile = one["profile"]
-        parts = ", ".join(f"{name} {ms:.2f}" for name, ms in sorted(profile["groups"].items(), key=lambda p: -p[1]))
-        print(
-            f"\n{one['variant']}, {options.sequences[0]} sequences: card {profile['card']:.2f}, "
-            f"idle {profile['idle']:.2f} ms a step of the profile; {parts}"
-        )
-        for row in profile["top"]:
-            print(f"  {row['ms']:7.3f} ms {row['calls']:6.1f} calls  {row['kernel'][:130]}")
+        for context, profile in one["profiles"].items():
+            parts = ", ".join(
+                f"{name} {ms:.2f}" for name, ms in sorted(profile["groups"].items(), key=lambda p: -p[1])
+            )
+            print(
+                f"\n{one['variant']}, {options.sequences[0]} sequences after {context} tokens: card "
+                f"{profile['card']:.2f}, idle {profile['idle']:.2f} ms a step of the profile; {parts}"
+            )
+            for row in profile["top"]:
+                print(f"  {row['ms']:7.3f} ms {row['calls']:6.1f} calls  {row['kernel'][:130]}")
     print(f"\nprompts of {options.prompt}, {options.new:,} new tokens")
     print(f"{'variant':16} {'sequences':>9} {'early ms':>9} {'late ms':>9} {'total s':>9} {'tok/s':>9}")
     for one in results:
@@ -266,8 +274,8 @@ def read_options() -> argparse.Namespace:
             parser.error(f"unknown {', '.join(unknown)} in {variant}; there are {', '.join(LEVERS)}")
         if options.model and LAYOUTS & set(variant.split("+")):
             parser.error(f"{variant} is of --shape; a checkpoint of --model is served as `stored`")
-    if options.new < 160:
-        parser.error(f"--new {options.new}: early and late need 160 steps")
+    if options.new < (least := max(160, options.profiled + SETTLE + 10)):
+        parser.error(f"--new {options.new}: early, late and profiled steps need {least}")
     options.out = options.out.resolve()
     if options.shape:
         options.model = options.out.with_suffix("") / "model"
