@@ -15,8 +15,8 @@ The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --
 server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM takes for them), `marlin` (in its
 place), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and quantization, activation and
 quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the rotary embedding), `torch`
-(cuBLAS in place of CUTLASS), `triton` (attention by Triton in place of FlashAttention), `tp2` (two cards for one
-engine).
+(cuBLAS in place of CUTLASS), `triton` or `flashinfer` (attention by it in place of FlashAttention), `tp2` (two cards
+for one engine).
 """
 
 import argparse
@@ -61,12 +61,13 @@ LEVERS: dict[str, dict[str, Any]] = {
     "marlin": {"linear_backend": "marlin"},
     "torch": {"linear_backend": "torch"},
     "triton": {"attention_backend": "TRITON_ATTN"},
+    "flashinfer": {"attention_backend": "FLASHINFER"},
     "tp2": {"tensor_parallel_size": 2},
 }
 # The first that fits decides. Inductor names its kernels after all that they take the place of, products too.
 GROUPS = (
     ("norm, activation, quantization", r"^triton_|norm_dynamic|NormRope"),
-    ("attention", r"flash|attn|attention|fmha|split_?kv|combine|reshape_and_cache"),
+    ("attention", r"flash|attn|attention|mha|split_?kv|KVCache|combine|reshape_and_cache"),
     ("products", r"gemm|marlin|cutlass|nvjet|cublas|xmma|splitk|gemv|::mm"),
     ("sampling", r"softmax|gumbel|top_?k|argmax|logprob|sample|penalt|rand|philox|exponential|ranks"),
     ("norm, activation, quantization", r"norm|quant|silu|rotary|rope"),

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def k3(policy: list[float], sampler: list[float]) -> float:
 
 
 def run(arguments: argparse.Namespace, name: str, source: list[str], base: Path, work: Path) -> dict:
-    """One row; its two halves are processes of their own, so that each has the card to itself."""
+    """One row; its two halves are processes of their own, one after the other."""
     work.mkdir()
     common = [*source, "--dtype", arguments.dtype, "--formats", name, "--work", str(work)]
     common += ["--base", str(base), "--tensor_parallel", str(arguments.tensor_parallel)]
@@ -200,6 +201,7 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tensor_parallel", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="rows at once; then seconds and tok/s say little")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
     parser.add_argument("--out", type=Path)
     for hidden in ("--part", "--work", "--base"):
@@ -225,12 +227,17 @@ def main() -> int:
         if code := merge_base([*keys, "--out", str(base)]):
             return code
         rows: dict[str, dict] = {}
-        for label, name, source in wanted:
-            started = time.perf_counter()
-            rows[label] = run(given, name, source, base, Path(folder) / label)
-            print(f"{label}: k3 {rows[label]['k3']:.2g}, {time.perf_counter() - started:.0f} s", flush=True)
-            if given.out:  # what is known when the time is over
-                given.out.write_text(json.dumps(rows, indent=2) + "\n")
+        with ThreadPoolExecutor(given.jobs) as pool:
+            jobs = {
+                pool.submit(run, given, name, source, base, Path(folder) / label): label
+                for label, name, source in wanted
+            }
+            for done in as_completed(jobs):
+                rows[jobs[done]] = done.result()
+                print(f"{jobs[done]}: k3 {rows[jobs[done]]['k3']:.2g}", flush=True)
+                if given.out:  # what is known when the time is over
+                    given.out.write_text(json.dumps(rows, indent=2) + "\n")
+        rows = {label: rows[label] for label, _, _ in wanted}
     print(f"{'policy':<16} {'k3':>9} {'rounding':>9} {'off':>9} {'first fold s':>12} {'fold s':>8} {'tok/s':>8}")
     for name, row in rows.items():
         print(
