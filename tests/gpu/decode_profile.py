@@ -66,6 +66,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 # The first that fits decides. Inductor names its kernels after all that they take the place of, products too.
 GROUPS = (
+    ("between cards", r"cross_device|nccl|all_?reduce|all_?gather"),
     ("norm, activation, quantization", r"^triton_|norm_dynamic|NormRope"),
     ("attention", r"flash|attn|attention|mha|split_?kv|KVCache|combine|reshape_and_cache"),
     ("products", r"gemm|marlin|cutlass|nvjet|cublas|xmma|splitk|gemv|::mm"),

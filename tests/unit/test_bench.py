@@ -87,15 +87,16 @@ def test_kernels_are_grouped_by_what_they_compute(kernel, operator, sizes, group
 
 def test_a_trace_is_read_as_the_cards_time_by_group(tmp_path):
     names = ["flash_fwd_splitkv", "cutlass_3x_gemm", "triton_red_fused_abs_amax_to_copy", "gumbel_sample", "memcpy32"]
-    begins = [0.0, 1000.0, 1500.0, 4000.0, 5000.0]  # us; the second and the third run together
+    names.append("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>(vllm::RankData*, vllm::RankSignals")
+    begins = [0.0, 1000.0, 1500.0, 4000.0, 5000.0, 6000.0]  # us; the second and the third run together
     events = [{"cat": "kernel", "name": one, "ts": ts, "dur": 1000.0} for one, ts in zip(names, begins, strict=True)]
     events += [{"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 9e6}, {"ph": "M", "name": "process_name"}]
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": events}))
     found = decode_profile.kernels(file, 2)
-    expected = ["attention", "products", "norm, activation, quantization", "sampling", "other"]
+    expected = ["attention", "products", "norm, activation, quantization", "sampling", "other", "between cards"]
     assert found["groups"] == dict.fromkeys(expected, 0.5)
-    assert found["card"] == pytest.approx(2.25) and found["idle"] == pytest.approx(0.75)
+    assert found["card"] == pytest.approx(2.75) and found["idle"] == pytest.approx(0.75)
     assert found["top"][0]["ms"] == 0.5 and found["top"][0]["calls"] == 0.5
 
 
