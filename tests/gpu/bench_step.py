@@ -29,7 +29,7 @@ backward and optimizer, of ours all else too; tok/s of rollout and update are ov
 counted for each of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s.
 `trainer` is torch's peak of a process, of TRL's colocated mode with vLLM in it, `card 0` what the driver saw of that
 card (with `both` or `one` in any variant, a replica too), `server` what a server took of its card when ready. Stock's
-rows come first; in the last round its server then ends, and what needs its memory begins.
+rows come first; its server then ends in the last round, and in each where a variant needs its memory.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -170,20 +170,27 @@ class Bench:
         self.empty = [*self.watch.now]
         asks = with_stock and not all(map(shared_cards, self.options.stock_sides))
         if asks:
-            loads = [*self.loads.values()]
-            self.servers["stock"] = StockServer(self.work, loads, None if self.cpu else 1, self.shape)
+            self.serve_stock()
         if self.wants_ours and not (self.work / "base" / "manifest.json").is_file():
             words = ["-m", "merge", "base", *self.flags("base", self.largest)]
             with self.going_on("ours"):
                 self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else str(card(0)))
         if asks:
-            with self.going_on("stock"):
-                self.servers["stock"].wait(min(READY_S, self.left))
-                self.server_gib["stock"] = self.grown(1)
-                self.say("the stock server is ready")
+            self.wait_stock()
         if self.wants_ours and "ours" not in self.broken:
             # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
             self.serve(served_keys((self.options.variants or [""])[0]))
+
+    def serve_stock(self) -> None:
+        self.servers["stock"] = StockServer(self.work, [*self.loads.values()], None if self.cpu else 1, self.shape)
+
+    def wait_stock(self) -> None:
+        with self.going_on("stock"):
+            self.servers["stock"].wait(min(READY_S, self.left))
+            self.server_gib.setdefault(
+                "stock", self.grown(1)
+            )  # of the first one: ours may be there when it comes back
+            self.say("the stock server is ready")
 
     @contextlib.contextmanager
     def going_on(self, side: str) -> Iterator[None]:
@@ -371,19 +378,23 @@ def compare(bench: Bench) -> int:
     options = bench.options
     with_stock = options.stock is None
     bench.prepare(with_stock)
+    shares = any(map(shared_cards, options.variants))  # a trainer then needs the memory of stock's server
     for number in range(options.rounds):
+        is_last = number == options.rounds - 1
         if with_stock:
+            if "stock" not in bench.servers and stock_rows(options, colocated=False):
+                bench.serve_stock()
+                bench.wait_stock()
             for side, load in stock_rows(options, colocated=False):
                 bench.run(side, load)
-            if number == options.rounds - 1:
-                if "stock" in bench.servers:
-                    bench.servers.pop("stock").stop()  # its memory is for a trainer on the same card
-                if "ours" in bench.servers:
-                    with bench.going_on("ours"):
-                        time.sleep(1)  # until the card's memory was looked at again
-                        bench.wait_ours()
-                for side, load in stock_rows(options, colocated=True):
-                    bench.run(side, load)
+            if (is_last or shares) and "stock" in bench.servers:
+                bench.servers.pop("stock").stop()
+            if is_last and "ours" in bench.servers:
+                with bench.going_on("ours"):
+                    time.sleep(1)  # until the card's memory was looked at again
+                    bench.wait_ours()
+            for side, load in stock_rows(options, colocated=True) if is_last else ():
+                bench.run(side, load)
         for variant, load in rows(options):
             bench.run(variant, load)
     wanted = options.rounds * len(stock_rows(options, False)) + len(stock_rows(options, True)) if with_stock else 0
@@ -451,10 +462,6 @@ def read_options() -> argparse.Namespace:
             parser.error(f"unknown levers {', '.join(unknown)} in {variant}; there are {', '.join(VARIANTS)}")
     if len(options.steps) not in (1, len(options.loads)):
         parser.error(f"--steps names {len(options.steps)} numbers for {len(options.loads)} loads")
-    if options.rounds > 1 and not options.stock and any(map(shared_cards, options.variants)):
-        parser.error(
-            "one and both need the memory of stock's server, which stays between rounds: --stock or --rounds 1"
-        )
     if options.stock and not options.stock.is_file():
         parser.error(f"--stock {options.stock} does not exist")
     return options
