@@ -146,7 +146,7 @@ def packed_logps(
     input_ids: "torch.Tensor",
     attention_mask: "torch.Tensor",
     logits_to_keep: int,
-    budget: int,
+    budget: int | None,
     share_prompts: bool,
     compute_entropy: bool,
     attention: str = "flex",
@@ -158,9 +158,9 @@ def packed_logps(
     columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head. `attention` is
     `train.packed_attention`.
 
-    While gradients are recorded all rows are one forward, as DDP wants it: choose them with `plan_micro_batches`.
-    Without, as many forwards as the budget of tokens takes. Under FSDP2 and ZeRO-3 processes would call differently
-    many.
+    While gradients are recorded, and without a budget, all rows are one forward, as DDP wants it: choose them with
+    `plan_micro_batches`. Else it is as many forwards as the budget of tokens takes. Under FSDP2 and ZeRO-3 processes
+    would call differently many.
     """
     import torch
 
@@ -168,7 +168,7 @@ def packed_logps(
 
     rows = read_rows(input_ids, attention_mask, logits_to_keep)
     lengths = [len(one) for one in rows.completions]
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or budget is None:
         packs = [list(range(len(lengths)))]
     else:
         packs = plan_micro_batches(rows.contents, lengths, budget, share_prompts)

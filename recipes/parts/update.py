@@ -7,22 +7,25 @@ some rows stays TRL's `_compute_loss`, the step around it transformers' `trainin
 - Old log-probs, the importance ratio against the sampler's and the figures of `mismatch.measure` come from the first
   forward that the update makes over a row. The policy has not moved by then, so it is what TRL's own pass would give.
 - With `train.micro_batch_tokens` a process gets all rows of its step at once (`trainer.trainer_arguments`), and their
-  loss is the sum of the losses of micro-batches, weighted.
+  loss is the sum of the losses of micro-batches, weighted. The reference goes through the same packs, so that a policy
+  that has not moved has a KL of exactly 0: Adam would make steps of what rounding alone leaves of the gradient.
+- TRL's metrics are those of all rows of the step, not the mean over its accumulation steps.
 """
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from recipes.parts.checks import WHOLE_BATCH_FIELDS
 from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import importance_ratio, measure
 from recipes.parts.packing import packed_logps, plan_micro_batches
 
 # What the first forward leaves with the rows, by TRL's names.
-FROM_FORWARD = ("old_per_token_logps", "importance_sampling_ratio")
+FROM_FORWARD = ("old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps")
 
 
 class Unheard:
@@ -50,36 +53,56 @@ class PackedUpdate:
         self._rows: dict | None = None  # whose loss TRL is computing
         self._scores: tuple = ()  # log-probs and entropies (b, C) of the last forward for a loss
         self._whole: tuple | None = None  # those of all rows, for TRL to compute from instead of a forward
+        self._slices: list[tuple] = []  # rows, log-probs and entropies of the step's accumulation steps
         self._compared: list[tuple] = []  # policy, sampler and mask (b, C) of the step's rows
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        correction, iterations = self.vllm_importance_sampling_correction, self.num_iterations
-        # By these two TRL decides whether it passes over the batch for old log-probs.
+        correction, iterations, beta = self.vllm_importance_sampling_correction, self.num_iterations, self.beta
+        # By these TRL decides whether it passes over the batch for old log-probs and for the reference's.
         self.vllm_importance_sampling_correction, self.num_iterations = False, 1
+        if self.config.train.micro_batch_tokens is not None:
+            self.beta = 0.0
         try:
             return super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction, self.num_iterations = correction, iterations
+            self.beta = beta
 
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """The loss of a step's rows, or of those of one accumulation step. `CheckFailed` after the step's last forward
         and before its last backward, so before the update, when the sampler is not the policy."""
-        if self.config.train.micro_batch_tokens is None:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        else:
+        if self.config.train.micro_batch_tokens is not None:
             loss = self._loss_in_micro_batches(model, inputs)
+        elif self._accumulates:
+            with self._unheard():
+                loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            self._slices.append((inputs, *self._scores))
+            if self.accelerator.sync_gradients:
+                rows, *scores = zip(*self._slices, strict=True)
+                self._slices = []
+                self._log_metrics(model, join_rows(rows), *map(torch.cat, scores))
+        else:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self._judge_sampler()
         return loss
 
+    @property
+    def _accumulates(self) -> bool:
+        """Whether a step has several accumulation steps, of which TRL's metrics would be plain means. Where its loss
+        reads what other processes say (`WHOLE_BATCH_FIELDS`) or is not of the log-probs alone, that is left to TRL."""
+        hears = any(getattr(self.args, name) not in unused for name, unused in WHOLE_BATCH_FIELDS.items())
+        return self.args.gradient_accumulation_steps > 1 and not (hears or self.aux_loss_enabled)
+
     def _loss_in_micro_batches(self, model: Any, inputs: dict) -> torch.Tensor:
         """The loss of all rows in `inputs`. Its value is that of all, its gradient that of the last micro-batch: the
         others' is in the parameters already, and transformers calls backward for what is returned."""
-        plan, parts, scores, total = self._plan(inputs), [], [], 0.0
-        for number, rows in enumerate(plan, start=1):
-            part = take_rows(inputs, rows)
+        plan, scores, total = self._plan(inputs), [], 0.0
+        parts = [take_rows(inputs, rows) for rows in plan]
+        self._add_reference(parts)
+        for number, (rows, part) in enumerate(zip(plan, parts, strict=True), start=1):
             # DDP exchanges the sum of the gradients once, in the last backward.
             with contextlib.nullcontext() if number == len(plan) else self.accelerator.no_sync(model):
                 with self._unheard():
@@ -89,7 +112,6 @@ class PackedUpdate:
                 if number < len(plan):
                     self.accelerator.backward(loss)
             total += loss.detach()
-            parts.append(part)
             scores.append(self._scores)
         order = torch.tensor([row for rows in plan for row in rows]).argsort()
         for key in FROM_FORWARD:
@@ -98,6 +120,20 @@ class PackedUpdate:
         logps, entropies = (torch.cat(each)[order] for each in zip(*scores, strict=True))
         self._log_metrics(model, inputs, logps, entropies)
         return loss + (total - loss.detach())
+
+    def _add_reference(self, parts: list[dict]) -> None:
+        """Leave the reference's log-probs (b, C) with each micro-batch, of the packed row that the policy's forward
+        makes of it too. Further updates with the same batch find them there."""
+        if self.beta == 0.0 or "ref_per_token_logps" in parts[0]:
+            return
+        train, model = self.config.train, self.accelerator.unwrap_model(self.model)
+        with self.timed("reference"), torch.no_grad(), model.disable_adapter():
+            for part in parts:
+                ids, mask = (
+                    torch.cat([part[f"prompt_{of}"], part[f"completion_{of}"]], dim=1) for of in ("ids", "mask")
+                )
+                columns, how = part["completion_ids"].size(1), (train.share_prompts, False, train.packed_attention)
+                part["ref_per_token_logps"], _ = packed_logps(self, self.model, ids, mask, columns, None, *how)
 
     def _plan(self, inputs: dict) -> list[list[int]]:
         """The rows of each micro-batch."""
@@ -236,3 +272,11 @@ def take_rows(inputs: dict, rows: list[int]) -> dict:
     """Some rows of TRL's dictionary of a batch; what is of the whole batch stays."""
     index = torch.tensor(rows, device=inputs["completion_ids"].device)
     return {key: value[index] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
+
+
+def join_rows(parts: Sequence[dict]) -> dict:
+    """The batch that accumulation steps were cut from: rows one after the other, what is of the whole batch once."""
+    return {
+        key: torch.cat([part[key] for part in parts]) if torch.is_tensor(value) and value.ndim else value
+        for key, value in parts[0].items()
+    }

@@ -169,13 +169,30 @@ def test_a_batch_used_twice_is_compared_with_its_first_forward(build, correction
         assert_same(update(trainer, times=2), expected)
 
 
-def test_accumulated_gradients_are_trls_own(build):
-    trainer = build({"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4})
+def test_accumulated_gradients_are_trls_own_and_metrics_those_of_the_whole_batch(build):
+    masked = {"train.mask_truncated": True}
+    trainer = build({**masked, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4})
+    whole = build(masked)
+    for one in (trainer, whole):
+        one.eos_token_ids = [5, 6, 7, 8, 9]  # about half of the completions end with one of them
     with trls_own():
-        expected = update(trainer)
+        loss, gradients, of_slices = update(trainer)
+    expected = update(whole)[2]
     found = update(trainer)
-    assert_same(found, expected)
-    assert found[2]["sampler/k3"] == pytest.approx(update(build())[2]["sampler/k3"], rel=1e-5), "of all 16 rows"
+    assert_same(found, (loss, gradients, expected))
+    assert of_slices["kl"] != pytest.approx(expected["kl"], rel=1e-2), "a mean over slices is another number"
+    assert found[2]["sampler/k3"] == pytest.approx(expected["sampler/k3"], rel=1e-5), "of all 16 rows"
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_policy_that_has_not_moved_has_no_gradient_in_packs(build, share):
+    trainer = build({**PACKED, "train.share_prompts": share})
+    trainer.reward_funcs[0] = lambda completions, **others: [1.0] * len(completions)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    _, gradients, metrics = update(trainer)
+    assert metrics["kl"] == 0.0 and not gradients.any(), "Adam would make steps of rounding"
 
 
 def test_completions_that_are_left_out_of_the_loss_are_left_out_of_micro_batches(build):
