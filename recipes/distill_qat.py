@@ -45,6 +45,7 @@ from recipes.parts.recipe import DISTILLATION, check_recipe
 from recipes.parts.rundir import read_manifest
 from recipes.parts.setup import (
     check_model,
+    describe_adapter_type,
     describe_format,
     describe_step,
     load_base,
@@ -96,6 +97,7 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
             f"run       {config.run.name} -> {config.run.directory}",
             f"student   {config.model.source}, {policy.quantization}, LoRA rank {policy.lora_rank} from "
             f"{policy.init_adapter or 'zero'}, computes in {fmt.name if fmt else config.model.dtype}",
+            *describe_adapter_type(config),
             *([describe_format(fmt, config)] if fmt else []),
             f"teacher   {describe_teacher(config)}",
             f"loss      {wanted.divergence}{mixture}, temperature {wanted.temperature:g}, learning rate "

@@ -69,7 +69,7 @@ class PolicyConfig:
     use_rslora: bool = _option(False, "scale by alpha / sqrt(rank) instead")
     target_modules: str | list[str] = _option("all-linear", "all-linear, or names of linear layers")
     adapter_dtype: Literal["float32", "bfloat16"] = _option(
-        "float32", "type of the trained adapter weights; DeepSpeed keeps bfloat16 ones with float32 masters"
+        "float32", "type of the trained adapter weights; with bfloat16 only DeepSpeed keeps float32 masters"
     )
     compute: Literal["plain", "fused", "fp8"] = _option(
         "plain",

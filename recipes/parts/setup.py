@@ -9,9 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from recipes.parts.checks import is_main_process, lock_run
+from recipes.parts.checks import check_config, is_main_process, lock_run, uses_deepspeed, world_size
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import QuantFormat
@@ -109,6 +110,7 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             f"base      {describe_base(config)}",
             f"adapter   LoRA rank {config.policy.lora_rank}, alpha {config.policy.lora_alpha}, "
             f"{config.policy.adapter_dtype}, on {config.policy.target_modules}",
+            *describe_adapter_type(config),
             describe_step(config, problems, processes),
             f"loss      {train.loss_type}, beta {train.beta}, learning rate {train.learning_rate}",
             f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
@@ -116,6 +118,15 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             f"rewards   {', '.join(config.reward.functions)}",
         ]
     )
+
+
+def describe_adapter_type(config: Config) -> list[str]:
+    """A line of the plan where small updates of the adapter would be lost."""
+    if config.policy.adapter_dtype == "float32" or uses_deepspeed():
+        return []
+    rate = config.train.learning_rate
+    lost = f"updates of less than 0.2 % of a weight round to nothing (learning rate {rate:g})"
+    return [f"          no float32 masters without DeepSpeed: {lost}. policy.adapter_dtype float32 keeps them"]
 
 
 def describe_step(config: Config, problems: int, processes: int) -> str:
@@ -212,15 +223,14 @@ def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
     """The error of a step for which the GPU had no memory, with what takes less and may change with --resume."""
     train, rollout = config.train, config.rollout
     longest = rollout.max_prompt_length + rollout.max_completion_length
-    if train.micro_batch_tokens is None:
-        changes = [f"set train.micro_batch_tokens ({longest} or more)"]
-    elif train.micro_batch_tokens > longest:
-        changes = [f"lower train.micro_batch_tokens ({train.micro_batch_tokens}; at least {longest})"]
-    else:
-        changes = []
+    changes = []
+    if train.micro_batch_tokens is None and _may_change(config, micro_batch_tokens=longest):
+        changes.append(f"set train.micro_batch_tokens ({longest} or more)")
+    elif train.micro_batch_tokens is not None and train.micro_batch_tokens > longest:
+        changes.append(f"lower train.micro_batch_tokens ({train.micro_batch_tokens}; at least {longest})")
     if train.recompute != "full" or train.recompute_fraction < 1:
         changes.append("set train.recompute to full and train.recompute_fraction to 1")
-    elif not train.recompute_offload:
+    elif not train.recompute_offload and _may_change(config, recompute_offload=True):
         changes.append("set train.recompute_offload to true")
     if train.max_gpu_gib is not None:
         changes.append(f"raise train.max_gpu_gib ({train.max_gpu_gib:g})")
@@ -229,6 +239,19 @@ def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
         f"step {step}: out of GPU memory. To go on with --resume, {what}. `python -m launch.plan` says what fits. "
         f"{str(error).partition('. See documentation')[0].partition('. If reserved')[0]}"
     )
+
+
+def _may_change(config: Config, **keys: Any) -> bool:
+    """Whether these keys of `train` are allowed where this process was launched, as far as `check_config` knows."""
+
+    def runs(one: Config) -> bool:
+        try:
+            check_config(one, world_size())
+        except BadInput:
+            return False
+        return True
+
+    return runs(replace(config, train=replace(config.train, **keys))) or not runs(config)
 
 
 @contextlib.contextmanager

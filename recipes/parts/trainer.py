@@ -78,6 +78,7 @@ METRICS = {
 # Fields of GRPOConfig that take generation out of step with the optimizer, or leave state out of the checkpoints.
 INEXACT_ON_RESUME = ("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip")
 INEXACT_ON_RESUME += ("save_only_model",)
+OWN_KEYS = {"use_liger_kernel": "policy.kernels to liger"}  # fields of GRPOConfig that the kit does in its own way
 
 
 def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
@@ -136,6 +137,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     for key in train.trl:
         if key in ours:
             raise BadInput(f"train.trl.{key} is set by the kit. Use the key of its own group instead.")
+        if key in OWN_KEYS:
+            raise BadInput(f"train.trl.{key} is not supported. Set {OWN_KEYS[key]} instead.")
         if key in INEXACT_ON_RESUME:
             raise BadInput(f"train.trl.{key} is not supported: a run with it could not be resumed exactly.")
         if key not in fields:
@@ -144,12 +147,24 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         arguments = GRPOConfig(**ours, **train.trl)
     except (ValueError, TypeError) as error:
         raise BadInput(f"trl refuses the configuration: {error}") from None
+    check_optimizer(arguments)
     if arguments.n_gpu > 1:
         raise BadInput(
             f"one process sees {arguments.n_gpu} GPUs and would use one. Launch with accelerate_configs/one_gpu.yaml, "
             "which shows it one, or with accelerate_configs/ddp.yaml and --num_processes."
         )
     return arguments
+
+
+def check_optimizer(arguments: Any) -> None:
+    """`BadInput` when transformers cannot make the optimizer of these arguments here: most often its package lacks."""
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Module())
+    except (ImportError, ValueError) as error:
+        raise BadInput(
+            f"train.optimizer is {arguments.optim.value}, which cannot be made here: {str(error).rstrip('.')}. Use "
+            "adamw_torch_fused or adamw_8bit, or mend that."
+        ) from None
 
 
 def check_card(config: Config) -> None:

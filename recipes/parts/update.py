@@ -242,7 +242,8 @@ class PackedUpdate:
             if rollout.overlap and self._rollout_version < self.state.global_step:
                 problem += (
                     " With rollout.overlap it also counts what one update changed: if k3 rose from small values, "
-                    "lower train.learning_rate or set rollout.overlap to false."
+                    "start another run from the newest adapter (policy.init_adapter) with a lower "
+                    "train.learning_rate or without rollout.overlap."
                 )
         else:
             return

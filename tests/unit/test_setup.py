@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.rundir import RunDir, write_manifest
-from recipes.parts.setup import describe_format, training
+from recipes.parts.setup import describe_format, describe_plan, out_of_memory, training
 from tests.conftest import CONFIG
 
 # torch 2.11's words.
@@ -55,6 +56,30 @@ def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypa
     assert "PYTORCH" not in text and closed == [True] * (rank == 0)
     # The main process's own is printed by what runs the command.
     assert (f"error: process 1: {text}" in capsys.readouterr().err) == (rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "said"),
+    [
+        ("2", ["--train.recompute=full"], "--resume, set train.recompute_offload to true. "),
+        ("3", [], "--resume, set train.recompute to full and train.recompute_fraction to 1. "),
+        ("3", ["--train.recompute=full"], "--resume, use a larger card. "),
+    ],
+)
+def test_under_deepspeed_the_keys_that_it_refuses_are_not_named(monkeypatch, stage, changes, said):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    config = load_config(CONFIG, changes)
+    check_config(config, 1)
+    assert said in str(out_of_memory(config, 7, RuntimeError(TORCH)))
+
+
+@pytest.mark.parametrize("deepspeed", ["false", "true"])
+def test_the_plan_says_that_a_bfloat16_adapter_loses_small_updates_without_float32_masters(monkeypatch, deepspeed):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", deepspeed)
+    for dtype in ("float32", "bfloat16"):
+        text = describe_plan(load_config(CONFIG, [f"--policy.adapter_dtype={dtype}"]), 200, 1)
+        assert ("no float32 masters" in text) == (dtype == "bfloat16" and deepspeed == "false")
 
 
 @pytest.mark.parametrize(

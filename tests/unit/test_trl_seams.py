@@ -221,7 +221,14 @@ def test_the_fields_that_the_kit_refuses_are_trls():
     }
 
 
-@pytest.mark.parametrize("key", [*INEXACT_ON_RESUME, "learning_rate", "no_such_field"])
+@pytest.mark.parametrize("optimizer", ["galore_adamw", "adamw_torch_npu_fused"])
+def test_an_optimizer_that_cannot_be_made_here_is_refused_before_anything_is_loaded(optimizer, tmp_path):
+    config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml", [f"--train.optimizer={optimizer}"])
+    with pytest.raises(BadInput, match=f"train.optimizer is {optimizer}, which cannot be made here: .* Use adamw"):
+        trainer_arguments(config, RunDir(tmp_path))
+
+
+@pytest.mark.parametrize("key", [*INEXACT_ON_RESUME, "use_liger_kernel", "learning_rate", "no_such_field"])
 def test_a_field_that_breaks_the_kit_is_refused(key, tmp_path):
     config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml")
     config.train.trl = {"min_p": 0.0}
