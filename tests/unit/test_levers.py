@@ -1,0 +1,110 @@
+"""Every key that makes a step faster or smaller reaches the trainer: one trainer a value, as a recipe builds it, and
+what the value changed in it. What the levers compute is tested with their own parts; this is that they are plugged in.
+"""
+
+import functools
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from recipes.parts import update as update_part
+from recipes.parts.linear import FusedLora
+from recipes.parts.offload import HostInputs
+from tests.unit.test_kernels import liger  # noqa: F401
+from tests.unit.test_update import PACKED, build, set_loss, update  # noqa: F401
+
+LAYERS = 2
+LINEARS = 7 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("compute", "fused", "fp8"), [("plain", 0, 0), ("fused", LINEARS, 0), ("fp8", LINEARS, LINEARS)]
+)
+def test_the_products_with_the_base(build, compute, fused, fp8):  # noqa: F811
+    model = build({"policy.compute": compute}).model
+    found = [module for module in model.modules() if isinstance(module, FusedLora)]
+    assert len(found) == fused and sum(module.product.is_fp8 for module in found) == fp8
+
+
+@pytest.mark.parametrize("kernels", ["torch", "liger"])
+def test_norms_rotary_embedding_and_swiglu(build, liger, monkeypatch, kernels):  # noqa: F811
+    monkeypatch.setattr("recipes.parts.kernels.check_gpu", lambda config: None)
+    set_loss(trainer := build({"policy.kernels": kernels}))
+    update(trainer)
+    assert set(liger) == ({"norm", "rotary", "swiglu"} if kernels == "liger" else set())
+
+
+def context_of(layer: Any) -> str | None:
+    """What a layer's checkpoint does with its first run; None for torch's own checkpoint."""
+    function = layer._gradient_checkpointing_func
+    assert isinstance(function, functools.partial)
+    if "context_fn" not in function.keywords:
+        return None
+    first, _ = function.keywords["context_fn"]()
+    return "selective" if isinstance(first, TorchDispatchMode) else "full"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "fraction", "wanted"),
+    [
+        ("none", 1.0, [False, False]),
+        ("full", 1.0, [True, True]),
+        ("full", 0.5, [False, True]),
+        ("selective", 1.0, [True, True]),
+        ("selective", 0.5, [False, True]),
+    ],
+)
+def test_what_the_backward_pass_computes_again(build, recompute, fraction, wanted):  # noqa: F811
+    """After a step: transformers turns checkpointing on when training begins, TRL after the reference's pass."""
+    trainer = build({"train.recompute": recompute, "train.recompute_fraction": fraction, "train.max_steps": 1})
+    trainer.train_run(resume=False)
+    layers = [one for one in trainer.model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    assert [one.gradient_checkpointing for one in layers] == wanted
+    if recompute != "none":
+        assert [context_of(one) for one in layers] == [recompute] * LAYERS
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_inputs_of_layers_in_host_memory(build, monkeypatch, offload):  # noqa: F811
+    waiting, pack = [], HostInputs.pack
+    monkeypatch.setattr(HostInputs, "pack", lambda *args: waiting.append(pack(*args)) or waiting[-1])
+    keys = {"train.recompute": "full", "train.recompute_offload": offload, "train.max_steps": 1}
+    build(keys).train_run(resume=False)
+    assert bool(waiting) == offload
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("adamw_torch", (torch.optim.AdamW, False)),
+        ("adamw_torch_fused", (torch.optim.AdamW, True)),
+        ("adamw_bnb_8bit", (bitsandbytes.optim.AdamW, False)),
+        ("adafactor", (transformers.optimization.Adafactor, False)),
+    ],
+)
+def test_the_optimizer(build, name, wanted):  # noqa: F811
+    trainer = build({"train.optimizer": name})
+    assert trainer.args.optim == name
+    made = trainer.create_optimizer()
+    assert (type(made), bool(made.defaults.get("fused"))) == wanted
+
+
+@pytest.mark.parametrize(("attention", "share"), [("flash", True), ("flex", True), ("flex", False)])
+def test_packed_rows_of_the_policys_pass_and_of_the_references(build, monkeypatch, attention, share):  # noqa: F811
+    passes: dict[bool, set] = {True: set(), False: set()}
+    packed_logps = update_part.packed_logps
+
+    def seen(trainer: Any, model: Any, ids: Any, mask: Any, keep: int, budget: int, shared: bool, *others: Any) -> Any:
+        passes[torch.is_grad_enabled()].add((budget, shared, others[1]))
+        return packed_logps(trainer, model, ids, mask, keep, budget, shared, *others)
+
+    monkeypatch.setattr(update_part, "packed_logps", seen)
+    keys = {**PACKED, "train.packed_attention": attention, "train.share_prompts": share}
+    update(set_loss(build(keys), beta=0.01))
+    given = {(keys["train.micro_batch_tokens"], share, attention)}
+    assert passes == {True: given, False: given}
