@@ -286,12 +286,26 @@ def test_auto_takes_the_fastest_whose_high_figure_fits(card, gib, wanted):
         assert high(*other) > (gib or card.gib) or seconds(*other) >= seconds(mode, fraction), other
 
 
-def test_auto_leaves_room_for_the_replicas_of_its_card_and_is_the_same_in_every_process():
-    made = config(**EIGHT, server__kv_cache_gib=40.0)
-    order = [("none", 1.0), ("selective", 0.5), ("full", 1.0)]
-    alone, beside = (least(shape_by_size("8b"), made, CARDS["h200"], 2, replicas) for replicas in (0, 1))
-    assert alone != beside and order.index(("none", 1.0)) == 0
-    assert least(shape_by_size("8b"), made, CARDS["h200"], 2, 1) == beside
+def test_auto_leaves_room_for_the_replicas_of_its_card_and_is_the_same_in_every_process(monkeypatch):
+    made, shape, card = config(**EIGHT, server__kv_cache_gib=40.0), shape_by_size("8b"), CARDS["h200"]
+
+    def costs(mode, fraction):
+        """GiB that the update takes, and its seconds."""
+        taken = set_recompute(made, mode, fraction)
+        parts = memory.update_parts(shape, taken, card, 2)
+        return memory.process_memory(parts, card, 2).high, cost.update_seconds(shape, taken, card, 8)
+
+    found = [least(shape, made, card, 2, replicas) for replicas in (0, 1, 2)]
+    assert found[0] == ("none", 1.0)
+    high, seconds = zip(*(costs(*one) for one in found), strict=True)
+    assert high[0] > high[1] > high[2], "every replica beside the trainer leaves less room"
+    assert seconds[0] < seconds[1] < seconds[2], "so more is computed again"
+    server = memory.server_memory(memory.server_parts(shape, made, card), made).high
+    assert high[0] > card.gib - server >= high[1]
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert least(shape, made, card, 2, 1) == found[1]
 
 
 def test_auto_is_resolved_in_the_configuration_and_said(monkeypatch):
