@@ -107,6 +107,7 @@ def _positive(config: Config) -> list[str]:
         "train.learning_rate": config.train.learning_rate,
         "train.max_grad_norm": config.train.max_grad_norm,
         "train.epsilon": config.train.epsilon,
+        "train.epsilon_high": config.train.epsilon_high,
         "rollout.temperature": config.rollout.temperature,
         "reward.timeout_s": config.reward.timeout_s,
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
