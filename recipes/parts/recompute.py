@@ -41,6 +41,13 @@ def problems(config: Config, splits: str | None) -> list[str]:
             f"train.recompute_fraction ({train.recompute_fraction:g}) must be above 0 and at most 1. For no layer at "
             "all set train.recompute to none."
         )
+    elif train.recompute_fraction != 1 and train.recompute in ("none", "auto"):
+        why = "applies to no layer" if train.recompute == "none" else "chooses a share itself"
+        found.append(
+            f"train.recompute_fraction ({train.recompute_fraction:g}) has no effect: train.recompute is "
+            f"{train.recompute}, which {why}. Leave train.recompute_fraction out, or set train.recompute to full or "
+            "selective."
+        )
     given = train.trl.get("gradient_checkpointing_kwargs") or {}
     if not isinstance(given, dict):
         return [*found, f"train.trl.gradient_checkpointing_kwargs must be a group of keys, it is {given!r:.60}."]

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.planning import cost, memory
+from launch.planning.fitting import candidates, lay_out, with_keys
 from launch.planning.gpus import CARDS
 from launch.planning.recompute import least, resolve, set_recompute
 from launch.planning.shapes import shape_by_size
@@ -232,6 +233,17 @@ def config(**keys: Any) -> Any:
     [
         ({"train__recompute_fraction": 0.0}, None, "above 0 and at most 1"),
         ({"train__recompute_fraction": 1.5}, None, "above 0 and at most 1"),
+        ({"train__recompute_fraction": 0.0, "train__recompute": "none"}, None, "above 0 and at most 1"),
+        (
+            {"train__recompute_fraction": 0.5, "train__recompute": "none"},
+            None,
+            "train.recompute_fraction (0.5) has no effect: train.recompute is none, which applies to no layer. Leave",
+        ),
+        (
+            {"train__recompute_fraction": 0.25, "train__recompute": "auto"},
+            None,
+            "(0.25) has no effect: train.recompute is auto, which chooses a share itself. Leave",
+        ),
         ({"train__recompute": "selective"}, "ZeRO-3", "Use full"),
         (
             {
@@ -252,6 +264,18 @@ def test_what_cannot_work_is_refused_before_anything_loads(keys, splits, said):
     (found,) = problems(config(**keys), splits)
     assert said in found
     assert problems(config(), splits) == []
+
+
+@pytest.mark.parametrize(("mode", "fraction"), [("auto", 1.0), ("none", 1.0), ("selective", 0.5), ("full", 0.5)])
+def test_what_the_plan_proposes_is_not_refused(mode, fraction):
+    keys = {"train__recompute": mode, "train__recompute_fraction": fraction, "train__max_gpu_gib": 20.0}
+    asked = config(**keys, **(EIGHT | {"rollout__max_completion_length": 8191}))
+    layout = lay_out(shape_by_size("8b"), asked, CARDS["rtx4090"], 2)
+    changes = [keys for keys, _ in candidates(layout)]
+    # auto takes a mode and a share with what offload saves counted.
+    assert ({"train.recompute_offload": True} in changes) == (mode != "none")
+    for keys in changes:
+        assert problems(with_keys(asked, keys), None) == [], keys
 
 
 def test_the_key_that_was_there_before_is_refused_with_the_one_to_write():
@@ -333,7 +357,8 @@ def test_a_run_learns_the_same_with_less_kept_and_says_what_auto_took(
 
     adapters = {}
     for recompute in ("auto", "selective"):
-        keys = {"train.max_steps": 2, "train.recompute": recompute, "train.recompute_fraction": 0.5}
+        keys = {"train.max_steps": 2, "train.recompute": recompute}
+        keys |= {"train.recompute_fraction": 0.5} if recompute == "selective" else {}
         keys |= {"policy.compute": "fused", "train.micro_batch_tokens": 256, "train.beta": 0.1}
         done = recipe(recipe_arguments(learning_model_dir, tmp_path / recompute, keys))
         assert done.code == 0, done.err
