@@ -317,8 +317,21 @@ def uses_deepspeed() -> bool:
 def _micro_batches(config: Config) -> list[str]:
     """What of the configuration `train.micro_batch_tokens` does not go with."""
     budget, rollout, found = config.train.micro_batch_tokens, config.rollout, []
+    kernels = config.train.packed_attention
     if budget is None:
+        if kernels != "flash":
+            found.append(
+                f"train.packed_attention is {kernels} and train.micro_batch_tokens is not set: without packs nothing "
+                "reads it. Set train.micro_batch_tokens, or leave train.packed_attention out."
+            )
         return found
+    # In float16, autocast casts what attention gets.
+    is_half = config.train.trl.get("fp16") or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+    if kernels == "cudnn" and config.model.dtype == "float32" and not is_half:
+        found.append(
+            "train.packed_attention is cudnn and model.dtype is float32, which cuDNN's kernels do not take. Set "
+            "model.dtype to bfloat16, or train.packed_attention to flex."
+        )
     longest = rollout.max_prompt_length + rollout.max_completion_length
     if 1 <= budget < longest:
         found.append(

@@ -4,6 +4,7 @@ The kernels run on a GPU only (`tests/gpu/cudnn_check.py`). Here cuDNN's package
 it was declared, memory by its address, and computes in float64 what a graph of these tensors is documented to.
 """
 
+import contextlib
 import ctypes
 import itertools
 import sys
@@ -14,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from recipes.parts import cudnn_packed, packed_attention
+from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
 from recipes.parts.cudnn_packed import attention, bucket_of, filled_up
 from recipes.parts.errors import BadInput
@@ -237,3 +239,25 @@ def test_what_the_kernels_cannot_do_is_refused_before_weights_load(kernels, monk
         return
     with pytest.raises(BadInput, match=f"train.packed_attention is cudnn.*{said}.*Set it to flash"):
         check_packing(config, facts)
+
+
+PACKS, HALF = "--train.micro_batch_tokens=512", "--model.dtype=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "said"),
+    [
+        ("cudnn", [HALF], r"train\.packed_attention is cudnn and train\.micro_batch_tokens is not set: without packs"),
+        ("flex", [], r"train\.packed_attention is flex and train\.micro_batch_tokens is not set"),
+        ("flash", [], None),
+        ("cudnn", [PACKS], r"is cudnn and model\.dtype is float32, .* bfloat16, or train\.packed_attention to flex"),
+        ("cudnn", [PACKS, HALF], None),
+        ("cudnn", [PACKS, "--train.trl={fp16: true}"], None),
+        ("flash", [PACKS], None),
+        ("flex", [PACKS], None),
+    ],
+)
+def test_attention_that_would_be_none_or_another_is_refused_by_the_configuration(kind, keys, said):
+    config = load_config(CONFIG, [f"--train.packed_attention={kind}", *keys])
+    with pytest.raises(BadInput, match=said) if said else contextlib.nullcontext():
+        check_config(config, 1)
