@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from trl.models.utils import disable_gradient_checkpointing
 
 from recipes.parts.checks import WHOLE_BATCH_FIELDS
 from recipes.parts.errors import CheckFailed
@@ -127,7 +128,8 @@ class PackedUpdate:
         if self.beta == 0.0 or "ref_per_token_logps" in parts[0]:
             return
         train, model = self.config.train, self.accelerator.unwrap_model(self.model)
-        with self.timed("reference"), torch.no_grad(), model.disable_adapter():
+        checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with self.timed("reference"), torch.no_grad(), checkpointing, model.disable_adapter():
             for part in parts:
                 ids, mask = (
                     torch.cat([part[f"prompt_{of}"], part[f"completion_{of}"]], dim=1) for of in ("ids", "mask")
