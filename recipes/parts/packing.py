@@ -146,7 +146,6 @@ def packed_logps(
     input_ids: "torch.Tensor",
     attention_mask: "torch.Tensor",
     logits_to_keep: int,
-    budget: int | None,
     share_prompts: bool,
     compute_entropy: bool,
     attention: str = "flex",
@@ -158,47 +157,34 @@ def packed_logps(
     columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head. `attention` is
     `train.packed_attention`.
 
-    While gradients are recorded, and without a budget, all rows are one forward, as DDP wants it: choose them with
-    `plan_micro_batches`. Else it is as many forwards as the budget of tokens takes. Under FSDP2 and ZeRO-3 processes
-    would call differently many.
+    All rows are one forward: choose them with `plan_micro_batches`.
     """
     import torch
 
     from recipes.parts.packed_attention import mask_kind
 
     rows = read_rows(input_ids, attention_mask, logits_to_keep)
-    lengths = [len(one) for one in rows.completions]
-    if torch.is_grad_enabled() or budget is None:
-        packs = [list(range(len(lengths)))]
-    else:
-        packs = plan_micro_batches(rows.contents, lengths, budget, share_prompts)
-    found, entropies, labels = [], [], []
-    for pack in packs:
-        with trainer.accelerator.autocast():
-            kind = mask_kind(model, input_ids.device, attention)
-            packed = pack_rows(rows, pack, share_prompts, input_ids, kind)
-            output = model(
-                input_ids=packed.tokens,
-                attention_mask=packed.mask,
-                position_ids=packed.positions,
-                shift_labels=packed.labels,
-                fused_lm_head=True,
-            )
-        found.append(output.log_probs[0, packed.scored])
-        if compute_entropy:
-            entropies.append(output.entropy[0, packed.scored])
-        labels.append(packed.label_index)
+    with trainer.accelerator.autocast():
+        kind = mask_kind(model, input_ids.device, attention)
+        packed = pack_rows(rows, list(range(len(rows.completions))), share_prompts, input_ids, kind)
+        output = model(
+            input_ids=packed.tokens,
+            attention_mask=packed.mask,
+            position_ids=packed.positions,
+            shift_labels=packed.labels,
+            fused_lm_head=True,
+        )
     # From the padded (B, W) laid flat to its last C columns laid flat.
-    line, column = np.divmod(np.concatenate(labels), input_ids.size(1))
+    line, column = np.divmod(packed.label_index, input_ids.size(1))
     target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
     target = target.to(input_ids.device)
 
-    def unpacked(values: list[torch.Tensor]) -> torch.Tensor:
-        flat = torch.cat(values)  # (N,)
+    def unpacked(values: torch.Tensor) -> torch.Tensor:
+        flat = values[0, packed.scored]  # (N,)
         padded = flat.new_zeros(input_ids.size(0) * logits_to_keep).index_copy(0, target, flat)
         return padded.view(input_ids.size(0), logits_to_keep)
 
-    return unpacked(found), unpacked(entropies) if compute_entropy else None
+    return unpacked(output.log_probs), unpacked(output.entropy) if compute_entropy else None
 
 
 def read_rows(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_keep: int) -> _Rows:

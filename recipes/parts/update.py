@@ -135,7 +135,7 @@ class PackedUpdate:
                     torch.cat([part[f"prompt_{of}"], part[f"completion_{of}"]], dim=1) for of in ("ids", "mask")
                 )
                 columns, how = part["completion_ids"].size(1), (train.share_prompts, False, train.packed_attention)
-                part["ref_per_token_logps"], _ = packed_logps(self, self.model, ids, mask, columns, None, *how)
+                part["ref_per_token_logps"], _ = packed_logps(self, self.model, ids, mask, columns, *how)
 
     def _plan(self, inputs: dict) -> list[list[int]]:
         """The rows of each micro-batch."""
@@ -192,7 +192,7 @@ class PackedUpdate:
                     *args, batch_size, compute_entropy, **others
                 )
             else:
-                packing = train.micro_batch_tokens, train.share_prompts, compute_entropy, train.packed_attention
+                packing = train.share_prompts, compute_entropy, train.packed_attention
                 logps, entropies = packed_logps(self, *args, *packing)
                 aux = None
         if self._rows is not None:

@@ -52,7 +52,7 @@ EXACT = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, 
 EXACT |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024}
 HEADS, KEY_HEADS, DIM = (SHAPE[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
 ATTENTION_ERROR, NOISES, MAX_NATS, EXACT_NATS, COSINE, NORM = 0.01, 1.5, 0.25, 1e-4, 0.998, 0.02
-GROUPS, GROUP, BATCHES, REPEATS, SIGMA, BUDGET = 2, 8, 5, 3, 0.8, 16384
+GROUPS, GROUP, BATCHES, REPEATS, SIGMA = 2, 8, 5, 3, 0.8
 
 missed: list[str] = []
 table: list[str] = []
@@ -167,7 +167,7 @@ def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
     stub, padded = make_trainer(in_bf16), GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__
 
     def packed(share: bool, kind: str) -> Callable[[tuple], tuple]:
-        return lambda data: packed_logps(stub, model, *data, BUDGET, share, True, kind)
+        return lambda data: packed_logps(stub, model, *data, share, True, kind)
 
     found = {"padded": lambda data: padded(stub, model, *data, compute_entropy=True)[:2]}
     for kind in kinds():

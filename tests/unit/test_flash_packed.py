@@ -184,7 +184,7 @@ def test_a_forward_without_gradients_and_the_adapter_off(calls, monkeypatch, stu
     model, data = tiny().eval(), batch(ROWS["groups"])
     with torch.no_grad(), model.disable_adapter():
         wanted = padded_pass(stub, model, data)
-        got = packed_pass(stub, as_on_a_gpu(model, monkeypatch), data, True, budget=30)
+        got = packed_pass(stub, as_on_a_gpu(model, monkeypatch), data, True)
     torch.testing.assert_close(got, wanted, rtol=CLOSE, atol=CLOSE)
 
 

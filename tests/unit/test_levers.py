@@ -99,10 +99,9 @@ def test_packed_rows_of_the_policys_pass_and_of_the_references(build, monkeypatc
     passes: dict[bool, list] = {True: [], False: []}
     packed_logps = update_part.packed_logps
 
-    def seen(trainer: Any, model: Any, ids: Any, mask: Any, keep: int, budget: Any, shared: bool, *others: Any) -> Any:
+    def seen(trainer: Any, model: Any, ids: Any, mask: Any, keep: int, shared: bool, *others: Any) -> Any:
         passes[torch.is_grad_enabled()].append((ids.tolist(), shared, others[1]))
-        assert torch.is_grad_enabled() or budget is None, "one pack, as the policy's"
-        return packed_logps(trainer, model, ids, mask, keep, budget, shared, *others)
+        return packed_logps(trainer, model, ids, mask, keep, shared, *others)
 
     monkeypatch.setattr(update_part, "packed_logps", seen)
     keys = {**PACKED, "train.packed_attention": attention, "train.share_prompts": share}

@@ -177,7 +177,6 @@ class Case:
             ids,
             mask,
             batch.length - batch.prompt,
-            batch.rows * batch.length,
             "shared" in self.levers,
             False,
             self.config.train.packed_attention,
