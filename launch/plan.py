@@ -14,9 +14,10 @@ import json
 from typing import Any
 
 from launch.planning.cost import can_estimate
-from launch.planning.fitting import Layout, lay_out, splits
+from launch.planning.fitting import Layout, lay_out
 from launch.planning.gpus import Card, parse_gpus
 from launch.planning.shapes import Shape, config_shape, find_shape, shape_by_size
+from launch.planning.splitting import splits
 from recipes.parts import served_format
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command

@@ -6,10 +6,11 @@ import math
 import shlex
 from typing import Any
 
-from launch.planning import cost, fitting, memory, quantized, teacher
-from launch.planning.fitting import Layout, Split
+from launch.planning import cost, fitting, memory, quantized, splitting, teacher
+from launch.planning.fitting import Layout
 from launch.planning.memory import Estimate
 from launch.planning.recompute import describe_recompute
+from launch.planning.splitting import Split
 
 
 def spell(keys: dict[str, Any]) -> str:
@@ -204,7 +205,7 @@ def time_rows(layout: Layout) -> list[Split]:
     """The ways to split the cards; nothing on a CPU and on a card whose speed is not known."""
     if not layout.count or not cost.can_estimate(layout.card):
         return []
-    return fitting.splits(layout)
+    return splitting.splits(layout)
 
 
 def configured_time(layout: Layout) -> cost.StepTime:

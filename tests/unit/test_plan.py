@@ -10,11 +10,12 @@ import pytest
 from launch.plan import best_split, choose_shape, main, make_layout
 from launch.plan import fits as plan_fits
 from launch.planning import fitting, memory
-from launch.planning.fitting import changed, changes, lay_out, remedy, splits
+from launch.planning.fitting import changed, changes, lay_out, remedy
 from launch.planning.gpus import CARDS, own_gpus, parse_gpus, recognize
 from launch.planning.matrix import MODELS, SIZES, fits, longest, widest
 from launch.planning.report import spell, summary
 from launch.planning.shapes import KNOWN, find_shape, shape_by_size, shape_from_facts
+from launch.planning.splitting import splits
 from launch.starting.trainer_command import place
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput

@@ -1,0 +1,102 @@
+"""How to divide the cards between trainer and servers: every way that can be placed, with its seconds of a step."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from launch.planning import coefficients, cost, memory
+from launch.planning.fitting import Layout, changed, fits_with, largest_sequences, micro_batches, with_keys
+
+
+@dataclass
+class Split:
+    """A way to use the cards: trainer processes and replicas, seconds of a step, and whether it fits."""
+
+    keys: dict[str, Any]
+    trainers: int
+    servers: int
+    time: cost.StepTime
+    fits: bool
+
+
+def _shared_cache(layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
+    """The KV cache of a server that shares its card: of all sequences at full length, as far as the card has room."""
+    config = layout.config
+    if config.server.kv_cache_gib is not None:
+        return {}
+    one = memory.sequence_gib(layout.shape, config)
+    least = {"server.kv_cache_gib": math.ceil(10 * config.rollout.group_size * one) / 10}
+    if (found := changed(layout, keys | least)) is None or not found.fits:
+        return least
+    return {
+        "server.kv_cache_gib": math.floor(10 * one * min(config.server.max_num_seqs, largest_sequences(found))) / 10
+    }
+
+
+def _shared_by_all(layout: Layout) -> dict[str, Any] | None:
+    """Keys with which every card trains and serves, one after the other and without sleeping: the replicas hold the
+    KV cache of their part of a step, as far as there is room, and the trainer's limit is what they leave."""
+    config, card = layout.config, layout.card
+    each, everyone = config.server.tensor_parallel, list(range(layout.count))
+    if layout.count < 2 or layout.count % each or card.is_cpu:
+        return None
+    replicas, group = layout.count // each, config.rollout.group_size
+    keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas), "train.gpus": everyone}
+    keys |= {"server.gpus": everyone, "server.sleep": False}
+    if config.rollout.overlap:
+        keys["rollout.overlap"] = False
+    most = min(config.server.max_num_seqs, math.ceil(layout.completions / replicas))
+    context = sum(coefficients.value(name) for name in ("trainer_context_gib", "process_group_gib"))
+    for sequences_at_once in sorted({most, max(most // 2, group), group}, reverse=True):
+        cache = math.ceil(10 * sequences_at_once * memory.sequence_gib(layout.shape, config)) / 10
+        changed_config = with_keys(config, keys | {"server.kv_cache_gib": cache})
+        server = memory.server_memory(memory.server_parts(layout.shape, changed_config, card), changed_config).high
+        room = {
+            "server.kv_cache_gib": cache,
+            "server.gpu_memory_utilization": math.ceil(100 * server / card.gib) / 100,
+        }
+        room |= {"train.max_gpu_gib": math.floor(card.gib - server - context)}
+        if room["train.max_gpu_gib"] > 0 and fits_with(layout, keys | room | _batch_keys(layout, layout.count)):
+            return keys | room
+    return None
+
+
+def _urls(replicas: int) -> list[str]:
+    return [f"http://127.0.0.1:{8000 + number}" for number in range(replicas)]
+
+
+def _batch_keys(layout: Layout, trainers: int) -> dict[str, Any]:
+    """The step's completions on so many trainer processes, in micro-batches that are no larger than now."""
+    own = layout.completions // trainers
+    micro = max(size for size in micro_batches(own) if size <= layout.config.train.per_device_train_batch_size)
+    return {"train.per_device_train_batch_size": micro, "train.gradient_accumulation_steps": own // micro}
+
+
+def splits(layout: Layout) -> list[Split]:
+    """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first; also
+    all of them for both where that fits."""
+    config, found = layout.config, []
+    each, total = config.server.tensor_parallel, layout.completions
+    choices: list[dict[str, Any]] = [{"rollout.backend": "in_process", "train.gpus": list(range(layout.count))}]
+    for replicas in range(1, layout.count // each + (layout.count == 1)):
+        first = layout.count - replicas * each
+        keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas)}
+        keys |= {"server.gpus": list(range(first, layout.count)), "server.sleep": False}
+        choices.append(keys | {"train.gpus": list(range(first))})
+        if layout.count == 1:
+            choices[-1] |= {"train.gpus": [0], "server.gpus": [0], "server.sleep": True, "server.nf4_copy": "host"}
+            choices[-1] |= _shared_cache(layout, choices[-1])
+    if total % max(1, layout.count) == 0 and (shared := _shared_by_all(layout)):
+        choices.append(shared)
+    for keys in choices:
+        trainers = len(keys["train.gpus"])
+        if trainers < 1 or total % trainers:
+            continue
+        keys |= _batch_keys(layout, trainers)
+        after = changed(layout, keys)
+        if after is None:
+            continue
+        cache = after.server["KV cache"] if after.server else 0.0
+        time = cost.step_time(layout.shape, after.config, layout.card, total, trainers, after.replicas, cache)
+        found.append(Split(keys, trainers, after.replicas * each, time, after.fits))
+    return sorted(found, key=lambda one: (not one.fits, one.time.step))
