@@ -14,11 +14,10 @@ import json
 from typing import Any
 
 from launch.planning.cost import can_estimate
-from launch.planning.fitting import Layout, lay_out
+from launch.planning.fitting import Layout, check_keys, lay_out
 from launch.planning.gpus import Card, parse_gpus
 from launch.planning.shapes import Shape, config_shape, find_shape, shape_by_size
 from launch.planning.splitting import splits
-from recipes.parts import served_format
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 
@@ -73,21 +72,9 @@ def choose_shape(config: Config, params: str | None = None, model: str | None = 
 
 
 def make_layout(config: Config, shape: Shape, card: Card, count: int) -> Layout:
-    """The plan of a configuration on its cards; `BadInput` for what no plan can be made of."""
-    for key, value in (
-        ("train.per_device_train_batch_size", config.train.per_device_train_batch_size),
-        ("train.gradient_accumulation_steps", config.train.gradient_accumulation_steps),
-        ("rollout.max_prompt_length", config.rollout.max_prompt_length),
-        ("rollout.max_completion_length", config.rollout.max_completion_length),
-        ("rollout.group_size", config.rollout.group_size),
-        ("policy.lora_rank", config.policy.lora_rank),
-        ("server.tensor_parallel", config.server.tensor_parallel),
-        ("server.max_num_seqs", config.server.max_num_seqs),
-    ):
-        if value < 1:
-            raise BadInput(f"{key} ({value}) must be at least 1.")
-    if wrong := served_format.problems(config):  # which no card changes
-        raise BadInput(" ".join(wrong))
+    """The plan of a configuration on its cards; `BadInput` for keys that the recipe refuses, and for too few
+    cards."""
+    check_keys(config, card, count)
     return lay_out(shape, config, card, count)
 
 

@@ -30,7 +30,7 @@ MEASURED_CARD = "h200"
 @dataclass(frozen=True)
 class StepTime:
     """Expected seconds of a step by phase, and the whole step at least and at most; `completions` of all processes.
-    With `overlaps` the rollout runs behind the update (`rollout.overlap`)."""
+    With `overlaps` the rollout runs behind the update (`rollout.overlap`, on cards of its own)."""
 
     rollout: float
     update: float
@@ -240,14 +240,22 @@ def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> f
 
 
 def step_time(
-    shape: Shape, config: Config, card: Card, completions: int, trainers: int, replicas: int, cache_gib: float
+    shape: Shape,
+    config: Config,
+    card: Card,
+    completions: int,
+    trainers: int,
+    replicas: int,
+    cache_gib: float,
+    shares: bool = False,
 ) -> StepTime:
-    """A step of `completions` on `trainers` processes; without replicas each process generates its own."""
+    """A step of `completions` on `trainers` processes; without replicas each process generates its own. With `shares`
+    a card trains and serves; sampling and training slow each other down there, so the phases are added up."""
     expected, low, high = (
         _seconds(shape, config, card, completions, trainers, replicas, cache_gib, sign) for sign in (0, -1, 1)
     )
     share = spread(card)
-    overlaps = config.rollout.overlap and replicas > 0
+    overlaps = config.rollout.overlap and replicas > 0 and not shares
     least, most = whole_step(*low, overlaps) * (1 - share), whole_step(*high, overlaps) * (1 + share)
     return StepTime(*expected, completions, least, most, overlaps)
 

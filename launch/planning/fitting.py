@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.planning import memory, quantized
+from launch.planning import cost, memory, quantized
 from launch.planning.gpus import CARDS, Card
 from launch.planning.memory import Estimate
 from launch.planning.recompute import least, set_recompute
 from launch.planning.shapes import Shape
-from launch.starting.trainer_command import place
+from launch.starting.trainer_command import Placement, place
+from recipes.parts.checks import check_config
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
 
@@ -66,17 +67,27 @@ class Layout:
         return max(self.cards, key=lambda one: one.peak.expected - one.limit_gib)
 
     @property
+    def shares(self) -> bool:
+        """Whether a card trains and serves."""
+        return any({"trainer", "server"} <= set(one.roles) for one in self.cards)
+
+    @property
     def completions(self) -> int:
         """Completions of a step, of all processes."""
         train = self.config.train
         return train.per_device_train_batch_size * train.gradient_accumulation_steps * self.processes
 
 
-def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
-    """The configuration on `count` cards, 0 for the CPU; `BadInput` when its replicas need more cards."""
+def check_keys(config: Config, card: Card, count: int) -> None:
+    """`BadInput` for what the recipe refuses on these cards, whatever they hold. How many processes a CPU gets, the
+    launcher says, so there any batch goes."""
+    trainer = placed(config, card, count).trainer
+    check_config(config, max(1, len(trainer)) if count else max(1, config.rollout.group_size))
+
+
+def placed(config: Config, card: Card, count: int) -> Placement:
+    """Who gets which of `count` cards; `BadInput` when there are too few."""
     serving = config.rollout.backend == "server"
-    replicas = len(config.rollout.server_urls) if serving else 0
-    names = [str(number) for number in range(count)]
     listed = {"train.gpus": config.train.gpus, "server.gpus": config.server.gpus if serving else None}
     if count < (needed := 1 + max((gpu for gpus in listed.values() for gpu in gpus or []), default=-1)):
         keys = " and ".join(f"{key} {gpus}" for key, gpus in listed.items() if gpus)
@@ -84,13 +95,21 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
             f"{keys} need {needed} GPUs, there are {count} ({card.name}). Name the cards of the run's machine, such "
             f"as --gpu {'h200' if card.is_cpu else card.name}:{needed}, or change the lists."
         )
+    names = [str(number) for number in range(count)]
     where = place(config, names, replicas_on_gpus=serving and count > 0, trainer_on_gpus=count > 0)
-    each = config.server.tensor_parallel
+    replicas, each = len(config.rollout.server_urls), config.server.tensor_parallel
     if serving and count and len(where.servers) < replicas * each:
         raise BadInput(
             f"{replicas} rollout.server_urls of server.tensor_parallel {each} need {replicas * each} GPUs, there are "
             f"{count} ({card.name}). Name more with --gpu {card.name}:{replicas * each + 1}, or use fewer replicas."
         )
+    return where
+
+
+def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
+    """The configuration on `count` cards, 0 for the CPU; `BadInput` when its replicas need more cards."""
+    serving, where = config.rollout.backend == "server", placed(config, card, count)
+    replicas = len(config.rollout.server_urls) if serving else 0
     processes = max(1, len(where.trainer))
     if chose := config.train.recompute == "auto":
         beside = max((where.servers.count(name) for name in where.trainer), default=0)
@@ -103,7 +122,7 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
         phases = _phases(layout, replicas)
         layout.cards = [CardUse("memory", ["trainer"] + ["server"] * replicas, card.gib, phases)]
         return layout
-    for name in names:
+    for name in map(str, range(count)):
         hosted = where.servers.count(name)
         roles = ["trainer"] * (name in where.trainer) + ["server"] * hosted
         if roles:
@@ -178,6 +197,15 @@ def with_keys(config: Config, keys: dict[str, Any]) -> Config:
         group, _, name = key.partition(".")
         setattr(getattr(made, group), name, value)
     return made
+
+
+def is_refused(layout: Layout) -> bool:
+    """Whether the recipe refuses the keys of a layout."""
+    try:
+        check_keys(layout.config, layout.card, layout.count)
+        return False
+    except BadInput:
+        return True
 
 
 def changed(layout: Layout, keys: dict[str, Any]) -> Layout | None:
@@ -277,7 +305,7 @@ class Change:
 def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
     """Changes that can save memory, those that cost least first, each with its price."""
     config, train = layout.config, layout.config.train
-    shared = any({"trainer", "server"} <= set(one.roles) for one in layout.cards)
+    shared = layout.shares
     found: list[tuple[dict[str, Any], str]] = []
     needed = max(memory.allocated(parts) for parts in layout.trainer.values())
     if train.max_gpu_gib is not None and train.max_gpu_gib < needed < layout.card.gib / 1.1:
@@ -329,6 +357,12 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
     return found
 
 
+def in_turn(config: Config) -> dict[str, Any]:
+    """What goes with a card that samples and trains: the plan counts no gain of `rollout.overlap` there, and with a
+    sampler that sleeps or is the trainer's process the recipe refuses it."""
+    return {"rollout.overlap": False} if config.rollout.overlap else {}
+
+
 def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any], str]]:
     config, server, found = layout.config, layout.config.server, []
     host = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
@@ -338,7 +372,8 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any
     if free and server.weights == "bf16" and layout.card.fp8_tflops:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
     if shared and not server.sleep and not layout.card.is_cpu:
-        found.append(({"server.sleep": True} | host, "about half a second a step to sleep and wake"))
+        keys = {"server.sleep": True} | host | in_turn(config)
+        found.append((keys, "about half a second a step to sleep and wake"))
     if host:
         found.append((host, "a slower sync: the copy comes from host memory"))
     if server.kv_cache == "auto":
@@ -357,11 +392,11 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any
 
 
 def changes(layout: Layout) -> list[Change]:
-    """What each candidate saves alone on the fullest card; those that help nothing are left out."""
-    found = []
+    """What each candidate saves alone on the fullest card; those that help nothing or are refused are left out."""
+    found, is_fine = [], not is_refused(layout)
     for keys, price in candidates(layout):
         after = changed(layout, keys)
-        if after is None:
+        if after is None or (is_fine and is_refused(after)):
             continue
         saves = layout.worst.peak.expected - _same_card(after, layout.worst).peak.expected
         if saves >= 0.05 or len(after.problems) < len(layout.problems):
@@ -392,3 +427,10 @@ def cards_that_fit(layout: Layout) -> list[str]:
     """Other cards, as many of them, on which the configuration fits as it is; those with the least memory first."""
     others = sorted((card for card in CARDS.values() if card.name != layout.card.name), key=lambda card: card.gib)
     return [card.name for card in others if lay_out(layout.shape, layout.config, card, layout.count).fits][:3]
+
+
+def step_time(layout: Layout) -> cost.StepTime:
+    """Seconds of a step of a layout on cards whose speed is known."""
+    cache = layout.server["KV cache"] if layout.server else 0.0
+    sizes = (layout.completions, layout.processes, layout.replicas, cache, layout.shares)
+    return cost.step_time(layout.shape, layout.config, layout.card, *sizes)

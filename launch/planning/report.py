@@ -208,13 +208,6 @@ def time_rows(layout: Layout) -> list[Split]:
     return splitting.splits(layout)
 
 
-def configured_time(layout: Layout) -> cost.StepTime:
-    cache = layout.server["KV cache"] if layout.server else 0.0
-    return cost.step_time(
-        layout.shape, layout.config, layout.card, layout.completions, layout.processes, layout.replicas, cache
-    )
-
-
 def _hours(layout: Layout, time: cost.StepTime) -> str:
     low, high = (layout.config.train.max_steps * seconds / 3600 for seconds in (time.low, time.high))
     return f"{low:.1f} - {high:.1f}"
@@ -230,7 +223,7 @@ def _print_times(console: Any, layout: Layout) -> None:
         f"{layout.config.train.max_steps} steps"
     )
     table = _table(header, "GPUs", "rollout", "update", "step", "hours", "memory")
-    now = configured_time(layout)
+    now = fitting.step_time(layout)
     serving = layout.replicas * layout.config.server.tensor_parallel
     mark = _use(layout.processes, serving, layout.count) + " (now)"
     table.add_row(mark, *_seconds(now), _hours(layout, now), "fits" if layout.fits else "does not fit")
@@ -267,7 +260,7 @@ def _print_precision(console: Any, layout: Layout) -> None:
 
 def as_json(layout: Layout) -> dict[str, Any]:
     """Everything that `report` prints."""
-    now = configured_time(layout) if time_rows(layout) else None
+    now = fitting.step_time(layout) if time_rows(layout) else None
     return {
         "model": dataclasses.asdict(layout.shape) | {"parameters": layout.shape.parameters},
         "card": dataclasses.asdict(layout.card),

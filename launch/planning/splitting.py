@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.planning import coefficients, cost, memory
-from launch.planning.fitting import Layout, changed, fits_with, largest_sequences, micro_batches, with_keys
+from launch.planning.fitting import (
+    Layout,
+    changed,
+    fits_with,
+    in_turn,
+    is_refused,
+    largest_sequences,
+    micro_batches,
+    step_time,
+    with_keys,
+)
 
 
 @dataclass
@@ -43,8 +53,7 @@ def _shared_by_all(layout: Layout) -> dict[str, Any] | None:
     replicas, group = layout.count // each, config.rollout.group_size
     keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas), "train.gpus": everyone}
     keys |= {"server.gpus": everyone, "server.sleep": False}
-    if config.rollout.overlap:
-        keys["rollout.overlap"] = False
+    keys |= in_turn(config)
     most = min(config.server.max_num_seqs, math.ceil(layout.completions / replicas))
     context = sum(coefficients.value(name) for name in ("trainer_context_gib", "process_group_gib"))
     for sequences_at_once in sorted({most, max(most // 2, group), group}, reverse=True):
@@ -75,9 +84,10 @@ def _batch_keys(layout: Layout, trainers: int) -> dict[str, Any]:
 def splits(layout: Layout) -> list[Split]:
     """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first; also
     all of them for both where that fits."""
-    config, found = layout.config, []
+    config, found, is_fine = layout.config, [], not is_refused(layout)
     each, total = config.server.tensor_parallel, layout.completions
-    choices: list[dict[str, Any]] = [{"rollout.backend": "in_process", "train.gpus": list(range(layout.count))}]
+    own = {"rollout.backend": "in_process", "train.gpus": list(range(layout.count))} | in_turn(config)
+    choices: list[dict[str, Any]] = [own]
     for replicas in range(1, layout.count // each + (layout.count == 1)):
         first = layout.count - replicas * each
         keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas)}
@@ -85,6 +95,7 @@ def splits(layout: Layout) -> list[Split]:
         choices.append(keys | {"train.gpus": list(range(first))})
         if layout.count == 1:
             choices[-1] |= {"train.gpus": [0], "server.gpus": [0], "server.sleep": True, "server.nf4_copy": "host"}
+            choices[-1] |= in_turn(config)
             choices[-1] |= _shared_cache(layout, choices[-1])
     if total % max(1, layout.count) == 0 and (shared := _shared_by_all(layout)):
         choices.append(shared)
@@ -94,9 +105,7 @@ def splits(layout: Layout) -> list[Split]:
             continue
         keys |= _batch_keys(layout, trainers)
         after = changed(layout, keys)
-        if after is None:
+        if after is None or (is_fine and is_refused(after)):
             continue
-        cache = after.server["KV cache"] if after.server else 0.0
-        time = cost.step_time(layout.shape, after.config, layout.card, total, trainers, after.replicas, cache)
-        found.append(Split(keys, trainers, after.replicas * each, time, after.fits))
+        found.append(Split(keys, trainers, after.replicas * each, step_time(after), after.fits))
     return sorted(found, key=lambda one: (not one.fits, one.time.step))

@@ -308,6 +308,8 @@ def test_with_overlap_a_step_takes_the_longer_of_rollout_and_update():
     assert (alone.rollout, alone.update) == (behind.rollout, behind.update)
     assert behind.step == max(alone.rollout, alone.update) + alone.other < alone.step
     assert behind.low < behind.step < behind.high < alone.high
+    shared = cost.step_time(SHAPE, config(**keys, rollout__overlap=True), H200, 128, 1, 1, 40.0, shares=True)
+    assert shared == alone and not shared.overlaps
 
 
 def test_every_coefficient_says_its_unit_and_source():
