@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.parts import optimizer
 from recipes.parts.checks import (
     FREE_ON_RESUME,
     check_config,
@@ -274,14 +275,22 @@ def test_what_a_replica_takes_is_what_the_plan_says_of_it(monkeypatch):
     assert replica.replica_gib(config, {"model_type": "mixtral", "num_local_experts": 8}) is None
 
 
-@pytest.mark.parametrize("optimizer", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
-def test_an_optimizer_that_steps_in_the_backward_pass_goes_with_one_backward_pass_a_step(optimizer):
-    alone = {"train__optimizer": optimizer, "train__gradient_accumulation_steps": 1}
+@pytest.mark.parametrize("name", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_an_optimizer_that_steps_in_the_backward_pass_goes_with_one_backward_pass_a_step(name):
+    alone = {"train__optimizer": name, "train__gradient_accumulation_steps": 1}
     check_config(configuration(**alone), 1)
     for key, value in (("micro_batch_tokens", 4096), ("gradient_accumulation_steps", 2)):
-        with pytest.raises(BadInput, match=f"train.optimizer is {optimizer} with train.{key} {value}: it updates"):
+        with pytest.raises(BadInput, match=f"train.optimizer is {name} with train.{key} {value}: it updates"):
             check_config(configuration(**alone | {f"train__{key}": value}), 1)
     check_config(configuration(train__optimizer="adamw_8bit", train__micro_batch_tokens=4096), 1)
+
+
+def test_the_names_of_optimizers_are_transformers_own():
+    from transformers.training_args import OptimizerNames
+
+    assert set(optimizer.NAMES) == {one.value for one in OptimizerNames}
+    with pytest.raises(BadInput, match=r"is adamw_tobch, .* Did you mean adamw_torch\?"):
+        check_config(configuration(train__optimizer="adamw_tobch"), 1)
 
 
 def run_with_checkpoint(folder: Path, config: Config, steps: tuple[int, ...] = (2,), **fields) -> RunDir:

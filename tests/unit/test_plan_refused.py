@@ -1,15 +1,18 @@
 """launch.plan recommends nothing that the recipe refuses, whatever the cards, and plans nothing that it refuses."""
 
+import re
+import sys
+
 import pytest
 
-from launch.plan import make_layout
+from launch.plan import main, make_layout
 from launch.planning.fitting import changes, remedy, step_time, with_keys
 from launch.planning.gpus import parse_gpus
 from launch.planning.shapes import shape_by_size
 from launch.planning.splitting import splits
 from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, run_command
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "recipes/configs"
@@ -74,3 +77,38 @@ def test_cards_that_train_and_serve_take_the_sum_and_others_the_longer_half():
     assert overlapped.overlaps and overlapped.step == max(strict.rollout, strict.update) + strict.other < strict.step
     found = {(one.trainers, one.servers): one.time for one in splits(plan(TWO, "h200:2", "--rollout.overlap", "true"))}
     assert found[1, 1].overlaps and not found[2, 2].overlaps and found[2, 2].step < found[1, 1].step
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--train.micro_batch_tokens 0", "train.micro_batch_tokens (0) must be at least 1."),
+        ("--train.micro_batch_tokens -5", "train.micro_batch_tokens (-5) must be at least 1."),
+        ("--train.micro_batch_tokens 100", "train.micro_batch_tokens (100) is below .* = 1536.* Use 1536 or more."),
+        ("--train.recompute_fraction 7", "train.recompute_fraction (7) must be above 0 and at most 1."),
+        ("--train.recompute_fraction -1", "train.recompute_fraction (-1) must be above 0 and at most 1."),
+        ("--train.optimizer adamw_tobch", "train.optimizer is adamw_tobch.* Did you mean adamw_torch?"),
+        ("--train.recompute none --train.recompute_offload true", "train.recompute_offload moves what .* Set it to"),
+        ("--train.num_iterations 0", "train.num_iterations (0) must be at least 1."),
+        ("--train.num_iterations 2", "train.max_steps (467) must be a multiple of train.num_iterations (2)"),
+        ("--rollout.overlap true --server.sleep true", "rollout.overlap is true and server.sleep too"),
+        ("--rollout.overlap true --rollout.backend in_process", "Set rollout.backend to server, or rollout.overlap"),
+        ("--rollout.group_size 7", "rollout.group_size (7) must divide the generation batch .* = 128"),
+    ],
+)
+def test_what_the_recipe_refuses_is_bad_input_of_the_plan_too(words, complaint, monkeypatch, capsys):
+    arguments = ["--config", str(TWO), "--params", "8b", "--gpu", "h200:2", *words.split()]
+    monkeypatch.setattr(sys, "argv", ["plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert re.search(re.escape(complaint).replace(r"\.\*", ".*"), said.err)
+
+
+def test_on_a_cpu_whose_number_of_processes_the_launcher_says_any_batch_is_planned():
+    keys = ["--train.per_device_train_batch_size", "4", "--train.gradient_accumulation_steps", "1"]
+    keys += ["--train.gpus", "null", "--rollout.group_size", "8"]
+    assert plan(OWN, "cpu", *keys).completions == 4
+    with pytest.raises(BadInput, match="must divide the generation batch"):
+        plan(OWN, "h200", *keys)
