@@ -24,7 +24,7 @@ from typing import Any
 if sys.version_info < (3, 11):  # noqa: UP036  what is imported below does not load in older ones
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
 
-from launch.checks import gpu, host, packages, run
+from launch.checks import gpu, host, packages, recipe, run
 from launch.checks.children import stopped
 from launch.checks.machine import Machine, Row, cores, fail
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
@@ -52,6 +52,11 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "gpus": (run.gpus_needed, False, "GPUs of trainer and servers against those that are there"),
     "ports": (run.ports, False, "free, or served by this run's replicas already"),
     "hub": (run.hub, True, "model and data: local, cached, or given out by the hub"),
+    "model": (
+        recipe.model,
+        True,
+        "what the recipe refuses of the run's model and of this machine, without its weights",
+    ),
     "torch": (gpu.torch, True, "build against driver; a product on every device, in BF16 and FP8"),
     "imports": (packages.imports, True, "every pinned package, in a child process"),
     "bitsandbytes": (gpu.bitsandbytes, True, "NF4 round trip, layer, adapter gradient"),
@@ -59,7 +64,7 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "nccl": (gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
 }
 # The order in which those start: the longest first.
-LONGEST = ("vllm", "imports", "bitsandbytes", "nccl", "torch", "hub")
+LONGEST = ("vllm", "imports", "model", "bitsandbytes", "nccl", "torch", "hub")
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
 

@@ -38,10 +38,7 @@ def settings(machine: Machine) -> Iterator[Row]:
     if config is None:
         yield skip(name, "no --config")
         return
-    try:
-        processes = placed(machine)[1]
-    except BadInput:  # the check of the GPUs says so
-        processes = int((machine.accelerate or {}).get("num_processes", 1))
+    processes = planned_processes(machine)
     with _announced(machine, processes):
         try:
             check_config(config, processes)
@@ -57,20 +54,35 @@ def settings(machine: Machine) -> Iterator[Row]:
     yield ok(name, f"{config.run.name}: {steps} steps, {processes} trainer processes, writes to {where}")
 
 
+def planned_processes(machine: Machine) -> int:
+    """Trainer processes over all machines, also when the GPUs do not suffice, which the check of them says."""
+    from recipes.parts.errors import BadInput
+
+    try:
+        return placed(machine)[1]
+    except BadInput:
+        return int((machine.accelerate or {}).get("num_processes", 1))
+
+
+def announced(machine: Machine, processes: int) -> dict[str, str]:
+    """The variables by which `accelerate launch` would tell the trainer of its config."""
+    facts = machine.accelerate or {}
+    kind = facts.get("distributed_type")
+    stage = (facts.get("deepspeed_config") or {}).get("zero_stage", 0)
+    return {
+        "ACCELERATE_MIXED_PRECISION": str(facts.get("mixed_precision", "no")),
+        "ACCELERATE_USE_FSDP": "true" if kind == "FSDP" else "false",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage if kind == "DEEPSPEED" else 0),
+        **{key.upper(): str(value) for key, value in (facts.get("fsdp_config") or {}).items()},
+        "LOCAL_WORLD_SIZE": str(max(1, processes // machine.machines)),
+    }
+
+
 class _announced:
-    """The variables by which `accelerate launch` would tell the trainer of its config, while the keys are checked."""
+    """`announced`, in this process while the keys are checked."""
 
     def __init__(self, machine: Machine, processes: int):
-        facts = machine.accelerate or {}
-        kind = facts.get("distributed_type")
-        stage = (facts.get("deepspeed_config") or {}).get("zero_stage", 0)
-        self.values = {
-            "ACCELERATE_MIXED_PRECISION": str(facts.get("mixed_precision", "no")),
-            "ACCELERATE_USE_FSDP": "true" if kind == "FSDP" else "false",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage if kind == "DEEPSPEED" else 0),
-            **{key.upper(): str(value) for key, value in (facts.get("fsdp_config") or {}).items()},
-            "LOCAL_WORLD_SIZE": str(max(1, processes // machine.machines)),
-        }
+        self.values = announced(machine, processes)
 
     def __enter__(self) -> None:
         self.before = {name: os.environ.get(name) for name in self.values}
@@ -82,7 +94,12 @@ class _announced:
 
 
 def _rows_of(name: str, error: "KitError") -> Iterator[Row]:
-    for line in str(error).splitlines():
+    yield from fails_of(name, str(error))
+
+
+def fails_of(name: str, message: str) -> Iterator[Row]:
+    """A row for every line of an error message of the kit."""
+    for line in message.splitlines():
         yield fail(name, *_halves(line))
 
 

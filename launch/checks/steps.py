@@ -283,6 +283,50 @@ def hub_head(kind: str, identifier: str, revision: str | None, limit_s: float) -
     return "there"
 
 
+def recipe_checks(config: str, processes: int, directory: str) -> dict:
+    """What the recipe refuses about the model of a configuration (JSON) and about this machine, seen from
+    `directory`; `skipped` says why nothing was checked. No weight is read."""
+    from recipes.parts.checks import check_config
+    from recipes.parts.config import config_from_dict
+    from recipes.parts.errors import BadInput
+
+    os.chdir(directory)
+    made = config_from_dict(json.loads(config))
+    facts = {"skipped": "", "refused": "", "kind": ""}
+    try:
+        check_config(made, processes)
+    except BadInput:
+        return facts | {"skipped": "the check of the config comes first"}
+    if made.model.path is not None:
+        is_here = (Path(made.model.path) / "config.json").is_file()
+    else:
+        from huggingface_hub import try_to_load_from_cache
+
+        is_here = isinstance(try_to_load_from_cache(made.model.id, "config.json", revision=made.model.revision), str)
+    if not is_here:
+        return facts | {"skipped": f"{made.model.source} has no config.json here"}
+    try:
+        return facts | {"kind": _check_model(made, processes)}
+    except BadInput as error:
+        return facts | {"refused": str(error)}
+
+
+def _check_model(config: Any, processes: int) -> str:
+    """As the recipe does between reading the configuration and loading the base; the kind of model."""
+    from recipes.parts import kernels, quant_format, setup
+    from recipes.parts.trainer import check_card, limit_gpu_memory
+
+    model_config = setup.check_model(config, processes)
+    if config.policy.quant_cfg is not None:
+        fmt = quant_format.read_quant_format(config.policy.quant_cfg)
+        quant_format.check_model(fmt, model_config)
+        quant_format.check_hardware(fmt, config.rollout.backend)
+    check_card(config)
+    kernels.check_gpu(config)
+    limit_gpu_memory(config)
+    return model_config.model_type
+
+
 def _wait(device: Any) -> None:
     if device.type == "cuda":
         import torch

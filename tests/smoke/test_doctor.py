@@ -14,7 +14,8 @@ from launch.doctor import CHECKS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 # What depends on the kit and its environment; the others say something about the machine.
-OURS = ("python", "packages", "conflicts", "config", "hub", "torch", "imports", "bitsandbytes", "nccl", "vllm")
+OURS = ("python", "packages", "conflicts", "config", "hub", "model", "torch", "imports", "bitsandbytes", "nccl")
+OURS += ("vllm",)
 
 
 def test_every_check_of_a_small_run_answers_and_what_the_kit_brings_works(tiny_model_dir, tmp_path):

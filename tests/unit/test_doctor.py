@@ -11,15 +11,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from launch import doctor
-from launch.checks import gpu, host, packages, run
+from launch.checks import gpu, host, packages, recipe, run
 from launch.checks.children import Outcome, run_steps
 from launch.checks.machine import GIB, Machine, Row
-from recipes.parts.config import _all_keys
+from launch.checks.steps import recipe_checks
+from recipes.parts.config import _all_keys, to_dict
 from recipes.parts.errors import BadInput
 from tests.unit.command_lines import ROOT, Command, problem
 from tests.unit.doctor_faults import (
@@ -360,6 +362,47 @@ def test_exit_codes_and_json(capsys, monkeypatch, tmp_path):
     assert len([*out.splitlines()]) == len(set(out.splitlines()))
     code, out = command(capsys, monkeypatch, "--list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == [*doctor.CHECKS]
+
+
+def test_a_run_whose_kernels_are_not_installed_is_failed_as_the_recipe_does(
+    capsys, monkeypatch, tiny_model_dir, tmp_path
+):
+    keys = (f"--model.path={tiny_model_dir}", f"--run.output_dir={tmp_path / 'run'}", "--policy.kernels", "liger")
+    code, out = command(capsys, monkeypatch, "--config", str(TINY), *keys, "--only", "config", "model")
+    assert code == 1 and "ok   config" in out
+    if find_spec("liger_kernel") is None:
+        assert "FAIL model         policy.kernels is liger and liger-kernel is not installed\n" in out
+        assert "pip install liger-kernel==" in out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, {"kind": "qwen3"}),
+        ({"rollout.max_completion_length": 100_000}, {"refused": "exceeds the context"}),
+        ({"policy.target_modules": "[q_prj]"}, {"refused": "policy.target_modules names 'q_prj'"}),
+        ({"policy.init_adapter": "/none"}, {"refused": "/none"}),
+        ({"train.max_gpu_gib": 1e6}, {"refused": "train.max_gpu_gib"}),
+        ({"rollout.group_size": 7}, {"skipped": "the check of the config comes first"}),
+        ({"model.path": "/none"}, {"skipped": "/none has no config.json here"}),
+        ({"model.path": "null", "model.id": "no/such"}, {"skipped": "no/such has no config.json here"}),
+    ],
+)  # fmt: skip
+def test_the_recipes_own_checks_are_asked_where_the_model_is_known(changes, told, tiny_model_dir):
+    made = machine(TINY, {"model.path": tiny_model_dir, **changes}).config
+    facts = recipe_checks(json.dumps(to_dict(made)), 1, os.getcwd())
+    assert [key for key, value in facts.items() if value] == [*told]
+    assert all(value in facts[key] for key, value in told.items())
+
+
+def test_recipe_checks_that_hang_or_break_are_a_failed_check(monkeypatch, tiny_model_dir):
+    here = machine(TINY, {"model.path": tiny_model_dir})
+    for outcome in (HUNG, Outcome(1.0, problem="ImportError: no torch")):
+        monkeypatch.setattr(recipe, "run_steps", lambda *args, outcome=outcome: [outcome])
+        (row,) = recipe.model(here)
+        assert row.status == "fail" and outcome.problem in row.found and fix_problem(row.fix) is None
+    assert [row.status for row in recipe.model(machine())] == ["skip"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""The check of `launch.doctor` on what the recipe refuses once it knows the model, before any weight is loaded."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.checks.children import reason, run_steps
+from launch.checks.machine import Machine, Row, fail, ok, skip
+from launch.checks.run import announced, fails_of, planned_processes
+
+LIMIT_S = 120.0  # of a child that imports torch and transformers, on a cold disk
+
+
+def model(machine: Machine) -> Iterator[Row]:
+    """Whether the recipe takes the run's model and this machine for it; from its config.json, in a child process."""
+    from recipes.parts.config import to_dict
+
+    name, config = "model", machine.config
+    if config is None:
+        yield skip(name, "no --config")
+        return
+    processes = planned_processes(machine)
+    # What is not here yet is for the check of the hub, which has a time limit of its own.
+    environment = {**machine.environment, **announced(machine, processes), "HF_HUB_OFFLINE": "1"}
+    step = ["recipe_checks", json.dumps(to_dict(config), default=str), processes, str(Path.cwd())]
+    log = machine.logs and machine.logs / "model.log"
+    outcome = run_steps([step], LIMIT_S, environment, log)[0]
+    if outcome.problem:
+        fix = "python -m launch.doctor --only imports torch --logs doctor-logs"
+        yield fail(name, f"the recipe's checks broke: {reason(outcome)}", fix)
+    elif outcome.facts["skipped"]:
+        yield skip(name, outcome.facts["skipped"])
+    elif outcome.facts["refused"]:
+        yield from fails_of(name, outcome.facts["refused"])
+    else:
+        yield ok(name, f"{config.model.source}, {outcome.facts['kind']}: the recipe takes it")
