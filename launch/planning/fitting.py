@@ -254,7 +254,8 @@ def largest_completion(layout: Layout) -> int | None:
             return False
         return found.server is None or sequences(found) >= found.config.rollout.group_size
 
-    longest = layout.shape.positions - layout.config.rollout.max_prompt_length
+    budget = layout.config.train.micro_batch_tokens or layout.shape.positions  # a row has to fit into a pack
+    longest = min(budget, layout.shape.positions) - layout.config.rollout.max_prompt_length
     steps = _largest(range(1, longest // STEP + 1), fits)
     return steps * STEP if steps else None
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from launch.plan import main, make_layout
-from launch.planning.fitting import changes, remedy, step_time, with_keys
+from launch.planning.fitting import changes, largest_completion, remedy, step_time, with_keys
 from launch.planning.gpus import parse_gpus
 from launch.planning.shapes import shape_by_size
 from launch.planning.splitting import splits
@@ -54,6 +54,13 @@ def test_what_the_plan_recommends_the_recipe_takes(path, keys):
         for changed, trainers in recommended(layout):
             made = with_keys(layout.config, changed)
             check_config(made, trainers or make_layout(made, layout.shape, layout.card, layout.count).processes)
+
+
+def test_the_longest_completion_fits_into_a_pack_as_it_is():
+    layout = plan(TWO, "h200:2", "--train.micro_batch_tokens", "2100")
+    tokens = largest_completion(layout)
+    assert tokens == (2100 - 512) // 128 * 128
+    check_config(with_keys(layout.config, {"rollout.max_completion_length": tokens}), layout.processes)
 
 
 def test_what_sleeps_or_samples_in_the_trainer_is_recommended_without_overlap():
