@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recipes.parts import distill, quant_format
 from recipes.parts.checks import check_config, check_run_directory, world_size
 from recipes.parts.config import Config, parse_command
-from recipes.parts.errors import BadInput, run_command
+from recipes.parts.errors import run_command
 from recipes.parts.quant_format import QuantFormat, read_quant_format
 from recipes.parts.recipe import DISTILLATION, check_recipe
 from recipes.parts.rundir import read_manifest
@@ -61,8 +61,6 @@ from recipes.parts.shared_card import describe_split
 def check_distillation(config: Config, processes: int) -> None:
     """`BadInput` for everything that cannot work, by the configuration alone."""
     check_recipe(config, DISTILLATION)
-    if problems := distill.problems(config):
-        raise BadInput("\n".join(problems))
     check_config(config, processes)
 
 

@@ -7,7 +7,17 @@ import re
 from pathlib import Path
 from typing import IO
 
-from recipes.parts import noise, optimizer, overlap, quant_format, recompute, served_format, sharding, stored_base
+from recipes.parts import (
+    distill,
+    noise,
+    optimizer,
+    overlap,
+    quant_format,
+    recompute,
+    served_format,
+    sharding,
+    stored_base,
+)
 from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
@@ -72,6 +82,7 @@ def check_config(config: Config, processes: int) -> None:
         *stored_base.problems(config, sharding.announced()),
         *_compute(config),
         *_micro_batches(config),
+        *(distill.problems(config) if config.distill.is_given else []),
     ]
     if problems:
         raise BadInput("\n".join(problems))

@@ -39,7 +39,7 @@ def without_effect(config: Config) -> str:
 
 
 def problems(config: Config) -> list[str]:
-    """Why this configuration with a teacher is no distillation that works; for recipes/distill_qat.py only."""
+    """Why this configuration with a teacher is no distillation that works."""
     distill, policy, found = config.distill, config.policy, []
     if distill.teacher_adapter and distill.teacher not in (None, BASE):
         found.append(
