@@ -57,8 +57,8 @@ MAY_IMPORT = {
     ),
     # A worker reads a base that is not in NF4 from its checkpoint.
     "launch.base_copy": ("launch", "merge.checkpoint", "merge.fp8"),
-    # What the doctor tries in child processes: the policy as the trainer loads it.
-    "launch.checks.steps": ("launch", "merge.base"),
+    # What the doctor tries in child processes: the policy as the trainer loads it, and what the recipe refuses before.
+    "launch.checks.steps": ("launch", "merge.base", "recipes.parts"),
 }
 NOT_ROOMS = {"tests", "runs", "models"}
 
