@@ -251,30 +251,15 @@ def step_time(
 ) -> StepTime:
     """A step of `completions` on `trainers` processes; without replicas each process generates its own. With `shares`
     a card trains and serves; sampling and training slow each other down there, so the phases are added up."""
-    expected, low, high = (
-        _seconds(shape, config, card, completions, trainers, replicas, cache_gib, sign) for sign in (0, -1, 1)
-    )
-    share = spread(card)
-    overlaps = config.rollout.overlap and replicas > 0 and not shares
-    least, most = whole_step(*low, overlaps) * (1 - share), whole_step(*high, overlaps) * (1 + share)
-    return StepTime(*expected, completions, least, most, overlaps)
-
-
-def _seconds(
-    shape: Shape,
-    config: Config,
-    card: Card,
-    completions: int,
-    trainers: int,
-    replicas: int,
-    cache_gib: float,
-    sign: int,
-) -> tuple[float, float, float]:
     mine = math.ceil(completions / trainers)
     if replicas:
         rollout = served_seconds(shape, config, card, completions / replicas, cache_gib)
         other = value("sync_s") + value("sleep_s") * config.server.sleep
     else:
         rollout, other = own_seconds(shape, config, card, mine), 0.0
-    share = config.train.num_iterations
-    return rollout / share, update_seconds(shape, config, card, mine, sign), other / share
+    rollout, other = rollout / config.train.num_iterations, other / config.train.num_iterations
+    expected, low, high = ((rollout, update_seconds(shape, config, card, mine, sign), other) for sign in (0, -1, 1))
+    share = spread(card)
+    overlaps = config.rollout.overlap and replicas > 0 and not shares
+    least, most = whole_step(*low, overlaps) * (1 - share), whole_step(*high, overlaps) * (1 + share)
+    return StepTime(*expected, completions, least, most, overlaps)
