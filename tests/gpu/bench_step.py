@@ -12,7 +12,7 @@ An 8B shape with random weights, 250-token prompts, groups of 8, beta .01, LoRA 
 trainer on GPU 0, both servers on GPU 1. With `both` in a variant a trainer process and a replica are on either card:
 the replicas of GPU 0 and 1 then are there from the start, and other variants ask that of GPU 1 only. With `one` both
 are on GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at
-2,048. C: 32 of 4,096. A plugin in all vLLM servers fixes the lengths (bench_lengths.py), which change from row to row.
+2,048. C: 128 of 4,096. D: 32 of 4,096. A plugin in all vLLM servers fixes the lengths (bench_lengths.py).
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
 defaults have it. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and of TRL's
@@ -22,14 +22,15 @@ NF4, FP8 server with remerge. A variant is levers of workload.py joined by +, or
 lever off, `default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only. A
 variant's server.* and policy.quant_cfg, which runs grpo_qat.py, are its servers' too: one with others waits for
 servers of its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides
-alternate. --warm steps come first and do not count, nor does one step more of `overlap`, whose batch was generated
-behind a slow first step. Figures are medians of the others. `step` is wall-clock from the end of one step to the end
-of the next, `gen` what the trainer waited for completions, `refs` the forwards without gradients, `upd` forward,
-backward and optimizer, of ours all else too; tok/s of rollout and update are over gen and upd, with a shared prompt
-counted for each of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s.
-`trainer` is torch's peak of a process, of TRL's colocated mode with vLLM in it, `card 0` what the driver saw of that
-card (with `both` or `one` in any variant, a replica too), `server` what a server took of its card when ready. Stock's
-rows come first; its server then ends in the last round, and in each where a variant needs its memory.
+alternate. --warm steps, whose completions end at --warm_tokens, come first and do not count, nor does one step more of
+`overlap`, whose batch was generated behind a slow first step. Figures are medians of the others. `step` is wall-clock
+from the end of a step to the end of the next, `gen` what the trainer waited for completions, `refs` the forwards
+without gradients, `upd` forward, backward and optimizer, of ours all else; tok/s of rollout and update are over gen
+and upd, with a shared prompt counted for each of its completions. `mfu` is the useful operations (workload.py) over
+refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of TRL's colocated mode with vLLM in it, `card 0`
+what the driver saw of that card (with `both` or `one` in any variant, a replica too), `server` what a server took of
+its card when ready. Stock's rows come first; its server then ends in the last round, and in each where a variant needs
+its memory.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """
@@ -52,6 +53,7 @@ from memory_child import SHAPES, nvidia_smi
 from servers import (
     MEETING_PORT,
     READY_S,
+    SHARE,
     CardWatch,
     Child,
     Failed,
@@ -177,9 +179,15 @@ class Bench:
                 self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else str(card(0)))
         if asks:
             self.wait_stock()
-        if self.wants_ours and "ours" not in self.broken:
+        if self.wants_ours and "ours" not in self.broken and self.has_room:
             # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
             self.serve(served_keys((self.options.variants or [""])[0]))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether vLLM would start beside what is on our replicas' cards: so much has to be free."""
+        cards = [number for number in self.cards if number < len(self.watch.totals)]
+        return all(self.watch.totals[one] * (1 - SHARE) > self.watch.now[one] for one in cards)
 
     def serve_stock(self) -> None:
         self.servers["stock"] = StockServer(self.work, [*self.loads.values()], None if self.cpu else 1, self.shape)
@@ -187,9 +195,8 @@ class Bench:
     def wait_stock(self) -> None:
         with self.going_on("stock"):
             self.servers["stock"].wait(min(READY_S, self.left))
-            self.server_gib.setdefault(
-                "stock", self.grown(1)
-            )  # of the first one: ours may be there when it comes back
+            # Of the first one: ours may be there when it comes back.
+            self.server_gib.setdefault("stock", self.grown(1))
             self.say("the stock server is ready")
 
     @contextlib.contextmanager
@@ -238,9 +245,10 @@ class Bench:
                 raise Failed(self.broken[kind])
             if self.left < (0 if self.cpu else LEAST_S[kind]):
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
-            if kind == "ours" and served_keys(side) != self.served:
+            if kind == "ours" and ("ours" not in self.servers or served_keys(side) != self.served):
                 self.serve(served_keys(side))
-            write_lengths(self.work, self.loads[load])
+            # Of an overlapped row the second one is long: a batch generated behind a short step is not hidden.
+            write_lengths(self.work, self.loads[load], self.options.warm, self.options.warm_tokens)
             self.watch.reset()
             steps = self.stock_steps(side, load) if kind == "stock" else self.our_steps(side, load, trainers, cards)
             if not (counted := [one for one in steps if one["number"] > self.warm(side)]):
@@ -431,17 +439,14 @@ def scale(bench: Bench) -> int:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--part", choices=("compare", "scaling"), default="compare")
-    parser.add_argument("--load", "--loads", dest="loads", nargs="+", choices=WORKS, default=["A"], help="of A, B, C")
+    parser.add_argument("--load", "--loads", dest="loads", nargs="+", choices=WORKS, default=["A"])
     parser.add_argument("--variants", nargs="*", default=[], help=f"of {', '.join(VARIANTS)}, joined by +")
     parser.add_argument("--stock", type=Path, help="an earlier --out with stock's rows, instead of running stock")
-    parser.add_argument(
-        "--stock_sides", nargs="+", choices=STOCK_SIDES, default=["stock"], help="rows of stock a load"
-    )
+    parser.add_argument("--stock_sides", nargs="+", choices=STOCK_SIDES, default=["stock"], help="its rows, a load")
     parser.add_argument("--rounds", type=int, default=1, help="times that the sides alternate")
     parser.add_argument("--warm", type=int, default=1, help="steps before those that count")
-    parser.add_argument(
-        "--steps", type=int, nargs="+", default=[3], help="steps that count; one number, or one a load"
-    )
+    parser.add_argument("--warm_tokens", type=int, help="end the completions of these steps here")
+    parser.add_argument("--steps", type=int, nargs="+", default=[3], help="that count; one number, or one a load")
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_step"), help="kept: model, base, logs")
     parser.add_argument("--limit_s", type=float, default=570, help="stop after this, with a table of what is there")
     parser.add_argument("--side_s", type=float, default=300, help="longest time of one row")

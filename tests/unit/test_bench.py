@@ -123,10 +123,10 @@ def test_servers_are_on_both_cards_when_a_variant_needs_them_and_the_others_ask_
     assert served["rollout"]["server_urls"] == [f"http://127.0.0.1:{port}" for port in urls]
     assert served["server"]["gpus"] == [port - 8470 for port in urls]
     assert split["rollout"]["server_urls"] == ["http://127.0.0.1:8471"] and split["server"]["gpus"] == [1]
-    # Every load fits the servers: C has the longest completions, A the most tokens.
+    # Every load fits the servers.
     assert served["rollout"]["max_completion_length"] == 4096 and served["server"]["max_num_seqs"] == 128
     each = 2 * 2 * 36 * 8 * 128
-    assert served["server"]["kv_cache_gib"] * 2**30 > 1.1 * WORKS["A"].tokens * each > 1.1 * WORKS["C"].tokens * each
+    assert served["server"]["kv_cache_gib"] * 2**30 > 1.1 * WORKS["C"].tokens * each > 1.1 * WORKS["A"].tokens * each
 
 
 def test_one_card_is_enough_where_every_side_shares_it(bench):
@@ -252,7 +252,7 @@ def parent(monkeypatch, tmp_path):
     for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    (tmp_path / "lengths.json").write_text("[1, 2, 3, 4]")
+    (tmp_path / "lengths.json").write_text('{"first": [], "then": [1, 2, 3, 4]}')
     monkeypatch.setenv("BENCH_LENGTHS", str(tmp_path / "lengths.json"))
     bench_lengths.install()
     bench_lengths.install()
@@ -282,5 +282,25 @@ def test_other_lengths_are_read_between_two_groups_and_begin_anew(parent, tmp_pa
     write_lengths(tmp_path, Work(2, 7))
     os.utime(tmp_path / "lengths.json", ns=(1, 1))  # another time than before, however fast the machine
     assert lengths_of(parent(2)) == [7, 7]
-    (tmp_path / "lengths.json").write_text("[5, 6]")
+    (tmp_path / "lengths.json").write_text('{"first": [], "then": [5, 6]}')
     assert lengths_of(parent(2)) == [5, 6]
+
+
+def test_the_steps_that_warm_up_can_be_short(parent, tmp_path):
+    write_lengths(tmp_path, Work(4, 9), warm=1, warm_tokens=3)
+    assert [lengths_of(parent(2)) for _ in range(5)] == [[3, 3], [3, 3], [9, 9], [9, 9], [9, 9]]
+    ours = [f"3f2a-v0-{number}" for number in (4, 1, 2, 0)]
+    assert [lengths_of(parent(2, one)) for one in ours] == [[9, 9], [3, 3], [9, 9], [3, 3]]
+    write_lengths(tmp_path, Work(4, 9), warm=1)
+    os.utime(tmp_path / "lengths.json", ns=(1, 1))
+    assert lengths_of(parent(2)) == [9, 9]
+
+
+def test_our_server_starts_beside_stocks_only_where_vllm_would(bench):
+    made = bench("--load", "A", "--variants", "both")
+    made.watch.totals, made.watch.now = [140.0, 140.0], [0.0, 60.0]
+    assert made.has_room
+    made.watch.now = [0.0, 90.0]  # vLLM wants .4 of a card, 56 GiB, free at its start
+    assert not made.has_room
+    made.watch.totals = []
+    assert made.has_room, "no card, no check"

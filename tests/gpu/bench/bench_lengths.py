@@ -1,11 +1,11 @@
 """A vLLM plugin for benchmarks: the completions of a group get lengths from a list, whatever they say.
 
-vLLM loads it through the entry point that `servers.write_plugin` puts beside it. The list is the JSON file that
-BENCH_LENGTHS names, read again when it changed. A group of ours takes its place in the list from the number in its
-request's id, so that several replicas give a step the lengths that one would; other groups take from it in the order
-in which they arrive. Both begin anew at its end, so every step of as many completions has the same lengths. Nothing
-but the count ends a completion, and no logit is changed. Requests for one completion (a canary, a score) are left
-alone. Written for vllm 0.26 to 0.31.
+vLLM loads it through the entry point that `servers.write_plugin` puts beside it. BENCH_LENGTHS names a JSON file,
+{"first": lengths of what comes first, "then": those that follow, again and again}, which is read again when it
+changed. A group of ours takes its place from the number in its request's id, so that several replicas give a step the
+lengths that one would; other groups take theirs in the order in which they arrive. So every step of as many
+completions has the same lengths. Nothing but the count ends a completion, and no logit is changed. Requests for one
+completion (a canary, a score) are left alone. Written for vllm 0.26 to 0.31.
 """
 
 import copy
@@ -21,21 +21,22 @@ class Lengths:
     """The list of a file, and how many of it were taken since it was read."""
 
     def __init__(self, file: str):
-        self.file, self.lengths, self.written, self.taken = file, [1], None, 0
+        self.file, self.first, self.then, self.written, self.taken = file, [], [1], None, 0
 
     def place(self, request_id: str, count: int) -> int:
         """Where the lengths of the next group of `count` completions begin."""
         written = os.stat(self.file).st_mtime_ns
         if written != self.written:
             with open(self.file) as stream:
-                self.lengths, self.written, self.taken = json.load(stream), written, 0
+                found = json.load(stream)
+            self.first, self.then, self.written, self.taken = found["first"], found["then"], written, 0
         if number := OUR_NUMBER.search(request_id):
             return int(number.group(1)) * count
         self.taken += count
         return self.taken - count
 
     def at(self, place: int) -> int:
-        return self.lengths[place % len(self.lengths)]
+        return self.first[place] if place < len(self.first) else self.then[(place - len(self.first)) % len(self.then)]
 
 
 def install() -> None:

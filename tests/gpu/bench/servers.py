@@ -48,10 +48,12 @@ def environment(work: Path, **more: str) -> dict[str, str]:
     return found | {"BENCH_LENGTHS": str(work / "lengths.json"), "PYTHONUNBUFFERED": "1"} | more
 
 
-def write_lengths(work: Path, load: Work) -> None:
-    """The lengths that servers give from now on, beginning with the first."""
+def write_lengths(work: Path, load: Work, warm: int = 0, warm_tokens: int | None = None) -> None:
+    """The lengths that servers give from now on, beginning with the first; those of the first `warm` steps end at
+    `warm_tokens`."""
+    first = [min(length, warm_tokens or length) for length in load.lengths] * warm
     fresh = work / "lengths.fresh"
-    fresh.write_text(json.dumps(load.lengths))
+    fresh.write_text(json.dumps({"first": first, "then": load.lengths}))
     fresh.replace(work / "lengths.json")
 
 

@@ -77,12 +77,14 @@ class Work:
 WORKS = {
     "A": Work(128, 1024),
     "B": Work(128, 2048, is_lognormal=True),
-    "C": Work(32, 4096),
+    "C": Work(128, 4096),
+    "D": Work(32, 4096),
 }
 TINY_WORKS = {
     "A": Work(16, 24, prompt=40, group=4),
     "B": Work(16, 40, prompt=40, group=4, is_lognormal=True),
-    "C": Work(8, 64, prompt=40, group=4),
+    "C": Work(16, 64, prompt=40, group=4),
+    "D": Work(8, 64, prompt=40, group=4),
 }
 
 
