@@ -16,7 +16,7 @@ are on GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal leng
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
 defaults have it. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and of TRL's
-colocated mode, a process and its vLLM on either card or on GPU 0, works A and C only. Ratios are to `stock`, without
+colocated mode, a process and its vLLM on either card or on GPU 0, not work B. Ratios are to `stock`, without
 it to the first of stock's rows. Ours: the recipe's main() under accelerate with a reward that random text can earn,
 NF4, FP8 server with remerge. A variant is levers of workload.py joined by +, or written key=value; `plain` is every
 lever off, `default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only. A
