@@ -56,8 +56,9 @@ class StoredWeights:
         for name in names:
             with safe_open(self.directory / self.files[name], framework="pt") as file:
                 part = file.get_tensor(name)
-            # Codes times a scale in BF16 would round once more than the reader's own kernels do.
-            found[name.removeprefix(f"{module}.")] = part.float() if part.dtype == torch.bfloat16 else part
+            # Codes times a scale in 16 bits would round once more than the reader's own kernels do.
+            is_short = part.dtype in (torch.bfloat16, torch.float16)
+            found[name.removeprefix(f"{module}.")] = part.float() if is_short else part
         found = {key: part.to(device) for key, part in found.items() if key not in ("bias", "input_global_scale")}
         return self.compressor.decompress(found, self.scheme)["weight"].float()
 

@@ -130,6 +130,10 @@ LAYOUTS: dict[str, tuple[dict, Store]] = {
     "fp8 in blocks, scales in BF16": (QWEN, fp8("weight_scale_inv", 128, 128, torch.bfloat16)),
     "fp8 in blocks of 64 x 96": (QWEN | {"weight_block_size": [64, 96]}, fp8("weight_scale_inv", 64, 96)),
     "FP8, channels": (compressed("float-quantized", 8, "float", "channel"), fp8("weight_scale", 1, None)),
+    "FP8, channels, scales in FP16": (
+        compressed("float-quantized", 8, "float", "channel"),
+        fp8("weight_scale", 1, None, torch.float16),
+    ),
     "FP8, one scale": (compressed("float-quantized", 8, "float", "tensor"), fp8("weight_scale", None, None)),
     "FP8, blocks": (
         compressed("float-quantized", 8, "float", "block", block_structure=[128, 128]),
