@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -182,8 +183,7 @@ def summarize(records: Sequence[Record]) -> dict:
 
     {"n" problems, "samples" completions each, "undecided" and "correct" completions, "accuracy", "interval", "strict",
     "parse_rate", "prompt_leak_rate", "end_of_turn_rate", "max_token_hit_rate", "undecided_rate", "max_token_hits",
-    "mean_tokens"}; "pass_at_k" and "maj_at_k", each {k: {"value", "interval", "n"}}, where a problem has several
-    completions; "mean_reward" over decided completions where a reward function scored. An accuracy is the mean over
+    "mean_tokens"}; "pass_at_k" and "maj_at_k", each {k: {"value", "interval", "n"}}, XX accuracy is the mean over
     problems of the share of right ones among their decided completions. `CheckFailed` when none is decided.
     """
     table = score_table(records)
@@ -208,7 +208,7 @@ def summarize(records: Sequence[Record]) -> dict:
         "max_token_hits": sum(record.hit_max_tokens for record in records),
         "mean_tokens": sum(record.tokens for record in records) / len(records),
         **(over_samples(records, table) if samples > 1 else {}),
-        **({"mean_reward": sum(rewards) / len(rewards)} if rewards else {}),
+        **({"mean_reward": mean if isfinite(mean := sum(rewards) / len(rewards)) else None} if rewards else {}),
     }
 
 

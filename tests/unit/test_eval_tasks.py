@@ -297,6 +297,7 @@ def test_a_reward_of_none_or_nan_is_undecided(module):
     found = judged(scoring_of(config(eval={"reward": f"{module}:torn"})), PLAIN, "a", "b", "c", "d")
     assert [record.correct for record in found] == [None, None, True, True]
     assert [record.reward for record in found][:2] == [None, None]
+    assert json.dumps(summarize(found), allow_nan=False), "an infinite reward has no mean, and eval.json is written"
 
 
 @pytest.mark.parametrize(
