@@ -53,6 +53,7 @@ def main(argv: list[str]) -> int:
     cell = measure(config, problems, asking, scoring, lambda: ask_server(endpoint, tokenizer, asking))
     folder.mkdir(parents=True, exist_ok=True)
     identity = {"problems": problems_hash(problems), "eval": ways(config), "endpoint": cell.versions}
+    identity["reward"] = {"options": config.reward.options}
     write_cell(folder, NAME, f"{policy}-{name}", cell, identity, None)
     summary = {**summarize(cell.records), **cell.facts()}
     before, why = judged_records(folder, policy, name, identity)
@@ -154,6 +155,8 @@ def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tupl
         return [], f"{policy}/{name} was evaluated on other problems"
     if own != json.loads(json.dumps(identity["eval"])):
         return [], f"{policy}/{name} was evaluated in another way: {own}"
+    if (options := known.get("reward", {}).get("options", {})) != identity["reward"]["options"]:
+        return [], f"{policy}/{name} was evaluated with other options of rewards: {options}"
     return read_records(file), ""
 
 

@@ -161,6 +161,12 @@ def check_measurement(run: RunDir, config: Config, result: dict) -> None:
             f"eval.json was measured in another way than the configuration names: eval.{other[0]} was "
             f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run)}{instead}"
         )
+    if (options := result.get("reward_options", {})) != config.reward.options:
+        raise BadInput(
+            f"eval.json was measured in another way than the configuration names: reward.options was {options}, it is "
+            f"{config.reward.options}. {_again(run)}, or gate what was measured with --reward.options "
+            f"{shlex.quote(json.dumps(options))}"
+        )
 
 
 def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:

@@ -288,6 +288,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "adapter_hash": plan.sources.adapter_hash,
         "data": dataclasses.asdict(plan.config.data),
         "eval": measurement(plan.config) | {"formats": plan.formats},
+        "reward_options": plan.config.reward.options,
         "engine": ", ".join(sorted({cell.engine for cell in cells.values()})),
         "compute_dtype": ", ".join(sorted({cell.dtype for cell in cells.values()})),
         "max_new_tokens": plan.max_new_tokens,

@@ -199,6 +199,8 @@ def test_an_endpoint_that_serves_another_policy_is_shown_to_be_worse(run, stubs,
     assert read_json(run.eval_file)["engine"] == "transformers"  # the run's own evaluation stays
     assert main([*arguments, stubs["base"].url, "--eval.max_new_tokens", "12"]) == 0
     assert "was evaluated in another way" in capsys.readouterr().out
+    assert main([*arguments, stubs["base"].url, '--reward.options={"math": {"tolerance": 0.5}}']) == 0
+    assert "was evaluated with other options of rewards: {}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -254,6 +254,11 @@ def _other_problem(run):
         (lambda run: edit(run, "eval", "max_new_tokens", value=9), [], "eval.max_new_tokens was 9, it is 256"),
         (lambda run: edit(run, "eval", "bootstrap_samples", value=100), [], "eval.bootstrap_samples was 100"),
         (lambda run: edit(run, "eval", value=None), [], "measured in another way"),
+        (
+            lambda run: edit(run, "reward_options", value={"math": {"tolerance": 0.5}}),
+            [],
+            r"reward\.options was \{'math': \{'tolerance': 0\.5\}\}, it is \{\}\. .* --reward\.options '\{\"math\"",
+        ),
         (lambda run: None, ["--eval.max_problems", "3"], "eval.max_problems was 300, it is 3"),
         (lambda run: None, ["--rollout.max_completion_length", "99"], "eval.max_new_tokens was 256, it is 99"),
         (_tamper, [], "is damaged"),
