@@ -123,10 +123,7 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
     problems, own = held_out(config.data, config.eval.max_problems), run_config(run, []).data
     if own != config.data:
         check_disjoint(load_problems(config.data, "eval"), load_problems(own, "train"))
-    consumed: set[str] = set()
-    if run.ledger_file.is_file():
-        for line in run.ledger_file.read_text().splitlines():
-            consumed.update(json.loads(line)["problem_ids"])
+    consumed = consumed_ids(run)
     if trained := [problem for problem in problems if problem.id in consumed]:
         raise CheckFailed(
             f"{len(trained)} of {len(problems)} held-out problems were trained on: {run.ledger_file} lists "
@@ -144,6 +141,20 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
             f"eval.json is stale: its problems_hash is {result.get('problems_hash')}, that of the held-out problems "
             f"is now {found}. {_again(run)}"
         )
+
+
+def consumed_ids(run: RunDir) -> set[str]:
+    """The ids in the run's ledger; empty without one. A last line that was cut short, as a full disk leaves it, is of
+    a step that was not taken; `BadInput` for any other that is no entry."""
+    consumed: set[str] = set()
+    lines = run.ledger_file.read_text().split("\n") if run.ledger_file.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            consumed.update(json.loads(line)["problem_ids"] if line else ())
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                raise BadInput(f"{run.ledger_file}:{number} is not an entry of a ledger: {line[:80]!r}.") from None
+    return consumed
 
 
 def check_measurement(run: RunDir, config: Config, result: dict) -> None:

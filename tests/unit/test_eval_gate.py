@@ -326,8 +326,13 @@ def test_a_held_out_problem_added_to_the_training_file_stops_the_gate_whatever_d
 
 def test_a_problem_in_the_runs_ledger_was_trained_on_wherever_it_lies_now(run):
     problem = held_out(config_from_dict(read_json(run.config_file)["config"]).data, 300)[2]
-    run.ledger_file.write_text(json.dumps({"step": 1, "problem_ids": ["0" * 16]}) + "\n")
+    whole = json.dumps({"step": 1, "problem_ids": ["0" * 16]}) + "\n"
+    run.ledger_file.write_text(whole + whole[:20])  # what a full disk leaves of the last line
     assert decide(run) == 0
+    run.ledger_file.write_text(whole[:20] + "\n" + whole)
+    with pytest.raises(BadInput, match=r"ledger\.jsonl:1 is not an entry of a ledger"):
+        decide(run)
+    run.ledger_file.write_text(whole)
     with open(run.ledger_file, "a") as file:
         file.write(json.dumps({"step": 2, "problem_ids": ["1" * 16, problem.id]}) + "\n")
     with pytest.raises(CheckFailed, match=r"1 of 4 held-out problems were trained on: .*ledger.jsonl lists .*round 2"):
