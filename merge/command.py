@@ -29,6 +29,7 @@ class Merge:
         """With `reuse`, a BF16 checkpoint of the same base and adapter that is there already is not made again."""
         self.arguments = arguments
         self.reuse = reuse
+        self._sources: dict[str, bool] = {}  # by policy, since every file of it is hashed
         self.into = arguments.into
         self.run = RunDir.open(arguments.run)
         self.info = read_json(self.run.base_file)
@@ -129,8 +130,13 @@ class Merge:
                 )
 
     def _same_source(self, policy: str) -> bool:
+        if policy not in self._sources:
+            self._sources[policy] = self._is_source(policy)
+        return self._sources[policy]
+
+    def _is_source(self, policy: str) -> bool:
         try:
-            manifest = read_manifest(self.place(policy, "bf16"), "checkpoint")
+            manifest = read_manifest(self.place(policy, "bf16"), "checkpoint", deep=True)
         except BadInput:  # not whole: never quantized, and replaced only with --overwrite
             return False
         manifest.setdefault("into", INTO[0])  # of earlier versions, which knew one base

@@ -98,6 +98,21 @@ def test_bf16_of_another_adapter_is_not_quantized_in_silence(merged, tmp_path):
     assert read_manifest(run.merged / "grpo" / "bf16")["adapter_hash"] == "another"
 
 
+def test_bf16_whose_content_changed_is_not_quantized_in_silence(merged, tmp_path):
+    run = RunDir(shutil.copytree(merged[0].path, tmp_path / "run"))
+    file = next((run.merged / "grpo" / "bf16").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # of the same size
+    file.write_bytes(content)
+    shutil.rmtree(run.merged / "grpo" / "fp8")
+    arguments = ["--run", str(run.path), "--policy", "grpo", "--format", "fp8"]
+    with pytest.raises(BadInput, match="is not whole or of another base"):
+        main(arguments)
+    assert main([*arguments, "--overwrite"]) == 0
+    assert read_manifest(run.merged / "grpo" / "bf16", "checkpoint", deep=True)
+    assert (run.merged / "grpo" / "fp8").is_dir()
+
+
 def test_the_original_base_has_its_own_place_keeps_the_update_in_nf4_and_is_not_mixed_up(tmp_path, capsys):
     run = copy_of_run(tmp_path / "run")
     arguments = ["--run", str(run.path), "--policy", "grpo", "--into", "original", "--format", "bf16", "nf4"]
