@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from recipes.parts.config import Config
 
 MANIFEST = "manifest.json"
+TAKEN = (".safetensors", ".bin", ".json", ".jinja")  # what a reader of a checkpoint takes by its name
 INTO = ("dequantized", "original")  # the base that an adapter is merged into
 
 
@@ -183,7 +184,9 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
     """The manifest of a whole artifact.
 
     Every listed file must be there with its listed size, and with its listed hash when `deep`; otherwise `BadInput`
-    says which file is off. `kind` ("adapter", "checkpoint", "base", …) must match when given.
+    says which file is off. `kind` ("adapter", "checkpoint", "base", …) must match when given. When `deep`, a
+    checkpoint must have no other file that readers take by its name: transformers puts an adapter that lies beside the
+    weights on them, and prefers model.safetensors to shards.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -205,6 +208,13 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
             raise BadInput(f"{directory} is not whole: {name} has {size} bytes, its manifest says {listed['bytes']}.")
         if deep and file_hash(file) != listed["blake2b"]:
             raise BadInput(f"{directory} is damaged: the content of {name} is not what its manifest says.")
+    if deep and manifest.get("kind") == "checkpoint":
+        there = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.suffix in TAKEN}
+        if others := sorted(there - set(manifest["files"]) - {MANIFEST}):
+            raise BadInput(
+                f"{directory} holds {others[0]}, which its manifest does not list: who loads it may get another model."
+                " Move it elsewhere."
+            )
     return manifest
 
 

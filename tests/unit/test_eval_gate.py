@@ -222,6 +222,11 @@ def _tamper(run):
     (run.merged / "grpo" / "fp8" / "model.safetensors").write_bytes(b"WEIGHTS of grpo fp8")
 
 
+def _add_an_adapter(run):
+    """transformers would put it on the checkpoint's weights."""
+    (run.merged / "grpo" / "fp8" / "adapter_config.json").write_text("{}")
+
+
 def _merge_again(run, policy="grpo", name="fp8"):
     place = run.merged / policy / name
     (place / "model.safetensors").write_bytes(b"heavier")
@@ -262,6 +267,7 @@ def _other_problem(run):
         (lambda run: None, ["--eval.max_problems", "3"], "eval.max_problems was 300, it is 3"),
         (lambda run: None, ["--rollout.max_completion_length", "99"], "eval.max_new_tokens was 256, it is 99"),
         (_tamper, [], "is damaged"),
+        (_add_an_adapter, [], "holds adapter_config.json, which its manifest does not list"),
         (lambda run: edit(run, "data", "eval_path", value="easy.jsonl"), [], "data.eval_path was 'easy.jsonl'"),
         (lambda run: edit(run, "data", value=None), [], "other problems or prompts"),
         (lambda run: run.eval_file.unlink(), [], "python -m eval --run"),
