@@ -83,8 +83,9 @@ def publish(final: Path, overwrite: bool = False) -> Iterator[Path]:
         yield partial
         settle(partial)
         if final.exists() and overwrite:
-            shutil.rmtree(final)
-        _rename_to_new(partial, final)
+            _replace(partial, final)
+        else:
+            _rename_to_new(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -146,6 +147,21 @@ def _remove_dead_partials(final: Path) -> None:
             pass  # no locks here, so it may be in use; or its process ended well meanwhile
         finally:
             os.close(handle)
+
+
+def _replace(partial: Path, final: Path) -> None:
+    """Rename a directory to `final`, where an old version lies; removing that takes its time and comes last, so that
+    whatever interrupts this, one of the two is at `final` whole. Of a link to the old version only the link goes."""
+    old = _partial_of(final)
+    final.rename(old)
+    try:
+        _rename_to_new(partial, final)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what another process wrote there meanwhile stays
+            old.rename(final)
+        raise
+    finally:
+        old.unlink() if old.is_symlink() else shutil.rmtree(old, ignore_errors=True)
 
 
 def _rename_to_new(partial: Path, final: Path) -> None:

@@ -1,5 +1,6 @@
 """What is published is whole or absent; what is damaged is found and named."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -64,6 +65,32 @@ def test_publish_keeps_the_old_version_when_overwriting_fails(tmp_path):
         (partial / "b").write_text("new")
         assert (tmp_path / "out" / "a").read_text() == "old"
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["b"]
+
+
+def test_an_interruption_while_the_old_version_is_removed_leaves_the_new_one_whole(tmp_path, monkeypatch):
+    def interrupted(folder, *_, **__):
+        for file in folder.iterdir():
+            file.unlink()
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    for text in ("old", "new"):
+        with contextlib.suppress(KeyboardInterrupt), publish(tmp_path / "out", overwrite=True) as partial:
+            (partial / "a").write_text(text)
+            monkeypatch.setattr("shutil.rmtree", interrupted)
+    assert (tmp_path / "out" / "a").read_text() == "new"
+    with publish(tmp_path / "out", overwrite=True):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_of_a_link_to_the_old_version_only_the_link_is_replaced(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to("elsewhere")
+    with publish(tmp_path / "out", overwrite=True) as partial:
+        (partial / "a").write_text("new")
+    assert not (tmp_path / "out").is_symlink() and (tmp_path / "out" / "a").read_text() == "new"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "out"]
 
 
 def test_publish_refuses_to_overwrite_unless_asked(tmp_path):
