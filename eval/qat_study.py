@@ -155,17 +155,19 @@ class Study:
 
 
 def shares(run: RunDir, name: str) -> dict[str, float]:
-    """The share of right completions of every held-out problem."""
+    """The share of right completions among the decided ones of every held-out problem that has some."""
     found: dict[str, list[bool]] = {}
     for record in read_records(records_file(run.path / "eval", "grpo", name)):
-        found.setdefault(record.problem_id, []).append(bool(record.correct))
+        if record.correct is not None:
+            found.setdefault(record.problem_id, []).append(record.correct)
     return {problem: statistics.mean(right) for problem, right in found.items()}
 
 
-def means(tables: Iterable[dict[str, float]]) -> np.ndarray:
-    """The mean share of every problem over some seeds, in the order of the problems' names."""
-    tables = list(tables)
-    return np.array([statistics.mean(table[problem] for table in tables) for problem in sorted(tables[0])])
+def means(*sides: Iterable[dict[str, float]]) -> list[np.ndarray]:
+    """For each side the mean share over its seeds of every problem that all tables have, in the order of its name."""
+    rows = [list(tables) for tables in sides]
+    common = sorted(set.intersection(*(set(table) for tables in rows for table in tables)))
+    return [np.array([statistics.mean(table[one] for table in tables) for one in common]) for tables in rows]
 
 
 def logged(run: RunDir) -> list[dict[str, Any]]:
@@ -205,7 +207,7 @@ def collect(study: Study) -> dict[str, Any]:
                 continue
             tables = {seed: shares(run, name) for seed, run in runs.items()}
             plain = tables if arm == "ptq" else plain
-            mean = means(tables.values())
+            (mean,) = means(tables.values())
             verify = [read_json(run.merged / "grpo" / name / MANIFEST).get("verify") or {} for run in runs.values()]
             row: dict[str, Any] = {"accuracy": float(mean.mean()), "seeds": [*runs]}
             row["interval"] = list(cluster_interval(mean, options.samples * len(runs)))
@@ -216,9 +218,9 @@ def collect(study: Study) -> dict[str, Any]:
             row["curve"] = [curve(rewards) for rewards in row["rewards"]]
             row["costs"] = [costs(one) for one in steps]
             if arm != "ptq" and (both := tables.keys() & plain.keys()):
-                pair = (means([one[seed] for seed in both]) for one in (tables, plain))
+                pair = means(*([one[seed] for seed in both] for one in (tables, plain)))
                 row["change"] = paired_difference(*pair, samples, study.config.eval.seed)
-                each = [float(means([tables[one]]).mean() - means([plain[one]]).mean()) for one in both]
+                each = [float(np.subtract(*means([tables[one]], [plain[one]])).mean()) for one in both]
                 row["change"]["over_seeds"] = list(runs_interval(each)) if len(each) > 1 else None
             found.setdefault(name, {})[arm] = row
     return found

@@ -152,6 +152,16 @@ def test_a_distillation_needs_the_plain_runs_adapter_and_not_its_verdict(study, 
     assert ("qad-fp8-0", "eval") in [one[:2] for one in study.asked]
 
 
+def test_an_answer_that_could_not_be_compared_is_left_out(study):
+    study.everything()
+    lines = rows(45).splitlines()
+    lines[0] = lines[0].replace('"correct": true', '"correct": null')
+    (study.run("qat", 0, "fp8").path / "eval" / "grpo-fp8.jsonl").write_text("\n".join(lines) + "\n")
+    row = qat_study.collect(study)["fp8"]["qat"]
+    assert row["by_seed"] == pytest.approx([44 / 59, 45 / 60]) and row["accuracy"] == pytest.approx(44 / 59)
+    assert row["change"]["difference"] == pytest.approx(15 / 59)  # of the problems that all runs decided
+
+
 def test_a_difference_is_of_the_seeds_that_both_arms_have(study):
     study.everything()
     (study.run("ptq", 1).path / "eval" / "grpo-fp8.jsonl").write_text(rows(PROBLEMS))
