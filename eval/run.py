@@ -144,8 +144,9 @@ def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: lis
             f"({config.eval.bootstrap_samples}) at least 100."
         )
     if arguments.task is not None:
-        other = task_config(run_config(run, [], arguments.config), arguments.task, arguments.data, overrides)
-        return other, config.data, run.path / f"eval-{arguments.task}"
+        own = run_config(run, [], arguments.config)  # what was trained on has its own columns
+        other = task_config(own, arguments.task, arguments.data, overrides)
+        return other, own.data, run.path / f"eval-{arguments.task}"
     if arguments.data is not None:
         raise BadInput(f"--data names the problems of a task: give --task, one of {', '.join(TASKS)}.")
     return config, None, run.path

@@ -16,6 +16,7 @@ from eval.tasks import TASKS, scoring_of, task_config, task_values
 from recipes.parts.config import Config, config_from_dict
 from recipes.parts.data import Problem, chat_messages, load_problems
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import RunDir, write_json
 from reward.code_gold import gold_from_row
 
 MBPP = {"prompt": "Write a function add.", "test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
@@ -388,6 +389,21 @@ def test_another_task_is_still_checked_against_what_the_run_was_trained_on(tmp_p
         held_out(asked.data, 10, own.data)
     clean = write(tmp_path, "clean.jsonl", [{"question": "Tom has 13 eggs; how many?", "answer": "#### 13"}])
     assert len(held_out(task_config(own, "gsm8k", clean).data, 10, own.data)) == 1
+
+
+def test_columns_named_for_a_task_are_not_those_of_the_training_problems(tmp_path):
+    from eval.run import evaluation_config, parse_arguments
+
+    train = write(tmp_path, "train.jsonl", [{"question": "Tom has 12 eggs; how many?", "answer": "12"}])
+    other = write(tmp_path, "task.jsonl", [{"asked": "Tom has 12 eggs; how many?", "right": "12"}])
+    run = RunDir(tmp_path)
+    write_json(run.config_file, {"config": dataclasses.asdict(config(data={"path": str(train)}))})
+    words = ["--run", str(tmp_path), "--task", "svamp", "--data", str(other)]
+    words += ["--data.question_column", "asked", "--data.answer_column", "right"]
+    asked, training, _ = evaluation_config(run, *parse_arguments(words))
+    assert asked.data.question_column == "asked"
+    with pytest.raises(CheckFailed, match="1 of 1 held-out problems are training problems"):
+        held_out(asked.data, 10, training)
 
 
 def test_the_known_problem_sets_load_whole():
