@@ -183,8 +183,10 @@ def summarize(records: Sequence[Record]) -> dict:
 
     {"n" problems, "samples" completions each, "undecided" and "correct" completions, "accuracy", "interval", "strict",
     "parse_rate", "prompt_leak_rate", "end_of_turn_rate", "max_token_hit_rate", "undecided_rate", "max_token_hits",
-    "mean_tokens"}; "pass_at_k" and "maj_at_k", each {k: {"value", "interval", "n"}}, XX accuracy is the mean over
-    problems of the share of right ones among their decided completions. `CheckFailed` when none is decided.
+    "mean_tokens"}; "pass_at_k" and "maj_at_k", each {k: {"value", "interval", "n"}}, where a problem has several
+    completions; "mean_reward" over decided completions where a reward function scored, None where one is infinite. An
+    accuracy is the mean over problems of the share of right ones among their decided completions. `CheckFailed` when
+    none is decided.
     """
     table = score_table(records)
     (problems, samples), right = table.shape, sum(record.correct is True for record in records)
