@@ -5,9 +5,12 @@ import errno
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 
 DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
+# By then a launcher has ended the other processes of a run whose main one failed.
+ALONE_S = 5.0
 
 
 class KitError(Exception):
@@ -38,7 +41,8 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "", cutoff: floa
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's `main` and exit: 0 done, 1 a check said no, 2 bad input.
 
-    A `KitError` and a full disk print one message; of several processes that fail alike, the main one prints it.
+    A `KitError` and a full disk print one message; of several processes that fail alike, the main one prints it, and
+    one that fails alone its own, after `ALONE_S`.
     Ctrl-C ends the process by SIGINT, as Python does, without the stack of what happened to be running.
     """
     # On some CPUs bitsandbytes asks for a package with a kernel of its own, which merge.base turns off.
@@ -59,5 +63,7 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def _tell(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        time.sleep(ALONE_S)
+        message = f"process {rank}: {message}"
+    print(f"error: {message}", file=sys.stderr, flush=True)

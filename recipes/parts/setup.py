@@ -5,8 +5,6 @@ Everything up to `started` works without weights and without a GPU; a dry run en
 """
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -267,10 +265,7 @@ def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        failed = out_of_memory(trainer.config, trainer.state.global_step + 1, error)
-        if not is_main_process():  # of one that fails alone, nobody else says why
-            print(f"error: process {os.environ['RANK']}: {failed}", file=sys.stderr, flush=True)
-        raise failed from error
+        raise out_of_memory(trainer.config, trainer.state.global_step + 1, error) from error
     except KeyboardInterrupt:
         try:
             rest = f"--resume goes on from {trainer.run.newest_checkpoint()}"

@@ -1,5 +1,6 @@
 """What every recipe does around its training, where no run of a recipe shows it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ TORCH = (
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypatch, capsys, changes, said, rank):
+def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypatch, changes, said, rank):
     monkeypatch.setenv("RANK", str(rank))
     closed = []
     trainer = SimpleNamespace(
@@ -54,8 +55,6 @@ def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypa
     text = str(found.value)
     assert text.startswith("step 7: out of GPU memory. ") and said in text and "Tried to allocate 2.00 GiB" in text
     assert "PYTORCH" not in text and closed == [True] * (rank == 0)
-    # The main process's own is printed by what runs the command.
-    assert (f"error: process 1: {text}" in capsys.readouterr().err) == (rank == 1)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +112,19 @@ def test_an_interrupted_command_ends_by_the_signal_without_the_stack_of_what_was
     )
     assert done.returncode == -signal.SIGINT and "in deep" not in done.stderr
     assert done.stderr.rstrip().endswith("KeyboardInterrupt") and len(done.stderr.splitlines()) < 10
+
+
+@pytest.mark.parametrize(("alone_s", "said"), [(0.0, "error: process 1: its reward\n"), (60.0, "")])
+def test_a_process_that_fails_alone_says_why_and_one_that_follows_the_main_process_does_not(alone_s, said):
+    program = "from recipes.parts import errors\ndef main():\n    print('failing', flush=True)\n"
+    program += f"    raise errors.CheckFailed('its reward')\nerrors.ALONE_S = {alone_s}\nerrors.run_command(main)"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "RANK": "1"}, **pipes) as process:
+        assert process.stdout.readline() == "failing\n"
+        if not said:
+            process.terminate()  # as a launcher does once the main process has ended
+        assert process.communicate(timeout=60)[1] == said
+    assert process.returncode == (1 if said else -signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
