@@ -33,6 +33,7 @@ from recipes.parts.checkpoint import (
     staging_directory,
 )
 from recipes.parts.config import Config
+from recipes.parts.data_order import DataOrder, passes_made
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.heldout import HeldOut
 from recipes.parts.kernels import use_kernels
@@ -212,7 +213,7 @@ class NewWeights(TrainerCallback):
         forget_peaks(model)
 
 
-class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
+class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
     `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
@@ -268,6 +269,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, GRPOTrainer):
         """Train to the last step, from the start or from the newest whole checkpoint of the run."""
         damaged: list[str] = []
         checkpoint = self.run.newest_checkpoint(damaged) if resume else None
+        self.passes = passes_made(checkpoint) if checkpoint else 0
         if self.accelerator.is_main_process:
             discard_staged(self.run)
             for problem in damaged:

@@ -116,3 +116,31 @@ def test_resuming_a_finished_run_changes_nothing(tiny_run, tmp_path, recipe, rec
     for version in (2, 4, 6):
         hashes = {read_manifest(at.adapter_dir(version))["tensor_hash"] for at in (run, tiny_run)}
         assert len(hashes) == 1
+
+
+@pytest.fixture(scope="module")
+def two_passes(tmp_path_factory, recipe, recipe_arguments, learning_model_dir):
+    """(a run of 5 steps, two a pass over its 9 problems, with every checkpoint; its command line elsewhere)."""
+    keys = {"data.max_train_problems": 9, "train.max_steps": 5, "train.save_steps": 1, "train.keep_checkpoints": 5}
+    run = RunDir(tmp_path_factory.mktemp("passes") / "run")
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys))
+    assert done.code == 0, done.err
+    return run, lambda folder: recipe_arguments(learning_model_dir, folder, keys, ("--resume",))
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_resume_in_a_later_pass_over_the_data_goes_on_in_the_order_of_that_pass(
+    two_passes, tmp_path, recipe, read_jsonl, step
+):
+    whole, arguments = two_passes
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    for checkpoint in sorted(run.checkpoints.iterdir())[step:]:
+        shutil.rmtree(checkpoint)
+    done = recipe(arguments(run.path))
+    assert done.code == 0 and f"(step {step})" in done.out, done.err
+    mine, theirs = read_jsonl(run.ledger_file), read_jsonl(whole.ledger_file)
+    assert mine == theirs
+    assert len({problem for row in mine[2:4] for problem in row["problem_ids"]}) == 8  # one pass
+    assert mine[0]["problem_ids"] != mine[2]["problem_ids"]
+    hashes = [read_manifest(at.newest_adapter())["tensor_hash"] for at in (run, whole)]
+    assert hashes[0] == hashes[1]

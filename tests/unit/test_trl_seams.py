@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from recipes.parts.checks import FLOOR_FIELD, OWN_GENERATION_FIELDS, SAMPLER_FIELDS, SHARDING_FIELDS
 from recipes.parts.config import load_config
+from recipes.parts.data_order import DataOrder
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
 from recipes.parts.trainer import INEXACT_ON_RESUME, METRICS, FiniteGradients, PolicyTrainer, trainer_arguments
@@ -76,6 +78,18 @@ def test_every_override_of_the_update_is_known_here():
         assert parameters is None or shape(vars(GRPOTrainer)[name]) == parameters
     first = "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False"
     assert shape(GRPOTrainer._get_per_token_logps_and_entropies).startswith(first)
+
+
+def test_an_order_of_the_data_is_drawn_when_a_pass_begins_and_a_resumed_run_begins_in_its_own():
+    assert "_get_train_sampler" in vars(DataOrder)
+    assert shape(GRPOTrainer._get_train_sampler) == "(self, dataset=None)"
+    one, other = (RepeatSampler(range(9), mini_repeat_count=1, batch_size=4, seed=7) for _ in range(2))
+    first, second = list(one), list(one)
+    assert first != second
+    next(iter(other))
+    assert list(other) == second
+    loop = inspect.getsource(Trainer._inner_training_loop)
+    assert "for epoch in range(epochs_trained, num_train_epochs)" in loop
 
 
 def test_transformers_calls_backward_once_for_what_compute_loss_returns():
