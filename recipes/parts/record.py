@@ -10,6 +10,8 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,21 @@ def drop_steps_after(path: Path, step: int) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
     os.replace(temporary, path)
+
+
+def add_counts(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """The sum of {reward function: {reason: rewards that could not be computed}}."""
+    total: dict[str, Counter[str]] = defaultdict(Counter)
+    for part in parts:
+        for name, reasons in part.items():
+            total[name].update(reasons)
+    return {name: dict(reasons) for name, reasons in total.items()}
+
+
+def unknown_so_far(metrics_file: Path) -> dict[str, dict[str, int]]:
+    """`unknown_rewards` of the last step of a metrics file whose lines are whole; empty when it has none."""
+    lines = metrics_file.read_text().splitlines() if metrics_file.exists() else []
+    return json.loads(lines[-1]).get("unknown_rewards") or {} if lines else {}
 
 
 class Recorder:

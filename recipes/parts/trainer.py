@@ -54,7 +54,7 @@ from recipes.parts.qat import (
 )
 from recipes.parts.quant_format import read_quant_format
 from recipes.parts.recompute import use_recompute
-from recipes.parts.record import Recorder
+from recipes.parts.record import Recorder, add_counts, unknown_so_far
 from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers
@@ -260,6 +260,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         self._counts: dict[str, float] = defaultdict(float)
         self._peak: dict[str, float] = {}
         self._sampler: dict[str, Any] = {}
+        self._unknown, self._unknown_before = {}, {}  # the latter: before a resume, in the main process
         self._problem_ids: list[str] = []
         self._row_versions: list[int] = []
         self._rollout_version = 0
@@ -275,8 +276,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
             for problem in damaged:
                 self.recorder.say(f"passed over: {problem}")
             if checkpoint:
-                step = rewind(self.run, checkpoint)
-                self.recorder.say(f"resuming from {checkpoint} (step {step})")
+                self.recorder.say(f"resuming from {checkpoint} (step {rewind(self.run, checkpoint)})")
+                self._unknown_before = unknown_so_far(self.run.metrics_file)
         self.accelerator.wait_for_everyone()
         if checkpoint and checkpoint_step(checkpoint) >= self.args.max_steps:
             # transformers would train one step more.
@@ -387,6 +388,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         rewards[rewards.isnan().any(dim=1)] = torch.nan
         self._counts["masked"] += rewards.isnan().all(dim=1).sum().item()
         self._counts["completions"] += len(rewards)
+        counts = {f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")}
+        self._unknown = add_counts([self._unknown_before, *gather_object([counts])])
         return rewards
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -425,9 +428,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
             **{ours: logs.get(theirs) for theirs, ours in METRICS.items()},
             "rewards": {name: logs.get(f"rewards/{name}/mean") for name in self.reward_func_names},
             "masked_fraction": counts["masked"] / counts["completions"] if counts["completions"] else None,
-            "unknown_rewards": {
-                f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")
-            },
+            "unknown_rewards": self._unknown,
             **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy", *WATCHED)),
             **self._sampler,
             **(quantizers.watched() if (quantizers := quantizers_of(self.model)) else {}),

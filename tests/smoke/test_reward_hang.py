@@ -1,15 +1,17 @@
 """Runs whose reward hangs on every twentieth sample: the pool kills, the trainer masks, and nothing else changes."""
 
 import json
+import shutil
 import sys
 
 import pytest
 from safetensors.torch import load_file
 
+from recipes.parts import trainer
 from recipes.parts.rundir import RunDir
 from reward import REWARDS
 from reward.answer import boxed_answer
-from reward.pool import WORKER, WorkerPool
+from reward.pool import WORKER, Verdict, WorkerPool
 from reward.score import own_texts
 
 # The kit's own worker, except that it never answers about a sample that is marked to hang.
@@ -132,3 +134,23 @@ def test_more_hangs_than_allowed_stop_the_run_with_the_answers_that_hung(
     assert "timeout: answer 'hang 13'" in done.err and "timeout: answer 'hang 33'" in done.err
     assert pool.counts["timeout"] == 2
     assert run.newest_adapter() == run.adapter_dir(2)  # what was published before stays
+
+
+def test_reasons_are_counted_over_all_processes_and_over_a_resume(
+    tmp_path, monkeypatch, recipe, recipe_arguments, learning_model_dir, read_jsonl
+):
+    def reward(prompts, completions, gold, *, budget=None, **_):
+        values = [None, *(float(number % 2) for number in range(1, len(completions)))]
+        budget.record([Verdict(None if value is None else True, "late") for value in values], [""] * len(values))
+        return values
+
+    gather = trainer.gather_object  # a second process with the same counts
+    monkeypatch.setattr(trainer, "gather_object", lambda found: gather(found) * (1 + isinstance(found[0], dict)))
+    monkeypatch.setitem(REWARDS, "judged", reward)
+    run, keys = RunDir(tmp_path / "run"), {"reward.functions": '["judged"]', "train.max_steps": 4, **CHANGES}
+    for flags in ((), ("--resume",)):
+        done = recipe(recipe_arguments(learning_model_dir, run.path, keys, flags))
+        assert done.code == 0, done.err
+        counts = [row["unknown_rewards"]["judged"]["late"] for row in read_jsonl(run.metrics_file)]
+        assert counts == [2, 4, 6, 8]  # one in a step and process
+        shutil.rmtree(run.checkpoints / "step-000004")
