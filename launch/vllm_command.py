@@ -2,7 +2,6 @@
 that contradict each other, GPUs and ports that are not there, a base directory of another run."""
 
 import errno
-import ipaddress
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from launch.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
 from recipes.parts import quant_format, served_format
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
-from recipes.parts.replica import SERVED_RANKS, VLLM_BELOW, VLLM_FROM, is_tested_vllm
+from recipes.parts.replica import SERVED_RANKS, VLLM_BELOW, VLLM_FROM, is_loopback, is_tested_vllm, log_name
 from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest, stored_as
 
 ROOT = Path(__file__).parents[1]
@@ -255,13 +254,6 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
     ]
 
 
-def log_name(url: str) -> str:
-    """The file name of a replica's log: by its port, and by its machine too when others can share the directory."""
-    parts = urlsplit(url)
-    machine = "" if is_loopback(parts.hostname or "") else f"-{(parts.hostname or '').replace(':', '_')}"
-    return f"server{machine}-{parts.port}.log"
-
-
 def _options(config: Config, vllm: Installed) -> dict[str, Any]:
     server, rollout = config.server, config.rollout
     options: dict[str, Any] = {
@@ -424,16 +416,6 @@ def _places(config: Config) -> tuple[list[tuple[str, str, int]], list[str]]:
             )
         places.append((url, host, port))
     return places, found
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _gpu_shares(

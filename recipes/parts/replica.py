@@ -7,6 +7,7 @@ arrives as one and no number is printed and parsed again. Needs requests and num
 import base64
 import binascii
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import requests
@@ -94,6 +96,23 @@ def is_tested_vllm(version: str) -> bool:
     """Whether the kit was tested with this vLLM, e.g. "0.31.0" or "0.26.0+cu129"."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return bool(numbers) and VLLM_FROM <= tuple(map(int, numbers.groups())) < VLLM_BELOW
+
+
+def log_name(url: str) -> str:
+    """The file name of a replica's log: by its port, and by its machine too when others can share the directory."""
+    parts = urlsplit(url)
+    machine = "" if is_loopback(parts.hostname or "") else f"-{(parts.hostname or '').replace(':', '_')}"
+    return f"server{machine}-{parts.netloc.rpartition(':')[2]}.log"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Replica:

@@ -10,7 +10,6 @@ vLLM's prefix cache knows an adapter by name, so versions of a resumed run must 
 each trainer process has a session of its own.
 """
 
-import re
 import secrets
 import shutil
 import time
@@ -27,7 +26,7 @@ from recipes.parts.config import Config
 from recipes.parts.dispatch import ask_all
 from recipes.parts.errors import CheckFailed, KitError
 from recipes.parts.noise import Noise
-from recipes.parts.replica import Replica, ReplicaError
+from recipes.parts.replica import Replica, ReplicaError, log_name
 from recipes.parts.rundir import RunDir
 
 # Scores of the policy and of the base on the canary's sequences; called while the replicas work.
@@ -231,8 +230,7 @@ class AdapterSync:
 
 def start_hint(run: RunDir, urls: Iterable[str]) -> str:
     """How replicas are started, with the logs that `launch.server` writes when it ran on this machine."""
-    ports = [re.search(r":(\d+)", url.partition("://")[2]) for url in urls]
-    logs = [run.logs / f"server-{port.group(1)}.log" for port in ports if port]
+    logs = [run.logs / log_name(url) for url in urls]
     found = ", ".join(str(log) for log in logs if log.is_file())
     return f"{START}{f'; its log: {found}' if found else ''}"
 

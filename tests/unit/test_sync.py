@@ -13,9 +13,9 @@ from recipes.parts.canary import read_canary
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
 from recipes.parts.noise import Noise
-from recipes.parts.replica import Replica
+from recipes.parts.replica import Replica, log_name
 from recipes.parts.rundir import RunDir
-from recipes.parts.sync import AdapterSync
+from recipes.parts.sync import AdapterSync, restart_hint
 from tests.unit.fake_replica import FakeReplica, log_probs
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -280,6 +280,16 @@ def test_the_trainer_scores_while_the_replicas_load(synced):
 
     sync.publish(2, Adapter(), score)
     assert staged == [True], "a stage that waits for the trainer's scores got them"
+
+
+def test_an_error_names_the_log_of_the_replica_that_failed_and_no_others(tmp_path):
+    run, urls = RunDir(tmp_path), ["http://127.0.0.1:8000", "http://10.0.0.5:8000", "http://[::1]:8001"]
+    run.logs.mkdir()
+    for url in urls:
+        assert "its log" not in restart_hint(run, [url])
+        log = run.logs / log_name(url)
+        log.touch()
+        assert f"; its log: {log})" in restart_hint(run, [url])
 
 
 def test_a_replica_that_is_gone_is_named(synced):
