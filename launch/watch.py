@@ -1,8 +1,8 @@
 """Follow a run in the terminal: python -m launch.watch runs/<name>, or several beside each other: runs/*
 
 Shows what decides a GRPO run: where it stands and the time left, the health rules that fire, its curves, where the
-time of a step goes, and the best, median and worst answer of one group. Ends by itself at the last step; Ctrl-C ends
-it sooner. It only reads the run directory, so it works beside a running trainer, after it, and over a network file
+time of a step goes, and the best, median and worst answer of one group. Ends by itself with the run; Ctrl-C ends it
+sooner. It only reads the run directory, so it works beside a running trainer, after it, and over a network file
 system; it never stops a run. Through a pipe it prints one line per step instead.
 
 Exit code: 0; 2 for bad input; 1 with --fail_on_alert when a rule fires.
@@ -70,7 +70,7 @@ def _finite(value: Any) -> Any:
 
 
 def follow(logs: Sequence[MetricsLog], draw: Callable[[int, int], RenderableType], console: Console, s: float) -> None:
-    """Redraw until the last step of every run is there."""
+    """Redraw until every run has ended."""
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
             for log in logs:
@@ -83,7 +83,7 @@ def follow(logs: Sequence[MetricsLog], draw: Callable[[int, int], RenderableType
 
 
 def follow_lines(run: RunDir, log: MetricsLog, interval_s: float) -> None:
-    """Print each new step as one line until the last step is there, for pipes and log files."""
+    """Print each new step as one line until the run has ended, for pipes and log files."""
     printed, resumes, waited = -1, 0, False
     while True:
         log.poll()

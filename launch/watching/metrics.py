@@ -193,7 +193,8 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
     """Where the run stands: state (waiting, running, silent, finished), step, total_steps, seconds and time left.
 
     Silent means that no line came for `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck.
-    `trainer_pid` says which, for a trainer of this machine.
+    `trainer_pid` says which, for a trainer of this machine. While there is one, the last step is not the end: it may
+    be that of before a resume with more steps.
     """
     rows = log.rows
     state: dict = {
@@ -215,12 +216,12 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
             written = time.time()
     age = max(0.0, (time.time() if now is None else now) - written)
     state |= {"state": "running", "step": last["step"], "total_steps": total, "since_last_line_s": age}
-    if total is not None and last["step"] >= total:
+    if total is not None and last["step"] >= total and state["trainer_pid"] is None:
         return state | {"state": "finished", "time_left_s": 0.0}
     if age > max(SILENT_S, SILENT_STEPS * (duration or 0.0)):
         return state | {"state": "silent"}
     if total is not None and duration is not None:
-        state["time_left_s"] = (total - last["step"]) * duration - min(age, duration)
+        state["time_left_s"] = max(0.0, (total - last["step"]) * duration - min(age, duration))
     return state
 
 

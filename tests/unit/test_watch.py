@@ -387,6 +387,16 @@ def test_a_held_lock_names_the_process_and_a_free_one_does_not(tmp_path):
     lock_run(RunDir(run)).close()  # looking took nothing from a trainer
 
 
+def test_a_run_that_is_resumed_with_more_steps_has_not_ended_with_its_last_line(tmp_path):
+    log = log_of(make_run(tmp_path / "run", rows_of(6, total=6)))
+    assert progress(log)["state"] == "finished"
+    lock = lock_run(RunDir(tmp_path / "run"))
+    state = progress(log)
+    assert (state["state"], state["time_left_s"]) == ("running", 0.0)
+    lock.close()
+    assert progress(log)["state"] == "finished"
+
+
 @pytest.mark.parametrize("value", [None, True, "x", [1], {}, {"a": "b"}, 10**400, math.nan, 1e308, 5])
 def test_values_of_another_kind_break_no_page(tmp_path, value):
     odd = {key: value for key in step_row(1) if key != "step"}
