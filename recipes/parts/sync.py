@@ -102,7 +102,8 @@ class AdapterSync:
         self.seconds["stage"] = time.perf_counter() - started
         if failed:
             self._discard(self._that_answer(failed), version)
-            stays = "No replica serves it." if is_first else f"All replicas stay on version {self.served}."
+            which = "All replicas" if len(self._that_answer(failed)) == len(self.replicas) else "Those that answer"
+            stays = "No replica serves it." if is_first else f"{which} stay on version {self.served}."
             raise CheckFailed(
                 f"{_names(failed)} did not load adapter version {version}: {_reasons(failed)}. {stays}"
                 f"{_path_hint(rollout.transport, failed)} {restart_hint(self.run, failed)}"

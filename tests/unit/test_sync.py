@@ -126,6 +126,15 @@ def test_one_replica_that_does_not_load_keeps_all_on_the_old_version(synced):
     assert_all_serve(both, sync, 1)
 
 
+def test_of_a_replica_that_is_gone_it_is_not_said_that_it_stays_on_the_old_version(synced):
+    both, sync = synced(2)
+    both[1].before["stage"] = cut
+    with pytest.raises(CheckFailed) as failed:
+        sync.publish(2, Adapter(), scores_of(2))
+    assert f"the replica at {both[1].url} did not load" in str(failed.value)
+    assert "Those that answer stay on version 1." in str(failed.value)
+
+
 def test_one_replica_that_does_not_switch_takes_the_others_back(synced):
     both, sync = synced(2)
     both[1].before["activate"] = lambda body: None if body["version"] == 1 else (500, {"error": "no room"})
