@@ -11,7 +11,7 @@ from merge.base import hash_base, load_frozen, unquantized_config
 from merge.model_files import check_complete
 from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.quant_format import read_quant_format
+from recipes.parts.quant_format import find_experts, read_quant_format
 from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
 from recipes.parts.sharding import quant_storage
 
@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 def check_base(config: Config) -> Any:
     """The base model's transformers config, read without any weight.
 
-    `BadInput` when it is not there or quantized already, when transformers cannot build it with
+    `BadInput` when it is not there or quantized already, a mixture of experts, when transformers cannot build it with
     `model.attn_implementation`, when a name in `policy.target_modules` is no linear layer of it (peft would adapt
     the others and say nothing), or when its files lack some of it.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
+    if experts := find_experts(facts.to_dict()):
+        raise BadInput(
+            f"{config.model.source} ({facts.model_type}) is a mixture of experts ({experts}): its experts' weights "
+            "would neither be quantized nor get an adapter, and merge does not know them. Take a dense model."
+        )
     adapted_layers(config, facts)
     check_complete(config.model.source, facts)
     return facts

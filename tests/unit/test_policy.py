@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from merge.base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.policy import check_base_unchanged, check_init_adapter, load_tokenizer
+from recipes.parts.policy import check_base, check_base_unchanged, check_init_adapter, load_tokenizer
 from recipes.parts.rundir import read_json, read_manifest, write_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -352,3 +352,12 @@ def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, tiny_model_dir):
 
 def test_no_adapter_to_start_from_needs_no_check():
     check_init_adapter(load_config(CONFIG), "00")
+
+
+def test_a_mixture_of_experts_is_refused_before_anything_is_trained_that_merge_cannot_take(tiny_model_dir, tmp_path):
+    from transformers import AutoConfig, Qwen3MoeConfig
+
+    dense = AutoConfig.from_pretrained(tiny_model_dir)
+    Qwen3MoeConfig(hidden_size=dense.hidden_size, num_experts=4, vocab_size=dense.vocab_size).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"\(qwen3_moe\) is a mixture of experts .*Take a dense model"):
+        check_base(load_config(CONFIG, ["--model.path", str(tmp_path)]))
