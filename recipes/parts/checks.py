@@ -245,6 +245,8 @@ def _adapter(config: Config) -> list[str]:
     if isinstance(names, str):
         if names != "all-linear":
             found.append(f"policy.target_modules is {names!r}. Use all-linear or a list of layer names.")
+    elif not names:
+        found.append("policy.target_modules is empty. Use all-linear or a list of layer names.")
     elif wrong := [name for name in names if name.split(".")[-1] in ("lm_head", "embed_tokens")]:
         found.append(
             f"policy.target_modules names {wrong}: log-probs are computed from the unadapted head. Remove it."

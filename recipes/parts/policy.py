@@ -25,7 +25,7 @@ def check_base(config: Config) -> Any:
 
     `BadInput` when it is not there or quantized already, a mixture of experts, when transformers cannot build it with
     `model.attn_implementation`, when a name in `policy.target_modules` is no linear layer of it (peft would adapt
-    the others and say nothing), or when its files lack some of it.
+    the others and say nothing), when no layer of it would get an adapter, or when its files lack some of it.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
@@ -34,7 +34,12 @@ def check_base(config: Config) -> Any:
             f"{config.model.source} ({facts.model_type}) is a mixture of experts ({experts}): its experts' weights "
             "would neither be quantized nor get an adapter, and merge does not know them. Take a dense model."
         )
-    adapted_layers(config, facts)
+    if not adapted_layers(config, facts):
+        raise BadInput(
+            f"{config.model.source} ({facts.model_type}) has no linear layer that could get an adapter: its products "
+            "are made by layers of another kind (GPT-2's Conv1D), which merge and the servers do not know. Take "
+            "another model."
+        )
     check_complete(config.model.source, facts)
     return facts
 

@@ -105,6 +105,7 @@ def test_the_number_of_processes_counts():
         ({"policy__reference": "copy", "train__beta": 0}, "policy.reference is 'copy': a second model is never"),
         ({"policy__target_modules": "[q_proj, lm_head]"}, "policy.target_modules names ['lm_head']"),
         ({"policy__target_modules": "[model.embed_tokens]"}, "policy.target_modules names ['model.embed_tokens']"),
+        ({"policy__target_modules": "[]"}, "policy.target_modules is empty."),
         ({"policy__target_modules": "everything"}, "policy.target_modules is 'everything'. Use all-linear or a list"),
         ({"server__max_num_seqs": 0}, "server.max_num_seqs (0) must be at least 1."),
         ({"server__tensor_parallel": 0}, "server.tensor_parallel (0) must be at least 1."),

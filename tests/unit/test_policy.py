@@ -361,3 +361,11 @@ def test_a_mixture_of_experts_is_refused_before_anything_is_trained_that_merge_c
     Qwen3MoeConfig(hidden_size=dense.hidden_size, num_experts=4, vocab_size=dense.vocab_size).save_pretrained(tmp_path)
     with pytest.raises(BadInput, match=r"\(qwen3_moe\) is a mixture of experts .*Take a dense model"):
         check_base(load_config(CONFIG, ["--model.path", str(tmp_path)]))
+
+
+def test_a_model_whose_products_are_no_linear_layers_is_refused(tmp_path):
+    from transformers import GPT2Config
+
+    GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"\(gpt2\) has no linear layer that could get an adapter"):
+        check_base(load_config(CONFIG, ["--model.path", str(tmp_path)]))
