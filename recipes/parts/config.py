@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from recipes.parts.config_types import match_type, spell_type
+from recipes.parts.config_types import StrictLoader, match_type, spell_type
 from recipes.parts.errors import BadInput, did_you_mean
 
 # Keys that have a successor, and how each value is written there.
@@ -354,7 +354,7 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
     values: dict = {}
     if path is not None:
         try:
-            values = yaml.safe_load(Path(path).read_text())
+            values = yaml.load(Path(path).read_text(), StrictLoader)
         except FileNotFoundError:
             raise BadInput(f"no config file at {path}.") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -1,8 +1,24 @@
-"""Values matched to the annotated types of the configuration's fields, and those types in words. Imports no torch."""
+"""The configuration's YAML, its values matched to the annotated types of the fields, and those types in words. Imports
+no torch."""
 
 import types
 import typing
 from typing import Any, Literal
+
+import yaml
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice in a group is an error; PyYAML takes the last one and says nothing."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """A group as PyYAML reads it; `yaml.YAMLError` with the line of a key that it has twice."""
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.composer.ComposerError(None, None, f"{key.value} stands twice", key.start_mark)
+            seen.add(str(key.value))
+        return node
 
 
 def match_type(value: Any, hint: Any) -> tuple[bool, Any]:

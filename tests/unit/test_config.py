@@ -105,6 +105,8 @@ def test_required_keys_are_named_with_their_meaning(tmp_path):
         ("just text", "must hold the groups run, model"),
         ("", "must hold the groups run, model"),
         ("- run", "must hold the groups run, model"),
+        (SMALLEST + "policy: {lora_rank: 8}\npolicy: {lora_alpha: 8}\n", "policy stands twice"),
+        (SMALLEST + "policy:\n  lora_rank: 8\n  lora_rank: 16\n", "lora_rank stands twice"),
         (SMALLEST + "policy: 16\n", "policy must be a group of keys, it is 16"),
         (SMALLEST + "policy: false\n", "policy must be a group of keys, it is False"),
         (SMALLEST + "policy: []\n", "policy must be a group of keys, it is []"),
