@@ -357,6 +357,8 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
             values = yaml.load(Path(path).read_text(), StrictLoader)
         except FileNotFoundError:
             raise BadInput(f"no config file at {path}.") from None
+        except OSError as error:
+            raise BadInput(f"{path} cannot be read as a config file: {error.strerror}.") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise BadInput(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):

@@ -124,6 +124,8 @@ def test_bytes_that_are_not_text_and_a_missing_file_are_refused(tmp_path):
         load_config(tmp_path / "binary.yaml")
     with pytest.raises(BadInput, match="no config file at"):
         load_config(tmp_path / "absent.yaml")
+    with pytest.raises(BadInput, match="cannot be read as a config file: Is a directory"):
+        load_config(tmp_path)
 
 
 def test_the_command_line_wins_over_the_yaml_and_the_yaml_over_the_default(tmp_path):
