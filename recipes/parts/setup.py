@@ -79,14 +79,22 @@ def problems_a_step(config: Config, processes: int) -> int:
 
 
 def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]:
-    """The training set as TRL reads it and its size; every prompt fits, and the held-out problems can be read."""
+    """The training set as TRL reads it and its size; every prompt fits, and the held-out problems can be read. Those
+    that are trained on are named: `eval` refuses them afterwards."""
     from recipes.parts.data import drop_long, read_problems, to_dataset
+    from recipes.parts.leaks import find_leaks
 
     problems, report = read_problems(config.data, "train")
     problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
     heldout, report = read_problems(config.data, "eval")
     say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
+    if leaks := find_leaks(heldout, problems):
+        say(
+            f"WARNING: {len(leaks):,} of {len(heldout):,} held-out problems are training problems (the first: "
+            f"{leaks[0][0].source}, {leaks[0][1].source}). python -m eval will refuse them: remove them from one "
+            "side, or name other problems with data.eval_split or data.eval_path."
+        )
     needed = problems_a_step(config, processes)
     if len(problems) < needed:
         raise BadInput(

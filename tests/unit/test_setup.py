@@ -14,7 +14,7 @@ from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.rundir import RunDir, write_manifest
-from recipes.parts.setup import describe_format, describe_plan, out_of_memory, training
+from recipes.parts.setup import describe_format, describe_plan, load_data, out_of_memory, training
 from tests.conftest import CONFIG
 
 # torch 2.11's words.
@@ -140,3 +140,14 @@ def test_the_plan_says_what_of_a_weight_and_of_inputs_shares_a_scale(name, said)
     lines = describe_format(FORMATS[name], load_config(CONFIG)).splitlines()
     assert lines[0] == f"format    {name}: {said}"
     assert len(lines) == 1 + FORMATS[name].needs_calibration
+
+
+@pytest.mark.parametrize("heldout", ["What is 3 plus 2?", "What is 13 plus 2?"])
+def test_held_out_problems_that_are_trained_on_are_named_before_the_run(tmp_path, capsys, heldout):
+    rows = "".join(f'{{"question": "What is {i} plus 2?", "answer": "{i + 2}"}}\n' for i in range(8))
+    (tmp_path / "train.jsonl").write_text(rows)
+    (tmp_path / "heldout.jsonl").write_text(f'{{"question": "{heldout}", "answer": "5"}}\n')
+    tokenizer = SimpleNamespace(apply_chat_template=lambda *_, **__: {"input_ids": [1]})
+    load_data(load_config(CONFIG, ["--data.path", str(tmp_path)]), tokenizer, 1)
+    said = "WARNING: 1 of 1 held-out problems are training problems" in capsys.readouterr().out
+    assert said == ("13" not in heldout)
