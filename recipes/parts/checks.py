@@ -156,6 +156,8 @@ def _positive(config: Config) -> list[str]:
         found.append(
             f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-': it names directories."
         )
+    if not 0 <= config.run.seed < 2**31:
+        found.append(f"run.seed ({config.run.seed}) must be between 0 and {2**31 - 1}.")
     if not config.train.beta >= 0:
         found.append(f"train.beta ({config.train.beta}) must be 0 or more.")
     return found
