@@ -158,8 +158,12 @@ def _positive(config: Config) -> list[str]:
         )
     if not 0 <= config.run.seed < 2**31:
         found.append(f"run.seed ({config.run.seed}) must be between 0 and {2**31 - 1}.")
-    if not config.train.beta >= 0:
-        found.append(f"train.beta ({config.train.beta}) must be 0 or more.")
+    none_below_zero = {
+        "train.beta": config.train.beta,
+        "train.weight_decay": config.train.weight_decay,
+        "rollout.top_k": config.rollout.top_k,
+    }
+    found += [f"{key} ({value}) must be 0 or more." for key, value in none_below_zero.items() if not value >= 0]
     return found
 
 

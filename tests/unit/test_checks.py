@@ -95,6 +95,8 @@ def test_the_number_of_processes_counts():
         ({"rollout__temperature": 0}, "rollout.temperature (0.0) must be a number above 0."),
         ({"run__seed": -1}, "run.seed (-1) must be between 0 and 2147483647."),
         ({"run__seed": 2**32}, "run.seed (4294967296) must be between 0 and"),
+        ({"train__weight_decay": -0.1}, "train.weight_decay (-0.1) must be 0 or more."),
+        ({"rollout__top_k": -1, "rollout__correction": "none"}, "rollout.top_k (-1) must be 0 or more."),
         ({"train__beta": -0.1}, "train.beta (-0.1) must be 0 or more."),
         ({"train__beta": "nan"}, "train.beta (nan) must be 0 or more."),
         ({"train__learning_rate": "nan"}, "train.learning_rate (nan) must be a number above 0."),
