@@ -305,6 +305,8 @@ def _lists(config: Config) -> list[str]:
         found.append("reward.functions is empty. Name at least one reward function.")
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         found.append(f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions.")
+    if reward.weights and not (all(map(math.isfinite, reward.weights)) and any(reward.weights)):
+        found.append(f"reward.weights ({reward.weights}) must be numbers, and one at least not 0.")
     for tracker in config.watch.report_to:
         if tracker not in TRACKERS:
             found.append(f"watch.report_to names {tracker!r}. Use {', '.join(TRACKERS)}.")

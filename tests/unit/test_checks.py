@@ -123,6 +123,8 @@ def test_the_number_of_processes_counts():
         ({"rollout__max_canary_delta": "nan"}, "rollout.max_canary_delta (nan) must be a number above 0."),
         ({"reward__functions": "[]"}, "reward.functions is empty."),
         ({"reward__weights": "[1, 2]"}, "reward.weights has 2 entries for 1 reward.functions."),
+        ({"reward__weights": "[.nan]"}, "reward.weights ([nan]) must be numbers, and one at least not 0."),
+        ({"reward__weights": "[0]"}, "reward.weights ([0.0]) must be numbers, and one at least not 0."),
         ({"watch__report_to": "[wandbb]"}, "watch.report_to names 'wandbb'."),
         ({"eval__formats": "[fp4]"}, "eval.formats names 'fp4'."),
         ({"eval__formats": "[bf16]"}, "eval.gate.format (fp8) is not in eval.formats ['bf16']."),
