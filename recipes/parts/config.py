@@ -37,7 +37,7 @@ class RunConfig:
 
     @property
     def directory(self) -> Path:
-        return Path(self.output_dir or f"runs/{self.name}")
+        return Path(self.output_dir or f"runs/{self.name}").expanduser()
 
 
 @dataclass(kw_only=True)

@@ -166,6 +166,12 @@ def test_a_value_of_the_command_line_is_what_was_typed(key, typed, value):
     assert (found, type(found)) == (value, type(value))
 
 
+def test_a_run_directory_in_the_home_directory_is_not_one_named_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(yaml_file(tmp_path, SMALLEST), ["--run.output_dir", "~/runs/x"])
+    assert config.run.directory == tmp_path / "runs" / "x"
+
+
 def test_a_resolved_configuration_loads_as_itself():
     config = load_config(CONFIG, ["--reward.weights", "[2]", "--eval.gate.format", "bf16"])
     assert config_from_dict(to_dict(config)) == config
