@@ -419,6 +419,11 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
     if not run.base_file.exists():
         if resume:
             raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
+        held = next(place for place in (run.path, *run.path.absolute().parents) if place.exists())
+        if not (held.is_dir() and os.access(held, os.W_OK)):
+            raise BadInput(
+                f"{run.path} cannot be made: {held} is no directory that may be written. Set run.output_dir."
+            )
         if run.path.exists() and not all(_is_left_before_a_run(entry) for entry in run.path.iterdir()):
             raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
         return run

@@ -331,6 +331,9 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     config = configuration(run__output_dir=tmp_path)
     assert "exists and is not a run directory" in directory_refusal(config)
+    assert "notes.txt is no directory that may be written" in directory_refusal(
+        configuration(run__output_dir=tmp_path / "notes.txt" / "run")
+    )
     (tmp_path / "other" / "logs").mkdir(parents=True)
     (tmp_path / "other" / "logs" / "mine.txt").write_text("mine")
     assert "is not a run directory" in directory_refusal(configuration(run__output_dir=tmp_path / "other"))
