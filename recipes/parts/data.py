@@ -186,11 +186,22 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
         gold, error = extract_gold(answer, data.answer_format)
     if gold is None:
         return None, error
+    if not _is_unicode(question + gold):
+        return None, "a character that is half of a surrogate pair, which no tokenizer reads"
     question = question.replace("\r\n", "\n").strip()
     if data.answer_format == "mbpp":
         question += shown_test(gold)
     digest = hashlib.blake2b(json.dumps([question, gold]).encode(), digest_size=8).hexdigest()
     return Problem(digest, question, gold, row.source), ""
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` can be written as UTF-8; JSON may hold one half of a surrogate pair, of an emoji that was cut."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _question_columns(row: dict, named: str) -> list[str]:

@@ -112,6 +112,8 @@ BAD_ROWS = [
     ("plain", {"question": "", "answer": "5"}, "the question is empty"),
     ("plain", {"question": None, "answer": "5"}, "the question is empty"),
     ("plain", {"question": ["q"], "answer": "5"}, "the question is ['q']"),
+    ("plain", '{"question": "cut \\ud83d", "answer": "5"}', "half of a surrogate pair"),
+    ("plain", '{"question": "q", "answer": "cut \\ud83d"}', "half of a surrogate pair"),
     ("plain", {"question": "q", "answer": None}, "the answer is None"),
     ("plain", {"question": "q", "answer": True}, "the answer is True"),
     ("plain", {"question": "q", "answer": ""}, "the answer is empty"),
