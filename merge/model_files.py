@@ -107,6 +107,21 @@ def check_complete(path: str | Path, config: Any) -> None:
         refuse_made_up(path, wanted - found, len(wanted))
 
 
+def check_names(path: str | Path, config: Any) -> None:
+    """`BadInput` when the safetensors at `path` name their tensors otherwise than the model that transformers makes of
+    them, as those of a model of text and images do: merge reads the files themselves and refuses what was trained on
+    it. Only headers are read, of a local checkpoint."""
+    if not any(Path(path).glob("*.safetensors")):
+        return
+    model = without_weights(config)
+    buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wanted = {name for name, _ in model.named_parameters()} | buffers
+    what = (
+        f"{path} ({config.model_type}) is laid out otherwise than its model, so merge could not take what is trained"
+    )
+    select_shards(Path(path), wanted, config, what)
+
+
 def refuse_made_up(path: str | Path, absent: Iterable[str], count: int) -> None:
     """`BadInput` when `absent`, of `count` parameters of the model, names some: random weights are no base."""
     if names := sorted(absent):

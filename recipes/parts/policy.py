@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merge.base import hash_base, load_frozen, unquantized_config
-from merge.model_files import check_complete
+from merge.model_files import check_complete, check_names
 from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import find_experts, read_quant_format
@@ -25,7 +25,8 @@ def check_base(config: Config) -> Any:
 
     `BadInput` when it is not there or quantized already, a mixture of experts, when transformers cannot build it with
     `model.attn_implementation`, when a name in `policy.target_modules` is no linear layer of it (peft would adapt
-    the others and say nothing), when no layer of it would get an adapter, or when its files lack some of it.
+    the others and say nothing), when no layer of it would get an adapter, or when its files lack some of it or
+    name it otherwise.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
@@ -41,6 +42,7 @@ def check_base(config: Config) -> Any:
             "another model."
         )
     check_complete(config.model.source, facts)
+    check_names(config.model.source, facts)
     return facts
 
 

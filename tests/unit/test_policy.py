@@ -369,3 +369,15 @@ def test_a_model_whose_products_are_no_linear_layers_is_refused(tmp_path):
     GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64).save_pretrained(tmp_path)
     with pytest.raises(BadInput, match=r"\(gpt2\) has no linear layer that could get an adapter"):
         check_base(load_config(CONFIG, ["--model.path", str(tmp_path)]))
+
+
+def test_a_checkpoint_that_merge_could_not_take_is_refused(tmp_path):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = size | {"vocab_size": 64, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 16}
+    vision = size | {"image_size": 28, "patch_size": 14}
+    shape = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63)
+    Gemma3ForConditionalGeneration(shape).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"\(gemma3\) is laid out otherwise than its model, .*: it has language_model"):
+        check_base(load_config(CONFIG, ["--model.path", str(tmp_path)]))
