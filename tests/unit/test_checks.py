@@ -15,7 +15,6 @@ from recipes.parts.checks import (
 )
 from recipes.parts.config import Config, config_from_dict, load_config, to_dict
 from recipes.parts.errors import BadInput
-from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED, check_recipe
 from recipes.parts.rundir import RunDir, write_json, write_manifest
 from recipes.parts.shared_card import describe_split, replicas_beside_trainer, split_problem
 from tests.unit.test_accelerate_configs import announces
@@ -490,18 +489,3 @@ def test_a_float32_model_is_not_silently_computed_in_bfloat16(monkeypatch):
     check_config(configuration(model__dtype="bfloat16"), 1)
     with pytest.raises(BadInput, match="--mixed_precision no"):
         check_config(configuration(model__dtype="float32"), 1)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes", "complaint"),
-    [
-        (QUANTIZED, {}, "policy.quant_cfg is not set: recipes/grpo_qat.py .* Start it with recipes/grpo_qlora.py, or"),
-        (PLAIN, {"policy__quant_cfg": "fp8"}, "quant_cfg is fp8: .* Start it with recipes/grpo_qat.py, or leave"),
-        (PLAIN, {"distill__teacher": "base"}, "distill.teacher is base: .* Start it with recipes/distill_qat.py"),
-        (DISTILLATION, {}, "distill.teacher and distill.teacher_adapter are not set: .*grpo_qlora.py, or set one"),
-        (DISTILLATION, {"policy__quant_cfg": "fp8"}, "teacher_adapter are not set: .*recipes/grpo_qat.py, or set one"),
-    ],
-)
-def test_a_recipe_started_with_the_configuration_of_another_says_what_it_lacks(recipe, changes, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        check_recipe(configuration(**changes), recipe)

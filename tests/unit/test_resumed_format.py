@@ -1,9 +1,12 @@
-"""A run is resumed in the format it was trained for, whatever name policy.quant_cfg has for it."""
+"""A run is trained by the recipe of its configuration, and resumed in the format it was trained for, whatever name
+policy.quant_cfg has for it."""
 
 import pytest
 import yaml
 
 from recipes.parts.checks import check_run_directory
+from recipes.parts.errors import BadInput
+from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED, check_recipe
 from tests.unit.test_checks import configuration, directory_refusal, run_with_checkpoint
 
 FP4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
@@ -35,3 +38,18 @@ def test_a_run_does_not_resume_in_another_format(tmp_path, before, now, message)
     fields = {"quant_cfg": before} if before else {}
     run_with_checkpoint(tmp_path / "run", configuration(**given), **fields)
     assert message in directory_refusal(configuration(run__output_dir=tmp_path / "run", **wanted), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "complaint"),
+    [
+        (QUANTIZED, {}, "policy.quant_cfg is not set: recipes/grpo_qat.py .* Start it with recipes/grpo_qlora.py, or"),
+        (PLAIN, {"policy__quant_cfg": "fp8"}, "quant_cfg is fp8: .* Start it with recipes/grpo_qat.py, or leave"),
+        (PLAIN, {"distill__teacher": "base"}, "distill.teacher is base: .* Start it with recipes/distill_qat.py"),
+        (DISTILLATION, {}, "distill.teacher and distill.teacher_adapter are not set: .*grpo_qlora.py, or set one"),
+        (DISTILLATION, {"policy__quant_cfg": "fp8"}, "teacher_adapter are not set: .*recipes/grpo_qat.py, or set one"),
+    ],
+)
+def test_a_recipe_started_with_the_configuration_of_another_says_what_it_lacks(recipe, changes, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        check_recipe(configuration(**changes), recipe)
