@@ -174,11 +174,11 @@ def _batch(config: Config, processes: int) -> list[str]:
     batch = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
     found = []
     if batch > 0 and batch % group:
-        fits = [str(size) for size in range(2, batch + 1) if batch % size == 0][:6]
+        fits = [str(size) for size in range(2, min(batch, 1024) + 1) if batch % size == 0][:6]
         found.append(
             f"rollout.group_size ({group}) must divide the generation batch ({train.per_device_train_batch_size} per "
             f"device x {processes} processes x {train.gradient_accumulation_steps} steps = {batch}). "
-            f"Use {', '.join(fits)}, or another batch."
+            f"Use {''.join(f'{size}, ' for size in fits)}{'or ' if fits else ''}another batch."
         )
     for key, value in (("save_steps", train.save_steps), ("max_steps", train.max_steps)):
         if train.num_iterations > 1 and value % train.num_iterations:

@@ -42,6 +42,9 @@ def test_a_group_that_does_not_divide_the_batch_is_refused_with_the_numbers_and_
         "Use 2, 4, 8, 16, or another batch."
     )
     check_config(configuration(rollout__group_size=8, **changes), 2)
+    assert refusal(train__per_device_train_batch_size=10**21 + 117).endswith(
+        "= 1000000000000000000117). Use another batch."
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), [("zero2", "DeepSpeed"), ("zero3", "ZeRO-3"), ("fsdp2", "FSDP2")])
