@@ -14,12 +14,9 @@ Imports no torch. The model's code runs in the sandbox alone, and only with `rew
 import copy
 import dataclasses
 import difflib
-import hashlib
-import importlib
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,10 +123,12 @@ def scoring_of(config: Config) -> Scoring:
             )
         name = "countdown" if form == "countdown" else "code"
     if ":" in name:
-        function = imported(name)
+        from reward.own import imported, source_hash
+
+        function = imported(name, "eval.reward")
         _check_code(config, name, function)
         judge = partial(judge_by_reward, custom(name, function), settings.reward_threshold)
-        return Scoring(name, judge, version=_source_hash(function))
+        return Scoring(name, judge, version=source_hash(function))
     options = _named_options(config, name)
     if name == "code":
         _check_code_form(form)
@@ -180,45 +179,15 @@ def _check_code_form(form: str) -> None:
         )
 
 
-def imported(name: str) -> Callable:
-    """The function of `module:function`, looked for from the current directory too; `BadInput` when there is none."""
-    module, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of the user's may fail in any way while it is imported
-        raise BadInput(f"eval.reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise BadInput(f"eval.reward {name!r} is a {type(function).__name__}, not a function.")
-    return function
-
-
-def _source_hash(function: Callable) -> str:
-    """BLAKE2b-64 of the file that defines the function, so that records of an older one are not taken for its own."""
-    try:
-        source = Path(inspect.getsourcefile(function)).read_bytes()
-    except (TypeError, OSError):  # a class instance, or a compiled function
-        return ""
-    return hashlib.blake2b(source, digest_size=8).hexdigest()
-
-
 COLUMNS = ("prompts", "completions", "gold", "problem_id")
 Reward = Callable[[Sequence[Answered], Any], tuple[list, list | None]]
 
 
 def custom(name: str, function: Callable) -> Reward:
     """`function` as TRL would call it in a run, with those of `COLUMNS` that it takes by name."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if unknown := [key for key in needed if key not in COLUMNS]:
-        raise BadInput(f"eval.reward {name} needs an argument {unknown[0]!r}; a reward gets {', '.join(COLUMNS)}.")
-    if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
-        raise BadInput(f"eval.reward {name} has positional-only arguments; a reward is called with named ones.")
+    from reward.own import check_arguments, taken
+
+    check_arguments(name, function, "eval.reward", COLUMNS, ())
 
     def call(answers: Sequence[Answered], pool: Any) -> tuple[list, None]:
         columns = {
@@ -228,8 +197,7 @@ def custom(name: str, function: Callable) -> Reward:
             "problem_id": [answer.problem.id for answer in answers],
         }
         try:
-            rewards = function(**{key: value for key, value in columns.items() if takes_all or key in named})
-            return list(rewards), None
+            return list(function(**taken(function, columns))), None
         except Exception as error:  # whatever the user's function raises, the cell has no value
             raise CheckFailed(f"eval.reward {name} failed: {type(error).__name__}: {error}") from error
 

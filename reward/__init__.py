@@ -1,7 +1,8 @@
 """Rewards: plain functions in TRL's signature, `f(prompts, completions, gold, **kwargs) -> list[float | None]`.
 
-`REWARDS` names them; `reward_functions(cfg.reward)` binds the configured ones to their options, a worker pool and a
-budget. None means "could not be computed" and is masked by the trainer; it is never turned into 0.0.
+`REWARDS` names the kit's, `module:function` any other (own.py); `reward_functions(cfg.reward)` binds the configured
+ones to their options, a worker pool and a budget. None means "could not be computed" and is masked by the trainer; it
+is never turned into 0.0.
 
 A function takes its options as keyword-only arguments with a type and a default, after `pool` and `budget`. One that
 runs the model's code carries the attribute `executes_code = True`; one whose options must fit together carries
@@ -23,7 +24,8 @@ from reward.format import boxed_format, think_format
 from reward.gsm8k import gsm8k_lenient, gsm8k_strict
 from reward.length import length
 from reward.math import math as math_reward
-from reward.pool import UnknownBudget, shared_pool
+from reward.own import COLUMNS, FROM_TRL, check_arguments, checked_rewards, imported, taken
+from reward.pool import UnknownBudget, Verdict, shared_pool
 from reward.text import language, repetition
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ REWARDS: dict[str, RewardFunction] = {
     "repetition": repetition,
     "language": language,
 }
-MACHINERY = ("pool", "budget", "completion_ids")  # keyword-only, filled in by the kit and TRL; the others are options
+MACHINERY = ("pool", "budget")  # keyword-only, filled in by the kit; with what a run gives, the others are options
 
 
 class BoundReward:
@@ -72,7 +74,29 @@ class BoundReward:
         pool = shared_pool(self.workers, self.timeout_s)
         # A column of the data set with the name of an option must not replace the configured value.
         arguments = {**columns, **self.options, "pool": pool, "budget": self.budget}
+        if is_own(self.__name__):
+            return self._call_own({"prompts": prompts, "completions": completions, **arguments})
         return REWARDS[self.__name__](prompts, completions, **arguments)
+
+    def _call_own(self, arguments: dict[str, Any]) -> list[float | None]:
+        """What a function of the user's gives, checked; what it could not compute is counted, unless it does so."""
+        function, completions = function_of(self.__name__), arguments["completions"]
+        found = function(**taken(function, arguments))
+        rewards = checked_rewards(self.__name__, found, len(completions))
+        if "budget" not in inspect.signature(function).parameters:
+            verdicts = [Verdict(None if reward is None else True, "none") for reward in rewards]
+            self.budget.record(verdicts, [f"completion {str(one)[:200]}" for one in completions])
+        return rewards
+
+
+def is_own(name: str) -> bool:
+    """Whether a reward is the user's, named `module:function`, and not one of `REWARDS`."""
+    return ":" in name
+
+
+def function_of(name: str) -> RewardFunction:
+    """The reward function of a name of the configuration; `BadInput` when one of the user's cannot be imported."""
+    return imported(name, "reward.functions") if is_own(name) else REWARDS[name]
 
 
 def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[float]]:
@@ -84,8 +108,11 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
     if not reward.functions:
         raise BadInput(f"reward.functions is empty: name at least one of {', '.join(REWARDS)}.")
     for name in reward.functions:
-        if name not in REWARDS:
-            raise BadInput(f"reward.functions: unknown reward {name!r}.{_nearest(name, REWARDS)}")
+        if is_own(name):
+            known = (*COLUMNS, *FROM_TRL, *MACHINERY)
+            check_arguments(name, function_of(name), "reward.functions", known, [*function_options(name)])
+        elif name not in REWARDS:
+            raise BadInput(f"reward.functions: unknown reward {name!r}.{_nearest(name, REWARDS)} Or module:function.")
     if len(set(reward.functions)) != len(reward.functions):
         raise BadInput(
             f"reward.functions names a reward twice: {', '.join(reward.functions)}. Use its weight instead."
@@ -110,13 +137,13 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
 
 
 def function_options(name: str) -> dict[str, tuple[Any, Any]]:
-    """The options of a reward function: name to (type, default)."""
-    function = REWARDS[name]
-    hints = typing.get_type_hints(function)
+    """The options of a reward function: name to (type, default), which is `inspect.Parameter.empty` without one."""
+    function = function_of(name)
+    hints = typing.get_type_hints(function) if inspect.isfunction(function) else {}
     return {
         key: (hints.get(key, Any), parameter.default)
         for key, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and key not in MACHINERY
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and key not in (*MACHINERY, *COLUMNS, *FROM_TRL)
     }
 
 
@@ -141,7 +168,11 @@ def _options_of(name: str, given: Any) -> dict[str, Any]:
         matched, checked[key] = match_type(value, known[key][0])
         if not matched:
             raise BadInput(f"{where} must be {spell_type(known[key][0])}, it is {value!r:.60}.")
-    check = getattr(REWARDS[name], "check_options", None)
+    if missing := [
+        key for key, (_, default) in known.items() if default is inspect.Parameter.empty and key not in checked
+    ]:
+        raise BadInput(f"reward.options.{name}.{missing[0]} must be set: it has no default.")
+    check = getattr(function_of(name), "check_options", None)
     if check:
         try:
             check(**{key: default for key, (_, default) in known.items()} | checked)
@@ -152,7 +183,7 @@ def _options_of(name: str, given: Any) -> dict[str, Any]:
 
 def _check_code_execution(reward: "RewardConfig") -> None:
     for name in reward.functions:
-        if getattr(REWARDS[name], "executes_code", False) and not getattr(reward, "allow_code_execution", False):
+        if getattr(function_of(name), "executes_code", False) and not getattr(reward, "allow_code_execution", False):
             raise BadInput(
                 f"reward {name!r} runs code that the model wrote. Set reward.allow_code_execution to true to let it, "
                 "after reading in reward/README.md what the sandbox does and does not keep out."

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recipes.parts.config import load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
-from reward import REWARDS, function_options
+from reward import REWARDS, function_options, is_own
 from reward.attacks import Case
 from reward.check import Judgement, add_settings, explain, judges, settings, shown
 from reward.pool import WorkerPool
@@ -150,6 +150,8 @@ def _tasks(arguments: argparse.Namespace) -> list[str]:
         left_out = [n for n in names if not arguments.config and _is_barred(n, arguments)]
         if left_out:
             print(f"left out: {', '.join(left_out)} (runs the model's code; add --allow_code_execution)")
+        if own := [*filter(is_own, names)]:
+            print(f"left out: {', '.join(own)} (the suite has no cases of it)")
         return [name for name in names if name in covered and name not in left_out]
     if arguments.task not in covered:
         raise BadInput(f"unknown task {arguments.task!r}. There are all, {', '.join(covered)}.")

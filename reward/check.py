@@ -6,6 +6,7 @@ a model wrote, read exactly as in training), and optionally `expected` (true or 
 
 import argparse
 import contextlib
+import inspect
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 from recipes.parts.config import RewardConfig, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
-from reward import REWARDS, reward_functions
+from reward import REWARDS, function_of, reward_functions
 from reward.answer import final_answer
 from reward.pool import WorkerPool
 from reward.score import Explanation, Message
@@ -57,8 +58,8 @@ class Judgement:
 
 def judges(task: str) -> bool:
     """Whether a reward function compares with a reference (math, code, …), rather than looking at the form alone."""
-    code = REWARDS[task].__code__
-    return "gold" in code.co_varnames[: code.co_argcount]
+    gold = inspect.signature(function_of(task)).parameters.get("gold")
+    return gold is not None and gold.kind is gold.POSITIONAL_OR_KEYWORD
 
 
 def explain(

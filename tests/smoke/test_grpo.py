@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
-from recipes.parts.rundir import read_json
+from recipes.parts.rundir import RunDir, read_json
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -173,7 +173,6 @@ def test_scale_rewards_of_the_configuration_wins_over_the_default_of_the_loss(
     tmp_path, recipe_arguments, scale, tiny_model_dir
 ):
     from recipes.parts.config import parse_command
-    from recipes.parts.rundir import RunDir
     from recipes.parts.trainer import trainer_arguments
 
     for loss in ("dr_grpo", "grpo"):
@@ -242,6 +241,27 @@ def test_a_reward_of_none_is_masked_and_counted_and_is_not_zero_in_the_mean(
     said = read_jsonl(trainer.run.completions / "step-000001.jsonl")
     assert [entry["rewards"]["sometimes"] for entry in said] == [None, 1.0, 2.0, 3.0] * 4
     assert [entry["advantage"] for entry in said] == pytest.approx([0.0, -1.0, 0.0, 1.0] * 4)
+
+
+def test_a_reward_of_the_users_trains_by_its_options_from_the_directory_where_the_run_starts(
+    tmp_path, monkeypatch, recipe, recipe_arguments, learning_model_dir, read_jsonl
+):
+    (tmp_path / "rewards_of_mine.py").write_text(
+        "def brief(completions, *, most: int = 1, **columns):\n"
+        "    return [min(most, len(one[0]['content'])) / most for one in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run, name = RunDir(tmp_path / "run"), "rewards_of_mine:brief"
+    keys = {"reward.functions": f'["math", "{name}"]', "reward.options": f'{{"{name}": {{"most": 9}}}}'}
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys | {"train.max_steps": 1, "train.save_steps": 1}))
+    assert done.code == 0, done.err
+    rows = read_jsonl(run.completions / "step-000001.jsonl")
+    assert [row["rewards"][name] for row in rows] == pytest.approx(
+        [min(9, len(row["completion"])) / 9 for row in rows]
+    )
+    mean = sum(row["rewards"][name] for row in rows) / len(rows)
+    assert read_jsonl(run.metrics_file)[0]["rewards"][name] == pytest.approx(mean) and mean > 0
+    assert len(read_json(run.config_file)["own_rewards"][name]) == 16
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(

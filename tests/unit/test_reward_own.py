@@ -1,0 +1,147 @@
+"""A reward function of the user's, `module:function`: what is refused beforehand, and what it gives is not guessed."""
+
+import pickle
+import sys
+
+import pytest
+
+from recipes.parts.config import RewardConfig
+from recipes.parts.errors import BadInput, CheckFailed
+from reward import reward_functions
+from reward.attack import main as attack
+
+MODULE = """
+import torch
+
+def brief(completions, *, most: int = 3, **columns):
+    return [float(len(text) <= most) for text in completions]
+
+def few(completions, gold): return [float(text == right) for text, right in zip(completions, gold)]
+def seen(prompts, completions, **columns): return [float(len(columns))] * len(completions)
+def tensor(completions): return torch.ones(len(completions))
+def tensors(completions): return [torch.tensor(True)] * len(completions)
+def torn(completions): return [None, float("nan"), *[1] * (len(completions) - 2)]
+def short(completions): return [1.0]
+def texts(completions): return ["1.0"] * len(completions)
+def text(completions): return "1" * len(completions)
+def nothing(completions): pass
+def pairs(completions): return [torch.ones(2)] * len(completions)
+def broken(completions): raise KeyError("its own fault")
+def strict(completions, *, level: int): return [float(level)] * len(completions)
+def demanding(completions, ground_truth): return []
+def counted(completions, *, budget=None): return [None] * len(completions)
+def runs(completions): return [0.0] * len(completions)
+runs.executes_code = True
+async def waits(completions): return []
+
+class Judge:
+    def __call__(self, completions, gold): return [1.0] * len(completions)
+judge = Judge()
+word = "no function"
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Loads a function of a module that lies in the current directory: own(name, options) -> what TRL calls."""
+    (tmp_path / "kit_own_rewards.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "kit_own_rewards", raising=False)
+
+    def load(function: str, options: dict | None = None, **fields):
+        name = f"kit_own_rewards:{function}"
+        given = {} if options is None else {"options": {name: options}}
+        return reward_functions(RewardConfig(functions=[name], **given, **fields))[0][0]
+
+    return load
+
+
+BATCH = {"prompts": ["p"] * 3, "completions": ["abc", "abcd", ""], "gold": ["abc"] * 3, "problem_id": ["1"] * 3}
+BATCH |= {"completion_ids": [[1]] * 3, "trainer_state": None, "log_extra": print, "log_metric": print}
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "rewards"),
+    [
+        ("brief", None, [1.0, 0.0, 1.0]),
+        ("brief", {"most": 9}, [1.0, 1.0, 1.0]),
+        ("few", None, [1.0, 0.0, 0.0]),
+        ("tensor", None, [1.0, 1.0, 1.0]),
+        ("tensors", None, [1.0, 1.0, 1.0]),
+        ("torn", None, [None, None, 1.0]),
+        ("judge", None, [1.0, 1.0, 1.0]),
+        ("strict", {"level": 2}, [2.0, 2.0, 2.0]),
+        ("runs", None, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_a_function_gets_what_it_takes_and_its_numbers_are_the_rewards(own, function, options, rewards):
+    reward = own(function, options, allow_code_execution=True)
+    assert reward(**BATCH) == rewards and reward.__name__ == f"kit_own_rewards:{function}"
+    assert pickle.loads(pickle.dumps(reward))(**BATCH) == rewards
+
+
+def test_a_function_with_further_arguments_gets_all_that_a_run_gives(own):
+    # gold, problem_id, completion_ids, TRL's three, pool and budget
+    assert own("seen")(**BATCH) == [8.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("absent", None, "cannot be imported: AttributeError"),
+        ("word", None, "is a str, not a function"),
+        ("waits", None, "is async"),
+        ("demanding", None, "needs an argument 'ground_truth'; a reward gets prompts, completions, gold"),
+        ("strict", None, r"reward.options.kit_own_rewards:strict.level must be set"),
+        ("strict", {"level": "high"}, "level must be an integer"),
+        ("brief", {"mots": 1}, "unknown option. Did you mean 'most'"),
+        ("runs", None, "runs code that the model wrote"),
+    ],
+)
+def test_one_that_cannot_be_called_is_bad_input(own, function, options, message):
+    with pytest.raises(BadInput, match=message):
+        own(function, options)
+
+
+@pytest.mark.parametrize("name", ["no_such_module_anywhere:f", ":f", "kit_own_rewards:"])
+def test_a_name_that_leads_nowhere_is_bad_input(own, name):
+    with pytest.raises(BadInput, match=f"reward.functions '{name}' cannot be imported"):
+        reward_functions(RewardConfig(functions=[name]))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("short", "gave 1 rewards for 3 completions"),
+        ("texts", "gave '1.0' for completion 0, no number or None"),
+        ("text", "gave a str, and not a list with one number or None for each of 3 completions"),
+        ("nothing", "gave a NoneType, and not a list"),
+        ("pairs", r"gave tensor\(\[1., 1.\]\) for completion 0"),
+    ],
+)
+def test_what_is_no_number_a_completion_ends_the_run_with_what_it_was(own, function, message):
+    with pytest.raises(CheckFailed, match=message):
+        own(function)(**BATCH)
+
+
+def test_what_it_raises_is_not_hidden(own):
+    with pytest.raises(KeyError, match="its own fault"):
+        own("broken")(**BATCH)
+
+
+def test_what_it_could_not_compute_is_counted_and_stops_the_run(own):
+    reward = own("torn", max_unknown_fraction=0.01)
+    reward(**BATCH)
+    assert reward.unknown_counts == {"none": 2}
+    with pytest.raises(CheckFailed, match=r"could not be computed for 4 of the last 6 samples \(none 4\)"):
+        reward(**BATCH)
+    itself = own("counted", max_unknown_fraction=0.0)
+    assert itself(**BATCH) == [None] * 3 and not itself.unknown_counts, "it takes the budget, so it counts by itself"
+
+
+def test_the_attack_suite_says_that_it_has_no_cases_of_it(own, tmp_path, capsys):
+    file = tmp_path / "own.yaml"
+    groups = ["run: {name: x}", "model: {id: m}", "train: {max_steps: 1}"]
+    file.write_text("\n".join([*groups, "reward: {functions: ['kit_own_rewards:few', boxed_format]}"]))
+    attack(["--config", str(file)])
+    assert "left out: kit_own_rewards:few (the suite has no cases of it)" in capsys.readouterr().out
