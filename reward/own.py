@@ -3,7 +3,6 @@
 Nothing of it is entered anywhere: the module is looked for in the directory where the command was started, too.
 """
 
-import asyncio
 import hashlib
 import importlib
 import inspect
@@ -33,7 +32,7 @@ def imported(name: str, key: str) -> Callable:
         raise BadInput(f"{key} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise BadInput(f"{key} {name!r} is a {type(function).__name__}, not a function.")
-    if any(map(asyncio.iscoroutinefunction, (function, type(function).__call__))):
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         raise BadInput(f"{key} {name!r} is async, and a reward is called and not awaited. Wrap it with asyncio.run.")
     return function
 
@@ -76,9 +75,11 @@ def checked_rewards(name: str, found: Any, count: int) -> list[float | None]:
     rewards: list[float | None] = []
     for place, one in enumerate(found):
         try:
-            number = math.nan if one is None else float("a text" if isinstance(one, str | bytes) else one)
+            number = math.nan if one is None else float(one)
         except (TypeError, ValueError, RuntimeError):  # the last one of a tensor with several numbers
-            raise CheckFailed(f"reward {name!r} gave {one!r:.60} for completion {place}, no number or None.") from None
+            number = None
+        if number is None or isinstance(one, str | bytes):
+            raise CheckFailed(f"reward {name!r} gave {one!r:.60} for completion {place}, no number or None.")
         rewards.append(None if math.isnan(number) else number)
     if len(rewards) != count:
         raise CheckFailed(f"reward {name!r} gave {len(rewards)} rewards for {count} completions.")
