@@ -12,6 +12,7 @@ from recipes.parts.recipe import PLAIN, recipe_of
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import base_directory
 from recipes.parts.stored_base import CALLED
+from reward import is_own
 
 # TRL's losses by how verl sums them (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
 LOSS = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
@@ -90,7 +91,7 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
             "reward.functions names length: it counts tokens, and verl hands the reward a text. Leave it out, and use "
             "the overlong buffer of verl's reward manager dapo."
         )
-    if own := [name for name in config.reward.functions if ":" in name]:
+    if own := [*filter(is_own, config.reward.functions)]:
         found.append(f"reward.functions names {own[0]}: the export knows the kit's own rewards only. Leave it out.")
     if train.scale_rewards == "batch":
         found.append(

@@ -151,10 +151,10 @@ def _remove_dead_partials(final: Path) -> None:
 
 def _replace(partial: Path, final: Path) -> None:
     """Rename a directory to `final`, where an old version lies; removing that takes its time and comes last, so that
-    whatever interrupts this, one of the two is at `final` whole. Of a link to the old version only the link goes."""
+    whatever is raised in here, one of the two is at `final` whole. Of a link to the old version only the link goes."""
     old = _partial_of(final)
-    final.rename(old)
     try:
+        final.rename(old)
         _rename_to_new(partial, final)
     except BaseException:
         with contextlib.suppress(OSError):  # what another process wrote there meanwhile stays

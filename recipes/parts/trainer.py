@@ -256,8 +256,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.add_callback(FiniteGradients(self))
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._counts: dict[str, float] = defaultdict(float)
+        self._seconds, self._counts = defaultdict(float), defaultdict(float)
         self._peak: dict[str, float] = {}
         self._sampler: dict[str, Any] = {}
         self._unknown, self._unknown_before = {}, {}  # the latter: before a resume, in the main process
@@ -276,7 +275,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
             for problem in damaged:
                 self.recorder.say(f"passed over: {problem}")
             if checkpoint:
-                self.recorder.say(f"resuming from {checkpoint} (step {rewind(self.run, checkpoint)})")
+                step = rewind(self.run, checkpoint)
+                self.recorder.say(f"resuming from {checkpoint} (step {step})")
                 self._unknown_before = unknown_so_far(self.run.metrics_file)
         self.accelerator.wait_for_everyone()
         if checkpoint and checkpoint_step(checkpoint) >= self.args.max_steps:
