@@ -313,8 +313,8 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
 
 def _check_model(config: Any, processes: int) -> str:
     """As the recipe does between reading the configuration and loading the base; the kind of model."""
-    from recipes.parts import kernels, quant_format, setup
-    from recipes.parts.trainer import check_card, limit_gpu_memory
+    from recipes.parts import gpu_memory, kernels, quant_format, setup
+    from recipes.parts.trainer import check_card
 
     model_config = setup.check_model(config, processes)
     if config.policy.quant_cfg is not None:
@@ -323,7 +323,7 @@ def _check_model(config: Any, processes: int) -> str:
         quant_format.check_hardware(fmt, config.rollout.backend)
     check_card(config)
     kernels.check_gpu(config)
-    limit_gpu_memory(config)
+    gpu_memory.limit_gpu_memory(config)
     return model_config.model_type
 
 

@@ -5,7 +5,6 @@ The replicas hold the dequantized base (`python -m launch.server`) and are told 
 packed bytes. The trainer's process needs no vLLM.
 """
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from recipes.parts.checks import is_main_process
 from recipes.parts.config import Config
 from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
 from recipes.parts.errors import BadInput, CheckFailed, KitError
+from recipes.parts.gpu_memory import free_gpu_cache
 from recipes.parts.noise import facts, noise_of
 from recipes.parts.overlap import Ahead
 from recipes.parts.replica import (
@@ -462,12 +462,3 @@ class ServerRollout:
         self._silent |= {url for url, error in failed.items() if error.status is None}
         for url, error in failed.items():
             raise CheckFailed(f"the replica at {url} did not {what}: {error.text}. " + restart_hint(self.run, [url]))
-
-
-def free_gpu_cache() -> None:
-    """Hand this process's unused GPU memory back to the card; nothing without a GPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        gc.collect()  # tensors in reference cycles count as used
-        torch.cuda.empty_cache()

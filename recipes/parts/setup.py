@@ -179,11 +179,12 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     and of which no more is taken than `train.max_gpu_gib`. `BadInput` when another process holds it."""
     from accelerate import PartialState
 
+    from recipes.parts.gpu_memory import limit_gpu_memory, use_expandable_segments
     from recipes.parts.kernels import check_gpu
-    from recipes.parts.trainer import limit_gpu_memory
 
     with lock_run(run) if PartialState().is_main_process else contextlib.nullcontext():
         record_config(config, run, processes)
+        use_expandable_segments()
         check_gpu(config)
         limit_gpu_memory(config)
         yield

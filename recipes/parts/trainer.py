@@ -173,23 +173,6 @@ def check_card(config: Config) -> None:
     check_compute(config.policy.compute, config.model.dtype)
 
 
-def limit_gpu_memory(config: Config) -> None:
-    """Let this process take at most `train.max_gpu_gib` of its GPU; `BadInput` when the card is smaller.
-
-    An allocation beyond it is an out-of-memory error, also when the card has room: that room is the replica's.
-    """
-    limit = config.train.max_gpu_gib
-    if limit is None:
-        return
-    if not torch.cuda.is_available():
-        raise BadInput(f"train.max_gpu_gib is {limit:g} and there is no GPU. Leave it out.")
-    device = torch.cuda.current_device()
-    card = torch.cuda.get_device_properties(device).total_memory / 2**30
-    if limit > card:
-        raise BadInput(f"train.max_gpu_gib ({limit:g}) is above the {card:.1f} GiB of the card. Lower it.")
-    torch.cuda.set_per_process_memory_fraction(limit / card, device)
-
-
 class FiniteGradients(TrainerCallback):
     """Stops the run before a gradient that is not finite reaches the adapter, and keeps what it was made of."""
 

@@ -2,18 +2,12 @@
 
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config
 
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import KEYS
-from recipes.parts.setup import check_shared_card
-from recipes.parts.trainer import limit_gpu_memory
 
 TOKENS = 5
 
@@ -99,54 +93,6 @@ def test_completions_carry_the_version_that_sampled_them(sampled_trainer, read_j
     for step in (1, 2):
         rows = read_jsonl(trainer.run.completions / f"step-{step:06d}.jsonl")
         assert len(rows) == 16 and {row["adapter_version"] for row in rows} == {step - 1}
-
-
-class Card:
-    total_memory = 24 * 2**30
-
-
-def test_the_memory_limit_is_a_share_of_the_card(monkeypatch):
-    shares = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *pair: shares.append(pair))
-    config = configuration()
-    limit_gpu_memory(config)
-    config.train.max_gpu_gib = 18.0
-    limit_gpu_memory(config)
-    assert shares == [(0.75, 0)]
-    config.train.max_gpu_gib = 25.0
-    with pytest.raises(BadInput, match=r"train\.max_gpu_gib \(25\) is above the 24\.0 GiB of the card"):
-        limit_gpu_memory(config)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_memory_limit_without_a_gpu_is_refused():
-    config = configuration()
-    config.train.max_gpu_gib = 18.0
-    with pytest.raises(BadInput, match="there is no GPU"):
-        limit_gpu_memory(config)
-
-
-def configuration() -> Config:
-    return load_config(Path(__file__).parents[2] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml")
-
-
-def test_a_card_that_trainer_and_replica_do_not_fit_is_refused(monkeypatch):
-    config, facts = configuration(), Qwen3Config()
-    config.rollout.backend, config.train.max_gpu_gib, config.server.kv_cache_gib = "server", 18.0, 5.0
-    check_shared_card(config, facts)  # without a GPU there is nothing to compare with
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, Card.total_memory))
-    asked = []
-    monkeypatch.setattr("launch.planning.replica.replica_gib", lambda *given: asked.append(given) or 7.5)
-    with pytest.raises(BadInput, match=r"max_gpu_gib \(18\) and server\.kv_cache_gib \(5\).*7\.5 GiB.*24\.0 GiB"):
-        check_shared_card(config, facts)
-    assert asked == [(config, facts.to_dict())]
-    config.train.max_gpu_gib = 16.5
-    check_shared_card(config, facts)
 
 
 def test_the_trainer_looks_at_what_accelerate_made_of_its_settings(
