@@ -16,21 +16,21 @@ are on GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal leng
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
 defaults have it. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and of TRL's
-colocated mode, a process and its vLLM on either card or on GPU 0, not work B. Ratios are to `stock`, without
-it to the first of stock's rows. Ours: the recipe's main() under accelerate with a reward that random text can earn,
-NF4, FP8 server with remerge. A variant is levers of workload.py joined by +, or written key=value; `plain` is every
-lever off, `default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only. A
-variant's server.* and policy.quant_cfg, which runs grpo_qat.py, are its servers' too: one with others waits for
-servers of its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides
-alternate. --warm steps, whose completions end at --warm_tokens, come first and do not count, nor does one step more of
-`overlap`, whose batch was generated behind a slow first step. Figures are medians of the others. `step` is wall-clock
-from the end of a step to the end of the next, `gen` what the trainer waited for completions, `refs` the forwards
-without gradients, `upd` forward, backward and optimizer, of ours all else; tok/s of rollout and update are over gen
-and upd, with a shared prompt counted for each of its completions. `mfu` is the useful operations (workload.py) over
-refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of TRL's colocated mode with vLLM in it, `card 0`
-what the driver saw of that card (with `both` or `one` in any variant, a replica too), `server` what a server took of
-its card when ready. Stock's rows come first; its server then ends in the last round, and in each where a variant needs
-its memory.
+colocated mode, a process and its vLLM on either card or on GPU 0, not work B. Ratios are to `stock`, without it to the
+first of stock's rows. Ours: the recipe's main() under accelerate with a reward that random text can earn, NF4, FP8
+server with remerge. A variant is levers of workload.py joined by +, or written key=value; `plain` is every lever off,
+`default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only. A variant's
+server.* and policy.quant_cfg, which runs grpo_qat.py, are its servers' too: one with others waits for servers of its
+own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate, and
+a second table has medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and do not
+count, nor does one step more of `overlap`, whose batch was generated behind a slow first step. Figures are medians of
+the others. `step` is wall-clock from the end of a step to the end of the next, `gen` what the trainer waited for
+completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours all else; tok/s of
+rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the useful
+operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of TRL's colocated
+mode with vLLM in it, `card 0` what the driver saw of that card (with `both` or `one` in any variant, a replica too),
+`server` what a server took of its card when ready. Stock's rows come first; its server then ends in the last round,
+and in each where a variant needs its memory.
 
 It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
 """

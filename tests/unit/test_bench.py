@@ -18,7 +18,7 @@ import bench_update
 import decode_profile
 from kernel_groups import group_of
 from memory_child import SHAPES, parameters
-from servers import write_lengths
+from servers import Child, Failed, write_lengths
 from step_table import efficiencies, figures, read_rows, table
 from update_child import Batch
 from workload import CONFIG, LEVERS, ROOT, WORKS, Work, linear_weights, step_flops, update_flops
@@ -201,6 +201,30 @@ def test_rows_are_compared_with_stock_of_the_same_load(capsys, tmp_path):
     table(rows[2:], tmp_path / "stock.json")
     again = capsys.readouterr().out
     assert [line.split()[2] for line in again.splitlines() if line.startswith("x ")] == ["4.00", "3.00"]
+
+
+def test_sides_that_alternated_are_summed_up_over_their_rounds(capsys):
+    load = WORKS["A"]
+    step = {"number": 2, "generate": 1.0, "sync": 0.1, "logps": 1.0, "update": 2.0, "peak_gib": 8.0}
+    step |= {"completion_tokens": sum(load.lengths)}
+    row, rows = {"server_gib": None, "card_gib": None, "load": "A"}, []
+    for stock_s, our_s in ((50, 11), (40, 30), (44, 10)):
+        for side, seconds in (("stock", stock_s), ("x", our_s)):
+            rows.append(row | {"side": side} | figures([step | {"step": seconds}], load, SHAPES["8b"], 1))
+    rows.append(row | {"side": "x", "error": "out of memory"})
+    table(rows, None)
+    every, pooled = capsys.readouterr().out.split("work A, medians of the rounds\n")
+    assert len([line for line in every.splitlines() if line.startswith("x ")]) == 4
+    stock, ours = (line for line in pooled.splitlines() if line.startswith(("x ", "stock")))
+    assert stock.split()[1:3] == ["44.00", "1.00"] and stock.endswith("3 steps of 40.00 to 50.00 s")
+    assert ours.split()[1:3] == ["11.00", "4.00"] and ours.endswith("3 steps of 10.00 to 30.00 s")
+
+
+def test_a_row_that_failed_says_what_the_recipe_said_not_what_its_launcher_did(tmp_path):
+    code = "print('plan'); print('error: step 2: out of GPU memory'); print('=' * 60); raise SystemExit(1)"
+    child = Child("ours", ["-c", code], tmp_path)
+    with pytest.raises(Failed, match=r"^ours ended with 1: error: step 2: out of GPU memory$"):
+        child.wait(60)
 
 
 def test_an_overlapped_row_warms_up_one_step_longer(bench):

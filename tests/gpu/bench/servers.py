@@ -94,8 +94,10 @@ class Child:
             raise Failed(f"{self.name} ended with {code}: {self.end_of_log()}")
 
     def end_of_log(self, lines: int = 12) -> str:
+        """What a command of the kit says was wrong, whatever its launcher adds; else the last lines."""
         text = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(line[:300] for line in text[-lines:])
+        said = [line for line in text if line.startswith("error: ")]
+        return "\n".join(line[:300] for line in said[-1:] or text[-lines:])
 
     def kill(self) -> None:
         """End its group at once, and what it started in groups of their own, as torchrun does with its workers."""

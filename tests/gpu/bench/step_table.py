@@ -76,6 +76,23 @@ def table(rows: list[dict[str, Any]], earlier: Path | None) -> None:
         stock = stock or [row for row in others if row["load"] == load and "step" in row]
         stock = stock or [row for row in mine if row["side"].startswith("stock") and "step" in row][:1]
         print_load(load, mine, stock, width)
+        sides = dict.fromkeys(row["side"] for row in mine)
+        pooled = [over_rounds([row for row in mine if row["side"] == side]) for side in sides]
+        if len(pooled) < len(mine):
+            stock = [row for row in pooled if row["side"] == "stock" and "step" in row] or stock
+            print_load(f"{load}, medians of the rounds", pooled, stock, width)
+
+
+def over_rounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the rounds of a side: medians of theirs, the peaks, and all steps; the last of them if none ran."""
+    ran = [row for row in rows if "step" in row]
+    if not ran:
+        return rows[-1]
+    names = (*PHASES, "rollout_tok_s", "update_tok_s", "mfu")
+    found = ran[-1] | {name: statistics.median(row[name] for row in ran) for name in names}
+    found |= {"steps": sum(row["steps"] for row in ran), "peak_gib": max(row["peak_gib"] for row in ran)}
+    found["range"] = [ends(row["range"][place] for row in ran) for place, ends in enumerate((min, max))]
+    return found | {"problem": next((row["problem"] for row in ran if row["problem"]), None)}
 
 
 def print_load(load: str, rows: list[dict[str, Any]], stock: list[dict[str, Any]], width: int) -> None:
