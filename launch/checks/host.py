@@ -212,7 +212,8 @@ def _odd_variables(machine: Machine) -> Iterator[Row]:
          warn, "CUDA counts different GPUs by speed and nvidia-smi by slot, so server.gpus may mean others",
          "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
         ("expandable_segments:true" in _allocator(machine) and machine.needs_server and machine.config.server.sleep,
-         fail, "expandable_segments does not go with the memory pool that server.sleep uses",
+         warn, "expandable_segments does not go with the memory pool of server.sleep, where not every vLLM switches "
+         "it off; the trainer asks for it by itself",
          "PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"),
         ("WORLD_SIZE" in machine.environment or "RANK" in machine.environment, warn, "WORLD_SIZE or RANK is set "
          "outside of a launcher: a command takes itself for one of several processes", "WORLD_SIZE RANK LOCAL_RANK"),

@@ -18,7 +18,7 @@ def use_expandable_segments() -> None:
     Completions have other lengths in every step, so activations have other sizes. After a first step too short for a
     whole pack, 12 of 97 GiB lay in segments that later activations did not fit (recipes/PERFORMANCE.md).
     Called before this process allocates anything. Not by the environment, which servers that are started from the
-    same shell would have too: vLLM's memory pool of `server.sleep` does not take it in all versions.
+    same shell would have too: vLLM has to switch it off for the memory pool of `server.sleep`.
     """
     if torch.cuda.is_available() and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
