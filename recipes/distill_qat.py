@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recipes.parts import distill, quant_format
 from recipes.parts.checks import check_config, check_run_directory, world_size
 from recipes.parts.config import Config, parse_command
+from recipes.parts.data_order import check_problems, record_problems
 from recipes.parts.errors import run_command
 from recipes.parts.quant_format import QuantFormat, read_quant_format
 from recipes.parts.recipe import DISTILLATION, check_recipe
@@ -128,6 +129,7 @@ def main() -> None:
     tokenizer = load_tokenizer(config)
     check_teacher(config, run, tokenizer, model_config)
     dataset, problems = load_data(config, tokenizer, processes)
+    check_problems(run, dataset)
     needs_ranges = fmt is not None and fmt.needs_calibration and not flags.resume  # else they are in the checkpoint
     prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if needs_ranges else []
     arguments = distill_arguments(config, run)
@@ -142,6 +144,7 @@ def main() -> None:
 
     with started(config, run, processes):
         base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
+        record_problems(run, dataset)
         trainer = DistillTrainer(
             config=config,
             run=run,

@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recipes.parts import quant_format
 from recipes.parts.checks import check_config, check_run_directory, world_size
 from recipes.parts.config import parse_command
+from recipes.parts.data_order import check_problems, record_problems
 from recipes.parts.errors import run_command
 from recipes.parts.quant_format import read_quant_format
 from recipes.parts.recipe import QUANTIZED, check_recipe
@@ -85,6 +86,7 @@ def main() -> None:
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)
+    check_problems(run, dataset)
     needs_ranges = fmt.needs_calibration and not flags.resume  # else they are in the checkpoint
     prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if needs_ranges else []
     arguments = trainer_arguments(config, run)
@@ -99,6 +101,7 @@ def main() -> None:
 
     with started(config, run, processes):
         base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
+        record_problems(run, dataset)
         trainer = PolicyTrainer(  # whose layers compute in policy.quant_cfg
             config=config,
             run=run,

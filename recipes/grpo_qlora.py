@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from recipes.parts.checks import check_config, check_run_directory, world_size
 from recipes.parts.config import parse_command
+from recipes.parts.data_order import check_problems, record_problems
 from recipes.parts.errors import run_command
 from recipes.parts.recipe import PLAIN, check_recipe
 from recipes.parts.setup import check_model, describe_plan, load_base, load_data, record_config, say, started, training
@@ -66,6 +67,7 @@ def main() -> None:
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)
+    check_problems(run, dataset)
     arguments = trainer_arguments(config, run)
     arguments.reward_weights = weights
     check_card(config)
@@ -78,6 +80,7 @@ def main() -> None:
 
     with started(config, run, processes):
         base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
+        record_problems(run, dataset)
         trainer = PolicyTrainer(
             config=config,
             run=run,

@@ -1,14 +1,19 @@
-"""The order of the problems in a run that is resumed.
+"""The problems of a run that is resumed, and their order.
 
 TRL's sampler draws the order of each pass over the data when the pass begins, from a generator of its own that no
 checkpoint holds. transformers begins a resumed run in the pass in which it stopped, and the sampler would give that
 pass the order of the first: some of its problems would come twice, others never.
+
+An order is one of places in the data, so a run is resumed on the problems that it was started on and no others.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.rundir import read_json
+from recipes.parts.checks import is_main_process
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir, read_json, write_json
 
 
 class DataOrder:
@@ -27,3 +32,31 @@ class DataOrder:
 def passes_made(checkpoint: Path) -> int:
     """Whole passes over the data up to a checkpoint."""
     return int(read_json(checkpoint / "trainer_state.json")["epoch"])
+
+
+def _facts(dataset: Any) -> dict[str, Any]:
+    """How many problems a training set has, and a hash of them in their order: an id is one of question and answer."""
+    ids = list(dataset["problem_id"])
+    return {"problems": len(ids), "blake2b": hashlib.blake2b("\n".join(ids).encode(), digest_size=32).hexdigest()}
+
+
+def check_problems(run: RunDir, dataset: Any) -> None:
+    """`BadInput` when the run was started on other problems, or on these in another order. A new run has no record of
+    them, and none has one that was started before there was such a record."""
+    if not run.data_file.exists():
+        return
+    before, now = read_json(run.data_file), _facts(dataset)
+    if before != now:
+        raise BadInput(
+            f"--resume: {run.path} was started on {before['problems']:,} training problems, and the "
+            f"{now['problems']:,} that the config names now are not the same in the same order: the file or data set "
+            "was changed, or the tokenizer, which says which prompts fit. Steps would repeat some problems and skip "
+            "others. Put the data back as it was, or start another run, from an adapter of this one with "
+            "policy.init_adapter."
+        )
+
+
+def record_problems(run: RunDir, dataset: Any) -> None:
+    """Write `data.json`, by which `check_problems` knows the run's problems again; in the main process only."""
+    if is_main_process():
+        write_json(run.data_file, _facts(dataset))

@@ -266,6 +266,7 @@ class RunDir:
         self.metrics_file = self.path / "metrics.jsonl"
         self.ledger_file = self.path / "ledger.jsonl"
         self.base_file = self.path / "base.json"
+        self.data_file = self.path / "data.json"
         self.eval_file = self.path / "eval.json"
         self.adapters = self.path / "adapters"
         self.checkpoints = self.path / "checkpoints"

@@ -6,6 +6,7 @@ Runs and refusals in this process go through the recipe's own `main`, with the c
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
-from recipes.parts.rundir import RunDir, read_json
+from recipes.parts.rundir import RunDir, read_json, write_manifest
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -126,6 +127,37 @@ def test_a_dry_run_checks_everything_and_leaves_only_the_configuration(
     # A real run, and before it another dry run, may start where a dry run was.
     assert recipe([*arguments, "--dry_run"]).code == 0
     build_trainer(arguments)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        (PLAIN, {}),
+        (QUANTIZED, {"policy.quant_cfg": "fp8"}),
+        (DISTILLATION, {"distill.teacher": "base", "policy.quant_cfg": "fp8"}),
+    ],
+)
+def test_a_run_is_resumed_on_the_problems_that_it_was_started_on(
+    tmp_path, recipe, recipe_arguments, tiny_model_dir, build_trainer, file, changes
+):
+    for name in ("train.jsonl", "heldout.jsonl"):
+        shutil.copy(tiny_model_dir / name, tmp_path)
+    words = recipe_arguments(tiny_model_dir, tmp_path / "run", {"data.path": tmp_path, **changes})
+    run = build_trainer(words, file=file).run
+    (checkpoint := run.checkpoints / "step-000002").mkdir(parents=True)
+    write_manifest(checkpoint, "training-state", quant_cfg=changes.get("policy.quant_cfg"))
+    resume = [*words, "--resume", "--dry_run"]
+    assert (done := recipe(resume, file)).code == 0, done.err
+    rows = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(reversed(rows)))
+    done = recipe(resume, file)
+    assert done.code == 2 and "was started on 200 training problems, and the 200 that the config names now" in done.err
+    (tmp_path / "train.jsonl").write_text("\n\n".join(rows))  # other bytes, the same problems
+    assert (done := recipe(resume, file)).code == 0, done.err
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[1:]))
+    assert "problems, and the 199 that" in recipe(resume, file).err
+    run.data_file.unlink()  # a run of before there was one
+    assert (done := recipe(resume, file)).code == 0, done.err
 
 
 def step_of(trainer, read_jsonl) -> tuple[dict, dict[str, torch.Tensor]]:
