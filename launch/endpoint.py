@@ -227,12 +227,13 @@ class Routes:
         except asyncio.CancelledError:
             if served is None or not served.is_gone:
                 raise
-            raise Problem(409, f"{served.name} was discarded during this request.") from None
+            other = self.versions.other_trainer(served.session)
+            raise Problem(409, f"{served.name} was discarded during this request.{other}") from None
         except (ValueError, TypeError) as error:  # what vLLM's own checks of a request raise
             raise Problem(400, f"vLLM refuses the request: {error}") from None
         finally:
             under_way.discard(work)
-        self.versions.check_epoch(epoch)
+        self.versions.check_epoch(epoch, served and served.session)
         return outputs
 
     async def _all_outputs(self, prompts: list[list[int]], params: Any, lora: Any, name: str) -> list[Any]:

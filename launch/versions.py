@@ -217,10 +217,11 @@ class Versions:
             )
         other = next((one for one in self.staged.values() if one.way != entry.way and one.run != entry.run), None)
         if (entry.way == "adapter" and self._folded) or other:
+            trainer = self.other_trainer(entry.session)
             raise Problem(
                 409,
-                f"this server has served another run by {other.way if other else 'remerge'}; by {entry.way} it would "
-                "serve this adapter on other weights. Restart the server.",
+                f"this server has served by {other.way if other else 'remerge'}; by {entry.way} it would serve this "
+                f"adapter on other weights.{trainer} {'Else restart' if trainer else 'Restart'} the server.",
             )
 
     def _check_usable(self) -> None:
@@ -273,7 +274,7 @@ class Versions:
             entry = self.staged.get((session, version))
             if entry is None:
                 known = ", ".join(one.name for one in self.staged.values()) or "nothing"
-                raise Problem(409, f"{session}/{version} is not staged; staged: {known}.")
+                raise Problem(409, f"{session}/{version} is not staged; staged: {known}.{self.other_trainer(session)}")
             if entry is self.served:
                 return {}
             seconds = await self._fold_in(entry) if entry.way == "remerge" else {}
@@ -451,12 +452,24 @@ class Versions:
             return None
         held = served.name if served else "the base"
         wanted = "the base" if asked is None else f"{session}/{version}"
-        raise Problem(409, f"this server serves {held}, not {wanted}.")
+        raise Problem(409, f"this server serves {held}, not {wanted}.{self.other_trainer(session)}")
 
-    def check_epoch(self, epoch: int) -> None:
+    def check_epoch(self, epoch: int, session: str | None) -> None:
         """`Problem` when the weights changed since `epoch`: such an answer belongs to no version."""
         if epoch != self.epoch:
-            raise Problem(409, "the served version changed, or the server went to sleep, during this request.")
+            changed = "the served version changed, or the server went to sleep, during this request."
+            raise Problem(409, f"{changed}{self.other_trainer(session)}")
+
+    def other_trainer(self, session: str | None) -> str:
+        """A sentence on the trainer that has this server, when it is not the one of `session`."""
+        others = [one for one in (self.served, *self.staged.values()) if one and session not in (None, one.session)]
+        if not others:
+            return ""
+        one = others[-1]  # the newest
+        return (
+            f" The trainer of run {one.run} has it (session {one.session}, version {one.version}), and a server has "
+            "one: while that one runs, wait for its end or name other servers in rollout.server_urls."
+        )
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.parts.errors import KitError
-from recipes.parts.replica import Replica, ReplicaError, Sample
+from recipes.parts.errors import CheckFailed, KitError
+from recipes.parts.replica import CONTINUE, Replica, ReplicaError, Sample
 
 PROBE_EVERY_S, PROBE_TIMEOUT_S, PROBES = 5.0, 10.0, 2  # a replica that hangs is given up after at most 30 s
 RETRY_AFTER_S = 1.0  # before the same replica is asked again; another one is asked at once
@@ -148,6 +148,8 @@ class Dispatcher:
         task = attempt.task
         if not isinstance(error, ReplicaError):
             raise error
+        if error.is_conflict:
+            raise CheckFailed(f"{error} {CONTINUE}")
         task.errors.append(error)
         if not error.retry or len(task.errors) > self.retries:
             raise GenerationFailed(tokens, task.errors)

@@ -34,6 +34,7 @@ CONNECT_TIMEOUT_S, DISCARD_TIMEOUT_S = 10.0, 15.0
 # All but a generation takes seconds; a server gives its workers 120 s and then says so (launch/versions.py). Only the
 # first stage may have to wait until the server has read its NF4 copy.
 CHANGE_TIMEOUT_S, FIRST_STAGE_TIMEOUT_S = 130.0, 600.0
+CONTINUE = "Then continue with --resume."
 # Contains what tokenizers differ in: digits, spaces, a control token, another script.
 PROBE = "2 + 40 = 42 <|im_end|>\n\tf(x_1) = Ünï 日本"
 
@@ -48,6 +49,11 @@ class ReplicaError(KitError):
     def __init__(self, url: str, action: str, text: str, status: int | None = None, retry: bool = True):
         self.url, self.action, self.text, self.status, self.retry = url, action, text, status, retry
         super().__init__(f"{url}: {action}{f' answered {status}' if status else ''}: {text}")
+
+    @property
+    def is_conflict(self) -> bool:
+        """Whether the replica works, for another trainer or on another base; `text` says what to do then."""
+        return self.status == 409
 
 
 @dataclass(frozen=True)

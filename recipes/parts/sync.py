@@ -26,7 +26,7 @@ from recipes.parts.config import Config
 from recipes.parts.dispatch import ask_all
 from recipes.parts.errors import CheckFailed, KitError
 from recipes.parts.noise import Noise
-from recipes.parts.replica import Replica, ReplicaError, log_name
+from recipes.parts.replica import CONTINUE, Replica, ReplicaError, log_name
 from recipes.parts.rundir import RunDir
 
 # Scores of the policy and of the base on the canary's sequences; called while the replicas work.
@@ -133,11 +133,10 @@ class AdapterSync:
         for url, error in failed.items():
             problems[url] = f"the replica at {url} did not score the canary: {error.text}"
         if problems:
-            serving = self._roll_back(version, failed)
-            raise CheckFailed(
-                f"adapter version {version}: {'; '.join(problems.values())}. {serving} "
-                f"{restart_hint(self.run, problems)} If it happens again, write its base again (python -m merge base)."
-            )
+            serving, hint = self._roll_back(version, failed), restart_hint(self.run, problems | failed)
+            if len(failed) < len(problems):
+                hint += " If it happens again, write its base again (python -m merge base)."
+            raise CheckFailed(f"adapter version {version}: {'; '.join(problems.values())}. {serving} {hint}")
         facts: dict[str, Any] = {"session": self.session, "version": version, "way": self.config.rollout.sync}
         write_canary(self.folder / "canary.json", **facts, sequences=sequences, policy=policy, base=base)
 
@@ -236,9 +235,12 @@ def start_hint(run: RunDir, urls: Iterable[str]) -> str:
     return f"{START}{f'; its log: {found}' if found else ''}"
 
 
-def restart_hint(run: RunDir, urls: Iterable[str]) -> str:
-    """What to do about replicas that failed."""
-    return f"Restart it ({start_hint(run, urls)}), then continue with --resume."
+def restart_hint(run: RunDir, failed: Iterable[str]) -> str:
+    """What to do about replicas that failed, their URLs or {URL: error}; one that works for another trainer says it
+    itself."""
+    errors = failed if isinstance(failed, dict) else {}
+    urls = [url for url in failed if not getattr(errors.get(url), "is_conflict", False)]
+    return f"Restart it ({start_hint(run, urls)}), then continue with --resume." if urls else CONTINUE
 
 
 def _names(failed: dict[str, ReplicaError]) -> str:
@@ -251,6 +253,6 @@ def _reasons(failed: dict[str, ReplicaError]) -> str:
 
 
 def _path_hint(transport: str, failed: dict[str, ReplicaError]) -> str:
-    if transport == "path" and any(error.status is not None for error in failed.values()):
+    if transport == "path" and any(error.status not in (None, 409) for error in failed.values()):
         return " A replica that cannot read the run directory needs rollout.transport body."
     return ""

@@ -161,6 +161,21 @@ def test_an_adapter_is_not_served_on_weights_that_were_folded(server):
 
 
 @pytest.mark.parametrize("way", ["adapter", "remerge"])
+def test_who_lost_a_server_to_another_trainer_is_told_whose_it_is(server, way):
+    server.serve(1, way)
+    server.stage(2, way)
+    assert "trainer" not in server.post("generate", generate_body(session="s1", version=7))[1]["error"]
+    server.serve(4, way, session="s2", run="theirs")
+    theirs = "The trainer of run theirs has it (session s2, version 4)"
+    for action, body in (("generate", generate_body(session="s1", version=1)), ("activate", {"version": 2})):
+        status, answer = server.post(action, {"session": "s1", **body})
+        assert status == 409 and theirs in answer["error"] and "estart" not in answer["error"], answer
+    if way == "remerge":
+        status, answer = server.stage(2, "adapter")
+        assert status == 409 and theirs in answer["error"] and "Else restart the server." in answer["error"]
+
+
+@pytest.mark.parametrize("way", ["adapter", "remerge"])
 def test_a_refused_adapter_touches_nothing(server, way):
     server.serve(1, way)
     calls, loras = len(server.engine.calls), set(server.engine.loras)
@@ -370,6 +385,7 @@ def test_a_version_is_unloaded_when_its_last_request_has_ended(server, by):
             assert (await ask(server.app, "activate", {"session": "s2", "version": 1}))[0] == 200
         status, answer = await request
         assert status == 409 and "s1/1 was discarded" in answer["error"]
+        assert ("The trainer of run r has it (session s2" in answer["error"]) == (by != "discard")
         assert server.engine.aborted == 1 and unloaded[-1] == 1
 
     asyncio.run(scenario())

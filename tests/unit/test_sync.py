@@ -126,6 +126,18 @@ def test_one_replica_that_does_not_load_keeps_all_on_the_old_version(synced):
     assert_all_serve(both, sync, 1)
 
 
+@pytest.mark.parametrize("action", ["stage", "activate", "score"])
+def test_a_replica_that_another_trainer_has_is_not_to_be_restarted(synced, action):
+    both, sync = synced(2)
+    other = (409, {"error": "The trainer of run other has it."})
+    both[1].before[action] = lambda body: None if body and body.get("version") == 1 else other
+    with pytest.raises(CheckFailed) as failed:
+        sync.publish(2, Adapter(), scores_of(2))
+    said = str(failed.value)
+    assert "The trainer of run other has it." in said and "Then continue with --resume." in said
+    assert "Restart" not in said and "rollout.transport" not in said
+
+
 def test_of_a_replica_that_is_gone_it_is_not_said_that_it_stays_on_the_old_version(synced):
     both, sync = synced(2)
     both[1].before["stage"] = cut
