@@ -57,4 +57,5 @@ def spell_type(hint: Any) -> str:
         return f"a list of {spell_type(options[0])}"
     if origin is dict:
         return "a group of keys"
-    return {str: "text", int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null"}[hint]
+    words = {str: "text", int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null"}
+    return words.get(hint, "a group of keys" if hint is dict else getattr(hint, "__name__", str(hint)))

@@ -58,7 +58,7 @@ from recipes.parts.record import Recorder, add_counts, unknown_so_far
 from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers
-from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer
+from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
 from recipes.parts.update import PackedUpdate
 
 # TRL metric -> key of metrics.jsonl
@@ -134,7 +134,6 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     }
     if rollout.correction != "none":
         ours["vllm_importance_sampling_mode"] = rollout.correction
-    fields = GRPOConfig.__dataclass_fields__
     for key in train.trl:
         if key in ours:
             raise BadInput(f"train.trl.{key} is set by the kit. Use the key of its own group instead.")
@@ -142,10 +141,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
             raise BadInput(f"train.trl.{key} is not supported. Set {OWN_KEYS[key]} instead.")
         if key in INEXACT_ON_RESUME:
             raise BadInput(f"train.trl.{key} is not supported: a run with it could not be resumed exactly.")
-        if key not in fields:
-            raise BadInput(f"train.trl.{key} is not a field of trl's GRPOConfig.")
     try:
-        arguments = GRPOConfig(**ours, **train.trl)
+        arguments = GRPOConfig(**ours, **typed_fields(train.trl))
     except (ValueError, TypeError) as error:
         raise BadInput(f"trl refuses the configuration: {error}") from None
     check_optimizer(arguments)

@@ -4,7 +4,13 @@ TRL (1.16) imports vLLM with its trainer wherever it is installed, for servers a
 The kit's rollouts come from the model or over HTTP, so here TRL is told that there is none while it is imported.
 """
 
+import typing
+from typing import Any
+
 from trl import import_utils
+
+from recipes.parts.config_types import match_type, spell_type
+from recipes.parts.errors import BadInput
 
 _asked = import_utils.is_vllm_available
 import_utils.is_vllm_available = lambda min_version=None: False
@@ -13,4 +19,18 @@ try:
 finally:
     import_utils.is_vllm_available = _asked
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "typed_fields"]
+
+
+def typed_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `train.trl` as `GRPOConfig` annotates them; `BadInput` for one that it lacks and for a value of
+    another type, of which `GRPOConfig` itself says nothing."""
+    hints, typed = typing.get_type_hints(GRPOConfig), {}
+    for key, value in values.items():
+        if key not in GRPOConfig.__dataclass_fields__:
+            raise BadInput(f"train.trl.{key} is not a field of trl's GRPOConfig.")
+        matched, typed[key] = match_type(value, hints[key])
+        if not matched:
+            kind = type(value).__name__
+            raise BadInput(f"train.trl.{key} must be {spell_type(hints[key])}, it is {value!r:.60} ({kind}).")
+    return typed

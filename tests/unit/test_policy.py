@@ -334,6 +334,7 @@ def test_a_base_that_cannot_be_trained_is_refused_before_weights_are_loaded(
         (tiny_model_dir, {"reward.functions": "[maths]"}, "unknown reward 'maths'. Did you mean 'math'?"),
         (tiny_model_dir, {"train.trl": "{beta: 1}"}, "train.trl.beta is set by the kit"),
         (tiny_model_dir, {"train.trl": "{betta: 1}"}, "train.trl.betta is not a field of trl's GRPOConfig"),
+        (tiny_model_dir, {"train.trl": "{adam_beta2: x}"}, "train.trl.adam_beta2 must be a number, it is 'x' (str)"),
     ]
     for model, changes, message in cases:
         done = recipe(recipe_arguments(model, tmp_path / "run", changes))

@@ -5,6 +5,7 @@ A failure here means that upstream moved: read its change, then adapt the traine
 
 import inspect
 import re
+from dataclasses import MISSING
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from recipes.parts.data_order import DataOrder
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
 from recipes.parts.trainer import INEXACT_ON_RESUME, METRICS, FiniteGradients, PolicyTrainer, trainer_arguments
+from recipes.parts.trl_trainer import typed_fields
 from recipes.parts.update import FROM_FORWARD, PackedUpdate
 
 ROOT = Path(__file__).parents[2]
@@ -250,3 +252,30 @@ def test_a_field_that_breaks_the_kit_is_refused(key, tmp_path):
     config.train.trl = {key: 1}
     with pytest.raises(BadInput, match=f"train.trl.{key}"):
         trainer_arguments(config, RunDir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("adam_epsilon", "x", "must be a number, it is 'x' (str)"),
+        ("delta", [4], "must be a number or null, it is [4] (list)"),
+        ("data_seed", 1.5, "must be an integer or null, it is 1.5 (float)"),
+        ("fp16_full_eval", 1, "must be true or false, it is 1 (int)"),
+        ("generation_kwargs", 1, "must be a group of keys or text or null, it is 1 (int)"),
+        ("optim_target_modules", 1, "must be null or text or a list of text, it is 1 (int)"),
+        ("debug", 1, "must be text or a list of DebugOption, it is 1 (int)"),
+    ],
+)
+def test_a_field_of_another_type_than_trl_s_is_refused(key, value, said, tmp_path):
+    config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml")
+    config.train.trl = {key: value}
+    with pytest.raises(BadInput, match=re.escape(f"train.trl.{key} {said}")):
+        trainer_arguments(config, RunDir(tmp_path))
+
+
+def test_a_field_gets_the_type_that_trl_annotates_which_every_default_has(tmp_path):
+    config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml")
+    config.train.trl = {"adam_epsilon": "1e-9"}  # as YAML 1.1 reads it without a dot
+    assert trainer_arguments(config, RunDir(tmp_path)).adam_epsilon == 1e-9
+    defaults = {name: one.default for name, one in GRPOConfig.__dataclass_fields__.items() if one.default != MISSING}
+    assert typed_fields(defaults) == defaults and len(defaults) > 100
