@@ -49,7 +49,7 @@ def main() -> int:
         return print_matrix(flags.json)
     if flags.config is None:
         raise BadInput("--config is missing: name the YAML of a run, or ask for --matrix.")
-    config = load_config(flags.config, overrides)
+    config = load_config(flags.config, overrides, tuple(vars(flags)))
     layout = make_layout(config, choose_shape(config, flags.params, flags.model), *parse_gpus(flags.gpu))
     if flags.json:
         from launch.planning.report import as_json

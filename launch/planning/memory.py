@@ -189,7 +189,7 @@ def weight_gib(shape: Shape, config: Config, card: Card, tokens: int) -> float:
         return 0.0
     if config.policy.compute != "fp8":
         return dequantized_gib(shape, 4 if config.model.dtype == "float32" else 2)
-    outs = 2 * shape.intermediate
+    outs = (1 + shape.gated) * shape.intermediate
     return (shape.hidden * outs * (1 + 8 / NF4_BLOCK) + tokens * outs) / GIB
 
 
@@ -359,7 +359,8 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
             found["copy of the base"] = copied
         elif not card.is_cpu:
             found["layers fetched"] = copied * value("fetched_share_sleep" if server.sleep else "fetched_share")
-        fused = max(2 * shape.hidden * shape.intermediate, shape.hidden * (shape.q_size + 2 * shape.kv_size))
+        outs = max((1 + shape.gated) * shape.intermediate, shape.q_size + 2 * shape.kv_size)
+        fused = shape.hidden * outs
         found["folding a layer"] = fused * value("fold_bytes") / share / GIB + _format_gib(config, card, fused / share)
     tokens = batched_tokens(config, card)
     activations = tokens * (3 * shape.intermediate / share + 5 * shape.hidden) * width

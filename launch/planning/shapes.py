@@ -16,7 +16,8 @@ from recipes.parts.quant_format import find_experts
 @dataclass(frozen=True)
 class Shape:
     """A dense decoder. `positions` is its longest context in tokens; `qk_norm` says that query and key are normed per
-    head (Qwen3), `qkv_bias` that they have biases (Qwen2.5)."""
+    head (Qwen3), `qkv_bias` that they have biases (Qwen2.5), `gated` that the MLP has a gate. Activations are counted
+    as those of a gated MLP."""
 
     name: str
     hidden: int
@@ -30,6 +31,7 @@ class Shape:
     positions: int
     qk_norm: bool = False
     qkv_bias: bool = False
+    gated: bool = True
 
     @property
     def q_size(self) -> int:
@@ -44,7 +46,7 @@ class Shape:
         """(inputs, outputs) of one layer's linear layers, by their last name."""
         h, f, q, kv = self.hidden, self.intermediate, self.q_size, self.kv_size
         attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
-        return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+        return attention | ({"gate_proj": (h, f)} if self.gated else {}) | {"up_proj": (h, f), "down_proj": (f, h)}
 
     @property
     def linear_weights(self) -> int:
@@ -99,6 +101,8 @@ def _llama3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool)
     return sizes | {"head_dim": hidden // heads, "vocabulary": 128256, "tied": tied, "positions": 131072}
 
 
+# Model types of transformers whose MLP is two linear layers and no gate.
+UNGATED = ("apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
 LONGEST = 131072  # where a config.json names no limit
 # From the config.json of each model on the hub.
 KNOWN = {
@@ -211,7 +215,7 @@ def shape_from_facts(facts: dict[str, Any], source: str) -> Shape:
         nested = ", its text part is nested (text_config)" if "text_config" in facts else ""
         raise BadInput(
             f"{source} ({kind}) has no {missing[0]} in its config.json{nested}. The plan covers dense decoders of "
-            "attention and gated MLP: Qwen, Llama and the like."
+            "attention and MLP: Qwen, Llama and the like."
         )
     heads = facts["num_attention_heads"]
     return Shape(
@@ -227,4 +231,5 @@ def shape_from_facts(facts: dict[str, Any], source: str) -> Shape:
         positions=facts.get("max_position_embeddings") or LONGEST,
         qk_norm=kind.startswith("qwen3"),
         qkv_bias=kind == "qwen2" or bool(facts.get("attention_bias")),
+        gated=kind not in UNGATED,
     )

@@ -16,6 +16,7 @@ import yaml
 from recipes.parts.config_types import StrictLoader, match_type, spell_type
 from recipes.parts.errors import BadInput, did_you_mean
 
+FLAGS = ("config", "dry_run", "resume")  # of a recipe; what a misspelled argument may have meant
 # Keys that have a successor, and how each value is written there.
 REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
 # The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
@@ -349,7 +350,7 @@ def config_from_dict(values: dict, where: str = "config") -> Config:
     return config
 
 
-def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
+def load_config(path: str | Path | None, overrides: list[str] = (), flags: tuple[str, ...] = FLAGS) -> Config:
     """The configuration of a YAML file with command-line overrides (`--group.key value` or `--group.key=value`)."""
     values: dict = {}
     if path is not None:
@@ -363,12 +364,12 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
             raise BadInput(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise BadInput(f"{path} must hold the groups {', '.join(_names(Config))}; it holds {values!r:.60}.")
-    return resolve(values, overrides, str(path or "defaults"))
+    return resolve(values, overrides, str(path or "defaults"), flags)
 
 
-def resolve(values: dict, overrides: list[str], where: str) -> Config:
+def resolve(values: dict, overrides: list[str], where: str, flags: tuple[str, ...] = FLAGS) -> Config:
     """The checked configuration of nested dictionaries with command-line overrides; `where` names their source."""
-    for key, value in _split_overrides(list(overrides)):
+    for key, value in _split_overrides(list(overrides), flags):
         *groups, leaf = key.split(".")
         target = values
         for group in groups:
@@ -470,12 +471,12 @@ def _convert(value: Any, hint: Any, key: str, where: str, problems: list[str]) -
     return converted
 
 
-def _split_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
+def _split_overrides(arguments: list[str], flags: tuple[str, ...]) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
-            hint = did_you_mean(argument, {"--config", "--dry_run", "--resume"} - {argument})
+            hint = did_you_mean(argument, {f"--{flag}" for flag in flags} - {argument})
             raise BadInput(f"unknown argument {argument}.{hint or ' Keys are given as --group.key value.'}")
         key, equals, text = argument[2:].partition("=")
         if not equals:

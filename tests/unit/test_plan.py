@@ -14,7 +14,7 @@ from launch.planning.fitting import changed, changes, lay_out, remedy
 from launch.planning.gpus import CARDS, own_gpus, parse_gpus, recognize
 from launch.planning.matrix import MODELS, SIZES, fits, longest, widest
 from launch.planning.report import spell, summary
-from launch.planning.shapes import KNOWN, find_shape, shape_by_size, shape_from_facts
+from launch.planning.shapes import KNOWN, UNGATED, find_shape, shape_by_size, shape_from_facts
 from launch.planning.splitting import splits
 from launch.starting.trainer_command import place
 from recipes.parts.config import load_config
@@ -129,6 +129,22 @@ def test_a_built_in_shape_equals_what_transformers_builds():
         assert shape_from_facts(facts, "x").parameters == shape.parameters
 
 
+@pytest.mark.parametrize("kind", UNGATED)
+def test_an_mlp_without_a_gate_has_two_matrices(kind):
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    facts = CONFIG_MAPPING[kind](**sizes, num_key_value_heads=4, vocab_size=96, head_dim=16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(facts)
+    head = model.get_output_embeddings()
+    linears = [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    shape = shape_from_facts(facts.to_dict(), "x")
+    assert shape.linear_weights == sum(one.weight.numel() for one in linears)
+    assert shape.targeted("all-linear") == ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+
 def test_a_model_directory_is_read_without_weights(tmp_path):
     facts = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
     facts |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 347}
@@ -169,7 +185,8 @@ def test_a_hub_id_is_read_from_the_cache_without_the_network(tmp_path, monkeypat
         (["--gpu", "h200", "--model", "Qwen/Qwen3-30B-A3B"], "neither known nor in the hub's cache"),
         (["--gpu", "h200", "--model", "./nowhere"], "nowhere/config.json does not exist"),
         (["--gpu", "h200", "--train.learning_rat", "1"], "Did you mean train.learning_rate?"),
-        (["--gpu", "h200", "--jsno"], "unknown argument --jsno"),
+        (["--gpu", "h200", "--jsno"], "unknown argument --jsno. Did you mean --json?"),
+        (["--gpu", "h200", "--dryrun"], "unknown argument --dryrun. Keys are given as"),
         (["--gpu", "h200", "--train.per_device_train_batch_size", "0"], "must be at least 1"),
         (["--gpu", "h200", "--policy.target_modules", "[q_prj]"], "policy.target_modules names 'q_prj'"),
         (["--gpu", "h200:2", "--rollout.server_urls", "[http://a:1, http://b:1, http://c:1]"], "need 3 GPUs"),
