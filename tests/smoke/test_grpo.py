@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
 from recipes.parts.rundir import RunDir, read_json, write_manifest
@@ -335,11 +336,39 @@ def test_a_loss_that_is_not_finite_ends_the_run_where_gradients_cannot_be_seen(
     tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch
 ):
     from recipes.parts.trainer import FiniteGradients, PolicyTrainer
+    from recipes.parts.update import FiniteAdapter
 
     compute = PolicyTrainer._compute_loss
     monkeypatch.setattr(FiniteGradients, "on_pre_optimizer_step", lambda *arguments, **kwargs: None)
+    monkeypatch.setattr(FiniteAdapter, "on_optimizer_step", lambda *arguments, **kwargs: None)  # nor weights
     monkeypatch.setattr(PolicyTrainer, "_compute_loss", lambda self, *inputs: compute(self, *inputs) * math.inf)
     done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.save_steps": 1}))
     assert done.code == 1
     assert "error: step 1: loss and grad_norm not finite" in done.err
     assert not (tmp_path / "run" / "adapters").exists()
+
+
+def test_an_adapter_that_an_update_made_infinite_is_neither_saved_nor_sampled_from(
+    tmp_path, recipe_arguments, tiny_model_dir, build_trainer, read_jsonl
+):
+    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run", {"train.save_steps": 1}))
+    weight = next(p for p in trainer.model.parameters() if p.requires_grad)
+
+    def spoil(*_) -> None:
+        if trainer.state.global_step == 1:
+            weight.data[0, 0] = math.inf
+
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_post_hook(spoil)
+    with pytest.raises(CheckFailed, match=r"^step 2: 1 of 28 tensors of the adapter are not finite after the update"):
+        trainer.train_run(resume=False)
+    assert trainer.run.newest_adapter().name == "v000001" and len(read_jsonl(trainer.run.metrics_file)) == 1
+
+
+def test_a_run_does_not_start_from_an_adapter_that_is_not_finite(
+    tmp_path, recipe_arguments, tiny_model_dir, build_trainer
+):
+    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
+    next(p for p in trainer.model.parameters() if p.requires_grad).data[0, 0] = math.nan
+    with pytest.raises(CheckFailed, match=r"^1 of 28 tensors of the adapter that training starts from are not finite"):
+        trainer.train_run(resume=False)
