@@ -75,7 +75,7 @@ class Study:
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.overrides = options, overrides
-        self.config: Config = load_config(options.config, overrides)
+        self.config: Config = load_config(options.config, overrides, tuple(vars(options)))
         if not Path(options.launcher).is_file():
             raise BadInput(f"--launcher {options.launcher} does not exist. They are in accelerate_configs.")
         if self.config.policy.quant_cfg is not None:

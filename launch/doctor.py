@@ -124,7 +124,7 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
             from recipes.parts.config import load_config
         except ImportError as error:
             raise BadInput(f"--config cannot be read: {error}. Install the requirements: make install.") from None
-        config = load_config(flags.config, overrides)
+        config = load_config(flags.config, overrides, tuple(vars(flags)))
     if flags.logs:
         Path(flags.logs).mkdir(parents=True, exist_ok=True)
     return flags, Machine(

@@ -44,7 +44,7 @@ def main() -> int:
     )
     parser.add_argument("--detach", action="store_true", help="leave the replicas running once they are ready")
     flags, overrides = parser.parse_known_args(words)
-    config = load_config(flags.config, overrides)
+    config = load_config(flags.config, overrides, tuple(vars(flags)))
     if action == "stop":
         return stop(config)
     if action == "canary":

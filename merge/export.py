@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
     arguments, overrides = parser.parse_known_args(argv)
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, overrides, tuple(vars(arguments)))
     out = arguments.out or base_directory(config)
     config.model.check_path()
     source = config.model.source

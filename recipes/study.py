@@ -51,7 +51,7 @@ class Study:
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.overrides = options, overrides
-        self.config: Config = load_config(options.config, overrides)
+        self.config: Config = load_config(options.config, overrides, tuple(vars(options)))
         self.formats = [name for name in FORMATS if name in (options.formats or self.config.eval.formats)]
         if "bf16" not in self.formats:
             raise BadInput(

@@ -54,7 +54,7 @@ def main() -> int:
         if overrides:
             parser.error(f"unrecognized arguments: {' '.join(overrides)}")
         return check(flags.directories)
-    config = load_config(flags.config, overrides)
+    config = load_config(flags.config, overrides, tuple(vars(flags)))
     cluster = Cluster(flags.nodes, flags.gpus_per_node)
     translation = translate(config, cluster, flags.processes, flags.dequantized_base, flags.out.resolve())
     print(write(config, translation, flags.out, f"python -m launch.export {shlex.join(sys.argv[1:])}"))

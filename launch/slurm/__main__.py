@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--time", default="24:00:00", help="time limit as Slurm writes it: 24:00:00, 2-12, 90")
     parser.add_argument("--out", type=Path, help="file to write; default standard output")
     flags, overrides = parser.parse_known_args()
-    config = load_config(flags.config, overrides)
+    config = load_config(flags.config, overrides, tuple(vars(flags)))
     listed = [*(config.train.gpus or []), *(config.server.gpus or [])] if flags.nodes == 1 else []
     job = Job(
         config_path=flags.config,

@@ -1,5 +1,6 @@
 """The configuration: what is refused, in which words, and what wins over what. No weights, no torch."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_an_abbreviated_flag_or_key_is_refused():
         parse_command("x", ["--config", str(CONFIG), "--lo", "grpo"])
     with pytest.raises(BadInput, match=r"--dry-run\. Did you mean --dry_run"):
         parse_command("x", ["--config", str(CONFIG), "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("module", "typed", "hint"),
+    [
+        ("launch.server", "--detatch", " Did you mean --detach?"),
+        ("launch.slurm.__main__", "--nodse=2", " Did you mean --nodes?"),
+        ("recipes.study", "--servin", " Did you mean --serving?"),
+        ("recipes.study", "--resme", " Keys are given as --group.key value."),  # a recipe's flag that it does not have
+    ],
+)
+def test_a_misspelled_flag_is_hinted_at_by_those_of_its_command(monkeypatch, module, typed, hint):
+    monkeypatch.setattr("sys.argv", [module, "--config", str(CONFIG), typed])
+    with pytest.raises(BadInput) as caught:
+        importlib.import_module(module).main()
+    assert str(caught.value) == f"unknown argument {typed}.{hint}"
 
 
 @pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001"])
