@@ -10,9 +10,11 @@ some rows stays TRL's `_compute_loss`, the step around it transformers' `trainin
   loss is the sum of the losses of micro-batches, weighted. The reference goes through the same packs, so that a policy
   that has not moved has a KL of exactly 0: Adam would make steps of what rounding alone leaves of the gradient.
 - TRL's metrics are those of all rows of the step, not the mean over its accumulation steps.
+- A group in which all completions got one reward has advantages of exactly 0.
 """
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -85,6 +87,7 @@ class PackedUpdate:
         self._whole: tuple | None = None  # those of all rows, for TRL to compute from instead of a forward
         self._slices: list[tuple] = []  # rows, log-probs and entropies of the step's accumulation steps
         self._compared: list[tuple] = []  # policy, sampler and mask (b, C) of the step's rows
+        self._rewards: torch.Tensor | None = None  # (all processes' B*G, functions) of the last rollouts
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         correction, iterations, beta = self.vllm_importance_sampling_correction, self.num_iterations, self.beta
@@ -93,10 +96,38 @@ class PackedUpdate:
         if self.config.train.micro_batch_tokens is not None:
             self.beta = 0.0
         try:
-            return super()._generate_and_score_completions(inputs)
+            output = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction, self.num_iterations = correction, iterations
             self.beta = beta
+        self._drop_flat_groups(output)
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards
+
+    def _drop_flat_groups(self, output: dict) -> None:
+        """Put the advantages of groups with one reward to 0, and count these groups.
+
+        TRL subtracts a mean from them that is off by a rounding (eight times 0.7), and Adam makes whole steps of what
+        is left; it counts them by a deviation that this rounding, or one deviation for the batch, hides."""
+        rewards = self._rewards
+        unknown = rewards.isnan().any(dim=1, keepdim=True)
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            rewards = (rewards * self.reward_weights.to(rewards.device)).sum(dim=1, keepdim=True)
+        low, high = (
+            rewards.masked_fill(unknown, end).view(-1, self.num_generations, rewards.size(1))
+            for end in (math.inf, -math.inf)
+        )
+        flat = (low.amin(dim=1) == high.amax(dim=1)).all(dim=1)  # (groups,), without those that have no reward
+        self._metrics["train"]["frac_reward_zero_std"][-1] = flat.float().mean().item()
+        rows, kept = flat.repeat_interleave(self.num_generations), len(output["advantages"])
+        mine = rows[self.accelerator.process_index * kept :][:kept]
+        output["advantages"] = output["advantages"].masked_fill(mine, 0.0)
+        shown = self._logs["advantages"]
+        for place in rows.nonzero().flatten().tolist():
+            shown[place - len(rows)] = 0.0
 
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None

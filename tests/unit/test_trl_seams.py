@@ -41,6 +41,7 @@ OVERRIDDEN = {
 OVERRIDDEN_IN_UPDATE = {
     "__init__": None,
     "_generate_and_score_completions": "(self, inputs)",
+    "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
     "_compute_loss": "(self, model, inputs)",
     "_get_per_token_logps_and_entropies": None,  # its first six parameters are checked below
@@ -171,6 +172,15 @@ def test_unscorable_completions_are_masked_by_trl():
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     assert "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)" in source
     assert "advantages = torch.nan_to_num(advantages, nan=0.0)" in source
+
+
+def test_what_trl_leaves_of_the_advantages_for_the_kit_to_correct():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert source.count("self._calculate_rewards(") == 1
+    assert '"advantages": advantages,' in source
+    assert 'self._metrics[mode]["frac_reward_zero_std"].append(' in source
+    assert 'self._logs["advantages"].extend(all_process_advantages.tolist())' in source
+    assert 'self.multi_objective_aggregation == "sum_then_normalize"' in source
 
 
 def test_the_reference_of_a_new_adapter_is_the_model_with_adapters_off():

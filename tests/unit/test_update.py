@@ -208,6 +208,43 @@ def test_completions_that_are_left_out_of_the_loss_are_left_out_of_micro_batches
         assert 0 < sum(masked) < BATCH
 
 
+@pytest.mark.parametrize("value", [0.7, 1.2])
+@pytest.mark.parametrize("changes", [{}, PACKED], ids=["plain", "packed"])
+def test_equal_rewards_teach_nothing_whatever_their_mean_rounds_to(build, changes, value):
+    # The mean of eight times 0.7 is 0.69999993 in float32.
+    trainer = build({"rollout.group_size": 8, "train.scale_rewards": "group", "train.beta": 0.0, **changes})
+    set_loss(trainer, "grpo", 0.0)
+    trainer.reward_funcs[0] = lambda completions, **others: [value] * len(completions)
+    _, gradients, metrics = update(trainer)
+    assert not gradients.any(), "Adam would make steps of rounding"
+    assert metrics["frac_reward_zero_std"] == 1.0 and set(trainer._logs["advantages"]) == {0.0}
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_groups_without_spread_are_counted_whatever_divides_the_advantages(build, scale):
+    # Of four groups one has a spread, one a single reward that could be computed, one none.
+    rewards = [0.7] * 4 + [0.0, 1.0, 1.0, 1.0] + [None, None, 1.0, None] + [None] * 4
+    trainer = build({"train.scale_rewards": scale})
+    trainer.reward_funcs[0] = lambda completions, **others: rewards
+    _, gradients, metrics = update(trainer)
+    assert gradients.any() and metrics["frac_reward_zero_std"] == 0.5
+    shown = list(trainer._logs["advantages"])
+    assert not any(shown[:4] + shown[8:]) and all(shown[4:8])
+
+
+@pytest.mark.parametrize(("aggregation", "share"), [("sum_then_normalize", 1.0), ("normalize_then_sum", 0.0)])
+def test_rewards_that_differ_and_sum_to_one_number_have_no_spread_where_sums_are_compared(build, aggregation, share):
+    trainer = build({"train.trl": {"multi_objective_aggregation": aggregation}})
+    trainer._rewards = torch.tensor([[0.0, 1.0], [1.0, 0.0]] * 8)
+    trainer.reward_weights = torch.ones(2)
+    trainer._metrics["train"]["frac_reward_zero_std"].append(0.0)
+    trainer._logs["advantages"].extend([0.5] * BATCH)
+    output = {"advantages": torch.full((BATCH,), 0.5)}
+    trainer._drop_flat_groups(output)
+    assert trainer._metrics["train"]["frac_reward_zero_std"] == [share]
+    assert output["advantages"].tolist() == list(trainer._logs["advantages"]) == [0.5 * (1 - share)] * BATCH
+
+
 def forwards(trainer: Any) -> list[int]:
     """Tokens of every forward of an update."""
     seen: list[int] = []
