@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
+from eval.artifacts import artifact_hash
 from eval.compare import p_value, points
 from eval.naming import trained_name
 from launch.watching.metrics import MetricsLog
@@ -34,6 +35,15 @@ class Found:
     def trained(self) -> str:
         """What the run's trained policy is called."""
         return trained_name(self.config.get("config") or {})
+
+    @property
+    def remade(self) -> list[tuple[str, str]]:
+        """(policy, format) of the checkpoints that are others than those that eval.json measured."""
+        matrix = (self.result or {}).get("matrix") or {}
+        cells = {(policy, name): cell for policy, row in matrix.items() for name, cell in row.items()}
+        now = {key: self.manifests.get(("dequantized", *key)) for key in cells}
+        measured = {key: cell.get("artifact_hash") for key, cell in cells.items()}
+        return [key for key, old in measured.items() if old and now[key] and artifact_hash(now[key]) != old]
 
     @property
     def formats(self) -> list[str]:

@@ -56,7 +56,12 @@ def conclusion(found: Found) -> Section:
     """The sentences that the evaluation generated, word for word."""
     if found.result is None:
         return Section("Conclusion", [Missing("The held-out evaluation was not made.", _eval_command(found))])
-    return Section("Conclusion", [Bullets(found.result["conclusion"].splitlines(), findings=True)])
+    blocks: list[Block] = [Bullets(found.result["conclusion"].splitlines(), findings=True)]
+    if remade := found.remade:
+        names = ", ".join(f"{policy}/{name}" for policy, name in remade)
+        what = f"What is said of accuracy was measured on other checkpoints than lie here: {names} came later."
+        blocks.append(Missing(what, _eval_command(found)))
+    return Section("Conclusion", blocks)
 
 
 def gate(found: Found) -> Section:
@@ -87,13 +92,15 @@ def gate(found: Found) -> Section:
 
 
 def _rules(found: Found) -> list[Any]:
-    """The gate's rules on what was measured, empty where something that they need is not there."""
+    """The gate's rules on what was measured, empty where something that they need is not there or was made again."""
     from eval.gate import judge
     from recipes.parts.config import resolve
 
     try:
         config = resolve(found.run.config(), [], str(found.run.config_file))
         manifest = found.manifests["dequantized", "grpo", config.eval.gate.format]
+        if {name for _, name in found.remade} & {config.eval.gate.format, "bf16"}:
+            return []
         return judge(config, found.result, manifest)
     except (KitError, KeyError, TypeError):
         return []

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from eval import plots, report
+from eval.artifacts import artifact_hash
 from eval.document import Bullets, Commands, Document, Missing, Section, Table, Text, to_html, to_markdown
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import BadInput
@@ -244,6 +245,21 @@ def test_rules_are_shown_before_a_gate_and_a_promotion_on_another_evaluation_is_
     write_checkpoint(run, "grpo", "fp8")
     found = page(run)
     assert "The rules as this evaluation meets them" in found.text and "KL(policy || artifact)" in found.text
+
+
+def test_checkpoints_that_were_merged_again_are_told_from_those_that_were_measured(run, capsys):
+    groups = {"run": {"name": "tiny"}, "model": {"id": "m"}, "data": {"path": "nowhere"}, "train": {"max_steps": 1}}
+    write_json(run.config_file, {"config": {**groups, "eval": {"gate": {"format": "fp8"}}}})
+    result = make_result("Nothing.", ("bf16", "fp8"))
+    write_checkpoint(run, "grpo", "fp8")
+    measured = artifact_hash(read_json(run.merged / "grpo/fp8/manifest.json"))
+    for digest, remade in ((measured, False), ("of the one before", True)):
+        result["matrix"]["grpo"]["fp8"]["artifact_hash"] = digest
+        write_json(run.eval_file, result)
+        assert report.main(["--run", str(run.path)]) == 0
+        told = "measured on other checkpoints than lie here: grpo/fp8 came later."
+        assert (told in page(run).text) == (told in capsys.readouterr().out) == remade
+        assert ("KL(policy || artifact)" in page(run).text) != remade, "a rule of one on a figure of the other"
 
 
 def test_text_from_data_runs_nothing_and_loads_nothing(full):
