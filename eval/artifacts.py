@@ -86,7 +86,7 @@ def adapter_hash(manifest: dict) -> str:
 
 def merge_command(run: RunDir, formats: list[str]) -> str:
     """The command line that makes the merged checkpoints of `formats`."""
-    return f"python -m merge --run {run.path} --format {' '.join(formats)}"
+    return f"python -m merge --run {run.as_argument} --format {' '.join(formats)}"
 
 
 def find_sources(run: RunDir, formats: list[str]) -> Sources:

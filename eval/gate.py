@@ -211,7 +211,7 @@ def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact)
 
 def _again(run: RunDir, formats: list[str] | None = None) -> str:
     chosen = f" --formats {' '.join(formats)}" if formats else ""
-    return f"Evaluate again: python -m eval --run {run.path}{chosen}"
+    return f"Evaluate again: python -m eval --run {run.as_argument}{chosen}"
 
 
 def judge(config: Config, result: dict, manifest: dict) -> list[Rule]:

@@ -61,10 +61,12 @@ def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str
 def read_result(file: Path, run: RunDir) -> dict:
     """The content of an eval.json; `BadInput` names the command that makes it when it is missing or not one."""
     if not file.is_file():
-        raise BadInput(f"{file} does not exist. Make it with: python -m eval --run {run.path}")
+        raise BadInput(f"{file} does not exist. Make it with: python -m eval --run {run.as_argument}")
     result = read_json(file)
     if not isinstance(result, dict) or not {"matrix", "gain", "gain_survival", "conclusion"} <= set(result):
-        raise BadInput(f"{file} is not the result of an evaluation. Make it with: python -m eval --run {run.path}")
+        raise BadInput(
+            f"{file} is not the result of an evaluation. Make it with: python -m eval --run {run.as_argument}"
+        )
     result.setdefault("trained_policy", trained_name(run.config()))
     return result
 

@@ -49,7 +49,7 @@ def sections(found: Found) -> list[Section]:
 
 
 def _eval_command(found: Found) -> str:
-    return f"python -m eval --run {found.run.path}"
+    return f"python -m eval --run {found.run.as_argument}"
 
 
 def conclusion(found: Found) -> Section:
@@ -82,7 +82,7 @@ def gate(found: Found) -> Section:
         who = policy_name(policy, found.trained)
         blocks.append(Table(header, rows, f"{who} in {name}{where}: {verdict}, {date}{other}"))
     if not blocks:
-        blocks.append(Missing("No checkpoint is promoted.", f"python -m eval gate --run {found.run.path}"))
+        blocks.append(Missing("No checkpoint is promoted.", f"python -m eval gate --run {found.run.as_argument}"))
         if rules := _rules(found):
             rows = [[rule.name, rule.limit, rule.measured, rule.verdict] for rule in rules]
             blocks.append(
@@ -397,5 +397,5 @@ def commands(found: Found) -> Section | None:
         {name for _, _, name in found.manifests}, key=lambda name: plots.order([*plots.FORMATS, name]).index(name)
     )
     if formats:
-        lines.insert(1, f"merge: python -m merge --run {found.run.path} --format {' '.join(formats)}")
+        lines.insert(1, f"merge: python -m merge --run {found.run.as_argument} --format {' '.join(formats)}")
     return Section("Commands", [Commands(lines)]) if lines else None

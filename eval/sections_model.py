@@ -51,7 +51,7 @@ def layers(found: Found) -> Section:
     """The weights layer by layer: how far the update survives each format's rounding."""
     data = found.diagnostics
     if not data or not data.get("layers"):
-        command = f"python -m merge diagnose --run {found.run.path}"
+        command = f"python -m merge diagnose --run {found.run.as_argument}"
         return Section("Weights, layer by layer", [Missing("The layers were not diagnosed.", command)])
     rows = data["layers"]
     names = plots.order({name for row in rows for name in row.get("formats", {})})
@@ -115,7 +115,7 @@ def _weakest(rows: Sequence[dict], names: Sequence[str]) -> Table:
 def tokens(found: Found) -> Section:
     """What the merge measured between the policy and every checkpoint: KL, agreement, share kept, size."""
     if not found.manifests:
-        command = f"python -m merge --run {found.run.path} --format bf16 fp8"
+        command = f"python -m merge --run {found.run.as_argument} --format bf16 fp8"
         return Section("Checkpoints against the policy", [Missing("No checkpoint was merged.", command)])
     diagnosed = (found.diagnostics or {}).get("tokens") or {}
     rows, drawn = [], {}
@@ -147,7 +147,7 @@ def serving(found: Found) -> Section:
     """Throughput, latency and memory in vLLM by format."""
     data = found.serving
     if not data:
-        command = f"python -m eval.serving --run {found.run.path}"
+        command = f"python -m eval.serving --run {found.run.as_argument}"
         return Section("Serving", [Missing("No format was served.", command)])
     formats, failed, used = (data.get(key) or {} for key in ("formats", "failed", "versions"))
     blocks: list[Block] = [

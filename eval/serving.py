@@ -164,10 +164,12 @@ def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
         if missing := [name for name in wanted if name not in merged]:
             raise BadInput(
                 f"not merged yet: {', '.join(str(folder / name) for name in missing)}. Make it with: "
-                f"python -m merge --run {run.path} --format {' '.join(missing)}"
+                f"python -m merge --run {run.as_argument} --format {' '.join(missing)}"
             )
         if not wanted and not arguments.model:
-            raise BadInput(f"{folder} holds no checkpoint. Make some: python -m merge --run {run.path} --format bf16")
+            raise BadInput(
+                f"{folder} holds no checkpoint. Make some: python -m merge --run {run.as_argument} --format bf16"
+            )
         rank = {name: place for place, name in enumerate(FORMATS)}
         for name in sorted(wanted, key=lambda name: (rank.get(name, len(rank)), name)):
             read_manifest(folder / name, "checkpoint")

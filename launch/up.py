@@ -416,8 +416,8 @@ def summary(start: Start) -> str:
         [
             f"{len(log.rows)} steps, reward {shown[0]} (first {few}) -> {shown[1]} (last {few}), adapter {adapter}",
             *([told] if told else []),
-            f"next: python -m merge --run {run.path} --format {start.config.eval.gate.format}",
-            f"      python -m eval --run {run.path}",
+            f"next: python -m merge --run {run.as_argument} --format {start.config.eval.gate.format}",
+            f"      python -m eval --run {run.as_argument}",
         ]
     )
 

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
     found = {key: place for key, place in places.items() if (place / MANIFEST).is_file()}
     if not found:
         raise BadInput(
-            f"no merged checkpoint of that choice in {top}. Make one with: python -m merge --run {run.path}"
+            f"no merged checkpoint of that choice in {top}. Make one with: python -m merge --run {run.as_argument}"
         )
     for place in found.values():
         read_manifest(place, "checkpoint")

@@ -180,7 +180,7 @@ class Diagnosis:
     def _make(self, policy: str | None, *names: str) -> str:
         into = "" if self.arguments.into == INTO[0] else f" --into {self.arguments.into}"
         only = f" --policy {policy}" if policy else ""
-        return f"Make it: python -m merge --run {self.run.path}{only} --format {' '.join(names)}{into}"
+        return f"Make it: python -m merge --run {self.run.as_argument}{only} --format {' '.join(names)}{into}"
 
     def _is_ours(self, manifest: dict, policy: str) -> bool:
         adapter = self.adapter_hash if policy == "grpo" else None

@@ -269,7 +269,8 @@ def _split_file(path: Path, split_name: str, split: str) -> Path:
             raise BadInput(f"{path}: unknown file type {path.suffix!r}. Use {', '.join(SUFFIXES)}.")
         return path
     if not path.is_dir():
-        raise BadInput(f"{path} does not exist. Set data.path to a file or directory, or unset it to use data.id.")
+        where = f"{path} does not exist (seen from {Path.cwd()})."
+        raise BadInput(f"{where} Set data.path to a file or directory, or unset it to use data.id.")
     for suffix in SUFFIXES:
         if (file := path / f"{split_name}{suffix}").is_file():
             return file

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -280,10 +281,15 @@ class RunDir:
         """An existing run; `BadInput` when `path` is not one."""
         run = cls(path)
         if not run.path.is_dir():
-            raise BadInput(f"no run directory at {run.path}.")
+            raise BadInput(f"no run directory at {run.path} (seen from {Path.cwd()}).")
         if not run.config_file.is_file():
             raise BadInput(f"{run.path} has no config.json, so it is not a run directory.")
         return run
+
+    @property
+    def as_argument(self) -> str:
+        """The path as it stands in a command line that a message names."""
+        return shlex.quote(str(self.path))
 
     def config(self) -> dict:
         """The resolved configuration, as nested dictionaries (`read_json(config.json)["config"]`)."""

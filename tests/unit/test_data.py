@@ -194,7 +194,7 @@ def test_wrong_sources_are_bad_input_with_the_fix(tmp_path):
     jsonl(tmp_path / "training.jsonl", ROWS)
     message = bad_input(config(tmp_path))
     assert "has no train.jsonl" in message and "it has training.jsonl" in message and "to 'training'" in message
-    assert "does not exist" in bad_input(config(tmp_path / "none"))
+    assert f"does not exist (seen from {Path.cwd()})" in bad_input(config(tmp_path / "none"))
     (tmp_path / "a.csv").write_text("x")
     assert "unknown file type '.csv'" in bad_input(config(tmp_path / "a.csv"))
     assert "set data.id" in bad_input(config())

@@ -5,6 +5,8 @@ import errno
 import fcntl
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from eval.artifacts import merge_command
 from recipes.parts.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
@@ -361,5 +364,14 @@ def test_the_newest_adapter_is_the_highest_whole_version(tmp_path):
 def test_opening_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"has no config\.json"):
         RunDir.open(tmp_path)
-    with pytest.raises(BadInput, match="no run directory"):
-        RunDir.open(tmp_path / "absent")
+    with pytest.raises(BadInput, match=rf"no run directory at absent \(seen from {re.escape(str(Path.cwd()))}\)"):
+        RunDir.open("absent")
+
+
+def test_a_command_that_a_message_names_takes_a_run_whose_path_has_a_space():
+    named = merge_command(RunDir("my runs/tiny"), ["fp8"])
+    assert shlex.split(named) == ["python", "-m", "merge", "--run", "my runs/tiny", "--format", "fp8"]
+    assert RunDir("runs/tiny").as_argument == "runs/tiny"
+    for room in ("eval", "launch", "merge", "recipes", "reward"):
+        for file in (ROOT / room).rglob("*.py"):
+            assert not re.search(r"--run \{[\w.]*\.path\}", file.read_text()), file
