@@ -17,6 +17,7 @@ from recipes.parts import (
     served_format,
     sharding,
     stored_base,
+    trl_fields,
 )
 from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
@@ -69,6 +70,7 @@ def check_config(config: Config, processes: int) -> None:
         *_reference(config),
         *_sampler(config),
         *_trl_fields(config),
+        *trl_fields.problems(config),
         *_adapter(config),
         *_lists(config),
         *_servers(config),

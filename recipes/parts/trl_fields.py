@@ -1,0 +1,27 @@
+"""Fields of trl's GRPOConfig whose work the kit does itself or does not do: `train.trl` passes the others on.
+
+Each of these would end the run after its base is recorded, so that its directory could be neither resumed nor started
+anew, or would upload a checkpoint that is not whole yet. Imports no torch.
+"""
+
+from recipes.parts.config import Config
+
+OFF = (None, False, "no")
+# Field -> what to do instead.
+INSTEAD = {
+    "cast_lm_head_to_fp32": "the output layer is the base's, which no run changes. Set model.dtype to float32",
+    "eval_strategy": "watch.eval_every measures the held-out accuracy while training",
+    "eval_on_start": "watch.eval_every measures the held-out accuracy while training, in step 1 too",
+    "log_completions": "watch.completions_every writes completions to the run's directory",
+    "push_to_hub": "python -m merge --push_to_hub uploads merged checkpoints",
+    "sync_ref_model": "the reference is the base itself, the policy with its adapter off, which stays as it is",
+}
+
+
+def problems(config: Config) -> list[str]:
+    """A sentence for each field of `train.trl` that is in the way."""
+    return [
+        f"train.trl.{key} ({value!r}) is not supported: {INSTEAD[key]}. Remove it."
+        for key, value in config.train.trl.items()
+        if key in INSTEAD and value not in OFF
+    ]
