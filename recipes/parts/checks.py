@@ -455,6 +455,11 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
             "config (saving, watch, eval, server addresses and limits may change), or start another run."
         )
     check_resumed_format(config, run)
+    made = int(run.newest_checkpoint().name.removeprefix("step-"))
+    if config.train.max_steps < made:
+        raise BadInput(
+            f"--resume: {run.path} has made {made} steps, train.max_steps is {config.train.max_steps}. Raise it."
+        )
     return run
 
 

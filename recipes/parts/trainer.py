@@ -399,13 +399,15 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         others = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "heldout", "reference", "teacher"))
         seconds["update"] = max(0.0, seconds["step"] - others)
         self._peak["update"] = _peak_gib()
-        counts = self._counts
+        counts, means = self._counts, {ours: logs.get(theirs) for theirs, ours in METRICS.items()}
+        if self.config.train.mask_truncated and means["truncated_fraction"] == 1:
+            means |= dict.fromkeys(("kl", "entropy", "clip_fraction"))  # TRL's means over no token are 0
         generation_s = seconds["rollout"] + seconds.get("rollout_hidden", 0.0)
         return {
             "step": step,
             "total_steps": self.state.max_steps,
             "time": time.time(),
-            **{ours: logs.get(theirs) for theirs, ours in METRICS.items()},
+            **means,
             "rewards": {name: logs.get(f"rewards/{name}/mean") for name in self.reward_func_names},
             "masked_fraction": counts["masked"] / counts["completions"] if counts["completions"] else None,
             "unknown_rewards": self._unknown,

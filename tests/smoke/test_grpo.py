@@ -259,6 +259,15 @@ def test_truncated_completions_are_counted(tmp_path, build_trainer, recipe_argum
     assert row["completion_tokens"] == sum(map(len, completions))
 
 
+def test_what_no_token_tells_is_null(tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl):
+    changes = {"train.max_steps": 1, "rollout.max_completion_length": 1, "train.mask_truncated": True}
+    trainer = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes))
+    trainer.train_run(resume=False)
+    row = read_jsonl(trainer.run.metrics_file)[0]
+    assert row["truncated_fraction"] == 1 and row["completion_tokens"] == 16
+    assert row["kl"] is row["entropy"] is row["clip_fraction"] is None, "no token is in the loss"
+
+
 def test_a_reward_of_none_is_masked_and_counted_and_is_not_zero_in_the_mean(
     tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl
 ):

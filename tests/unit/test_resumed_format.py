@@ -1,5 +1,5 @@
 """A run is trained by the recipe of its configuration, and resumed in the format it was trained for, whatever name
-policy.quant_cfg has for it."""
+policy.quant_cfg has for it, to no fewer steps than it has made."""
 
 import pytest
 import yaml
@@ -53,3 +53,12 @@ def test_a_run_does_not_resume_in_another_format(tmp_path, before, now, message)
 def test_a_recipe_started_with_the_configuration_of_another_says_what_it_lacks(recipe, changes, complaint):
     with pytest.raises(BadInput, match=complaint):
         check_recipe(configuration(**changes), recipe)
+
+
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(tmp_path):
+    config = configuration(run__output_dir=tmp_path / "run", train__max_steps=9)
+    run_with_checkpoint(tmp_path / "run", config, steps=(4, 6))
+    config.train.max_steps = 6
+    check_run_directory(config, resume=True, processes=1)
+    config.train.max_steps = 5
+    assert directory_refusal(config, resume=True).endswith("has made 6 steps, train.max_steps is 5. Raise it.")

@@ -17,6 +17,9 @@ from tests.unit.test_checks import configuration, refusal
         ("push_to_hub: true", "python -m merge --push_to_hub"),
         ("sync_ref_model: true", "the policy with its adapter off"),
         ("cast_lm_head_to_fp32: true", "model.dtype to float32"),
+        ("accelerator_config: {dispatch_batches: true}", "accelerate's part"),
+        ("neftune_noise_alpha: 5", "would not be one model"),
+        ("torch_compile: true", "policy.kernels liger"),
     ],
 )
 def test_what_trl_would_refuse_after_the_base_is_recorded_is_refused_before(field, instead):
