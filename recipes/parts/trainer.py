@@ -4,7 +4,7 @@ Written for trl 1.16. `GRPOTrainer` has no public seam for a rollout backend, fo
 checkpoint becomes whole, so this one class overrides `_generate`, `_generate_single_turn`, `_calculate_rewards`,
 `_generate_and_score_completions`, `log` and `_save_checkpoint`; `tests/unit/test_trl_seams.py` fails when upstream
 moves any of them. The loss, the advantages, the sampler and the optimizer loop stay TRL's; how the loss of a step is
-put together is in `update.py`, what is generated ahead in `overlap.py`.
+put together, and which advantages are exactly 0, is in `update.py`, what is generated ahead in `overlap.py`.
 """
 
 import contextlib
