@@ -155,9 +155,12 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
 
 
 def check_optimizer(arguments: Any) -> None:
-    """`BadInput` when transformers cannot make the optimizer of these arguments here: most often its package lacks."""
+    """`BadInput` when transformers cannot make the optimizer of these arguments here: most often its package lacks, or
+    a number is out of its range."""
     try:
-        Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Module())
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Module())
+        if not {"model", "params", "optimizer_dict"} & settings.keys():  # what others want of the real model
+            kind([torch.nn.Parameter(torch.zeros(1))], **settings)
     except (ImportError, ValueError) as error:
         raise BadInput(
             f"train.optimizer is {arguments.optim.value}, which cannot be made here: {str(error).rstrip('.')}. Use "

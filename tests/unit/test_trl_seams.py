@@ -254,6 +254,17 @@ def test_an_optimizer_that_cannot_be_made_here_is_refused_before_anything_is_loa
         trainer_arguments(config, RunDir(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "field", "said"),
+    [("adamw_torch", "{adam_beta2: 2}", "Invalid beta parameter"), ("adamw_8bit", "{adam_epsilon: -1}", "epsilon")],
+)
+def test_numbers_that_an_optimizer_refuses_are_refused_before_weights_load(tmp_path, optimizer, field, said):
+    keys = [f"--train.optimizer={optimizer}", f"--train.trl={field}"]
+    config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml", keys)
+    with pytest.raises(BadInput, match=f"train.optimizer is {optimizer}, which cannot be made here: .*{said}"):
+        trainer_arguments(config, RunDir(tmp_path))
+
+
 @pytest.mark.parametrize("key", [*INEXACT_ON_RESUME, "use_liger_kernel", "learning_rate", "no_such_field"])
 def test_a_field_that_breaks_the_kit_is_refused(key, tmp_path):
     config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml")
