@@ -1,7 +1,7 @@
 """Fields of trl's GRPOConfig whose work the kit does itself or does not do: `train.trl` passes the others on.
 
-Each of these would end the run after its base is recorded, so that its directory could be neither resumed nor started
-anew, or would upload a checkpoint that is not whole yet. Imports no torch.
+Some of these would end the run after its base is recorded, so that its directory could be neither resumed nor started
+anew; others would change the policy behind the kit's back or upload a checkpoint that is not whole. Imports no torch.
 """
 
 from recipes.parts.config import Config
