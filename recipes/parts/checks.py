@@ -19,6 +19,7 @@ from recipes.parts import (
     stored_base,
     trl_fields,
 )
+from recipes.parts.checkpoint import checkpoint_step
 from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
@@ -455,7 +456,7 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
             "config (saving, watch, eval, server addresses and limits may change), or start another run."
         )
     check_resumed_format(config, run)
-    made = int(run.newest_checkpoint().name.removeprefix("step-"))
+    made = checkpoint_step(run.newest_checkpoint())
     if config.train.max_steps < made:
         raise BadInput(
             f"--resume: {run.path} has made {made} steps, train.max_steps is {config.train.max_steps}. Raise it."
