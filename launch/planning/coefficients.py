@@ -32,7 +32,7 @@ TABLE = {
     "head_rows": Coefficient(4096, "tokens", _READ_TRL + ": rows of a tile of logits"),
     "head_columns": Coefficient(32768, "logits", _READ_TRL + ": columns of a tile of logits"),
     "fragmentation_gib": Coefficient(0.6, "GiB", _POINTS + ": reserved over allocated, mean of 15, at most 0.96"),
-    "fragmentation_high_gib": Coefficient(2.0, "GiB", "tests/gpu/README.md, a card each: 11.5 GiB, lengths differ"),
+    "fragmentation_high_gib": Coefficient(2.0, "GiB", "recipes/PERFORMANCE.md: enough with segments that grow"),
     "sampling_copies": Coefficient(4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": one point"),
     "cpu_process_gib": Coefficient(1.0, "GiB", "resident memory of torch, transformers and trl, recipes/README.md"),
     # Server
