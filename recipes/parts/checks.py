@@ -26,17 +26,6 @@ from recipes.parts.recipe import check_resumed_format
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import RunDir, read_json
 
-# Fields of trl's GRPOConfig, passed on by train.trl, that split the base over processes.
-SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
-# Those that change what is sampled, and their values that do not; a server is not told of them.
-SAMPLER_FIELDS = {"min_p": (None, 0), "repetition_penalty": (None, 1), "generation_kwargs": (None, {})}
-# Those about how the trainer's own process generates.
-OWN_GENERATION_FIELDS = ("cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching")
-OWN_GENERATION_FIELDS += ("transformers_continuous_batching_config",)
-# The one field of trl's vLLM client that the kit's loss reads and has no key for.
-FLOOR_FIELD = "vllm_importance_sampling_clip_min"
-# Terms of the loss that are of a whole batch, and their values that are none: no sum over micro-batches gives them.
-WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
 TRACKERS = ("trackio", "tensorboard", "wandb")
 LOCK = ".lock"
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
@@ -70,7 +59,6 @@ def check_config(config: Config, processes: int) -> None:
         *_batch(config, processes),
         *_reference(config),
         *_sampler(config),
-        *_trl_fields(config),
         *trl_fields.problems(config),
         *_adapter(config),
         *_lists(config),
@@ -221,33 +209,6 @@ def _sampler(config: Config) -> list[str]:
     return found
 
 
-def _trl_fields(config: Config) -> list[str]:
-    """Fields of train.trl that would be ignored, or would do what a key of another group must not."""
-    rollout, found = config.rollout, []
-    is_server = rollout.backend == "server"
-    for key, value in config.train.trl.items():
-        where = f"train.trl.{key}"
-        if key in SHARDING_FIELDS:
-            found.append(f"{where} is not supported: {sharding.refused('it')}")
-        elif key.startswith("vllm_") and key != FLOOR_FIELD:
-            found.append(
-                f"{where} belongs to trl's own vLLM client, which the kit does not use. Remove it; the keys of the "
-                "groups rollout and server take its place."
-            )
-        elif is_server and key in OWN_GENERATION_FIELDS and value:
-            found.append(f"{where} is for generation in the trainer's process; rollout.backend is server. Remove it.")
-        elif key in SAMPLER_FIELDS and value not in SAMPLER_FIELDS[key]:
-            if is_server:
-                found.append(f"{where} does not reach the server, which samples without it. Remove it.")
-            elif rollout.correction != "none":
-                found.append(
-                    f"{where} is {value!r} with rollout.correction {rollout.correction}: the correction compares the "
-                    "sampler's log-probs with the policy's, and such a sampler is another distribution. Remove it, "
-                    "or set rollout.correction to none."
-                )
-    return found
-
-
 def _adapter(config: Config) -> list[str]:
     policy, found = config.policy, []
     names = policy.target_modules
@@ -363,7 +324,7 @@ def _micro_batches(config: Config) -> list[str]:
             f"({rollout.max_prompt_length} + {rollout.max_completion_length} = {longest}): one completion may not "
             f"fit. Use {longest} or more."
         )
-    for key, nothing in WHOLE_BATCH_FIELDS.items():
+    for key, nothing in trl_fields.WHOLE_BATCH_FIELDS.items():
         if (value := config.train.trl.get(key, nothing[0])) not in nothing:
             found.append(
                 f"train.trl.{key} is {value!r} with train.micro_batch_tokens {budget}: it looks at a whole batch, so "

@@ -35,6 +35,7 @@ from recipes.parts.checkpoint import (
 from recipes.parts.config import Config
 from recipes.parts.data_order import DataOrder, passes_made
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.finite import FiniteAdapter, FiniteGradients
 from recipes.parts.heldout import HeldOut
 from recipes.parts.kernels import use_kernels
 from recipes.parts.linear import check_compute, use_fused_linears
@@ -75,11 +76,6 @@ METRICS = {
     "grad_norm": "grad_norm",
     "learning_rate": "learning_rate",
 }
-
-# Fields of GRPOConfig that take generation out of step with the optimizer, or leave state out of the checkpoints.
-INEXACT_ON_RESUME = ("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip")
-INEXACT_ON_RESUME += ("save_only_model",)
-OWN_KEYS = {"use_liger_kernel": "policy.kernels to liger"}  # fields of GRPOConfig that the kit does in its own way
 
 
 def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
@@ -137,10 +133,6 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     for key in train.trl:
         if key in ours:
             raise BadInput(f"train.trl.{key} is set by the kit. Use the key of its own group instead.")
-        if key in OWN_KEYS:
-            raise BadInput(f"train.trl.{key} is not supported. Set {OWN_KEYS[key]} instead.")
-        if key in INEXACT_ON_RESUME:
-            raise BadInput(f"train.trl.{key} is not supported: a run with it could not be resumed exactly.")
     try:
         arguments = GRPOConfig(**ours, **typed_fields(train.trl))
     except (ValueError, TypeError) as error:
@@ -171,22 +163,6 @@ def check_optimizer(arguments: Any) -> None:
 def check_card(config: Config) -> None:
     """`BadInput` when the GPU, if there is one, cannot compute as `policy.compute` says."""
     check_compute(config.policy.compute, config.model.dtype)
-
-
-class FiniteGradients(TrainerCallback):
-    """Stops the run before a gradient that is not finite reaches the adapter, and keeps what it was made of."""
-
-    def __init__(self, trainer: "PolicyTrainer"):
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
-        if gradients and not torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all():
-            raise CheckFailed(
-                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated. "
-                f"{self.trainer.keep_step()} Continue with --resume; if it happens again, start another run from the "
-                "newest adapter (policy.init_adapter) with a lower train.learning_rate."
-            )
 
 
 class NewWeights(TrainerCallback):
@@ -237,7 +213,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         use_kernels(self.model, config)
         use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
-        self.add_callback(FiniteGradients(self))
+        self.add_callback(FiniteGradients(self.keep_step))
+        self.add_callback(FiniteAdapter())
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None
         self._seconds, self._counts = defaultdict(float), defaultdict(float)
         self._peak: dict[str, float] = {}

@@ -1,9 +1,14 @@
-"""Fields of trl's GRPOConfig whose work the kit does itself or does not do: `train.trl` passes the others on.
+"""Fields of trl's GRPOConfig that `train.trl` does not pass on: the kit does their work itself, does not do it, or
+could not hold what it promises of a run.
 
 Some of these would end the run after its base is recorded, so that its directory could be neither resumed nor started
-anew; others would change the policy behind the kit's back or upload a checkpoint that is not whole. Imports no torch.
+anew; others would change the policy behind the kit's back or upload a checkpoint that is not whole. Fields that the
+kit sets are refused where it sets them (`trainer.trainer_arguments`). Imports no torch.
 """
 
+from typing import Any
+
+from recipes.parts import sharding
 from recipes.parts.config import Config
 
 OFF = (None, False, "no")
@@ -18,13 +23,55 @@ INSTEAD = {
     "push_to_hub": "python -m merge --push_to_hub uploads merged checkpoints",
     "sync_ref_model": "the reference is the base itself, the policy with its adapter off, which stays as it is",
     "torch_compile": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
+    "use_liger_kernel": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
 }
+# Those that take generation out of step with the optimizer, or leave state out of the checkpoints.
+INEXACT_ON_RESUME = ("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip")
+INEXACT_ON_RESUME += ("save_only_model",)
+# Those that split the base over processes.
+SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+# Those that change what is sampled, and their values that do not; a server is not told of them.
+SAMPLER_FIELDS = {"min_p": (None, 0), "repetition_penalty": (None, 1), "generation_kwargs": (None, {})}
+# Those about how the trainer's own process generates.
+OWN_GENERATION_FIELDS = ("cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching")
+OWN_GENERATION_FIELDS += ("transformers_continuous_batching_config",)
+# The one field of trl's vLLM client that the kit's loss reads and has no key for.
+FLOOR_FIELD = "vllm_importance_sampling_clip_min"
+# Terms of the loss that are of a whole batch, and their values that are none: no sum over micro-batches gives them.
+WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
 
 
 def problems(config: Config) -> list[str]:
-    """A sentence for each field of `train.trl` that is in the way."""
-    return [
-        f"train.trl.{key} ({value!r}) is not supported: {INSTEAD[key]}. Remove it."
-        for key, value in config.train.trl.items()
-        if key in INSTEAD and value not in OFF
-    ]
+    """A sentence for each field of `train.trl` that would be ignored, or would do what the kit must not."""
+    found = [_problem(config, key, value) for key, value in config.train.trl.items()]
+    return [f"train.trl.{problem}" for problem in found if problem]
+
+
+def _problem(config: Config, key: str, value: Any) -> str:
+    """What is wrong with a field, from its name on; empty when nothing is."""
+    rollout = config.rollout
+    is_server = rollout.backend == "server"
+    if key in INSTEAD and value not in OFF:
+        return f"{key} ({value!r}) is not supported: {INSTEAD[key]}. Remove it."
+    if key in INEXACT_ON_RESUME and value not in OFF:
+        return f"{key} ({value!r}) is not supported: a run with it could not be resumed exactly. Remove it."
+    if key in SHARDING_FIELDS:
+        return f"{key} is not supported: {sharding.refused('it')}"
+    if key.startswith("vllm_") and key != FLOOR_FIELD:
+        return (
+            f"{key} belongs to trl's own vLLM client, which the kit does not use. Remove it; the keys of the groups "
+            "rollout and server take its place."
+        )
+    if is_server and key in OWN_GENERATION_FIELDS and value:
+        return f"{key} is for generation in the trainer's process; rollout.backend is server. Remove it."
+    if value in SAMPLER_FIELDS.get(key, (value,)):
+        return ""
+    if is_server:
+        return f"{key} does not reach the server, which samples without it. Remove it."
+    if rollout.correction == "none":
+        return ""
+    return (
+        f"{key} is {value!r} with rollout.correction {rollout.correction}: the correction compares the sampler's "
+        "log-probs with the policy's, and such a sampler is another distribution. Remove it, or set "
+        "rollout.correction to none."
+    )

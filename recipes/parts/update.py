@@ -20,13 +20,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 
-from recipes.parts.checks import WHOLE_BATCH_FIELDS
 from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import importance_ratio, measure
 from recipes.parts.packing import packed_logps, plan_micro_batches
+from recipes.parts.trl_fields import WHOLE_BATCH_FIELDS
 
 # What the first forward leaves with the rows, by TRL's names.
 FROM_FORWARD = ("old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps")
@@ -49,39 +48,11 @@ class Unheard:
         return torch.zeros(1)
 
 
-class FiniteAdapter(TrainerCallback):
-    """Stops the run before an adapter that is not finite samples or is saved: a finite gradient can make one too."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if found := spoiled(model):
-            raise CheckFailed(
-                f"{found} that training starts from are not finite. Name another adapter in policy.init_adapter; to "
-                "resume, remove the newest checkpoint."
-            )
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if found := spoiled(model):
-            raise CheckFailed(
-                f"step {state.global_step + 1}: {found} are not finite after the update. This step's adapter is not "
-                "saved. Start another run from the newest adapter (policy.init_adapter) with a lower "
-                "train.learning_rate."
-            )
-
-
-def spoiled(model: Any) -> str:
-    """How many tensors of the adapter are not finite, in words; empty when all are. Of weights that ZeRO-3 keeps
-    apart it sees none."""
-    adapter = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
-    finite = torch.isfinite(torch.stack(torch._foreach_norm(adapter)))
-    return "" if finite.all() else f"{len(adapter) - int(finite.sum())} of {len(adapter)} tensors of the adapter"
-
-
 class PackedUpdate:
     """Stands before `GRPOTrainer` among the bases of `trainer.PolicyTrainer`, whose attributes it uses."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.add_callback(FiniteAdapter())
         self._rows: dict | None = None  # whose loss TRL is computing
         self._scores: tuple = ()  # log-probs and entropies (b, C) of the last forward for a loss
         self._whole: tuple | None = None  # those of all rows, for TRL to compute from instead of a forward

@@ -344,8 +344,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
 def test_a_loss_that_is_not_finite_ends_the_run_where_gradients_cannot_be_seen(
     tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch
 ):
-    from recipes.parts.trainer import FiniteGradients, PolicyTrainer
-    from recipes.parts.update import FiniteAdapter
+    from recipes.parts.finite import FiniteAdapter, FiniteGradients
+    from recipes.parts.trainer import PolicyTrainer
 
     compute = PolicyTrainer._compute_loss
     monkeypatch.setattr(FiniteGradients, "on_pre_optimizer_step", lambda *arguments, **kwargs: None)

@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "recipes.parts.distill",
         "recipes.parts.fake_quant",
         "recipes.parts.noise",
+        "recipes.parts.trl_fields",
         "reward",
     ),
     # A worker reads a base that is not in NF4 from its checkpoint.

@@ -1,10 +1,18 @@
-"""Fields of train.trl that end a run in trl's own error: refused before anything is loaded or written."""
+"""Fields of train.trl that the kit does not pass on to trl: refused before anything is loaded or written."""
 
 import pytest
 from trl import GRPOConfig
 
 from recipes.parts.checks import check_config
-from recipes.parts.trl_fields import INSTEAD
+from recipes.parts.trl_fields import (
+    FLOOR_FIELD,
+    INEXACT_ON_RESUME,
+    INSTEAD,
+    OWN_GENERATION_FIELDS,
+    SAMPLER_FIELDS,
+    SHARDING_FIELDS,
+    WHOLE_BATCH_FIELDS,
+)
 from tests.unit.test_checks import configuration, refusal
 
 
@@ -20,6 +28,9 @@ from tests.unit.test_checks import configuration, refusal
         ("accelerator_config: {dispatch_batches: true}", "accelerate's part"),
         ("neftune_noise_alpha: 5", "would not be one model"),
         ("torch_compile: true", "policy.kernels liger"),
+        ("use_liger_kernel: true", "policy.kernels liger"),
+        ("steps_per_generation: 4", "could not be resumed exactly"),
+        ("save_only_model: true", "could not be resumed exactly"),
     ],
 )
 def test_what_trl_would_refuse_after_the_base_is_recorded_is_refused_before(field, instead):
@@ -28,10 +39,12 @@ def test_what_trl_would_refuse_after_the_base_is_recorded_is_refused_before(fiel
 
 
 def test_a_field_that_is_off_is_no_problem():
-    check_config(
-        configuration(train__trl="{log_completions: false, eval_strategy: 'no', logging_first_step: true}"), 1
-    )
+    check_config(configuration(train__trl="{log_completions: false, eval_strategy: 'no', use_liger_kernel: false}"), 1)
 
 
 def test_every_field_is_one_of_trls():
-    assert INSTEAD.keys() <= GRPOConfig.__dataclass_fields__.keys()
+    fields = GRPOConfig.__dataclass_fields__
+    named = (INSTEAD, INEXACT_ON_RESUME, SHARDING_FIELDS, SAMPLER_FIELDS, OWN_GENERATION_FIELDS, WHOLE_BATCH_FIELDS)
+    assert {FLOOR_FIELD}.union(*named) <= fields.keys()
+    for name, off in (SAMPLER_FIELDS | WHOLE_BATCH_FIELDS).items():
+        assert fields[name].default in off

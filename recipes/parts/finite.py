@@ -1,0 +1,55 @@
+"""Ends a run before a gradient that is not finite reaches its adapter, or such an adapter samples or is saved."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from recipes.parts.errors import CheckFailed
+
+
+class FiniteGradients(TrainerCallback):
+    """Stops the run before a gradient that is not finite reaches the adapter.
+
+    `keep_step` keeps what it was made of, and says where.
+    """
+
+    def __init__(self, keep_step: Callable[[], str]):
+        self.keep_step = keep_step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+        if gradients and not torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all():
+            raise CheckFailed(
+                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated. "
+                f"{self.keep_step()} Continue with --resume; if it happens again, start another run from the "
+                "newest adapter (policy.init_adapter) with a lower train.learning_rate."
+            )
+
+
+class FiniteAdapter(TrainerCallback):
+    """Stops the run before an adapter that is not finite samples or is saved: a finite gradient can make one too."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if found := spoiled(model):
+            raise CheckFailed(
+                f"{found} that training starts from are not finite. Name another adapter in policy.init_adapter; to "
+                "resume, remove the newest checkpoint."
+            )
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if found := spoiled(model):
+            raise CheckFailed(
+                f"step {state.global_step + 1}: {found} are not finite after the update. This step's adapter is not "
+                "saved. Start another run from the newest adapter (policy.init_adapter) with a lower "
+                "train.learning_rate."
+            )
+
+
+def spoiled(model: Any) -> str:
+    """How many tensors of the adapter are not finite, in words; empty when all are. Of weights that ZeRO-3 keeps
+    apart it sees none."""
+    adapter = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    finite = torch.isfinite(torch.stack(torch._foreach_norm(adapter)))
+    return "" if finite.all() else f"{len(adapter) - int(finite.sum())} of {len(adapter)} tensors of the adapter"
