@@ -11,7 +11,6 @@ from typing import Any
 from recipes.parts import sharding
 from recipes.parts.config import Config
 
-OFF = (None, False, "no")
 # Field -> what to do instead.
 INSTEAD = {
     "accelerator_config": "accelerate's part in a batch is the kit's",
@@ -51,9 +50,10 @@ def _problem(config: Config, key: str, value: Any) -> str:
     """What is wrong with a field, from its name on; empty when nothing is."""
     rollout = config.rollout
     is_server = rollout.backend == "server"
-    if key in INSTEAD and value not in OFF:
+    is_off = value is None or value is False or value == "no"
+    if key in INSTEAD and not is_off:
         return f"{key} ({value!r}) is not supported: {INSTEAD[key]}. Remove it."
-    if key in INEXACT_ON_RESUME and value not in OFF:
+    if key in INEXACT_ON_RESUME and not is_off:
         return f"{key} ({value!r}) is not supported: a run with it could not be resumed exactly. Remove it."
     if key in SHARDING_FIELDS:
         return f"{key} is not supported: {sharding.refused('it')}"

@@ -30,6 +30,7 @@ from tests.unit.test_checks import configuration, refusal
         ("torch_compile: true", "policy.kernels liger"),
         ("use_liger_kernel: true", "policy.kernels liger"),
         ("steps_per_generation: 4", "could not be resumed exactly"),
+        ("steps_per_generation: 0", "could not be resumed exactly"),
         ("save_only_model: true", "could not be resumed exactly"),
     ],
 )
