@@ -7,6 +7,7 @@ the same weights on every CPU.
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -42,6 +43,8 @@ from recipes.parts.errors import run_command
 from recipes.parts.recipe import PLAIN
 from recipes.parts.rundir import RunDir
 
+# What is imported stays, so no garbage collection goes through it: not now, nor later (`pytest_collection_finish`).
+gc.disable()
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
@@ -56,6 +59,16 @@ SMALL = {
     "policy.lora_alpha": 8,
     "watch.completions_every": 2,
 }
+
+
+def pytest_collection_finish() -> None:
+    """Going through the million objects that imports leave takes .3 s, and every trainer that is made asks for it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # nanobind would take them for leaks
 
 
 @pytest.fixture(autouse=True)
