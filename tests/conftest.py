@@ -62,7 +62,7 @@ SMALL = {
 
 
 def pytest_collection_finish() -> None:
-    """Going through the million objects that imports leave takes .3 s, and every trainer that is made asks for it."""
+    """Going through the million objects that imports leave takes .3 s, and every training asks for it."""
     gc.freeze()
     gc.enable()
 
