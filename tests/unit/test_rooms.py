@@ -1,4 +1,4 @@
-"""The rooms of the repository: who may import whom, and the size and names of files. Found recursively, by syntax."""
+"""The rooms of the repository: who may import whom, the length of functions and the names of files, by syntax."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 80
+MOST_FUNCTION_LINES = 80  # a screen; a file has no limit: it splits by subject
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
@@ -127,12 +127,10 @@ def import_violations(root: Path) -> list[str]:
 
 
 def shape_violations(root: Path) -> list[str]:
-    """One line per file or function that is too long and per file with a name that says nothing."""
+    """One line per function that is too long and per file with a name that says nothing."""
     found = []
     for file in sources(root, rooms_only=False):
         text, where = file.read_text(), file.relative_to(root)
-        if (lines := len(text.splitlines())) > MOST_FILE_LINES:
-            found.append(f"{where}: {lines} lines, at most {MOST_FILE_LINES}")
         if EMPTY_NAMES & {part.removesuffix(".py") for part in where.parts}:
             found.append(f"{where}: the name says nothing about what is inside")
         for node in ast.walk(ast.parse(text, str(file))):
@@ -157,7 +155,7 @@ def test_rooms_import_only_what_they_may():
     assert import_violations(ROOT) == []
 
 
-def test_files_and_functions_stay_short_and_named_for_what_they_hold():
+def test_functions_fit_a_screen_and_files_are_named_for_what_they_hold():
     assert shape_violations(ROOT) == []
 
 
@@ -213,11 +211,9 @@ def test_a_room_without_a_rule_is_found(tmp_path):
     ]
 
 
-def test_long_files_long_functions_and_empty_names_are_found(tmp_path):
+def test_long_functions_and_empty_names_are_found(tmp_path):
     body = "".join(f"    x{i} = {i}\n" for i in range(MOST_FUNCTION_LINES - 1))
     files = {
-        "merge/long.py": "\n" * (MOST_FILE_LINES + 1),
-        "merge/full.py": "\n" * MOST_FILE_LINES,
         "tests/unit/test_utils.py": f"def f():\n{body}",
         "tests/helpers.py": f"class A:\n  async def f(self):\n{body}    pass\n",
         "eval/common/x.py": "",
@@ -225,7 +221,6 @@ def test_long_files_long_functions_and_empty_names_are_found(tmp_path):
     found = shape_violations(plant(tmp_path, files))
     assert sorted(line.split(":")[0] for line in found) == [
         "eval/common/x.py",
-        "merge/long.py",
         "tests/helpers.py",
         "tests/helpers.py",
     ]
