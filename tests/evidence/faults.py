@@ -1,0 +1,146 @@
+"""Which subtle faults the fast tests notice: puts each fault of a list into a copy of the kit and runs its tests.
+
+    python tests/evidence/faults.py                      # every list in tests/evidence/fault_list
+    python tests/evidence/faults.py --only sync canary   # the faults of files whose path contains one of these
+
+A fault is one replacement of text in one file, with the tests that should fail because of it. The tests run once
+without any fault first, and must pass. torch and its friends are imported once; each run is a fork, so a fault takes
+seconds. Prints a row per file and every fault that no test noticed; exit code 1 when there is one.
+
+Not covered: faults that nobody thought of, and whether a test fails for the reason that the fault gives.
+"""
+
+import argparse
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LISTS = Path(__file__).parent / "fault_list"
+PRELOADED = ("numpy", "torch", "datasets", "transformers", "trl", "peft", "bitsandbytes", "pytest")
+LIMIT_S = 600.0  # a fault may make a test wait for ever: that is noticed too
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, which stands once in `file`, becomes `new`; `tests` are the pytest ids that fail because of it."""
+
+    file: str
+    fault: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def put_in(self, root: Path) -> None:
+        """Write the fault into the copy at `root`; `ValueError` when its text does not stand there exactly once."""
+        text = (root / self.file).read_text()
+        if (found := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file}: the text of {self.fault!r} stands there {found} times, expected once.")
+        (root / self.file).write_text(text.replace(self.old, self.new))
+
+
+def read_faults(folder: Path = LISTS) -> list[Fault]:
+    """The faults of every list, sorted by file."""
+    rows = [row for path in sorted(folder.glob("*.toml")) for row in tomllib.loads(path.read_text())["fault"]]
+    return sorted((Fault(**row | {"tests": tuple(row["tests"])}) for row in rows), key=lambda fault: fault.file)
+
+
+def copy_kit(folder: Path) -> Path:
+    """A copy of the files that git tracks or would track."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (source := ROOT / name).is_file():
+            (target := folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    return folder
+
+
+def run_tests(root: Path, tests: tuple[str, ...], log: Path) -> int:
+    """pytest's exit code for `tests` in the copy at `root`, in a fork; -1 after `LIMIT_S`."""
+    sys.stdout.flush()
+    if (pid := os.fork()) == 0:
+        code = 70
+        try:
+            os.setsid()
+            os.chdir(root)
+            with open(log, "w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(root)]
+            code = int(importlib.import_module("pytest").main([*options, *tests]))
+        finally:
+            os._exit(code)
+    began = time.monotonic()
+    while time.monotonic() - began < LIMIT_S:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -1
+
+
+def verdict(root: Path, fault: Fault, log: Path, passing: dict[tuple[str, ...], bool]) -> str:
+    """ "noticed", "missed", or what is wrong with the row: its tests fail without the fault, or collect nothing."""
+    if not fault.tests:
+        return "missed"
+    if fault.tests not in passing:
+        passing[fault.tests] = run_tests(root, fault.tests, log) == 0
+    if not passing[fault.tests]:
+        return f"its tests do not pass without it: {log.read_text()[-600:]}"
+    whole = (root / fault.file).read_text()
+    try:
+        fault.put_in(root)
+        code = run_tests(root, fault.tests, log)
+    finally:
+        (root / fault.file).write_text(whole)
+    return "missed" if code == 0 else "noticed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of paths: the faults of these files")
+    parser.add_argument("--verbose", action="store_true", help="a line for each fault, with its seconds")
+    arguments = parser.parse_args()
+    faults = [fault for fault in read_faults() if any(part in fault.file for part in arguments.only)]
+    sys.dont_write_bytecode = True  # a fault of the same length, put in within a second, would run as the last one's
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for name in PRELOADED:
+        importlib.import_module(name)
+    counts, noticed, missed, passing = Counter(), Counter(), [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        root, log = copy_kit(Path(folder) / "kit"), Path(folder) / "log"
+        for fault in faults:
+            began = time.monotonic()
+            said = verdict(root, fault, log, passing)
+            counts[fault.file] += 1
+            noticed[fault.file] += said == "noticed"
+            if said != "noticed":
+                missed.append(f"{fault.file}: {fault.fault}: {said}")
+            if arguments.verbose:
+                print(
+                    f"{said.splitlines()[0][:60]:10} {time.monotonic() - began:5.1f} s  {fault.file}: {fault.fault}",
+                    flush=True,
+                )
+    print("| file | faults | noticed |\n|---|---|---|")
+    for file, count in sorted(counts.items()):
+        print(f"| {file} | {count} | {noticed[file]} |")
+    print(f"| all | {counts.total()} | {noticed.total()} |")
+    print(*missed, sep="\n")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
