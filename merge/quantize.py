@@ -105,8 +105,9 @@ def _compress(
         own = torch.maximum(blocks.amin((1, 3)).abs(), blocks.amax((1, 3)).abs())  # not abs() first: a copy
         scale = _scales(own if peak is None else peak.expand_as(own), scheme.weights)
         # Readers load scales in the model's dtype, so the codes are made for the scale as BF16 has it; the division
-        # is float32, since a BF16 quotient would round twice.
+        # is float32, since a BF16 quotient would round twice. A row near 1e-38 has a scale that BF16 rounds to 0.
         scale = scale.to(torch.bfloat16)
+        scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
         stored = compressor.compress({"weight": rows, "weight_scale": scale.float()}, scheme)
         value = compressor.decompress(dict(stored), scheme)["weight"]
         stored["weight_scale"] = scale

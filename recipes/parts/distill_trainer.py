@@ -36,7 +36,7 @@ from recipes.parts.packing import pack_rows, read_rows
 from recipes.parts.rundir import RunDir
 from recipes.parts.teacher import Teacher
 from recipes.parts.trainer import PolicyTrainer, trainer_arguments
-from recipes.parts.update import take_rows
+from recipes.parts.update import padded_positions, take_rows, takes_positions
 
 WORDS = 32768  # vocabulary entries of a tile
 # Figures of GRPO's update that a distillation does not have.
@@ -173,9 +173,10 @@ class DistillTrainer(PolicyTrainer):
         if train.micro_batch_tokens is None:
             row, column = inputs["completion_mask"].nonzero(as_tuple=True)
             label = row * width + width - length + column
-            return Batch(
-                {"input_ids": ids, "attention_mask": mask}, label - 1, ids.flatten()[label], row * length + column
-            )
+            given = {"input_ids": ids, "attention_mask": mask}
+            if takes_positions(student):
+                given["position_ids"] = padded_positions(mask)
+            return Batch(given, label - 1, ids.flatten()[label], row * length + column)
         rows = read_rows(ids, mask, length)
         kind = mask_kind(student, ids.device, train.packed_attention)
         packed = pack_rows(rows, list(range(len(ids))), train.share_prompts, ids, kind)

@@ -105,7 +105,20 @@ def load_policy_base(config: Config) -> "torch.nn.Module":
     )
     if config.policy.embeddings == "host":
         keep_embedding_on_host(model)
+    model.generation_config = bare_generation_config(model.generation_config)
     return model
+
+
+def bare_generation_config(own: Any) -> Any:
+    """A model's `GenerationConfig` reduced to its special tokens.
+
+    `generate` fills whatever the caller leaves open from the model's own file: min_p, num_beams, no_repeat_ngram_size
+    and others would change what is sampled, and no log-prob would say so.
+    """
+    from transformers import GenerationConfig
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(own, name) for name in names})
 
 
 def lora_config(policy: PolicyConfig) -> Any:

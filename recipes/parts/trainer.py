@@ -130,6 +130,9 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     }
     if rollout.correction != "none":
         ours["vllm_importance_sampling_mode"] = rollout.correction
+    if ours["use_cpu"]:
+        # With several processes accelerate 1.15 names the device cpu:0, to which torch loads no optimizer.
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     for key in train.trl:
         if key in ours:
             raise BadInput(f"train.trl.{key} is set by the kit. Use the key of its own group instead.")

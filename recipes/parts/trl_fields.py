@@ -18,10 +18,16 @@ INSTEAD = {
     "eval_strategy": "watch.eval_every measures the held-out accuracy while training",
     "eval_on_start": "watch.eval_every measures the held-out accuracy while training, in step 1 too",
     "log_completions": "watch.completions_every writes completions to the run's directory",
+    "fp16": "model.dtype is what policy, reference and samplers compute in",
     "neftune_noise_alpha": "policy and reference would not be one model with the adapter on and off",
     "push_to_hub": "python -m merge --push_to_hub uploads merged checkpoints",
     "sync_ref_model": "the reference is the base itself, the policy with its adapter off, which stays as it is",
     "torch_compile": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
+    # Either of these switches torch_compile on.
+    "torch_compile_backend": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
+    "torch_compile_mode": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
+    "use_transformers_continuous_batching": "it casts the adapter's masters. rollout.backend server samples fast",
+    "use_transformers_paged": "it casts the adapter's masters. rollout.backend server samples fast",
     "use_liger_kernel": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
 }
 # Those that take generation out of step with the optimizer, or leave state out of the checkpoints.
@@ -32,8 +38,7 @@ SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 # Those that change what is sampled, and their values that do not; a server is not told of them.
 SAMPLER_FIELDS = {"min_p": (None, 0), "repetition_penalty": (None, 1), "generation_kwargs": (None, {})}
 # Those about how the trainer's own process generates.
-OWN_GENERATION_FIELDS = ("cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching")
-OWN_GENERATION_FIELDS += ("transformers_continuous_batching_config",)
+OWN_GENERATION_FIELDS = ("cache_implementation", "transformers_continuous_batching_config")
 # The one field of trl's vLLM client that the kit's loss reads and has no key for.
 FLOOR_FIELD = "vllm_importance_sampling_clip_min"
 # Terms of the loss that are of a whole batch, and their values that are none: no sum over micro-batches gives them.
@@ -51,6 +56,11 @@ def _problem(config: Config, key: str, value: Any) -> str:
     rollout = config.rollout
     is_server = rollout.backend == "server"
     is_off = value is None or value is False or value == "no"
+    if key == "logging_strategy" and value != "steps":
+        return (
+            f"{key} ({value!r}) is not supported: every step is recorded and checked for NaN, which `steps` does. "
+            "Remove it."
+        )
     if key in INSTEAD and not is_off:
         return f"{key} ({value!r}) is not supported: {INSTEAD[key]}. Remove it."
     if key in INEXACT_ON_RESUME and not is_off:

@@ -9,14 +9,17 @@ some rows stays TRL's `_compute_loss`, the step around it transformers' `trainin
 - With `train.micro_batch_tokens` a process gets all rows of its step at once (`trainer.trainer_arguments`), and their
   loss is the sum of the losses of micro-batches, weighted. The reference goes through the same packs, so that a policy
   that has not moved has a KL of exactly 0: Adam would make steps of what rounding alone leaves of the gradient.
+- A padded row's positions count from its first real token, as the sampler's and a pack's do. TRL passes none, so they
+  would count from the padding, and rotary embeddings in BF16 are not the same for shifted positions.
 - TRL's metrics are those of all rows of the step, not the mean over its accumulation steps.
 - A group in which all completions got one reward has advantages of exactly 0.
 """
 
 import contextlib
+import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -220,7 +223,7 @@ class PackedUpdate:
         with contextlib.nullcontext() if self._rows is not None else self.timed("reference"):
             if train.micro_batch_tokens is None:
                 logps, entropies, aux = super()._get_per_token_logps_and_entropies(
-                    *args, batch_size, compute_entropy, **others
+                    self._with_positions(model), *args[1:], batch_size, compute_entropy, **others
                 )
             else:
                 packing = train.share_prompts, compute_entropy, train.packed_attention
@@ -229,6 +232,12 @@ class PackedUpdate:
         if self._rows is not None:
             self._scored(self._rows, logps.detach(), entropies.detach())
         return logps, entropies, aux
+
+    def _with_positions(self, model: Any) -> Callable[..., Any]:
+        """`model`, called with the positions of its rows besides what TRL passes."""
+        if not takes_positions(self.accelerator.unwrap_model(model)):
+            return model
+        return lambda **inputs: model(**inputs, position_ids=padded_positions(inputs["attention_mask"]))
 
     def _scored(self, rows: dict, logps: torch.Tensor, entropies: torch.Tensor) -> None:
         """Leave with `rows` what the first forward over them gives. TRL's `_compute_loss`, which called for the
@@ -300,6 +309,16 @@ class PackedUpdate:
     def _importance_ratio(self, policy: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rollout, floor = self.config.rollout, self.args.vllm_importance_sampling_clip_min
         return importance_ratio(policy, sampler, mask, rollout.correction, rollout.correction_cap, floor)
+
+
+def takes_positions(policy: Any) -> bool:
+    """Whether the model under the adapter takes `position_ids`. Models with ALiBi count by the attention mask."""
+    return "position_ids" in inspect.signature(type(policy.get_base_model()).forward).parameters
+
+
+def padded_positions(mask: torch.Tensor) -> torch.Tensor:
+    """Position (B, T) of every token, 0 at a row's first real one; `mask` (B, T) is 0 at padding."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
 def take_rows(inputs: dict, rows: list[int]) -> dict:

@@ -1,8 +1,4 @@
-"""Two trainer processes (gloo, CPU): one run directory, groups split between them; and the base split between them.
-
-Resuming under DDP is not here: transformers 5.17 loads the optimizer of several CPU processes to `cpu:0`, which torch
-refuses.
-"""
+"""Two trainer processes (gloo, CPU): one run directory, groups split between them; and the base split between them."""
 
 import contextlib
 import json
@@ -79,7 +75,7 @@ def untied(tmp_path_factory, learning_model_dir) -> Path:
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory, recipe_arguments, untied) -> tuple[RunDir, subprocess.CompletedProcess]:
     run = RunDir(tmp_path_factory.mktemp("ddp") / "run")
-    return run, train(recipe_arguments(untied, run.path, KEYS))
+    return run, train(recipe_arguments(untied, run.path, {**KEYS, "train.save_steps": 1}))
 
 
 def test_two_processes_write_one_run(ddp):
@@ -93,6 +89,20 @@ def test_two_processes_write_one_run(ddp):
     sampled = rows(run, "completions/step-000002.jsonl")
     assert len(sampled) == 16 and len({row["problem_id"] for row in sampled}) == 4
     assert run.newest_adapter().name == "v000002"
+
+
+def test_a_resume_by_two_processes_repeats_the_uninterrupted_run(ddp, tmp_path, recipe_arguments, untied):
+    whole, resumed = ddp[0], RunDir(shutil.copytree(ddp[0].path, tmp_path / "resumed"))
+    shutil.rmtree(resumed.path / "checkpoints" / "step-000002")
+    keys = {**KEYS, "train.save_steps": 1}
+    done = train(recipe_arguments(untied, resumed.path, keys, ("--resume",)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for key in ("reward", "kl", "grad_norm", "loss"):
+        first, second = ([row[key] for row in rows(run, "metrics.jsonl")] for run in (whole, resumed))
+        assert first == second, key
+    expected = adapter(whole, "v000002")
+    for name, tensor in adapter(resumed, "v000002").items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_a_quantized_distillation_by_two_processes_is_that_of_one(

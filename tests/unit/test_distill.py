@@ -157,6 +157,13 @@ def test_a_step_s_loss_is_the_mean_divergence_of_the_models_own_logits(taught):
     assert taught._metrics["train"]["divergence"][-1] == pytest.approx(loss, rel=1e-5)
 
 
+def test_padded_rows_have_the_positions_of_packed_ones(taught):
+    inputs = rows(taught)
+    given = taught._batch(taught.model, inputs).inputs
+    for positions, real in zip(given["position_ids"], given["attention_mask"].bool(), strict=True):
+        assert positions[real].tolist() == list(range(int(real.sum())))
+
+
 def test_packed_micro_batches_give_the_loss_and_the_gradients_of_padded_rows(taught, packed):
     loss, wanted = step(taught, rows(taught))
     inputs = rows(packed)

@@ -18,6 +18,8 @@ from merge.quantize import FORMATS, Refused, check_shapes, fused_peaks, quantize
 from merge.shards import PartsFile
 from merge.verify import base_checkpoint, load_for_scoring
 from recipes.parts.errors import BadInput
+from recipes.parts.fake_quant import fake_quantize_weight
+from recipes.parts.quant_format import FORMATS as QUANT_FORMATS
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.unit.test_merge_base import NF4
 from tests.unit.test_merge_fixture import make_model, make_run, shared_folder
@@ -248,6 +250,17 @@ def test_a_row_or_block_of_zeros_stays_zero(name):
     assert torch.isfinite(value).all()
     assert (value[:128] == 0).all()
     assert value[129] == pytest.approx(torch.full((256,), 0.5), rel=0.07)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "fp8_static", "w4a16", "nvfp4a16"])
+@pytest.mark.parametrize("size", [1e-36, 1e-38, 2e-39])
+def test_a_row_whose_scale_bf16_rounds_to_zero_is_read_back_as_numbers(name, size):
+    """And as those that a policy trained for the format computed with."""
+    weight = torch.zeros(256, 256, dtype=torch.bfloat16)
+    weight[:128] = torch.linspace(-size, size, 256).to(torch.bfloat16)
+    _, value = read_back(FORMATS[name], weight)
+    assert value.isfinite().all() and value.abs().max() <= 2 * size
+    assert torch.equal(value.to(torch.bfloat16), fake_quantize_weight(weight, QUANT_FORMATS[name]))
 
 
 def test_nvfp4_stores_the_scale_of_the_inputs_that_calibration_found():

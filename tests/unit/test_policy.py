@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from merge.base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.policy import check_base, check_base_unchanged, check_init_adapter, load_tokenizer
+from recipes.parts.policy import check_base, check_base_unchanged, check_init_adapter, load_policy_base, load_tokenizer
 from recipes.parts.rundir import read_json, read_manifest, write_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,24 @@ def test_there_is_one_base_in_memory(trainer, learning_model_dir):
     others = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
     mine = {id(module) for module in linears(trainer.model)}
     assert all({id(module) for module in linears(other)} <= mine for other in others)
+
+
+def test_what_is_sampled_takes_nothing_from_the_bases_generation_config(tmp_path, learning_model_dir):
+    """`generate` fills what a caller leaves open from the model's own file."""
+    own = shutil.copytree(learning_model_dir, tmp_path / "own")
+    given = json.loads((own / "generation_config.json").read_text())
+    odd = {"min_p": 0.9, "typical_p": 0.1, "num_beams": 2, "no_repeat_ngram_size": 1, "min_new_tokens": 11}
+    odd |= {"epsilon_cutoff": 0.3, "guidance_scale": 3.0, "repetition_penalty": 5.0, "top_k": 2}
+    (own / "generation_config.json").write_text(json.dumps(given | odd))
+    asked = GenerationConfig(do_sample=True, max_new_tokens=12, disable_compile=True)
+    sampled = []
+    for model_dir in (learning_model_dir, own):
+        model = load_policy_base(load_config(CONFIG, [f"--model.path={model_dir}"]))
+        torch.manual_seed(0)
+        ids = torch.arange(5, 13).repeat(8, 1)
+        sampled.append(model.generate(input_ids=ids, attention_mask=ids > 0, generation_config=asked))
+        assert model.generation_config.eos_token_id == given["eos_token_id"]
+    assert torch.equal(*sampled)
 
 
 def test_only_the_adapter_is_trained_and_it_is_float32(trainer):

@@ -28,7 +28,14 @@ from tests.unit.test_checks import configuration, refusal
         ("accelerator_config: {dispatch_batches: true}", "accelerate's part"),
         ("neftune_noise_alpha: 5", "would not be one model"),
         ("torch_compile: true", "policy.kernels liger"),
+        ("torch_compile_backend: inductor", "policy.kernels liger"),
+        ("torch_compile_mode: default", "policy.kernels liger"),
         ("use_liger_kernel: true", "policy.kernels liger"),
+        ("use_transformers_continuous_batching: true", "casts the adapter"),
+        ("use_transformers_paged: true", "casts the adapter"),
+        ("fp16: true", "model.dtype"),
+        ("logging_strategy: 'no'", "checked for NaN"),
+        ("logging_strategy: epoch", "checked for NaN"),
         ("steps_per_generation: 4", "could not be resumed exactly"),
         ("steps_per_generation: 0", "could not be resumed exactly"),
         ("save_only_model: true", "could not be resumed exactly"),
@@ -40,7 +47,8 @@ def test_what_trl_would_refuse_after_the_base_is_recorded_is_refused_before(fiel
 
 
 def test_a_field_that_is_off_is_no_problem():
-    check_config(configuration(train__trl="{log_completions: false, eval_strategy: 'no', use_liger_kernel: false}"), 1)
+    off = "log_completions: false, eval_strategy: 'no', use_liger_kernel: false, logging_strategy: steps"
+    check_config(configuration(train__trl=f"{{{off}}}"), 1)
 
 
 def test_every_field_is_one_of_trls():

@@ -346,3 +346,27 @@ def test_all_rows_of_a_step_come_at_once(plain, packed):
         shapes.append((arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps))
     assert shapes == [(16, 1), (16, 1)]
     assert packed.args.steps_per_generation == 1
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(build_trainer, recipe_arguments, learning_model_dir, tmp_path_factory):
+    keys = {"model.dtype": "bfloat16", "train.max_steps": 4}
+    folder = tmp_path_factory.mktemp("positions") / "run"
+    return build_trainer(recipe_arguments(learning_model_dir, folder, keys), rewards=[by_length])
+
+
+@pytest.mark.parametrize("compute", ["policy", "reference"])
+def test_padding_does_not_move_a_token_in_bfloat16(in_bfloat16, compute):
+    """A sampler scores a row from position 0; so does the update, however far a longer prompt pushes the row."""
+    trainer = in_bfloat16
+    torch.manual_seed(0)
+    ids, completion = torch.randint(5, 300, (8, 40)), 24
+    padding = torch.zeros(8, 150, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    with torch.no_grad(), trainer.model.disable_adapter() if compute == "reference" else contextlib.nullcontext():
+        alone, padded = (
+            trainer._get_per_token_logps_and_entropies(trainer.model, rows, real, completion)[0]
+            for rows, real in ((ids, mask), (torch.cat([padding, ids], 1), torch.cat([padding, mask], 1)))
+        )
+    off = (alone - padded).double()
+    assert (off.exp() - 1 - off).mean() < 1e-6  # k3; with positions counted from the padding 6e-5
