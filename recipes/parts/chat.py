@@ -155,12 +155,14 @@ def check_template(tokenizer: Any, conversation: list[dict], arguments: dict) ->
 
 def date_arguments(tokenizer: Any, conversation: list[dict], arguments: dict) -> list[str] | None:
     """None unless the prompt depends on the date (`strftime_now`); then the arguments by which it may be pinned."""
-    known = names_read(tokenizer.get_chat_template())
-    if "strftime_now" not in known:
+    from jinja2.nodes import Name
+
+    template = tokenizer.get_chat_template()
+    if all(node.name != "strftime_now" for node in parsed(template).find_all(Name)):
         return None
     days = ({**arguments, "strftime_now": lambda form, day=day: day} for day in ("01 Jan 2024", "02 Feb 2025"))
     first, second = (render(tokenizer, conversation, day) for day in days)
-    return sorted(name for name in known if "date" in name) if first != second else None
+    return sorted(name for name in names_read(template) if "date" in name) if first != second else None
 
 
 def end_of_turn_token(tokenizer: Any, arguments: dict | None = None) -> int:

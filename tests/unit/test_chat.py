@@ -112,11 +112,13 @@ def test_training_asks_in_this_process_and_its_server_the_prompt_of_the_argument
 ):
     trainer = build_trainer(recipe_arguments(thinking.model, tmp_path / "run", thinking.keys))
     assert trainer._tokenize_prompts([thinking.conversation])[0] == [thinking.ids]
-    group = thinking.config.rollout.group_size
+    group = trainer.config.rollout.group_size
     fake = FakeReplica(tokenizer_hash=tokenizer_hash(thinking.tokenizer))
     try:
-        keys = [f"--rollout.server_urls={[fake.url]}", "--rollout.canary_prompts=0", f"--server.base={tmp_path}/none"]
-        rollout = ServerRollout(load_config(CONFIG, keys), thinking.tokenizer, RunDir(tmp_path / "run"))
+        keys = {"server_urls": [fake.url], "canary_prompts": 0, "group_size": group}
+        config = load_config(CONFIG, [f"--rollout.{key}={value}" for key, value in keys.items()])
+        config.server.base = str(tmp_path / "none")
+        rollout = ServerRollout(config, thinking.tokenizer, RunDir(tmp_path / "served"))
         rollout.check(["model.layers.0.self_attn.q_proj"], 316)
         rollout.sync.served, fake.served = 0, (rollout.sync.session, 0)
         trainer.rollout = rollout
@@ -162,7 +164,7 @@ class Asked:
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: object) -> torch.Tensor:
         self.rows += [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
-        return torch.cat([input_ids, torch.full((len(input_ids), 1), self.generation_config.eos_token_id)], dim=1)
+        return torch.cat([input_ids, torch.full((len(input_ids), 1), self.generation_config.eos_token_id[0])], dim=1)
 
 
 def test_eval_asks_the_prompt_of_the_training_in_this_process_and_through_vllm(thinking, tmp_path, monkeypatch):
@@ -223,7 +225,7 @@ def test_a_server_of_the_merged_checkpoint_renders_the_prompt_of_the_training_un
 
 def test_a_server_of_the_base_that_takes_no_arguments_is_refused(thinking, stub):
     serve(stub, thinking.model, takes_arguments=False)
-    with pytest.raises(BadInput, match="makes .* tokens of a prompt of which the checkpoint's tokenizer"):
+    with pytest.raises(BadInput, match=r"makes .* tokens of a prompt of which the checkpoint's tokenizer"):
         ask_server(Endpoint(stub.url), thinking.model, thinking.asking)
 
 
@@ -256,3 +258,210 @@ def test_another_task_is_asked_with_the_runs_arguments(thinking):
     from eval.tasks import task_config
 
     assert task_config(thinking.config, "svamp").data.chat_template_kwargs == OFF
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("{enable_thinking: 'false'}", "is the text 'false', which a template takes for true"),
+        ("{messages: []}", "messages is passed to the template by transformers itself"),
+        ("{add_generation_prompt: false}", "add_generation_prompt is passed to the template by transformers"),
+        ("{bos_token: x}", "bos_token is passed to the template"),
+        ("{chat_template: x}", "chat_template is passed"),
+        ("{a b: 1}", "names 'a b', which is not a variable's name"),
+        ("{1: 2}", "names 1, which is not a variable's name"),
+        ("{day: 2024-01-01}", "it must be text, a number, true, false, null, a list or a mapping"),
+        ("{limit: .inf}", "is inf, which JSON cannot carry"),
+        ("{tools_by: {1: x}}", "has keys that are not text"),
+        ("{words: [a, 'no']}", "is the text 'no'"),
+        ("[enable_thinking]", "data.chat_template_kwargs must be a group of keys"),
+        ("enable_thinking", "data.chat_template_kwargs must be a group of keys"),
+    ],
+)
+def test_an_argument_that_no_template_can_be_given_is_refused(arguments, message):
+    with pytest.raises(BadInput) as refused:
+        load_config(CONFIG, [f"--data.chat_template_kwargs={arguments}"])
+    assert message in str(refused.value)
+
+
+def test_arguments_of_an_earlier_versions_key_are_read_from_its_runs():
+    values = to_dict(load_config(CONFIG))
+    del values["data"]["chat_template_kwargs"]
+    for given in (OFF, json.dumps(OFF)):
+        values["train"]["trl"] = {"chat_template_kwargs": given}
+        assert chat.arguments_of(values) == config_from_dict(values).data.chat_template_kwargs == OFF
+    values["train"]["trl"] = {"chat_template_kwargs": "{"}
+    assert chat.arguments_of(values) == {}
+
+
+def tokenizer_with(template: str) -> object:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+DROPS_SYSTEM = "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "message"),
+    [
+        (THINKING, {"chat_template_kwargs": "{enable_thought: false}"}, "never reads 'enable_thought'. Did you mean"),
+        (CHAT_TEMPLATE, {"chat_template_kwargs": "{enable_thinking: false}"}, "It reads no argument at all"),
+        (NO_SYSTEM + CHAT_TEMPLATE, {"system_prompt": "Be brief."}, "takes no system message (TemplateError: System"),
+        (DROPS_SYSTEM + CHAT_TEMPLATE, {"system_prompt": "Be brief."}, "drops the system message"),
+        ("{% for m in messages %}", {}, "is not valid: TemplateSyntaxError in line 1"),
+        ("{{ messages[0].missing.more }}", {}, "fails on a conversation of user: UndefinedError"),
+        ("{{ messages[0].content + 1 }}", {}, "fails on a conversation of user: TypeError"),
+        ("{{ {'no': 'default'} }}{% include 'x' %}", {}, "fails on a conversation of user"),
+        (
+            "{{ date + 'x' }}" + CHAT_TEMPLATE,
+            {"chat_template_kwargs": "{date: 3}"},
+            "of user and data.chat_template_kwargs {'date': 3}",
+        ),
+        (
+            CHAT_TEMPLATE.replace("<|im_end|>", "<|endoftext|>"),
+            {},
+            "which is not among the model's stop tokens (['<|im_end|>']): every completion would run",
+        ),
+        (
+            CHAT_TEMPLATE.replace("<|im_end|>", ""),
+            {},
+            "ends an assistant's turn with '\\n', which is no special token",
+        ),
+    ],
+)
+def test_a_template_that_cannot_ask_or_stop_is_refused_before_weights_are_loaded(tmp_path, template, changes, message):
+    folder = with_template(tmp_path / "model", template)
+    keys = [f"--data.{key}={value}" for key, value in changes.items()]
+    with pytest.raises(BadInput) as refused:
+        load_tokenizer(load_config(CONFIG, [f"--model.path={folder}", *keys]))
+    assert message in str(refused.value) and str(folder) in str(refused.value)
+
+
+def test_a_default_system_message_may_be_the_runs_own(tmp_path):
+    """As Qwen2.5's template, which puts in its own where there is none."""
+    default = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    folder = with_template(tmp_path / "model", default + CHAT_TEMPLATE)
+    load_tokenizer(load_config(CONFIG, [f"--model.path={folder}", "--data.system_prompt=Be brief."]))
+
+
+def test_a_stop_token_of_the_model_config_alone_is_enough(tmp_path):
+    folder = with_template(tmp_path / "model", CHAT_TEMPLATE)
+    (folder / "generation_config.json").unlink()
+    load_tokenizer(load_config(CONFIG, [f"--model.path={folder}"]))
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(BadInput, match=r"generation_config\.json cannot be read"):
+        load_tokenizer(load_config(CONFIG, [f"--model.path={folder}"]))
+
+
+def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_would_parse(
+    tmp_path, build_trainer, recipe_arguments, thinking, monkeypatch
+):
+    """TRL parses completions of a tokenizer with a response template, and the thought is gone from them."""
+    parts = {
+        "content": {"open": "</think>", "close": "<|im_end|>"},
+        "thinking": {"open": "<think>", "close": "</think>"},
+    }
+    folder = with_template(tmp_path / "model", THINKING, response_template={"fields": parts})
+    assert AutoTokenizer.from_pretrained(folder).response_template is not None
+    trainer = build_trainer(recipe_arguments(folder, tmp_path / "run", thinking.keys | {"model.path": folder}))
+    said = "<think>\n4?\n</think>\n\n\\boxed{4}"
+    ids = thinking.tokenizer(said, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(trainer, "_generate_single_turn", lambda prompts, *_: ([ids] * len(prompts), None))
+    completions = trainer._generate([USER] * trainer.config.rollout.group_size)[3]
+    assert {completion[0]["content"] for completion in completions} == {said}
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE, []),
+        ("{{ date_string or strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE, ["date_string"]),
+        ("{% if tools %}{{ strftime_now('%d') }}{% endif %}" + CHAT_TEMPLATE, None),
+        (CHAT_TEMPLATE, None),
+    ],
+)
+def test_a_prompt_that_changes_with_the_date_is_found(template, names):
+    assert chat.date_arguments(tokenizer_with(template), USER, {}) == names
+    if names:
+        assert chat.date_arguments(tokenizer_with(template), USER, {"date_string": "26 Jul 2024"}) is None
+
+
+VALUES = [False, True, None, 0, -3, 1.5e-7, "a\"'\n%}{{ {# é 😀 \\", [1, "x", [None]], {"a'b": {"c": [False]}}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_default_is_the_value_to_the_last_character(value):
+    template = "{{ x | tojson }}{% if x is none %}none{% elif x is false %}false{% endif %}"
+    render = tokenizer_with(template).apply_chat_template
+    changed = tokenizer_with(with_defaults(template, {"x": value})).apply_chat_template
+    assert changed(USER, tokenize=False) == render(USER, tokenize=False, x=value)
+    assert changed(USER, tokenize=False, x=17) == "17"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        THINKING,
+        "\n\n" + THINKING,
+        "\n  {% if true %}a{% endif %}{{ enable_thinking }}",
+        "   {{ enable_thinking }}  \n",
+        "  {%- if not enable_thinking %}x{% endif %}\n\n",
+        "\t{# note #}\n{{ enable_thinking }}",
+        "text {{ enable_thinking }}\n",
+        "{%- macro f() %}[{{ enable_thinking }}]{%- endmacro %}{{ f() }}{% for m in messages %}{{ f() }}{% endfor %}",
+        "{%- set enable_thinking = enable_thinking | default(true) %}{{ enable_thinking }}",
+        "{% generation %}{{ enable_thinking }}{% endgeneration %}",
+        "{% for m in messages %}{% if enable_thinking is false %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_with_defaults_renders_the_same_bytes_as_one_with_arguments(template):
+    before, after = tokenizer_with(template), tokenizer_with(with_defaults(template, OFF))
+    again = tokenizer_with(with_defaults(after.chat_template, {"enable_thinking": True}))
+    wanted = chat.render(before, USER, OFF)
+    assert [chat.render(one, USER, given) for one, given in ((after, {}), (after, OFF), (again, OFF))] == [wanted] * 3
+    on = {"enable_thinking": True}
+    assert chat.render(after, USER, on) == chat.render(before, USER, on) == chat.render(again, USER, {})
+
+
+def test_every_template_of_a_checkpoint_gets_the_defaults(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "chat_template.jinja").write_text(THINKING)
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools" + THINKING)
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": {"default": THINKING}}))
+    named = [{"name": "default", "template": THINKING}, {"name": "rag", "template": "rag é"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
+    set_defaults(tmp_path, OFF)
+    changed = with_defaults(THINKING, OFF)
+    assert changed != THINKING
+    assert (tmp_path / "chat_template.jinja").read_text() == changed
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").read_text() == with_defaults(
+        "tools" + THINKING, OFF
+    )
+    assert (tmp_path / "additional_chat_templates" / "rag.jinja").read_text() == "rag"
+    assert read_json(tmp_path / "chat_template.json")["chat_template"] == {"default": changed}
+    facts = read_json(tmp_path / "tokenizer_config.json")
+    assert facts["chat_template"] == [{**named[0], "template": changed}, named[1]] and facts["eos_token"] == "</s>"
+    assert literal({"a": [True]}) == "{'a': [true]}"
+
+
+def test_a_logged_prompt_that_went_through_the_template_is_taken_as_it_is(thinking):
+    text = thinking.tokenizer.decode(thinking.ids)
+    values = thinking.run.config()
+    assert (
+        as_prompt(values, text, thinking.tokenizer)
+        == text
+        == as_prompt(values, thinking.conversation, thinking.tokenizer)
+    )
+
+
+def test_the_export_hands_the_arguments_to_verl():
+    from launch.export.files import words
+    from launch.export.translate import Cluster, translate
+
+    config = load_config(CONFIG, ["--data.chat_template_kwargs={enable_thinking: false}"])
+    found = translate(config, Cluster(1, 1), 1, False, Path("out"))
+    assert "+data.apply_chat_template_kwargs.enable_thinking=false" in words(found)
