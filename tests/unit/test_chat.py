@@ -340,6 +340,17 @@ def test_a_template_that_cannot_ask_or_stop_is_refused_before_weights_are_loaded
     assert message in str(refused.value) and str(folder) in str(refused.value)
 
 
+def test_the_doctor_finds_a_template_that_the_recipe_refuses(tmp_path, monkeypatch):
+    from launch.checks.steps import recipe_checks
+
+    monkeypatch.chdir(tmp_path)
+    folder = with_template(tmp_path / "model", NO_SYSTEM + CHAT_TEMPLATE)
+    config = to_dict(load_config(CONFIG, [f"--model.path={folder}", "--data.system_prompt=Be brief."]))
+    assert "takes no system message" in recipe_checks(json.dumps(config), 1, str(tmp_path))["refused"]
+    config["data"]["system_prompt"] = None
+    assert recipe_checks(json.dumps(config), 1, str(tmp_path)) == {"skipped": "", "refused": "", "kind": "qwen3"}
+
+
 def test_a_default_system_message_may_be_the_runs_own(tmp_path):
     """As Qwen2.5's template, which puts in its own where there is none."""
     default = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
