@@ -10,6 +10,7 @@ from pathlib import Path
 
 from merge.trained import find_trained
 from recipes.parts import config
+from recipes.parts.chat import arguments_of
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import MANIFEST, RunDir, read_json, read_manifest, write_json
 
@@ -70,6 +71,12 @@ def artifact(run: RunDir, policy: str, name: str) -> Artifact:
         raise BadInput(
             f"{path} was made of another base: its base_hash is {manifest.get('base_hash')}, the run's base.json says "
             f"{expected}. Merge it again: {merge_command(run, [name])} --overwrite"
+        )
+    trained, defaults = arguments_of(run.config()), manifest.get("chat_template_kwargs", {})
+    if defaults != trained:
+        raise BadInput(
+            f"{path} renders prompts with chat_template_kwargs {defaults}, the run was trained with {trained}. Merge "
+            f"it again: {merge_command(run, [name])} --overwrite"
         )
     return Artifact(path, manifest, artifact_hash(manifest))
 

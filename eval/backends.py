@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.generate import Generation, check_sampling, end_of_turn_token, generate, set_threads, stop_tokens
+from eval.generate import Generation, check_sampling, generate, set_threads
+from recipes.parts.chat import check_template, end_of_turn_token, model_stop_tokens
 from recipes.parts.errors import BadInput
 
 # vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).
@@ -29,6 +30,7 @@ class Asking:
     samples: int = 1
     seed: int = 0
     batch_size: int = 64
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
 
 
 @dataclass(frozen=True)
@@ -57,25 +59,20 @@ def check_backend(backend: str, temperature: float, samples: int) -> None:
         raise BadInput(f"eval.temperature ({temperature}) is above {HIGHEST_TEMPERATURE:g}, the most a server takes.")
 
 
-def load_tokenizer(place: str | Path) -> Any:
-    """The tokenizer of a checkpoint, refused before its weights load when its chat template cannot end a turn."""
+def load_tokenizer(place: str | Path, asking: Asking) -> Any:
+    """The tokenizer of a checkpoint; `BadInput`, before its weights load, when its chat template cannot render what is
+    asked or cannot end a turn."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place)
-    end_of_turn_token(tokenizer)
+    end_of_turn_token(tokenizer, asking.template_arguments)
+    check_template(tokenizer, asking.conversations[0], asking.template_arguments)
     return tokenizer
 
 
-def directory_stop_tokens(place: str | Path, tokenizer: Any) -> list[int]:
+def directory_stop_tokens(place: str | Path, tokenizer: Any, asking: Asking) -> list[int]:
     """The stop tokens of a checkpoint's files, as transformers would take them; `BadInput` as in `stop_tokens`."""
-    from transformers import AutoConfig, GenerationConfig
-
-    place = Path(place)
-    if (place / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(place)
-    else:
-        found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(place))
-    return stop_tokens(found, tokenizer)
+    return model_stop_tokens(place, tokenizer, asking.template_arguments)
 
 
 def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking) -> Answers:
@@ -84,7 +81,7 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
 
     from recipes.parts.qat import keeping_weights
 
-    tokenizer = load_tokenizer(place)
+    tokenizer = load_tokenizer(place, asking)
     model = load()
     set_threads(sum(parameter.numel() for parameter in model.parameters()))
     with keeping_weights(model):  # of a policy with quantizers: they are not made again for every token
@@ -97,6 +94,7 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
             temperature=asking.temperature,
             seed=asking.seed,
             samples=asking.samples,
+            template_arguments=asking.template_arguments,
         )
     del model
     gc.collect()

@@ -9,6 +9,7 @@ Exits 1 when the endpoint is shown to be worse than that cell, or its completion
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -26,11 +27,12 @@ from eval.run import add_problem_options, answer_pool, ask_settings, evaluation_
 from eval.score import Record, score, summarize
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from eval.tasks import scoring_of
-from recipes.parts.config import Config
+from recipes.parts.config import Config, DataConfig
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
 from recipes.parts.rundir import RunDir, read_json, write_json
 
 NAME = "endpoint"
+PROMPT = ("system_prompt", "prompt_suffix", "chat_template_kwargs")  # keys of data that shape a problem's prompt
 
 
 def main(argv: list[str]) -> int:
@@ -54,6 +56,7 @@ def main(argv: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     identity = {"problems": problems_hash(problems), "eval": ways(config), "endpoint": cell.versions}
     identity["reward"] = {"options": config.reward.options}
+    identity["data"] = {key: getattr(config.data, key) for key in PROMPT}
     write_cell(folder, NAME, f"{policy}-{name}", cell, identity, None)
     summary = {**summarize(cell.records), **cell.facts()}
     before, why = judged_records(folder, policy, name, identity)
@@ -157,6 +160,9 @@ def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tupl
         return [], f"{policy}/{name} was evaluated in another way: {own}"
     if (options := known.get("reward", {}).get("options", {})) != identity["reward"]["options"]:
         return [], f"{policy}/{name} was evaluated with other options of rewards: {options}"
+    plain = dataclasses.asdict(DataConfig()) | known.get("data", {})
+    if other := [key for key, value in identity["data"].items() if plain[key] != value]:
+        return [], f"{policy}/{name} was evaluated on other prompts: data.{other[0]} was {plain[other[0]]!r}"
     return read_records(file), ""
 
 

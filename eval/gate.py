@@ -28,7 +28,7 @@ from eval.hygiene import RATES, UNDECIDED, findings, holds, limits_of
 from eval.problems import check_disjoint, held_out, problems_hash
 from eval.report import read_result
 from eval.run import measurement, run_config
-from recipes.parts.config import Config
+from recipes.parts.config import Config, DataConfig
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, file_hash
 
@@ -129,7 +129,9 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
             f"{len(trained)} of {len(problems)} held-out problems were trained on: {run.ledger_file} lists "
             f"{trained[0].source}, {trained[0].question[:100]!r}. Point data.eval_path at other problems."
         )
-    data, expected = result.get("data") or {}, dataclasses.asdict(config.data)
+    # An evaluation of an earlier version lacks newer keys, which had their defaults' meaning.
+    data = dataclasses.asdict(DataConfig()) | (result.get("data") or {})
+    expected = dataclasses.asdict(config.data)
     if other := [key for key, value in expected.items() if data.get(key) != value]:
         raise BadInput(
             f"eval.json was measured on other problems or prompts than the configuration names: data.{other[0]} was "

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.parts.chat import render, special_tokens, stop_tokens
 from recipes.parts.errors import BadInput
 
-_SENTINEL = "The answer is 42"
 SMALL_MODEL = 50_000_000  # parameters
 
 
@@ -33,50 +33,9 @@ class Generation:
     hit_max_tokens: bool
 
 
-def end_of_turn_token(tokenizer: Any) -> int:
-    """Id of the token with which the chat template closes an assistant's turn; `BadInput` when there is none."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise BadInput(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template, so the policy would be asked with raw "
-            "prompts it was not trained on. Evaluate a checkpoint saved with its chat template."
-        )
-    turns = [{"role": "user", "content": "2 + 40?"}, {"role": "assistant", "content": _SENTINEL}]
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    tail = rendered[rendered.rfind(_SENTINEL) + len(_SENTINEL) :]
-    special = set(special_tokens(tokenizer).values())
-    closing = [token for token in tokenizer(tail, add_special_tokens=False)["input_ids"] if token in special]
-    if not closing:
-        raise BadInput(
-            f"the chat template of {tokenizer.name_or_path} ends an assistant's turn with {tail!r}, which is no "
-            "special token, so nothing can stop a completion. Fix the template or the tokenizer's special tokens."
-        )
-    return closing[0]
-
-
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """All special tokens of a tokenizer and their ids, the unnamed ones too."""
-    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return named | added
-
-
-def stop_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """The model's stop tokens, which include the template's end-of-turn token; `BadInput` when they do not."""
-    closing = end_of_turn_token(tokenizer)
-    stops = generation_config.eos_token_id
-    stops = [stops] if isinstance(stops, int) else list(stops or [])
-    if closing not in stops:
-        shown = [tokenizer.convert_ids_to_tokens(stop) for stop in stops] or "none"
-        raise BadInput(
-            f"the chat template of {tokenizer.name_or_path} ends a turn with "
-            f"{tokenizer.convert_ids_to_tokens(closing)!r} (id {closing}), which is not among the model's stop tokens "
-            f"({shown}): every completion would run to the token limit. Add {closing} to eos_token_id in "
-            "generation_config.json."
-        )
-    return stops
-
-
-def render_prompts(tokenizer: Any, conversations: Sequence[list[dict]]) -> list[str]:
+def render_prompts(
+    tokenizer: Any, conversations: Sequence[list[dict]], template_arguments: dict | None = None
+) -> list[str]:
     """Each conversation with the chat template applied once and the assistant's turn opened.
 
     `BadInput` when a message already holds a special token of the tokenizer: its text went through a template before,
@@ -90,9 +49,7 @@ def render_prompts(tokenizer: Any, conversations: Sequence[list[dict]]) -> list[
                     f"a {message['role']} message holds the special token {found}: {message['content'][:120]!r}. "
                     "The chat template is applied here, once; pass plain text."
                 )
-    return [
-        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in conversations
-    ]
+    return [render(tokenizer, turns, template_arguments or {}) for turns in conversations]
 
 
 def generate(
@@ -104,6 +61,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     samples: int = 1,
+    template_arguments: dict | None = None,
 ) -> list[Generation]:
     """`samples` completions per conversation, those of one together, at most `max_new_tokens` tokens each.
 
@@ -111,6 +69,7 @@ def generate(
     (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's place in `conversations`,
     the sample, the position and the token, so neither on the batch nor on the order nor on how many samples there are.
     Prompts of similar length share a batch, so little of it is padding; results return in input order.
+    `template_arguments` are `data.chat_template_kwargs`.
     """
     import torch
     from transformers import LogitsProcessorList
@@ -118,8 +77,9 @@ def generate(
     if max_new_tokens < 1 or batch_size < 1:
         raise BadInput(f"max_new_tokens ({max_new_tokens}) and batch_size ({batch_size}) must be at least 1.")
     check_sampling(temperature, samples)
-    stops = stop_tokens(model.generation_config, tokenizer)
-    prompts = tokenizer(render_prompts(tokenizer, conversations), add_special_tokens=False)["input_ids"]
+    stops = stop_tokens(model.generation_config, tokenizer, template_arguments)
+    rendered = render_prompts(tokenizer, conversations, template_arguments)
+    prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     order = list(itertools.product(range(len(prompts)), range(samples)))
     order.sort(key=lambda place: -len(prompts[place[0]]))  # longest first: out of memory at once

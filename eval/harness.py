@@ -31,7 +31,7 @@ from eval.run import run_config
 from recipes.parts.config import DataConfig
 from recipes.parts.data import SUFFIXES, TEXT_FORMATS, chat_messages
 from recipes.parts.errors import DONE, BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, file_hash, read_json, write_json
+from recipes.parts.rundir import MANIFEST, RunDir, file_hash, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("kit_gsm8k", "kit_problems")
@@ -400,6 +400,10 @@ def differences(measured: Measured, results: Results, task: str) -> list[str]:
     template = raw.get("chat_template")
     if raw.get("model_source") == "hf":
         said += [] if template == _template(measured.checkpoint) else ["chat template: not the checkpoint's; ours is"]
+    manifest = measured.checkpoint / MANIFEST
+    defaults = read_json(manifest).get("chat_template_kwargs", {}) if manifest.is_file() else {}
+    if (asked := measured.data.chat_template_kwargs) != defaults:
+        said.append(f"chat template's arguments: the checkpoint's defaults {defaults}; ours {asked}")
     if (raw.get("system_instruction") or None) != (measured.data.system_prompt or None):
         said.append("system message: not the same")
     used = str((raw.get("config") or {}).get("model_dtype") or "").removeprefix("torch.")

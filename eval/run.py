@@ -221,7 +221,7 @@ def check_endpoints(plan: Plan) -> None:
     for (policy, name), endpoint in plan.endpoints.items():
         few = questions(plan)
         few = dataclasses.replace(few, conversations=few.conversations[:PROBES])
-        client = connect(endpoint, expected_of(plan.place(policy, name), few.conversations), few)
+        client = connect(endpoint, expected_of(plan.place(policy, name), few), few)
         client.http.close()
         print(f"server of {policy}/{name}: {client.facts['url']} serves {client.model}", flush=True)
 
@@ -336,6 +336,7 @@ def ask_settings(config: Config, problems: list[Any]) -> Asking:
         config.eval.samples,
         config.eval.seed,
         config.eval.batch_size,
+        config.data.chat_template_kwargs,
     )
 
 

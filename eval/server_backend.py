@@ -4,7 +4,8 @@ Covers: vLLM, SGLang, llama.cpp, TGI and whoever else has /v1/models and /v1/cha
 applies the chat template, so what it makes of a prompt is compared with what the checkpoint's own tokenizer makes of
 it: token by token where the server returns them (vLLM), else by their number, on every answer. Sampling settings are
 all sent, so that no default of the server or of the model's generation_config.json is left to act; those beyond
-OpenAI's own (top_k, min_p, repetition_penalty, stop tokens) are left out for a server that refuses them.
+OpenAI's own (top_k, min_p, repetition_penalty, stop tokens, chat_template_kwargs) are left out for a server that
+refuses them.
 Not covered: which weights the server holds, which no such server tells.
 """
 
@@ -78,11 +79,12 @@ def parse_cells(pairs: Sequence[str], option: str) -> dict[tuple[str, str], str]
     return found
 
 
-def expected_of(place: str | Path, conversations: Sequence[list[dict]]) -> Expected:
+def expected_of(place: str | Path, asking: Asking) -> Expected:
     """What the checkpoint's own tokenizer and chat template make of the conversations."""
-    tokenizer = load_tokenizer(place)
-    prompts = tokenizer(render_prompts(tokenizer, conversations), add_special_tokens=False)["input_ids"]
-    return Expected(tokenizer, directory_stop_tokens(place, tokenizer), prompts)
+    tokenizer = load_tokenizer(place, asking)
+    rendered = render_prompts(tokenizer, asking.conversations, asking.template_arguments)
+    prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return Expected(tokenizer, directory_stop_tokens(place, tokenizer, asking), prompts)
 
 
 def ask_server(endpoint: Endpoint, place: str | Path, asking: Asking) -> Answers:
@@ -91,7 +93,7 @@ def ask_server(endpoint: Endpoint, place: str | Path, asking: Asking) -> Answers
     `asking.batch_size` requests are under way at once. `BadInput` when the server is not what it must be,
     `CheckFailed` when it stops answering.
     """
-    expected = expected_of(place, asking.conversations)
+    expected = expected_of(place, asking)
     client = connect(endpoint, expected, asking)
     try:
         found = in_parallel(
@@ -157,10 +159,33 @@ def connect(endpoint: Endpoint, expected: Expected, asking: Asking) -> Client:
     if _probe(client, asking.conversations[0]).status_code in (400, 422):
         client.extra = {}
         client.facts["refused"] = "top_k, min_p, repetition_penalty, stop_token_ids"
+    if asking.template_arguments:
+        _pass_arguments(client, expected, asking)
     for problem in range(min(PROBES, len(asking.conversations))):
         answer = _read(client, _probe(client, asking.conversations[problem]))
         check_prompt(client, expected, problem, answer, 1)
     return client
+
+
+def _pass_arguments(client: Client, expected: Expected, asking: Asking) -> None:
+    """Send `data.chat_template_kwargs` with every request from here on, unless the server refuses the field. Record
+    and print whether clients that leave it out get another prompt."""
+    answer = _read(client, _probe(client, asking.conversations[0]))
+    try:
+        check_prompt(client, expected, 0, answer, 1)
+    except BadInput:
+        client.facts["without_arguments"] = "another prompt"
+        print(
+            f"WARNING: clients that do not send chat_template_kwargs {asking.template_arguments} to "
+            f"{client.facts['url']} ask another prompt than the policy was trained on. Serve a checkpoint that merge "
+            "wrote, which has them as defaults.",
+            flush=True,
+        )
+    plain = client.extra
+    client.extra = plain | {"chat_template_kwargs": asking.template_arguments}
+    if _probe(client, asking.conversations[0]).status_code in (400, 422):
+        client.extra = plain
+        client.facts["refused"] = ", ".join(filter(None, [client.facts.get("refused"), "chat_template_kwargs"]))
 
 
 def _probe(client: Client, conversation: list[dict]) -> requests.Response:

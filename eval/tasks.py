@@ -71,8 +71,9 @@ def task_values(values: dict, task: str, path: str | Path | None = None) -> dict
     """The nested values of a run's configuration with the data group of `task`, to be resolved with overrides.
 
     `path` is a file, or a folder with `test.jsonl` (.json, .parquet, .jsonl.gz); without it the task's hub id is
-    taken. The system message stays the run's, as does its instruction where its own answers are of the same kind: a
-    policy is asked in the words it was trained with. `BadInput` for an unknown task, or one with nothing to read.
+    taken. The system message and the arguments of the chat template stay the run's, as does its instruction where its
+    own answers are of the same kind: a policy is asked in the words it was trained with. `BadInput` for an unknown
+    task, or one with nothing to read.
     """
     if task not in TASKS:
         near = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.4)
@@ -82,7 +83,8 @@ def task_values(values: dict, task: str, path: str | Path | None = None) -> dict
     if path is None and known.id is None:
         raise BadInput(f"task {task} has no problems of its own: name a file with --data.")
     data = {"eval_split": known.split, "answer_format": known.answer_format, "prompt_suffix": known.prompt_suffix}
-    data |= {key: own[key] for key in ("system_prompt", "max_bad_fraction") if key in own}
+    kept = ("system_prompt", "chat_template_kwargs", "max_bad_fraction")
+    data |= {key: own[key] for key in kept if key in own}
     if known.answer_format in MATH_FORMATS and own.get("answer_format", "plain") in MATH_FORMATS:
         data["prompt_suffix"] = own.get("prompt_suffix") or ""
     data |= {"id": known.id, "config": known.config} if path is None else {"eval_path": str(path)}

@@ -73,9 +73,10 @@ def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> An
     Each (problem, sample) is a request with a seed of its own, from which vLLM draws that request's random numbers
     alone. `log` holds what vLLM said and is removed when all went well; `CheckFailed` has its last error line.
     """
-    tokenizer = load_tokenizer(place)
-    stops = directory_stop_tokens(place, tokenizer)
-    prompts = tokenizer(render_prompts(tokenizer, asking.conversations), add_special_tokens=False)["input_ids"]
+    tokenizer = load_tokenizer(place, asking)
+    stops = directory_stop_tokens(place, tokenizer, asking)
+    rendered = render_prompts(tokenizer, asking.conversations, asking.template_arguments)
+    prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     places = [(problem, sample) for problem in range(len(prompts)) for sample in range(asking.samples)]
     request = {
         "model": str(Path(place).resolve()),

@@ -22,7 +22,7 @@ from merge.base import BaseCheckpoint
 from merge.checkpoint import checkpoint_shards
 from merge.merge import write_config
 from merge.quantize import Refused, quantization_config
-from merge.verify import as_text, load_for_scoring, release_memory
+from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, publish, write_manifest
 
@@ -45,11 +45,12 @@ def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) 
     Prompts of logged completions come first, newest step first, with the completion; then prompts of the training
     split, evenly spread over it. Every one is cut at `max_length` tokens. `BadInput` when there is none at all.
     """
+    values = run.config()
     texts: dict[str, str] = {}  # prompt: the prompt with its completion
     for row in _logged_rows(run):
         if len(texts) < samples:
-            prompt = as_text(row["prompt"], tokenizer)
-            texts.setdefault(prompt, prompt + as_text(row["completion"], None))
+            prompt = as_prompt(values, row["prompt"], tokenizer)
+            texts.setdefault(prompt, prompt + as_completion(row["completion"]))
     completions, reason = len(texts), ""
     if completions < samples:
         try:
@@ -80,11 +81,12 @@ def _training_prompts(run: RunDir, tokenizer: Any) -> list[str]:
     from recipes.parts.config import DataConfig
     from recipes.parts.data import chat_messages, load_problems
 
+    values = run.config()
     try:
-        data = DataConfig(**run.config()["data"])
+        data = DataConfig(**values["data"])
     except (TypeError, KeyError) as error:
         raise BadInput(f"{run.config_file} has no data section that this version reads: {error}.") from None
-    return [as_text(chat_messages(data, problem), tokenizer) for problem in load_problems(data, "train")]
+    return [as_prompt(values, chat_messages(data, problem), tokenizer) for problem in load_problems(data, "train")]
 
 
 @torch.no_grad()

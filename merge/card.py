@@ -63,7 +63,7 @@ RECIPE = (
     "run.seed",
 )
 DATA = ("id", "config", "path", "train_split", "eval_split", "eval_path", "answer_format", "system_prompt")
-DATA = (*DATA, "prompt_suffix", "max_train_problems")
+DATA = (*DATA, "prompt_suffix", "chat_template_kwargs", "max_train_problems")
 METRICS = ("reward", "reward_std", "divergence", "kl", "entropy", "zero_spread_fraction", "truncated_fraction")
 METRICS += ("completion_length",)
 
@@ -173,7 +173,7 @@ def recipe(config: dict) -> tuple[str, ...]:
 
 def settings(config: dict, keys: Iterable[str]) -> list[tuple[str, str]]:
     """The rows of those keys that are set."""
-    return [(key, code(value)) for key in keys if (value := look_up(config, key)) not in (None, "")]
+    return [(key, code(value)) for key in keys if (value := look_up(config, key)) not in (None, "", {})]
 
 
 def code(value: Any) -> str:
@@ -243,6 +243,8 @@ def origin(config: dict, base: dict, manifest: dict) -> str:
     if manifest["policy"] == "grpo":
         rows += [("adapter version", code(manifest["adapter_version"]))]
         rows += [("adapter hash", code(manifest["adapter_hash"]))]
+    if arguments := manifest.get("chat_template_kwargs"):
+        rows += [("chat template", f"the model's, with the training's arguments as defaults: {code(arguments)}")]
     rows += [("license", "that of the base model")]
     return table("## Made from", ("what", "value"), rows)
 

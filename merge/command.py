@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from merge.trained import find_trained
+from recipes.parts.chat import arguments_of, check_template
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import INTO, RunDir, read_json, read_manifest
@@ -37,6 +38,7 @@ class Merge:
         self.out = arguments.out or self.run.merged_into(self.into)
         self.adapter, self.adapter_facts = self._find_adapter()
         self.trained = find_trained(self.run, self.adapter or arguments.adapter)
+        self.template_arguments = arguments_of(self.run.config())
         # argparse keeps the order of the command line; bf16 is what the others are made from.
         self.formats = [name for name in FORMATS if name in self._asked()]
         self._check_outputs()
@@ -47,6 +49,7 @@ class Merge:
         from merge.verify import base_directory
 
         self.directory = base_directory(self.run, arguments.base, weights=not arguments.dry_run)
+        self._check_template()
         self.base, self.updates = self._open_base()
         self.batch = None if arguments.skip_verify else self._batch()
         self.calibration = self._calibration()
@@ -108,6 +111,7 @@ class Merge:
         """What every manifest of a policy says about where the checkpoint comes from."""
         adapter = self.adapter_facts if policy == "grpo" else {"adapter_version": None, "adapter_hash": None}
         adapter |= {} if self.trained is None else self.trained.facts()
+        adapter |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
         return {"policy": policy, "into": self.into, "base_hash": self.info["hash"], **adapter, "promoted": False}
 
     def place(self, policy: str, name: str) -> Path:
@@ -125,7 +129,8 @@ class Merge:
             place = self.place(policy, "bf16")
             if (self.reuse or "bf16" not in self.formats) and place.exists() and not self._same_source(policy):
                 raise BadInput(
-                    f"{place}, from which the other formats are made, is not whole or of another base or adapter. "
+                    f"{place}, from which the other formats are made, is not whole, of another base or adapter, or "
+                    "with other defaults in its chat template (data.chat_template_kwargs of the run). "
                     "Pass --overwrite to merge again, or --out for another place."
                 )
 
@@ -140,6 +145,8 @@ class Merge:
         except BadInput:  # not whole: never quantized, and replaced only with --overwrite
             return False
         manifest.setdefault("into", INTO[0])  # of earlier versions, which knew one base
+        if manifest.get("chat_template_kwargs", {}) != self.template_arguments:
+            return False
         return all(manifest.get(key) == self.facts(policy)[key] for key in ("into", "base_hash", "adapter_hash"))
 
     def reuses_bf16(self, policy: str) -> bool:
@@ -188,6 +195,11 @@ class Merge:
             return AutoTokenizer.from_pretrained(self.directory)
         except (OSError, ValueError) as error:
             raise BadInput(f"no tokenizer in {self.directory}: {str(error).splitlines()[0]}") from None
+
+    def _check_template(self) -> None:
+        """`BadInput` when the chat template would not take the run's arguments as defaults."""
+        if self.template_arguments:
+            check_template(self._tokenizer(), [{"role": "user", "content": "2 + 40?"}], self.template_arguments)
 
     def _calibration(self) -> Any:
         """What the formats that need data are calibrated on; None when none of them was asked for."""

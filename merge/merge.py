@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from merge.base import BaseCheckpoint, BaseTensor
+from merge.chat_template import check_defaults, set_defaults
 from merge.nf4 import PIECE
 from merge.shards import Behind, TensorFile, flush, name_files
 from recipes.parts import lora
@@ -160,12 +161,16 @@ def write_bf16(
     """Publish the merged BF16 checkpoint at `final` with the source's sharding; return its manifest.
 
     `check` gets the directory before it is published: what it returns goes into the manifest, and what it raises
-    keeps the checkpoint from being published. On any failure `final` is what it was before.
+    keeps the checkpoint from being published. `chat_template_kwargs` of the manifest become the chat template's
+    defaults. On any failure `final` is what it was before.
     Memory: one tensor in 16 bits, its stored form, and what is being written (`WRITE_BYTES`).
     """
     with publish(final, overwrite) as partial:
         share = write_folded(base, updates, partial)
         write_config(base.directory, partial, None)
+        if arguments := manifest.get("chat_template_kwargs"):
+            set_defaults(partial, arguments)
+            check_defaults(base.directory, partial, arguments)
         manifest |= {"format": "bf16", "into": base.into, "retained_update": share, **check(partial)}
         return write_manifest(partial, "checkpoint", **manifest)
 

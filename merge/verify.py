@@ -21,6 +21,7 @@ from merge.base import BaseCheckpoint, disable_cpu_repacking, load_base
 from merge.checkpoint import find_checkpoint
 from merge.fp8 import Fp8Linear
 from merge.trained import find_trained
+from recipes.parts.chat import arguments_of, render, special_tokens
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 
@@ -202,7 +203,8 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
 
 
 def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
-    data = run.config().get("data", {})
+    values = run.config()
+    data = values.get("data", {})
     if not (place := data.get("eval_path") or data.get("path")):
         return []  # Path("") would be the current directory, whose test.jsonl is not the run's
     file = Path(place)
@@ -213,15 +215,15 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
     prompts = []
     for row in _first_rows(file):
         question = str(row.get(data.get("question_column", "question"), "")) + (data.get("prompt_suffix") or "")
-        system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
-        prompts.append(as_text([*system, {"role": "user", "content": question}], tokenizer))
+        prompts.append(as_prompt(values, question, tokenizer))
     return prompts
 
 
 def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
     files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
     rows = [row for file in files[:1] for row in _first_rows(file)]
-    return [as_text(row["prompt"], tokenizer) + as_text(row["completion"], None) for row in rows]
+    values = run.config()
+    return [as_prompt(values, row["prompt"], tokenizer) + as_completion(row["completion"]) for row in rows]
 
 
 def _first_rows(file: Path) -> list[dict]:
@@ -236,13 +238,23 @@ def _first_rows(file: Path) -> list[dict]:
     return rows
 
 
-def as_text(message: str | list[dict], tokenizer: Any) -> str:
-    """A prompt (chat messages, template applied) or, without a tokenizer, a completion as text; text as it is."""
-    if isinstance(message, str):
-        return message
-    if tokenizer is None:
-        return "".join(part["content"] for part in message)
-    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+def as_prompt(values: dict, prompt: str | list[dict], tokenizer: Any) -> str:
+    """A prompt as the run with the configuration `values` rendered it.
+
+    `prompt` are chat messages, or the user's message alone, which is what a run logs. Text that holds special tokens
+    went through a chat template before and is returned as it is.
+    """
+    if isinstance(prompt, str):
+        if any(token in prompt for token in special_tokens(tokenizer)):
+            return prompt
+        system = (values.get("data") or {}).get("system_prompt")
+        prompt = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+    return render(tokenizer, prompt, arguments_of(values))
+
+
+def as_completion(completion: str | list[dict]) -> str:
+    """A logged completion, text or chat messages, as text."""
+    return completion if isinstance(completion, str) else "".join(part["content"] for part in completion)
 
 
 @torch.no_grad()

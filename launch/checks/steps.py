@@ -314,9 +314,12 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
 def _check_model(config: Any, processes: int) -> str:
     """As the recipe does between reading the configuration and loading the base; the kind of model."""
     from recipes.parts import gpu_memory, kernels, quant_format, setup
+    from recipes.parts.policy import load_tokenizer
     from recipes.parts.trainer import check_card
 
     model_config = setup.check_model(config, processes)
+    if _has_tokenizer(config):
+        load_tokenizer(config)
     if config.policy.quant_cfg is not None:
         fmt = quant_format.read_quant_format(config.policy.quant_cfg)
         quant_format.check_model(fmt, model_config)
@@ -325,6 +328,16 @@ def _check_model(config: Any, processes: int) -> str:
     kernels.check_gpu(config)
     gpu_memory.limit_gpu_memory(config)
     return model_config.model_type
+
+
+def _has_tokenizer(config: Any) -> bool:
+    """Whether the model's tokenizer is on this machine; a hub model may be cached in part."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name, model = "tokenizer_config.json", config.model
+    if model.path is not None:
+        return (Path(model.path) / name).is_file()
+    return isinstance(try_to_load_from_cache(model.id, name, revision=model.revision), str)
 
 
 def _wait(device: Any) -> None:

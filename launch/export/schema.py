@@ -21,9 +21,8 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 PLAIN_TYPES = (int, float, str, bool)
-OPEN_GROUPS = (
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.",
-)  # empty in verl's schema: filled by the engine's names
+# Empty in verl's schema: filled by the names of the engine and of the chat template.
+OPEN_GROUPS = ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "data.apply_chat_template_kwargs.")
 
 
 class Refused(Exception):

@@ -283,6 +283,10 @@ def _data(config: Config, found: Translation, directory: Path) -> None:
         "reward.custom_reward_function.path": str(directory / "reward_function.py"),
         "reward.custom_reward_function.name": "compute_score",
     }
+    for name, value in config.data.chat_template_kwargs.items():
+        key = f"data.apply_chat_template_kwargs.{name}"
+        found.values[key] = value
+        found.added.add(key)
     found.notes.append("The seed is the same, the order of the problems and the samples are not.")
     found.notes.append(
         "A reward that could not be computed is 0.0 with unknown 1.0 in the metrics; here it is masked. Above "

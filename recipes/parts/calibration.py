@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from recipes.parts.chat import token_ids
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 
@@ -35,7 +36,8 @@ def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: A
             "lower policy.quant_calib_size."
         )
     chosen = prompts[:: len(prompts) // size][:size]
-    return [_token_ids(prompt, tokenizer)[: policy.quant_sequence_length] for prompt in chosen]
+    arguments = config.data.chat_template_kwargs
+    return [_token_ids(prompt, tokenizer, arguments)[: policy.quant_sequence_length] for prompt in chosen]
 
 
 def _check_disjoint(rows: list[tuple[str, str | list[dict]]], config: Config) -> None:
@@ -96,11 +98,10 @@ def _prompt(row: dict, config: Config) -> str | list[dict]:
     return value if key == "text" else chat_messages(config.data, Problem("", value, "", ""))
 
 
-def _token_ids(prompt: str | list[dict], tokenizer: Any) -> list[int]:
+def _token_ids(prompt: str | list[dict], tokenizer: Any, arguments: dict) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    encoded = tokenizer.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    return token_ids(tokenizer, prompt, arguments)
 
 
 def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[Any, Any]]:

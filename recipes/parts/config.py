@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
+from recipes.parts import chat
 from recipes.parts.config_types import StrictLoader, match_type, spell_type
 from recipes.parts.errors import BadInput, did_you_mean
 
@@ -179,6 +180,11 @@ class DataConfig:
     )
     system_prompt: str | None = _option(None, "system message; null sends none")
     prompt_suffix: str = _option("", "appended to every question")
+    chat_template_kwargs: dict[str, Any] = _option(
+        {},
+        "arguments of the chat template, e.g. {enable_thinking: false}: for training, evaluation and as defaults of "
+        "the merged checkpoint",
+    )
     max_bad_fraction: float = _option(0.0, "share of rows that may be unusable before loading fails")
     max_train_problems: int | None = _option(None, "use only the first N training problems")
     max_eval_problems: int | None = _option(None, "use only the first N held-out problems")
@@ -341,6 +347,9 @@ def config_from_dict(values: dict, where: str = "config") -> Config:
     """A checked `Config` from nested dictionaries; `BadInput` lists every wrong key, type and choice at once."""
     problems: list[str] = []
     config = _build(Config, values, "", where, problems)
+    if config is not None:
+        config.data.chat_template_kwargs = chat.arguments_of(values)
+        problems += [f"{where}: {problem}" for problem in chat.problems(config.data.chat_template_kwargs)]
     if problems:
         raise BadInput("\n".join(problems))
     if config.policy.quant_cfg is not None:

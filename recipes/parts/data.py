@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from recipes.parts.chat import token_ids
 from recipes.parts.errors import BadInput
 from reward.answer import boxed_answer, check_golds, hash_answer
 from reward.code_gold import FORMATS as CODE_FORMATS
@@ -138,10 +139,7 @@ def prompt_lengths(problems: list[Problem], tokenizer: Tokenizer, data: "DataCon
     """Prompt length of every problem in tokens, chat template and generation prompt included."""
     lengths = []
     for problem in problems:
-        encoded = tokenizer.apply_chat_template(
-            chat_messages(data, problem), tokenize=True, add_generation_prompt=True, return_dict=True
-        )
-        lengths.append(len(encoded["input_ids"]))
+        lengths.append(len(token_ids(tokenizer, chat_messages(data, problem), data.chat_template_kwargs)))
     return lengths
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from merge.base import hash_base, load_frozen, unquantized_config
 from merge.model_files import check_complete, check_names
+from recipes.parts.chat import check_template, model_stop_tokens
 from recipes.parts.config import Config, PolicyConfig
+from recipes.parts.data import Problem, chat_messages
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import find_experts, read_quant_format
 from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
@@ -70,7 +72,11 @@ def adapted_layers(config: Config, facts: Any) -> list[str]:
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """The base model's tokenizer; `BadInput` when it has no chat template or no stop token."""
+    """The base model's tokenizer, with which rewards get completions as they were generated.
+
+    `BadInput` when it has no chat template or one that fails on the run's prompts, and when no stop token can end a
+    completion: what eval would refuse once the run is over.
+    """
     from transformers import AutoTokenizer
 
     source = config.model.source
@@ -84,6 +90,13 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
         )
     if tokenizer.eos_token_id is None:
         raise BadInput(f"{source} has no stop token (eos_token), so completions would never end.")
+    probe = chat_messages(config.data, Problem("", "2 + 40?", "", ""))
+    check_template(tokenizer, probe, config.data.chat_template_kwargs)
+    model_stop_tokens(source, tokenizer, config.data.chat_template_kwargs, config.model.revision)
+    for name in ("response_template", "response_schema"):
+        # With either, TRL (1.16) parses completions and rewards get them without what was thought; eval reads it all.
+        if getattr(tokenizer, name, None) is not None:
+            setattr(tokenizer, name, None)
     return tokenizer
 
 

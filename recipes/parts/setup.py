@@ -85,6 +85,7 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
     from recipes.parts.leaks import find_leaks
 
     problems, report = read_problems(config.data, "train")
+    note_date(config, tokenizer, problems)
     problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
     heldout, report = read_problems(config.data, "eval")
@@ -101,6 +102,23 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
             f"a step draws {needed} problems and {len(problems)} are left. Lower the batch, or add problems."
         )
     return to_dataset(problems, config.data), len(problems)
+
+
+def note_date(config: Config, tokenizer: Any, problems: list[Any]) -> None:
+    """Warn when the chat template writes the current date into every prompt."""
+    from recipes.parts.chat import date_arguments
+    from recipes.parts.data import chat_messages
+
+    arguments = config.data.chat_template_kwargs
+    if not problems or not getattr(tokenizer, "chat_template", None):
+        return
+    if (names := date_arguments(tokenizer, chat_messages(config.data, problems[0]), arguments)) is None:
+        return
+    pin = f"Pin it, e.g. data.chat_template_kwargs {{{names[0]}: 26 Jul 2024}}." if names else "It cannot be pinned."
+    say(
+        "WARNING: the chat template writes today's date into every prompt, so a resume, an evaluation and a server on "
+        f"another day ask another prompt than this training. {pin}"
+    )
 
 
 def describe_plan(config: Config, problems: int, processes: int) -> str:

@@ -110,6 +110,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
         "reward_weights": config.reward.weights,
+        "chat_template_kwargs": config.data.chat_template_kwargs or None,
         "bf16": config.model.dtype == "bfloat16",
         # Without this, transformers refuses bf16 where there is no GPU, and a dry run could not check such a recipe.
         "use_cpu": not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true",

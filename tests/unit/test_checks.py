@@ -187,7 +187,7 @@ def test_everything_wrong_is_reported_at_once():
         ("min_p: 0.0", "none"),
         ("repetition_penalty: 1.0", "none"),
         ("vllm_importance_sampling_clip_min: 0.5", "none"),
-        ("chat_template_kwargs: {enable_thinking: false}", "none"),
+        ("chat_template_kwargs: {enable_thinking: false}", "both"),
     ],
 )
 def test_a_field_of_trl_that_would_not_do_what_it_says_is_refused(backend, field, where):

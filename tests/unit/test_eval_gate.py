@@ -290,6 +290,15 @@ def test_another_batch_size_or_choice_of_columns_measures_the_same(run):
     assert decide(run) == 0
 
 
+def test_an_evaluation_before_the_template_had_arguments_is_judged_as_one_without(run):
+    result = read_json(run.eval_file)
+    del result["data"]["chat_template_kwargs"]
+    write_json(run.eval_file, result)
+    assert decide(run) == 0
+    with pytest.raises(BadInput, match=r"data\.chat_template_kwargs was \{\}, it is \{'enable_thinking': False\}"):
+        decide(run, "--data.chat_template_kwargs={enable_thinking: false}")
+
+
 def test_an_evaluation_without_bf16_cannot_be_gated(run):
     result = read_json(run.eval_file)
     for policy in ("base", "grpo"):

@@ -9,6 +9,7 @@ from scipy import stats
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from eval import generate
+from recipes.parts.chat import end_of_turn_token
 from recipes.parts.errors import BadInput
 from tests.unit.test_merge_fixture import byte_tokenizer
 
@@ -200,13 +201,13 @@ def test_a_template_that_never_closes_a_turn_is_refused(model):
     open_ended = byte_tokenizer()
     open_ended.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     with pytest.raises(BadInput, match="no special token"):
-        generate.end_of_turn_token(open_ended)
+        end_of_turn_token(open_ended)
 
 
 def test_end_of_turn_is_read_from_the_template_and_not_from_the_tokenizers_eos():
     other = byte_tokenizer()
     other.eos_token = "<|endoftext|>"
-    assert generate.end_of_turn_token(other) == other.convert_tokens_to_ids("<|im_end|>")
+    assert end_of_turn_token(other) == other.convert_tokens_to_ids("<|im_end|>")
 
 
 @pytest.mark.parametrize(("limit", "batch_size"), [(0, 4), (4, 0)])

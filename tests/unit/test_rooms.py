@@ -15,12 +15,15 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
 FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
 FOUNDATION += ("recipes.parts.served_format", "recipes.parts.recipe", "recipes.parts.modelopt_config")
-FOUNDATION += ("recipes.parts.stored_base",)
+FOUNDATION += ("recipes.parts.stored_base", "recipes.parts.chat")
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.
 WIRE = ("recipes.parts.replica", "recipes.parts.canary")
 FOUNDATION_LIBRARIES = {"yaml"}
 WIRE_LIBRARIES = {"numpy", "requests"}
-LIBRARIES_IN_FUNCTIONS = {"recipes.parts.quant_format": {"torch"}}  # to look at the GPU
+LIBRARIES_IN_FUNCTIONS = {
+    "recipes.parts.quant_format": {"torch"},  # to look at the GPU
+    "recipes.parts.chat": {"transformers", "jinja2"},  # whose dialect a chat template is written in
+}
 # Every room may import itself and the foundation.
 MAY_IMPORT = {
     "reward": (),

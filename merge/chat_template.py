@@ -1,0 +1,91 @@
+"""Defaults in the chat template of a merged checkpoint: the run's `data.chat_template_kwargs`.
+
+Whoever serves the checkpoint asks the prompt of the training without passing them; a caller's own arguments win.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.chat import names_read, render
+from recipes.parts.errors import BadInput, CheckFailed
+
+# Files with templates under a key; the others hold one template each, as transformers 5 writes them.
+IN_JSON = ("tokenizer_config.json", "chat_template.json")
+PROBES = (
+    [{"role": "user", "content": "2 + 40?"}],
+    [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 40?"}],
+    [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2."}, {"role": "user", "content": "40?"}],
+)
+
+
+def literal(value: Any) -> str:
+    """A value of JSON's types as a jinja2 expression."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return ascii(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{literal(key)}: {literal(entry)}' for key, entry in value.items())}}}"
+    return repr(value)
+
+
+def with_defaults(template: str, arguments: dict[str, Any]) -> str:
+    """The template with defaults for those of the arguments that it reads; its text is the same to the byte."""
+    names = names_read(template)
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {literal(value)} %}}{{%- endif %}}"
+        for name, value in arguments.items()
+        if name in names
+    ]
+    if not lines:
+        return template
+    # transformers drops a line feed after a block, and blanks before a block that begins a line: leading ones stay
+    # what they were behind a line feed of our own.
+    return "".join(lines) + ("\n" if template[:1].isspace() else "") + template
+
+
+def set_defaults(directory: Path, arguments: dict[str, Any]) -> None:
+    """Give every chat template of a checkpoint these defaults."""
+    for file in [
+        directory / "chat_template.jinja",
+        *sorted((directory / "additional_chat_templates").rglob("*.jinja")),
+    ]:
+        if file.is_file():
+            file.write_bytes(with_defaults(file.read_bytes().decode(), arguments).encode())
+    for file in (directory / name for name in IN_JSON):
+        if not file.is_file():
+            continue
+        facts = json.loads(file.read_bytes())
+        if facts.get("chat_template"):
+            facts["chat_template"] = _each(facts["chat_template"], lambda text: with_defaults(text, arguments))
+            file.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _each(held: Any, change: Callable[[str], str]) -> Any:
+    """Templates under a key: one, {name: template}, or [{"name", "template"}]."""
+    if isinstance(held, str):
+        return change(held)
+    if isinstance(held, dict):
+        return {name: change(text) for name, text in held.items()}
+    return [{**entry, "template": change(entry["template"])} for entry in held]
+
+
+def check_defaults(source: Path, directory: Path, arguments: dict[str, Any]) -> None:
+    """`CheckFailed` unless `directory` renders without arguments what `source` renders with them."""
+    from transformers import AutoTokenizer
+
+    before, after = (AutoTokenizer.from_pretrained(place) for place in (source, directory))
+    for conversation in PROBES:
+        try:
+            wanted = render(before, conversation, arguments)
+        except BadInput:  # a template may take no system message
+            continue
+        if (found := render(after, conversation, {})) != wanted:
+            raise CheckFailed(
+                f"the chat template with defaults {arguments} renders {found!r} where the original with these "
+                f"arguments renders {wanted!r}. It was not published."
+            )
