@@ -235,6 +235,14 @@ def test_a_truncated_file_is_found_by_size_and_a_changed_byte_by_hash(tmp_path):
         read_manifest(folder)
 
 
+def test_a_file_that_grew_is_found_by_its_size(tmp_path):
+    folder = artifact(tmp_path / "a")
+    with open(folder / "weights.bin", "ab") as file:
+        file.write(b"x")
+    with pytest.raises(BadInput, match=r"weights\.bin has 1025 bytes, its manifest says 1024"):
+        read_manifest(folder)
+
+
 @pytest.mark.parametrize("place", [0, 1 << 22, (1 << 22) + 1, 9 << 20])
 def test_a_changed_byte_is_found_wherever_it_is_in_a_large_file(tmp_path, place):
     folder = tmp_path / "a"

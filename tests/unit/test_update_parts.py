@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
@@ -16,6 +17,10 @@ from recipes.parts.update import PackedUpdate, join_rows, take_rows
 from tests.conftest import CONFIG
 
 GROUP, NAN = 4, math.nan
+
+
+class Update(PackedUpdate, GRPOTrainer):
+    pass
 
 
 class Accelerator:
@@ -216,6 +221,30 @@ def test_what_the_first_forward_gives_stays_with_the_rows_and_is_compared_once()
     assert torch.equal(made._scores[0], policy + 1)
     made._scored(without := {"completion_mask": mask}, policy, policy)
     assert len(made._compared) == 1 and set(without) == {"completion_mask", "old_per_token_logps"}
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_trl_reads_is_as_before_after_the_rollouts(monkeypatch, packs, fails):
+    seen = []
+
+    def generate(self, inputs):
+        seen.append((self.vllm_importance_sampling_correction, self.num_iterations, self.beta))
+        if fails:
+            raise CheckFailed("no server answers")
+        return {"of": inputs}
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", generate)
+    keys = ["--train.micro_batch_tokens=104"] if packs else []
+    made = Update.__new__(Update)
+    made.config = load_config(CONFIG, keys)
+    made.vllm_importance_sampling_correction, made.num_iterations, made.beta = True, 3, 0.04
+    made._drop_flat_groups = lambda output: seen.append(output)
+    with pytest.raises(CheckFailed) if fails else contextlib.nullcontext():
+        assert made._generate_and_score_completions("rows") == {"of": "rows"}
+    # By these it decides whether it passes over the batch for old log-probs and for the reference's.
+    assert seen == [(False, 1, 0.0 if packs else 0.04), {"of": "rows"}][: 2 - fails]
+    assert (made.vllm_importance_sampling_correction, made.num_iterations, made.beta) == (True, 3, 0.04)
 
 
 def padded(prompts: list[list[int]], lengths: list[int]) -> dict:
