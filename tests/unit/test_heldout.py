@@ -4,11 +4,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
-from recipes.parts.heldout import HeldOut
+from recipes.parts.heldout import HeldOut, _judge, _own_random_numbers
 from recipes.parts.rundir import RunDir
 from tests.conftest import CONFIG
 
@@ -133,6 +134,67 @@ def test_answers_that_could_not_be_judged_are_left_out(heldout, monkeypatch):
     assert made.measure(Answers(made, 0, 1)) == 2 / 3
     monkeypatch.setattr(made, "judge", lambda **columns: [None] * 5)
     assert made.measure(Answers(made, 0, 1)) is None
+
+
+def test_an_answer_that_is_partly_right_is_not_right(heldout, monkeypatch):
+    made = heldout()
+    monkeypatch.setattr(made, "judge", lambda **columns: [0.99, 1.0, 0.5, 0.0, 1.0])
+    assert made.measure(Answers(made, 0, 1)) == 2 / 5
+
+
+def test_the_problems_are_the_first_of_the_held_out_split(heldout, tiny_model_dir):
+    lines = (tiny_model_dir / "heldout.jsonl").read_text().splitlines()
+    wanted = [json.loads(line)["question"] for line in lines[:5]]
+    assert [problem.question for problem in heldout().problems] == wanted
+    assert len(heldout(**{"watch.eval_problems": 7}).problems) == 7
+
+
+def drawn(seed: int = 0, process: int = 0) -> list[float]:
+    accelerator = SimpleNamespace(process_index=process, device=SimpleNamespace(type="cpu"))
+    config = load_config(CONFIG, [f"--run.seed={seed}"])
+    with _own_random_numbers(SimpleNamespace(accelerator=accelerator, config=config)):
+        return torch.rand(4).tolist()
+
+
+def test_a_measurement_draws_the_same_numbers_every_time_and_takes_none_of_the_runs():
+    torch.manual_seed(5)
+    wanted = torch.rand(6)
+    torch.manual_seed(5)
+    before = torch.rand(3)
+    first = drawn()
+    after = torch.rand(3)
+    assert torch.equal(torch.cat([before, after]), wanted) and drawn() == first
+    others = [drawn(0, 1), drawn(1, 0), drawn(1, 1), drawn(0, 0)]
+    assert len({tuple(one) for one in others}) == 4, "each process and each seed has its own"
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "options"),
+    [
+        ({}, "math", {"hash_answers": True}),
+        ({"data.answer_format": "gsm8k"}, "math", {"hash_answers": True}),
+        ({"reward.options": "{math: {hash_answers: false}}"}, "math", {"hash_answers": True}),
+        ({"data.answer_format": "code", "reward.allow_code_execution": True}, "code", {"partial": False}),
+        (
+            {
+                "data.answer_format": "mbpp",
+                "reward.allow_code_execution": True,
+                "reward.options": "{code: {partial: true}}",
+            },
+            "code",
+            {"partial": False},
+        ),
+        ({"data.answer_format": "countdown"}, "countdown", {}),
+    ],
+)
+def test_the_judge_is_that_of_the_references_form_whatever_the_runs_reward_gives_for_it(keys, name, options):
+    judge = _judge(load_config(CONFIG, [f"--{key}={value}" for key, value in keys.items()]))
+    assert judge.__name__ == name and options.items() <= judge.options.items()
+
+
+def test_code_that_may_not_run_is_not_judged():
+    with pytest.raises(BadInput, match=r"watch\.eval_every runs code"):
+        _judge(load_config(CONFIG, ["--data.answer_format=code"]))
 
 
 @pytest.mark.parametrize(

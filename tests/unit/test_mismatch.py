@@ -82,6 +82,34 @@ def test_the_figures_are_those_of_the_formulas():
         assert (d.abs() <= figures[name]).double().mean() >= share > (d.abs() < figures[name]).double().mean()
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("side", ["cap", "floor"])
+def test_a_ratio_on_the_edge_is_not_corrected_as_in_trl(mode, side):
+    _, sampler, mask = batch()
+    edges = (1.0, 0.5) if side == "cap" else (2.0, 1.0)  # equal sides have the ratio 1 exactly
+    expected = ratios_of_trl(sampler, sampler, mask, mode, *edges)
+    assert (expected == 1).all() and torch.equal(importance_ratio(sampler, sampler, mask, mode, *edges), expected)
+    assert measure(sampler, sampler, mask, mode, *edges)["corrected_token_fraction"] == 0
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_small_mismatch_is_no_rounding(size, sign):
+    # In float32 exp(d) - 1 - d of d = 1e-3 is off by a tenth, of 1e-4 it is anything.
+    sampler = torch.zeros(4, 50)
+    figures = measure(sampler + sign * size, sampler, torch.ones(4, 50), "token_truncate", 2.0)
+    exact = math.expm1(sign * size) - sign * size
+    assert figures["sampler_k3"] == pytest.approx(exact, rel=1e-3) and exact > 0
+    assert figures["sampler_delta_mean"] == pytest.approx(size, rel=1e-4)
+
+
+def test_what_half_precision_gives_is_compared_in_full():
+    policy, sampler, mask = batch()
+    half = [one.bfloat16() for one in (policy, sampler)]
+    wanted = measure(*(one.double() for one in half), mask, "token_truncate", 2.0)
+    assert measure(*half, mask, "token_truncate", 2.0) == pytest.approx(wanted)
+
+
 def test_k3_estimates_the_divergence_of_the_sampler_from_the_policy():
     torch.manual_seed(0)
     sampler, policy = (torch.randn(50).log_softmax(0) for _ in range(2))

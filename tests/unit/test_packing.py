@@ -332,6 +332,40 @@ def test_a_model_that_packing_would_change_is_refused(model_type, changes, said)
     check_packing(config, facts)
 
 
+def test_a_language_model_inside_another_is_refused():
+    config = load_config(CONFIG, ["--train.micro_batch_tokens=512"])
+    inner = AutoConfig.for_model("qwen2", **SIZE)
+    outer = SimpleNamespace(model_type="llava", get_text_config=lambda: inner)
+    with pytest.raises(BadInput, match="llava was not compared with the padded pass"):
+        check_packing(config, outer)
+
+
+@pytest.mark.parametrize(("hidden", "heads", "head_dim", "fits"), [(32, 4, None, True), (30, 5, None, False)])
+@pytest.mark.parametrize("attention", ["flash", "cudnn"])
+def test_a_width_of_heads_that_no_field_names_is_that_of_the_hidden_size(hidden, heads, head_dim, fits, attention):
+    config = load_config(CONFIG, ["--train.micro_batch_tokens=512", f"--train.packed_attention={attention}"])
+    size = {name: value for name, value in SIZE.items() if name != "head_dim"}
+    facts = AutoConfig.for_model("qwen2", **size | {"hidden_size": hidden, "num_attention_heads": heads})
+    facts.head_dim = head_dim
+    if fits:
+        check_packing(config, facts)
+        return
+    with pytest.raises(BadInput, match=f"heads of up to .* in steps of 8, the model's have {hidden // heads}"):
+        check_packing(config, facts)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_micro_batch_is_filled_to_its_last_token_and_a_row_over_the_budget_is_alone(share):
+    # 3 tokens of a prompt but its last, 5 of a completion.
+    prompts, lengths = [(1, 2, 3, 4)] * 2 + [(5, 6, 7, 8)] * 2, [5, 5, 5, 5]
+    exact = 13 if share else 16
+    assert len(plan_micro_batches(prompts, lengths, 2 * exact, share)) == 1
+    assert len(plan_micro_batches(prompts, lengths, 2 * exact - 1, share)) == 2
+    assert plan_micro_batches(prompts, lengths, exact, share) == [[0, 1], [2, 3]]
+    assert plan_micro_batches(prompts, lengths, exact - 1, share) == [[0], [1], [2], [3]]
+    assert plan_micro_batches(prompts, lengths, 1, share) == [[0], [1], [2], [3]]
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_model_that_packs_is_let_through(model_type):
     config = load_config(CONFIG, ["--train.micro_batch_tokens=512"])

@@ -18,7 +18,7 @@ from launch.planning.shapes import shape_by_size
 from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.offload import HostInputs
-from recipes.parts.recompute import problems, recomputed_layers, use_recompute
+from recipes.parts.recompute import _product, problems, recomputed_layers, use_recompute
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import follow, nf4_policy, shape
 
@@ -132,6 +132,21 @@ def test_what_a_layer_keeps_is_what_the_docstring_and_the_plan_say(recompute, ke
     assert large - small == pytest.approx(kept, rel=0.001)
     planned = memory.layer_bytes if recompute == "none" else lambda *args: memory.checkpoint_bytes(*args[:2])
     assert planned(shape(2, **WIDE), made, False) == pytest.approx(kept, rel=0.03)
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_products_of_an_adapter_are_told_from_those_of_the_base(rank):
+    base, tokens = (256, 64), torch.zeros(7, 64)
+
+    def answered(right: tuple[int, int]) -> tuple | None:
+        return _product(torch.ops.aten.mm.default, (torch.zeros(7, right[0]), torch.zeros(right)), rank)
+
+    # The factors of one layer, and of two or three with one input side by side.
+    for factors in (rank, 2 * rank, 3 * rank):
+        assert answered((64, factors)) is None and answered((factors, 256)) is None
+    assert answered(base[::-1]) == (7, 256)
+    assert _product(torch.ops.aten.addmm.default, (torch.zeros(256), tokens, torch.zeros(64, 256)), rank) == (7, 256)
+    assert _product(torch.ops.aten.add.Tensor, (tokens, tokens), rank) is None
 
 
 def test_a_share_of_the_layers_is_evenly_spread_and_rounded_up():

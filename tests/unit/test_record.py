@@ -3,14 +3,24 @@
 import json
 import math
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from recipes.parts import record
 from recipes.parts.checkpoint import rewind
 from recipes.parts.config import load_config
 from recipes.parts.errors import CheckFailed
-from recipes.parts.record import Recorder, drop_steps_after, step_line, write_config
+from recipes.parts.record import (
+    Recorder,
+    add_counts,
+    drop_steps_after,
+    git_revision,
+    step_line,
+    unknown_so_far,
+    write_config,
+)
 from recipes.parts.rundir import RunDir, read_json
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +146,49 @@ def test_lines_that_are_no_step_are_dropped(tmp_path, text):
     assert not (tmp_path / "absent.jsonl").exists()
 
 
+def test_rewards_that_could_not_be_computed_add_up_by_function_and_reason():
+    parts = [{"math": {"late": 2}}, {}, {"math": {"late": 1, "crash": 3}, "code": {"late": 4}}, {"code": {}}]
+    assert add_counts(parts) == {"math": {"late": 3, "crash": 3}, "code": {"late": 4}}
+    assert parts[0] == {"math": {"late": 2}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([], {}),
+        ([{"step": 1, "unknown_rewards": {"math": {"late": 1}}}], {"math": {"late": 1}}),
+        ([{"step": 1, "unknown_rewards": {"math": {}}}, {"step": 2, "unknown_rewards": {"math": {"late": 3}}}], None),
+        ([{"step": 1, "unknown_rewards": {"math": {"late": 1}}}, {"step": 2}], {}),
+    ],
+)
+def test_a_resume_takes_the_counts_of_the_last_step(tmp_path, rows, found):
+    path = tmp_path / "metrics.jsonl"
+    assert unknown_so_far(path) == {}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert unknown_so_far(path) == ({"math": {"late": 3}} if found is None else found)
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_revision_is_the_commit_and_says_when_files_differ_from_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_revision() is None
+
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "a.py").write_text("1\n")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    assert git_revision() == commit and len(commit) == 40
+    (tmp_path / "a.py").write_text("2\n")
+    assert git_revision() == f"{commit}+dirty"
+
+
 def test_config_json_holds_what_is_needed_to_repeat_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/recipes/grpo_qlora.py", "--config", "x.yaml"])
     run = RunDir(tmp_path / "run")
@@ -143,6 +196,7 @@ def test_config_json_holds_what_is_needed_to_repeat_the_run(tmp_path, monkeypatc
     facts = read_json(run.config_file)
     assert facts.keys() >= {"config", "versions", "machine", "processes", "git_revision", "seed", "command", "created"}
     assert facts["command"] == ["grpo_qlora.py", "--config", "x.yaml"] and facts["processes"] == 4
+    assert facts["config"]["train"]["learning_rate"] == 1e-3 and facts["config"]["run"]["seed"] == facts["seed"]
     assert {"python", "torch", "trl", "peft", "bitsandbytes", "transformers"} <= facts["versions"].keys()
     assert facts["machine"]["cores"] >= 1
     if shutil.which("git") and (ROOT / ".git").exists():

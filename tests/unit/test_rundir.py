@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -19,8 +20,10 @@ from safetensors.torch import save_file
 
 from eval.artifacts import merge_command
 from recipes.parts.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
+from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, stored_as, write_json, write_manifest
+from tests.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
 
@@ -232,6 +235,63 @@ def test_a_truncated_file_is_found_by_size_and_a_changed_byte_by_hash(tmp_path):
         read_manifest(folder)
 
 
+def test_a_file_that_grew_is_found_by_its_size(tmp_path):
+    folder = artifact(tmp_path / "a")
+    with open(folder / "weights.bin", "ab") as file:
+        file.write(b"x")
+    with pytest.raises(BadInput, match=r"weights\.bin has 1025 bytes, its manifest says 1024"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("place", [0, 1 << 22, (1 << 22) + 1, 9 << 20])
+def test_a_changed_byte_is_found_wherever_it_is_in_a_large_file(tmp_path, place):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    with open(folder / "weights.bin", "wb") as file:
+        file.truncate((9 << 20) + 1)
+    write_manifest(folder, "adapter")
+    read_manifest(folder, deep=True)
+    with open(folder / "weights.bin", "r+b") as file:
+        file.seek(place)
+        file.write(b"\1")
+    with pytest.raises(BadInput, match=r"is damaged: the content of weights\.bin"):
+        read_manifest(folder, deep=True)
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "pytorch_model.bin", "extra.json", "sub/chat.jinja"])
+def test_a_checkpoint_with_a_file_that_readers_take_and_its_manifest_does_not_list_is_refused(tmp_path, name):
+    folder = artifact(tmp_path / "a", "checkpoint")
+    (folder / "notes.txt").write_text("x")
+    read_manifest(folder, "checkpoint", deep=True)
+    (folder / name).write_text("{}")
+    with pytest.raises(BadInput, match=f"holds {re.escape(name)}, which its manifest does not list"):
+        read_manifest(folder, "checkpoint", deep=True)
+
+
+def test_every_file_is_listed_with_its_own_hash(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number}.bin").write_bytes(os.urandom(50 + number))
+    files = write_manifest(tmp_path, "checkpoint", version=4)["files"]
+    assert len(files) == 30
+    for name, listed in files.items():
+        content = (tmp_path / name).read_bytes()
+        expected = hashlib.blake2b(content, digest_size=32).hexdigest()
+        assert listed == {"bytes": len(content), "blake2b": expected}
+    assert read_json(tmp_path / "manifest.json")["version"] == 4
+
+
+def test_bases_that_are_stored_otherwise_are_told_apart():
+    def stored(*keys: str) -> dict:
+        return stored_as(load_config(CONFIG, list(keys)))
+
+    given = {"model.dtype": "float32", "policy.quantization": "nf4", "policy.double_quantization": True}
+    assert stored() == given
+    assert stored("--policy.double_quantization=false") == given | {"policy.double_quantization": False}
+    assert stored("--model.dtype=bfloat16") == given | {"model.dtype": "bfloat16"}
+    for kind in ("fp8", "none"):  # which have no block scales
+        assert stored(f"--policy.quantization={kind}") == {"model.dtype": "float32", "policy.quantization": kind}
+
+
 def test_an_artifact_of_another_kind_is_refused(tmp_path):
     with pytest.raises(BadInput, match="holds a 'checkpoint', expected a 'adapter'"):
         read_manifest(artifact(tmp_path / "a", "checkpoint"), "adapter")
@@ -359,6 +419,23 @@ def test_the_newest_adapter_is_the_highest_whole_version(tmp_path):
     assert run.newest_adapter() == run.adapter_dir(10)
     (run.adapter_dir(10) / "weights.bin").unlink()
     assert run.newest_adapter() == run.adapter_dir(9)
+
+
+@pytest.mark.parametrize("versions", [(2, 10), (99, 100), (999, 1000), (9_999, 10_000), (99_999, 100_000)])
+def test_the_newest_is_the_highest_number_and_not_the_last_word(tmp_path, versions):
+    run = RunDir(tmp_path)
+    for version in versions:
+        artifact(run.adapter_dir(version))
+        artifact(run.checkpoints / f"step-{version:06d}", "training-state")
+    assert run.newest_adapter() == run.adapter_dir(versions[1])
+    assert run.newest_checkpoint().name == f"step-{versions[1]:06d}"
+
+
+def test_where_a_run_keeps_what(tmp_path):
+    run = RunDir(tmp_path)
+    assert run.adapter_dir(7) == tmp_path / "adapters" / "v000007"
+    assert run.merged_into("dequantized") == tmp_path / "merged"
+    assert run.merged_into("original") == tmp_path / "merged-original"
 
 
 def test_opening_what_is_no_run_is_refused(tmp_path):

@@ -1,0 +1,464 @@
+"""What a step of the trainer counts, records, saves and refuses, without a model: TRL's part is a stand-in."""
+
+import json
+import math
+from collections import defaultdict, deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer
+from trl import GRPOTrainer, import_utils
+
+from recipes.parts import trainer as module
+from recipes.parts.checkpoint import staging_directory
+from recipes.parts.config import load_config
+from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.rundir import RunDir, read_manifest, write_manifest
+from recipes.parts.trainer import METRICS, NewWeights, PolicyTrainer, trainer_arguments
+from tests.conftest import CONFIG
+
+NAN, INF = math.nan, math.inf
+
+
+class Accelerator:
+    num_processes, process_index, is_main_process = 1, 0, True
+    device = torch.device("cpu")
+
+    def reduce(self, tensor, how):
+        return {"sum": tensor * self.num_processes, "mean": tensor}[how]
+
+    def wait_for_everyone(self):
+        pass
+
+    def unwrap_model(self, model):
+        return model
+
+
+class Recorder:
+    def __init__(self):
+        self.steps, self.written, self.ledgers, self.said = [], {}, [], []
+        self.step, self.say = self.steps.append, self.said.append
+
+    def wants_completions(self, step):
+        return step % 2 == 1
+
+    def completions(self, step, rows):
+        self.written[step] = rows
+
+    def ledger(self, step, problem_ids):
+        self.ledgers.append((step, problem_ids))
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """`policy(*changes, attribute=value)`: a trainer after step 6, without a model."""
+
+    def make(*changes: str, **attributes):
+        made = PolicyTrainer.__new__(PolicyTrainer)
+        facts = {
+            "config": load_config(CONFIG, list(changes)),
+            "run": RunDir(tmp_path / "run"),
+            "base_hash": "ab12",
+            "accelerator": Accelerator(),
+            "state": SimpleNamespace(global_step=6, max_steps=80),
+            "args": SimpleNamespace(max_steps=80),
+            "model": torch.nn.Linear(2, 2),
+            "sharding": None,
+            "recorder": Recorder(),
+            "rollout": None,
+            "heldout": None,
+            "reward_funcs": [],
+            "reward_func_names": ["math"],
+            "_seconds": defaultdict(float),
+            "_counts": defaultdict(float),
+            "_peak": {},
+            "_sampler": {},
+            "_unknown": {},
+            "_unknown_before": {},
+            "_metrics": {"train": defaultdict(list)},
+            "_rollout_version": 5,
+            "_step_started": None,
+        }
+        for name, value in (facts | attributes).items():
+            object.__setattr__(made, name, value)
+        made.run.path.mkdir(exist_ok=True)
+        return made
+
+    return make
+
+
+SETTINGS = {  # key of the configuration -> (value, field of TRL's arguments)
+    "run.seed": (7, "seed"),
+    "train.max_steps": (321, "max_steps"),
+    "train.learning_rate": (3e-4, "learning_rate"),
+    "train.lr_scheduler": ("cosine", "lr_scheduler_type"),
+    "train.warmup_steps": (11, "warmup_steps"),
+    "train.loss_type": ("dapo", "loss_type"),
+    "train.scale_rewards": ("batch", "scale_rewards"),
+    "train.beta": (0.07, "beta"),
+    "train.epsilon": (0.17, "epsilon"),
+    "train.epsilon_high": (0.31, "epsilon_high"),
+    "train.num_iterations": (3, "num_iterations"),
+    "train.mask_truncated": (True, "mask_truncated_completions"),
+    "train.per_device_train_batch_size": (20, "per_device_train_batch_size"),
+    "train.gradient_accumulation_steps": (4, "gradient_accumulation_steps"),
+    "train.max_grad_norm": (0.6, "max_grad_norm"),
+    "train.weight_decay": (0.03, "weight_decay"),
+    "train.optimizer": ("adafactor", "optim"),
+    "train.save_steps": (9, "save_steps"),
+    "rollout.group_size": (5, "num_generations"),
+    "rollout.max_completion_length": (19, "max_completion_length"),
+    "rollout.temperature": (0.8, "temperature"),
+    "rollout.top_p": (0.9, "top_p"),
+    "rollout.top_k": (12, "top_k"),
+    "rollout.correction": ("sequence_mask", "vllm_importance_sampling_mode"),
+    "rollout.correction_cap": (3.5, "vllm_importance_sampling_clip_max"),
+    "reward.weights": ([0.25], "reward_weights"),
+}
+
+
+def test_every_setting_reaches_trl_in_its_own_field(tmp_path):
+    keys = [
+        f"--{key}={json.dumps(value) if isinstance(value, list) else value}" for key, (value, _) in SETTINGS.items()
+    ]
+    arguments = trainer_arguments(load_config(CONFIG, keys), RunDir(tmp_path))
+    assert {name: getattr(arguments, name) for _, name in SETTINGS.values()} == dict(
+        (name, value) for value, name in SETTINGS.values()
+    )
+    assert arguments.vllm_importance_sampling_correction and arguments.save_strategy == "steps"
+    assert arguments.logging_steps == 1 and arguments.logging_nan_inf_filter is False
+    assert not arguments.remove_unused_columns and not arguments.use_vllm and not arguments.gradient_checkpointing
+    assert arguments.output_dir == str(staging_directory(RunDir(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        (["--train.loss_type=dr_grpo"], "scale_rewards", "none"),
+        (["--train.loss_type=grpo"], "scale_rewards", "group"),
+        (["--train.loss_type=dapo"], "scale_rewards", "group"),
+        (["--train.loss_type=dr_grpo", "--train.scale_rewards=group"], "scale_rewards", "group"),
+        (["--rollout.correction=none"], "vllm_importance_sampling_correction", False),
+        (["--train.recompute=full"], "gradient_checkpointing", True),
+        (["--train.recompute=selective"], "gradient_checkpointing", True),
+        (["--model.dtype=bfloat16"], "bf16", True),
+        (["--model.dtype=float32"], "bf16", False),
+        (["--train.gradient_accumulation_steps=3"], "per_device_train_batch_size", 64),
+    ],
+)
+def test_what_a_setting_means_for_trl(tmp_path, changes, field, value):
+    assert getattr(trainer_arguments(load_config(CONFIG, changes), RunDir(tmp_path)), field) == value
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_micro_batches_take_all_rows_of_a_step_and_leave_their_number_as_it_is(tmp_path, steps):
+    keys = ["--train.per_device_train_batch_size=16", f"--train.gradient_accumulation_steps={steps}"]
+    for more, wanted in (([], (16, steps)), (["--train.micro_batch_tokens=104"], (16 * steps, 1))):
+        arguments = trainer_arguments(load_config(CONFIG, keys + more), RunDir(tmp_path))
+        found = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+        assert found == wanted and arguments.generation_batch_size == 16 * steps
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.GRPOConfig, "n_gpu", 2)
+    with pytest.raises(BadInput, match="one process sees 2 GPUs"):
+        trainer_arguments(load_config(CONFIG), RunDir(tmp_path))
+
+
+def test_trl_finds_vllm_as_before_once_its_trainer_is_imported():
+    assert import_utils.is_vllm_available.__module__ == "trl.import_utils"
+
+
+REWARDS = [[1.0, 0.5], [NAN, 0.5], [1.0, NAN], [NAN, NAN], [0.0, 0.0], [2.0, 1.0]]
+
+
+def test_a_completion_that_one_function_could_not_judge_is_masked_and_counted(policy, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, *_: torch.tensor(REWARDS))
+    made = policy()
+    for calls in (1, 2):
+        rewards = made._calculate_rewards([], [], [], [])
+        assert rewards.isnan().tolist() == [[any(map(math.isnan, row))] * 2 for row in REWARDS]
+        assert rewards[0].tolist() == [1.0, 0.5] and rewards[5].tolist() == [2.0, 1.0]
+        assert made._rewards is rewards, "flat groups are found by the masked rewards"
+        assert made._counts == {"masked": 3 * calls, "completions": 6 * calls}
+    assert made._record({}, 7)["masked_fraction"] == 0.5
+    made._counts.clear()
+    assert made._record({}, 7)["masked_fraction"] is None
+    assert made._seconds["reward"] > 0
+
+
+def test_rewards_that_could_not_be_computed_are_counted_over_processes_and_resumes(policy, monkeypatch):
+    def judged() -> None: ...
+
+    judged.unknown_counts = {"timeout": 2}
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, *_: torch.zeros(2, 1))
+    monkeypatch.setattr(module, "gather_object", lambda one: [*one, {"judged": {"timeout": 1, "late": 4}}])
+    made = policy(_unknown_before={"judged": {"timeout": 10}, "other": {"late": 1}}, reward_funcs=[judged, print])
+    for _ in range(2):
+        made._calculate_rewards([], [], [], [])
+        expected = {"judged": {"timeout": 13, "late": 4}, "other": {"late": 1}}
+        assert made._record({}, 7)["unknown_rewards"] == expected, "each process counts from its start"
+
+
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 0.0, None])
+def test_a_loss_or_norm_that_is_not_finite_ends_the_run_after_it_is_recorded(policy, monkeypatch, key, value):
+    monkeypatch.setattr(GRPOTrainer, "log", lambda self, logs, start_time: None)
+    made = policy()
+    logs = {"loss": 0.25, "grad_norm": 1.5} | {key: value}
+    if value is None or math.isfinite(value):
+        made.log(logs)
+    else:
+        with pytest.raises(CheckFailed, match=rf"^step 6\b.*\b{key}\b.* not finite"):
+            made.log(logs)
+    assert len(made.recorder.steps) == 1
+
+
+def test_a_step_is_recorded_with_what_it_counted_and_the_next_one_starts_from_nothing(policy, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "log", lambda self, logs, start_time: None)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 100.0)
+    made = policy(_step_started=88.0)
+    made._seconds |= {"rollout": 3.0, "reward": 1.0, "reference": 0.5, "heldout": 1.5, "sync": 0.7}
+    made._seconds["rollout_hidden"] = 2.0
+    made._counts |= {"completion_tokens": 600, "tokens": 900, "masked": 1, "completions": 8}
+    made._sampler |= {"sampler_k3": 0.02}
+    given = {name: 0.1 + 0.01 * number for number, name in enumerate(METRICS)}
+    made.log(given | {"rewards/math/mean": 0.4})
+    (row,) = made.recorder.steps
+    assert {ours: row[ours] for ours in METRICS.values()} == {ours: given[theirs] for theirs, ours in METRICS.items()}
+    assert row["rewards"] == {"math": 0.4} and row["masked_fraction"] == 1 / 8 and row["sampler_k3"] == 0.02
+    assert row["seconds"]["step"] == 12.0 and row["seconds"]["update"] == 12 - 3 - 1 - 0.5 - 1.5
+    assert row["completion_tokens"] == 600 and row["rollout_tokens_per_s"] == 600 / 5
+    assert row["update_tokens_per_s"] == 900 / 6
+    # Update 6 learned from what version 5 sampled.
+    assert (row["step"], row["total_steps"], row["adapter_version"], row["policy_lag"]) == (6, 80, 5, 0)
+    assert {"update"} <= row["peak_gib"].keys()
+    made.log(given)
+    following = made.recorder.steps[1]
+    assert following["completion_tokens"] == 0 and following["masked_fraction"] is None
+    assert following["sampler_k3"] is None and following["seconds"] == dict.fromkeys(
+        ("rollout", "reward", "sync", "step", "update"), 0.0
+    )
+    assert following["rollout_tokens_per_s"] is None and following["update_tokens_per_s"] is None
+    made.log({"eval_loss": 1.0})
+    made.model.eval()
+    made.log(given)
+    assert len(made.recorder.steps) == 2, "of training steps alone"
+
+
+@pytest.mark.parametrize(("masks", "share", "known"), [(True, 1, False), (True, 0.9, True), (False, 1, True)])
+def test_means_over_no_token_are_null(policy, masks, share, known):
+    logs = {"completions/clipped_ratio": share, "kl": 0.1, "entropy": 0.2, "clip_ratio/region_mean": 0.3}
+    row = policy(f"--train.mask_truncated={masks}")._record(logs, 7)
+    found = row["kl"], row["entropy"], row["clip_fraction"]
+    assert found == ((0.1, 0.2, 0.3) if known else (None, None, None))
+
+
+@pytest.mark.parametrize(("version", "lag"), [(6, 0), (5, 1), (4, 2)])
+def test_the_lag_is_the_number_of_updates_since_the_version_that_sampled(policy, version, lag):
+    assert policy(_rollout_version=version)._record({}, 7)["policy_lag"] == lag
+
+
+def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy):
+    made = policy(
+        _problem_ids=["a", "a", "b"],
+        _row_versions=[5, 6, 5],
+        _logs={
+            "prompt": [[{"content": "system"}, {"content": f"p{n}"}] for n in range(3)],
+            "completion": [[{"content": f"c{n}"}] for n in range(3)],
+            "rewards": {"math": deque([0.0, 1.0, 2.0]), "form": deque([3.0, 4.0, 5.0])},
+            "advantages": deque([-1.0, 0.0, 1.0]),
+        },
+    )
+    for number, row in enumerate(made._completion_rows()):
+        assert row == {
+            "problem_id": "aab"[number],
+            "prompt": f"p{number}",
+            "completion": f"c{number}",
+            "rewards": {"math": float(number), "form": 3.0 + number},
+            "advantage": number - 1.0,
+            "adapter_version": (5, 6, 5)[number],
+        }
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_the_ledger_names_the_next_step_and_its_problems_once_in_order(policy, monkeypatch, served):
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: {"of": len(inputs)})
+    monkeypatch.setattr(module.PackedUpdate, "_drop_flat_groups", lambda self, output: None)
+    rollout = SimpleNamespace(versions=[5, 5, 6, 6, 6, 6]) if served else None
+    made = policy(rollout=rollout, beta=0.0, num_iterations=1, vllm_importance_sampling_correction=True)
+    rows = [{"problem_id": name} for name in "bbaacc"]
+    assert made._generate_and_score_completions(rows) == {"of": 6}
+    assert made.recorder.ledgers == [(7, ["b", "a", "c"])] and made._problem_ids == list("bbaacc")
+    assert made._rollout_version == made.adapter_version == 6
+    assert made._row_versions == ([5, 5, 6, 6, 6, 6] if served else [6] * 6)
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_tokens_are_counted_over_processes_and_what_is_held_out_is_measured_when_the_next_step_is_due(
+    policy, monkeypatch, due
+):
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: ([[1] * 3, [1] * 5], [[2] * 7, [2]], None))
+    asked = []
+    heldout = SimpleNamespace(is_due=lambda step: asked.append(step) or due, measure=lambda trainer: 0.25)
+    made = policy(heldout=heldout)
+    made.accelerator.num_processes = 2
+    made._generate([])
+    made._generate([])
+    assert made._counts == {"completion_tokens": 2 * 2 * 8, "tokens": 2 * 2 * 16}
+    assert asked == [7, 7] and made._sampler == ({"heldout_accuracy": 0.25} if due else {})
+    assert made._metrics["train"]["heldout_accuracy"] == [0.25] * (2 * due)
+
+
+def test_the_seconds_of_a_phase_add_up(policy, monkeypatch):
+    clock = iter([0.0, 2.0, 10.0, 13.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    made = policy()
+    for _ in range(2):
+        with made.timed("rollout"):
+            pass
+    assert made._seconds == {"rollout": 5.0}
+
+
+def test_the_kept_step_has_every_row_and_the_adapter_of_this_process(policy):
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(2, 2), "lora": torch.nn.Linear(2, 3)})
+    model["base"].requires_grad_(False)
+    rows = [{"advantages": torch.tensor([1.0, NAN]), "note": "x"}, {"advantages": torch.ones(2)}]
+    made = policy(model=model, _buffered_inputs=rows)
+    made.accelerator.process_index = 3
+    said = made.keep_step()
+    file = made.run.not_finite / "step-000007-process-3.safetensors"
+    assert str(file) in said
+    kept = load_file(file)
+    assert kept.keys() == {"adapter/lora.weight", "adapter/lora.bias", "rows-0/advantages", "rows-1/advantages"}
+    assert torch.equal(kept["adapter/lora.weight"], model["lora"].weight)
+    assert kept["rows-0/advantages"][0] == 1 and kept["rows-0/advantages"][1].isnan()
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_resume_restores_the_adapters_type_and_the_input_ranges(policy, monkeypatch, quantized):
+    done = []
+    monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda self, folder, model: done.append(("loaded", folder)))
+    monkeypatch.setattr(module, "set_adapter_dtype", lambda model, dtype: done.append(("type", dtype)))
+    monkeypatch.setattr(module, "restore_quantizers", lambda model, folder: done.append(("ranges", folder)))
+    keys = ["--policy.quant_cfg=nvfp4"] if quantized else []
+    policy("--policy.adapter_dtype=bfloat16", *keys)._load_from_checkpoint("step-000004")
+    wanted = [("loaded", "step-000004"), ("type", "bfloat16"), ("ranges", "step-000004")]
+    assert done == wanted[: 2 + quantized]
+
+
+def test_quantized_layers_hear_of_every_update(monkeypatch):
+    heard = []
+    monkeypatch.setattr(module, "forget_peaks", heard.append)
+    NewWeights().on_optimizer_step(None, None, None, model="the policy")
+    assert heard == ["the policy"]
+
+
+@pytest.fixture
+def saving(policy, monkeypatch):
+    """A trainer that saves step 6; `order` is what was written, in order, `fails` what stops it."""
+
+    def stage(self, model, trial) -> None:
+        folder = staging_directory(made.run) / "checkpoint-6"
+        folder.mkdir(parents=True)
+        (folder / "optimizer.pt").write_bytes(b"x")
+        order.append("state")
+        if fails:
+            raise fails[0]
+
+    def publish(policy, folder, version, base_hash, gathered) -> None:
+        folder.mkdir(parents=True)
+        write_manifest(folder, "adapter", version=version, base_hash=base_hash)
+        order.append("adapter")
+
+    order, fails = [], []
+    commit, rotate = module.commit_checkpoint, module.rotate
+    monkeypatch.setattr(Trainer, "_save_checkpoint", stage)
+    monkeypatch.setattr(module, "publish_adapter", publish)
+    monkeypatch.setattr(module, "write_quantizer_state", lambda policy, folder: {"quant_cfg": folder.name})
+    monkeypatch.setattr(module, "commit_checkpoint", lambda *a, **k: order.append("checkpoint") or commit(*a, **k))
+    monkeypatch.setattr(module, "rotate", lambda *arguments: order.append("rotate") or rotate(*arguments))
+    made = policy("--train.keep_checkpoints=1")
+    return made, order, fails
+
+
+def test_the_adapter_of_a_step_is_there_before_its_checkpoint_counts(saving):
+    made, order, _ = saving
+    older = made.run.checkpoints / "step-000003"
+    older.mkdir(parents=True)
+    write_manifest(older, "training-state")
+    made._save_checkpoint(made.model, None)
+    assert order == ["state", "adapter", "checkpoint", "rotate"] and not older.exists()
+    manifest = read_manifest(made.run.newest_checkpoint())
+    assert (manifest["step"], manifest["base_hash"], manifest["quant_cfg"]) == (6, "ab12", "checkpoint-6")
+    assert read_manifest(made.run.newest_adapter())["version"] == 6
+    assert read_manifest(made.run.newest_adapter())["base_hash"] == "ab12"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "saving step 6 failed: .*No space left"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+    ],
+)
+def test_a_save_that_the_disk_refused_leaves_nothing_and_another_error_is_itself(saving, error, said):
+    made, order, fails = saving
+    fails.append(error)
+    with pytest.raises(RuntimeError if said is None else CheckFailed, match=said or "CUDA error"):
+        made._save_checkpoint(made.model, None)
+    assert order == ["state"] and list(made.run.checkpoints.glob("step-*")) == []
+    assert staging_directory(made.run).exists() == (said is None)
+
+
+@pytest.fixture
+def resumed(policy, monkeypatch):
+    """A run with checkpoints after steps 2, 4 and 6; what the training was started from."""
+    started = []
+    monkeypatch.setattr(
+        PolicyTrainer,
+        "train",
+        lambda self, resume_from_checkpoint: started.append((resume_from_checkpoint, self.passes)),
+    )
+    made = policy()
+    made.run.metrics_file.write_text(
+        "".join(json.dumps({"step": step, "unknown_rewards": {"math": {"late": step}}}) + "\n" for step in range(1, 9))
+    )
+    for step in (2, 4, 6):
+        (folder := made.run.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"epoch": step * 0.45}))
+        write_manifest(folder, "training-state")
+    (staging_directory(made.run) / "checkpoint-8").mkdir(parents=True)
+    return made, started
+
+
+def test_a_resume_starts_from_the_newest_checkpoint_in_its_pass_with_its_counts(resumed):
+    made, started = resumed
+    made.train_run(resume=True)
+    assert started == [(str(made.run.checkpoints / "step-000006"), 2)]
+    assert made._unknown_before == {"math": {"late": 6}}
+    assert len(made.run.metrics_file.read_text().splitlines()) == 6 and not staging_directory(made.run).exists()
+
+
+def test_a_run_that_starts_anew_takes_nothing_of_what_lies_there(resumed):
+    made, started = resumed
+    made.train_run(resume=False)
+    assert started == [(None, 0)] and made._unknown_before == {} and not staging_directory(made.run).exists()
+
+
+@pytest.mark.parametrize(("steps", "trains"), [(7, True), (6, False), (5, False)])
+def test_a_run_that_made_all_its_steps_makes_no_further_one(resumed, steps, trains):
+    made, started = resumed
+    made.args.max_steps = steps
+    made.train_run(resume=True)
+    assert bool(started) == trains
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(resumed):
+    made, started = resumed
+    (made.run.checkpoints / "step-000006" / "trainer_state.json").write_text("{}")
+    made.train_run(resume=True)
+    assert started == [(str(made.run.checkpoints / "step-000004"), 1)]
+    assert any("step-000006" in line for line in made.recorder.said)
