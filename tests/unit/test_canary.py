@@ -1,10 +1,13 @@
 """The canary: which model a replica holds, read off the log-probs of a few tokens."""
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from recipes.parts.canary import DECISIVE, compare, read_canary, write_canary
-from recipes.parts.errors import BadInput
+from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.scorer import CanaryScorer
 
 NOISE, TOKENS = 0.03, 400
@@ -67,6 +70,13 @@ def test_one_number_that_is_none_is_enough_to_refuse(value):
     assert "1 of 400 canary tokens" in compare(server, BASE, BASE).problem(10)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_a_score_of_the_trainers_own_that_is_no_number_never_passes(value):
+    policy = [one.copy() for one in BASE]
+    policy[1][3] = value
+    assert compare(BASE, policy, BASE).problem(10) is not None
+
+
 def test_lengths_that_differ_are_an_error():
     with pytest.raises(ValueError, match="2 tokens of the server, 3 of the policy"):
         compare([np.zeros(2)], [np.zeros(3)], None)
@@ -97,6 +107,15 @@ def test_the_sequences_are_the_first_prompts_with_what_the_policy_answered():
     assert scorer.sequences == [[1, 2, 3, 10], [4] * 128 + [12] * 128]
     scorer.extend([[0]] * 6)
     assert scorer.sequences == [[1, 2, 3, 10], [4] * 128 + [12] * 128], "the sequences stay the same to the end"
+
+
+def test_a_sequence_is_the_end_of_a_long_prompt_and_the_beginning_of_its_completion():
+    """The completion is then what the policy answered to the text before it."""
+    scorer = CanaryScorer(prompts=2, longest=512)
+    scorer.choose([[1], [*range(1000, 1300)], [7, 8]])
+    assert scorer.sequences == [[*range(1172, 1300)], [7, 8]], "a prompt of one token has no log-prob"
+    scorer.extend([[2], [*range(2000, 2300)], [9]])
+    assert scorer.sequences == [[*range(1172, 1300), *range(2000, 2128)], [7, 8, 9]]
 
 
 def test_a_sequence_leaves_room_for_the_token_that_scoring_generates():
@@ -138,10 +157,33 @@ def test_the_trainers_scores_are_its_log_probs_with_the_adapter_on_and_off(
     assert scorer.base(trainer) is base, "the base is scored once"
 
 
+def scored(monkeypatch, scores: list[np.ndarray]) -> tuple[CanaryScorer, SimpleNamespace]:
+    """A scorer with a prompt whose forward pass gives these scores, and a trainer for it."""
+    monkeypatch.setattr("recipes.parts.scorer._score", lambda trainer, sequences: scores.pop(0))
+    scorer = CanaryScorer(prompts=1, longest=64)
+    scorer.choose([[5, 6]])
+    model = SimpleNamespace(disable_adapter=contextlib.nullcontext)
+    return scorer, SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+
+
+def test_the_base_is_scored_again_once_the_completions_are_there_and_then_no_more(monkeypatch):
+    scores = [np.full(length, -1.0) for length in (1, 3, 9)]
+    scorer, trainer = scored(monkeypatch, scores)
+    assert len(scorer.base(trainer)) == 1
+    scorer.extend([[7, 8]])
+    assert len(scorer.base(trainer)) == len(scorer.base(trainer)) == 3
+
+
+@pytest.mark.parametrize("which", ["policy", "base"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_a_trainer_whose_own_score_is_no_number_ends_the_run(monkeypatch, which, value):
+    scorer, trainer = scored(monkeypatch, [[np.array([-1.0, -2.0]), np.array([-1.0, value])]])
+    with pytest.raises(CheckFailed, match="the trainer's own log-probs of 1 canary tokens are not finite"):
+        getattr(scorer, which)(trainer)
+
+
 def test_a_spoiled_adapter_is_the_trainers_own_fault(build_trainer, recipe_arguments, tiny_model_dir, tmp_path):
     import torch
-
-    from recipes.parts.errors import CheckFailed
 
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
     next(p for name, p in trainer.model.named_parameters() if "down_proj.lora_B" in name).data.fill_(torch.nan)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch import versions
+from recipes.parts.replica import encode_ids
 from tests.unit.fake_engine import (
     HASH,
     Engine,
@@ -423,3 +424,74 @@ def test_a_request_that_arrives_while_the_engine_resumes_gets_no_old_name_for_ne
         assert (await arrived[0])[0] == 409
 
     asyncio.run(scenario())
+
+
+def test_an_answer_that_comes_while_the_weights_change_is_of_no_version(server):
+    """Of the new weights in part, and the version before is what is still served."""
+
+    async def scenario() -> None:
+        await stage_two(server)
+        server.engine.gate = asyncio.Event()
+        request = asyncio.ensure_future(ask(server.app, "generate", generate_body(session="s1", version=1)))
+        await started(server)
+        real, during = server.engine.collective_rpc, []
+
+        async def collective_rpc(method: str, *arguments) -> list[dict]:
+            server.engine.gate.set()
+            await asyncio.wait({request}, timeout=5)
+            during.append(request.done() and request.result()[0])
+            return await real(method, *arguments)
+
+        server.engine.collective_rpc = collective_rpc
+        assert (await ask(server.app, "activate", {"session": "s1", "version": 2}))[0] == 200
+        assert during == [409] and "changed" in request.result()[1]["error"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["adapter", "remerge"])
+def test_an_answer_that_spans_a_sleep_is_of_no_version(base, tmp_path, way):
+    """The KV cache is gone in between."""
+    server = Server(Engine(base, sleep=True), tmp_path)
+
+    async def scenario() -> None:
+        await stage_two(server, way)
+        server.engine.gate = asyncio.Event()
+        request = asyncio.ensure_future(ask(server.app, "generate", generate_body(session="s1", version=1)))
+        await started(server)
+        for action in ("sleep", "wake"):
+            assert (await ask(server.app, action, {}))[0] == 200
+        server.engine.gate.set()
+        status, answer = await request
+        assert status == 409 and "went to sleep" in answer["error"]
+        assert (await ask(server.app, "generate", generate_body(session="s1", version=1)))[0] == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_does_not_know_its_base_takes_no_adapter(tmp_path):
+    (write_base(tmp_path / "other") / "manifest.json").unlink()
+    server = Server(Engine(tmp_path / "other"), tmp_path)
+    assert server.info()["base_hash"] is None
+    status, answer = server.stage(1, "adapter")
+    assert status == 409 and "was not written by python -m merge base" in answer["error"]
+
+
+def test_noise_that_was_taken_off_is_not_reported(server):
+    server.serve(1, "remerge")
+    body = {"session": "s1", "version": 1, "seed": 5}
+    assert server.post("noise", body | {"sigma": 0.01})[0] == 200 and server.info()["noise"] is not None
+    assert server.post("noise", body | {"sigma": 0.0})[0] == 200 and server.info()["noise"] is None
+    assert server.engine.calls.count("remerge_noise 0.0 5") == 1
+
+
+def test_every_request_has_an_id_of_its_own_in_vllm(server):
+    ids, real = [], server.engine.generate
+    server.engine.generate = lambda prompt, params, request_id, **options: (
+        ids.append(request_id) or real(prompt, params, request_id, **options)
+    )
+    for _ in range(2):
+        sequences = [encode_ids([1, 2, 3])] * 2
+        assert server.post("score", {"sequences": sequences, "session": None, "version": None})[0] == 200
+        assert server.post("generate", generate_body(request_id="again"))[0] == 200
+    assert len(ids) == 6 and len(set(ids)) == 6

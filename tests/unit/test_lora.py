@@ -58,7 +58,10 @@ def test_a_plain_adapter_has_no_reason_against_it():
         ({"modules_to_save": ["lm_head"]}, False, "modules_to_save"),
         ({"bias": "all"}, False, "trained biases"),
         ({"lora_bias": True}, False, "trained biases"),
-        ({"init_lora_weights": "PiSSA_niter_4"}, False, "rewrites the base"),
+        *(
+            ({"init_lora_weights": name}, False, "rewrites the base")
+            for name in ("PiSSA_niter_4", "pissa", "olora", "corda", "loftq", "lora_ga")
+        ),
         ({"target_modules": ["lm_head"]}, True, "shares its weight"),
         *(({key: True}, False, f"{key}: ") for key in OTHER_KINDS),
     ],

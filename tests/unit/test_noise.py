@@ -7,7 +7,7 @@ import torch
 from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.noise import Noise, NoisyNorms, draw, noise_of, noisy, norms, sigma_at
+from recipes.parts.noise import Noise, NoisyNorms, draw, noise_of, noisy, norms, problems, sigma_at
 from tests.conftest import CONFIG
 
 ON = ["--policy.quant_noise_start=1e-2", "--policy.quant_noise_end=1e-4"]
@@ -120,6 +120,15 @@ def test_a_model_without_such_norms_is_refused():
 def test_noise_that_cannot_work_is_refused(keys, reason):
     with pytest.raises(BadInput, match=reason):
         check_config(load_config(CONFIG, keys), 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sharding", "refused"),
+    [("in_process", "FSDP2", True), ("in_process", None, False), ("server", "ZeRO-3", False)],
+)
+def test_norms_that_are_split_over_processes_get_no_noise_in_them(backend, sharding, refused):
+    found = problems(load_config(CONFIG, [*ON, f"--rollout.backend={backend}"]), sharding)
+    assert bool(found) == refused and all("which splits the norms over processes" in one for one in found)
 
 
 def test_generation_is_noisy_and_the_update_is_not(

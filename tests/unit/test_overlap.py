@@ -5,6 +5,7 @@ bit what a strict run learns, and a resumed one what an uninterrupted one does, 
 taken for another.
 """
 
+import itertools
 import json
 import shutil
 import threading
@@ -314,6 +315,93 @@ def test_settings_that_do_not_go_with_it_are_refused(changes, reason):
     check_config(load_config(CONFIG, keys), 1)
     with pytest.raises(BadInput, match=reason):
         check_config(load_config(CONFIG, [*keys, *changes]), 1)
+
+
+class Loop:
+    """transformers' way to draw a step's batches, and trl's to generate for them, as far as overlap needs it."""
+
+    def __init__(self, overlap: bool, max_steps: int):
+        self.config = SimpleNamespace(rollout=SimpleNamespace(overlap=overlap))
+        self.state = SimpleNamespace(global_step=0, max_steps=max_steps)
+        self.rollout = SimpleNamespace(versions=[3, 3], hidden_s=0.5, report={"canary_delta": 0.1}, begin=self.begin)
+        self._seconds, self._sampler, self.begun = {"rollout_hidden": 1.0}, {}, []
+
+    def begin(self, trainer: Any, prompt_ids: list) -> None:
+        self.begun.append(prompt_ids)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
+        return list(itertools.islice(epoch_iterator, num_batches)), None
+
+    def _generate(self, prompts: list) -> tuple:
+        return tuple(prompts)
+
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        for messages in prompts:
+            messages.append("changed")  # trl 1.16 prepares them in place
+        return [[int(messages[0])] for messages in prompts], None
+
+
+class Overlapped(OverlappedRollouts, Loop):
+    adapter_version = 4
+
+
+def drawn(max_steps: int, passes: list[int], overlap: bool = True) -> tuple[list, list[int]]:
+    """The batches of every step of two batches, in passes over the data of so many batches; how many were drawn."""
+    loop, steps, counts = Overlapped(overlap, max_steps), [], []
+    for number, length in enumerate(passes):
+        counts.append(0)
+
+        def rows(number: int = number, length: int = length) -> Iterator:
+            for batch in range(length):
+                counts[number] += 1
+                yield [{"prompt": [f"{100 * number + 10 * batch + row}"]} for row in range(2)]
+
+        iterator = rows()
+        for _ in range(-(-length // 2)):
+            if loop.state.global_step < max_steps:
+                batches = loop.get_batch_samples(iterator, 2, "cpu")[0]
+                ahead = loop._next_prompt_ids()
+                steps.append(([[int(row["prompt"][0]) for row in batch] for batch in batches], ahead))
+                loop.state.global_step += 1
+    return steps, counts
+
+
+def test_every_batch_is_taken_once_and_those_of_the_next_step_are_known():
+    steps, counts = drawn(5, [6, 4])
+    assert [batches for batches, _ in steps] == [
+        *([[0, 1], [10, 11]], [[20, 21], [30, 31]], [[40, 41], [50, 51]]),
+        *([[100, 101], [110, 111]], [[120, 121], [130, 131]]),
+    ]
+    # Trl generates for the first batch of a step, which holds all of its prompts; none is known across a pass' end.
+    assert [[ids for (ids,) in ahead] for _, ahead in steps] == [[20, 21], [40, 41], [], [120, 121], []]
+    assert counts == [6, 4]
+
+
+def test_nothing_is_drawn_beyond_the_last_step_nor_without_overlap():
+    steps, counts = drawn(2, [8])
+    assert len(steps) == 2 and counts == [4] and steps[-1][1] == []
+    without, counts = drawn(2, [8], overlap=False)
+    assert [batches for batches, _ in without] == [batches for batches, _ in steps] and counts == [4]
+    assert [ahead for _, ahead in without] == [[], []]
+
+
+def test_a_step_generates_from_its_own_version_and_begins_the_next_with_prompts_it_leaves_as_they_are():
+    loop = Overlapped(True, 9)
+    rows = [[{"prompt": ["7"]}, {"prompt": ["8"]}], [{"prompt": ["9"]}]]
+    loop._lookahead = (None, (rows, None))
+    assert loop._generate(["now"]) == ("now",)
+    assert loop.begun == [[[7], [8]]] and rows[0] == [{"prompt": ["7"]}, {"prompt": ["8"]}]
+    assert loop._rollout_version == 3, "of the samples, not the trainer's own of this moment"
+    assert loop._seconds["rollout_hidden"] == 1.5 and loop._sampler == {"canary_delta": 0.1}
+
+
+def test_what_is_hidden_ends_when_someone_waits_or_all_is_there():
+    for wait_first, seconds in ((True, (0.2, 0.0)), (False, (0.0, 0.2))):
+        ahead, (made_in, before) = Ahead([[1]]), seconds
+        ahead.start(lambda made_in=made_in: time.sleep(made_in))
+        time.sleep(before)
+        ahead.take()
+        assert ahead.hidden_s < 0.15, wait_first
 
 
 def test_the_seam_in_transformers_is_the_one_it_was_written_for():

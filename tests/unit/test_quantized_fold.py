@@ -141,6 +141,23 @@ def test_a_worker_that_cannot_have_the_formats_numbers_says_why(name, ranks, by_
         quantized_fold.check([worker_layer(weights(), 0, ranks, by_inputs)[0]], FORMATS[name])
 
 
+def test_a_shard_that_begins_within_a_block_is_refused():
+    linear = worker_layer(weights())[0]
+    quantized_fold.check([linear], FORMATS["fp8_block"])
+    linear.parts[1].first_out = 64
+    with pytest.raises(ValueError, match=r"k_proj has 128 outputs from 64 on here.*every 128"):
+        quantized_fold.check([linear], FORMATS["fp8_block"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_quantized_some_rows_at_a_time_is_the_whole_weights(name, monkeypatch):
+    linear, state, factors = worker_layer({"q_proj": weights()["q_proj"]})
+    weight, fmt = merged(linear, state, factors), FORMATS[name]
+    whole = quantized_fold.quantized(linear, weight, fmt, torch.bfloat16)
+    monkeypatch.setattr(quantized_fold, "CHUNK", 100 * COLUMNS)  # no whole number of blocks, nor of the rows
+    assert torch.equal(quantized_fold.quantized(linear, weight, fmt, torch.bfloat16), whole)
+
+
 def test_vllms_own_fp8_comes_to_the_exported_codes_and_scales():
     linear, state, factors = worker_layer({"o_proj": weights()["q_proj"]})
     weight = merged(linear, state, factors)
@@ -184,9 +201,10 @@ def test_ranges_of_inputs_come_with_the_adapter_for_every_layer(tmp_path):
     before = linear.layer.input_peak.data_ptr()
     quantized_fold.set_input_peak(linear, peaks)
     assert (linear.layer.input_peak.item(), linear.layer.input_peak.data_ptr()) == (3.0, before)
-    save_file({"x": torch.zeros(1)}, path, {"input_peaks": json.dumps(peaks | {"k_proj": float("nan")})})
-    with pytest.raises(ValueError, match=r"1 of 3 layers have no range of their inputs.*k_proj"):
-        quantized_fold.read_input_peaks(tmp_path, [linear])
+    for wrong in (float("nan"), float("inf"), 0.0, -1.0):
+        save_file({"x": torch.zeros(1)}, path, {"input_peaks": json.dumps(peaks | {"k_proj": wrong})})
+        with pytest.raises(ValueError, match=r"1 of 3 layers have no range of their inputs.*k_proj"):
+            quantized_fold.read_input_peaks(tmp_path, [linear])
 
 
 @pytest.mark.parametrize(("trained", "served"), [("nvfp4a16", None), (None, "nvfp4a16"), ("fp8", "nvfp4")])

@@ -26,7 +26,7 @@ def test_pieces_read_at_once_are_the_file(big_file):
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
 
 
-@pytest.mark.parametrize("left", [0, 5, 100, 1 << 20, (1 << 20) + 1, 5_000_000])
+@pytest.mark.parametrize("left", [0, 5, 100, 1 << 20, (1 << 20) + 1, 5_000_000, -1, -8])
 def test_a_file_that_is_cut_is_refused(big_file, left):
     big_file.write_bytes(big_file.read_bytes()[:left])
     with pytest.raises(ValueError, match="is not a whole safetensors file"):

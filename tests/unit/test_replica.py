@@ -12,6 +12,7 @@ from recipes.parts.replica import (
     decode_ids,
     encode_floats,
     encode_ids,
+    is_loopback,
     is_tested_vllm,
     tokenizer_hash,
 )
@@ -49,6 +50,66 @@ def test_a_version_of_vllm_that_was_tested(version):
 @pytest.mark.parametrize("version", ["0.25.9", "0.32.0", "1.0", "0.3.1", "dev"])
 def test_a_version_of_vllm_that_was_not_tested(version):
     assert not is_tested_vllm(version)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        *((host, True) for host in ("localhost", "127.0.0.1", "127.8.0.1", "::1")),
+        *((host, False) for host in ("10.0.0.7", "192.168.1.2", "172.16.0.1", "169.254.0.1", "0.0.0.0", "node-b", "")),
+    ],
+)
+def test_an_address_of_the_network_is_not_taken_for_this_machines_own(host, is_ours):
+    """Without a key a server may listen on this machine's own alone."""
+    assert is_loopback(host) == is_ours
+
+
+def test_a_generation_asks_for_everything_that_sampling_depends_on(fake):
+    sampling = {"n": 3, "max_tokens": 7, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_token_ids": [3, 4]}
+    fake.served = "s", 1
+    _, found = Replica(fake.url, 5).generate("r", [8, 9], **sampling, session="s", version=1)
+    ((_, body),) = fake.bodies
+    assert decode_ids(body.pop("token_ids")).tolist() == [8, 9]
+    assert body == {"request_id": "r", "session": "s", "version": 1, **sampling}
+    assert [(one.token_ids.tolist(), one.logprobs.tolist()) for one in found] == [
+        ([8, index], [-0.5, -0.25]) for index in range(3)
+    ]
+
+
+def test_a_relative_directory_is_named_so_that_the_server_finds_it(fake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    where = {"way": "remerge", "run": "r", "session": "s", "version": 4, "base_hash": "ab"}
+    Replica(fake.url, 5).stage(**where, path="sync/v000004")
+    staged = fake.staged["s", 4]
+    assert staged.pop("body") == {"path": str(tmp_path / "sync" / "v000004")}
+    assert staged == {key: str(value) for key, value in where.items()}
+
+
+def test_a_redirect_is_not_followed(fake, monkeypatch):
+    """It would take the prompts, and the key, to another server."""
+    other = FakeReplica()
+
+    def redirect(handler) -> None:
+        if handler.server is other:
+            return handler._handle(None)
+        handler.send_response(307)
+        handler.send_header("Location", f"{other.url}/v1/rollout/info")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr("tests.unit.fake_replica._Handler.do_GET", redirect)
+    with pytest.raises(ReplicaError, match="307"):
+        Replica(fake.url, 5).info()
+    assert other.calls == []
+    other.stop()
+
+
+@pytest.mark.parametrize("answer", [[], [1], "text", 3, None])
+def test_an_answer_that_is_no_object_is_final(fake, answer):
+    fake.before["info"] = lambda body: (200, answer)
+    with pytest.raises(ReplicaError, match="is not an object") as failed:
+        Replica(fake.url, 5).info()
+    assert not failed.value.retry
 
 
 def test_a_client_error_is_final_and_a_server_error_is_not(fake):

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from recipes.parts.config import load_config
 from recipes.parts.dispatch import Dispatcher, GenerationFailed
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.replica import Replica, ReplicaError, tokenizer_hash
+from recipes.parts.noise import noise_of
+from recipes.parts.replica import Replica, ReplicaError, encode_floats, encode_ids, tokenizer_hash
 from recipes.parts.rollout import ServerRollout
 from recipes.parts.rundir import RunDir
 from tests.unit.fake_replica import FakeReplica, samples
@@ -122,6 +123,8 @@ def test_another_base_is_refused_with_both_hashes(rollout):
     found.check_base("ab" * 32)
     with pytest.raises(BadInput, match=r"base hash is abababababab; the trainer's base has cdcdcdcdcdcd.*merge base"):
         found.check_base("cd" * 32)
+    with pytest.raises(BadInput, match="base hash is"):
+        found.check_base("ab" * 31 + "cd")  # the whole hash counts
 
 
 def test_a_resumed_run_finds_another_base_before_it_loads_weights(rollout):
@@ -176,6 +179,97 @@ def test_answers_come_in_the_order_of_the_prompts_and_carry_their_version(rollou
     sent = [body for fake in found.fakes for action, body in fake.bodies if action == "generate"]
     assert {(body["session"], body["version"], body["n"]) for body in sent} == {(found.sync.session, 1, GROUP)}
     assert len({body["request_id"] for body in sent}) == 8
+
+
+def test_what_is_sampled_is_what_the_configuration_says(rollout):
+    keys = ["temperature=0.7", "top_p=0.9", "top_k=5", "max_completion_length=31"]
+    found = served(rollout(1, None, *(f"--rollout.{key}" for key in keys)))
+    found._generate_groups([[3, 4]] * GROUP, [7, 8])
+    ((_, body),) = found.fakes[0].bodies[-1:]
+    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 31, "stop_token_ids": [7, 8], "n": GROUP}
+    assert {key: body[key] for key in wanted} == wanted
+
+
+def test_prompts_of_a_group_that_differ_are_an_error(rollout):
+    found = served(rollout(1))
+    with pytest.raises(CheckFailed, match="the prompts of a group differ"):
+        found._generate_groups([[3, 4], [3, 5]], [0])
+    assert found.fakes[0].calls == []
+
+
+def test_each_replica_gets_as_many_prompts_as_it_can_generate_at_once(rollout):
+    found = rollout(2, {"max_num_seqs": 4}, "--rollout.max_in_flight=64")
+    found.fakes[1].info["max_num_seqs"] = 16
+    served(found)
+    for fake in found.fakes:
+        fake.seconds_per_request = 0.1
+    assert_complete(generate(found, 30), 30)
+    small, large = (fake.most_at_once for fake in found.fakes)
+    assert small <= 4 < large <= 16, "twice what runs at once, of two completions a prompt"
+
+
+def test_every_process_gets_its_own_samples(rollout, monkeypatch):
+    found = served(rollout(1))
+    prompts = [[number] * 2 for number in range(4) for _ in range(GROUP)]  # of two processes
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: prompts)
+    monkeypatch.setattr(found, "_sync", lambda trainer: None)
+    shares = []
+    for index in (0, 1):
+        accelerator = SimpleNamespace(is_main_process=True, process_index=index, wait_for_everyone=lambda: None)
+        trainer = SimpleNamespace(
+            accelerator=accelerator, sharding=None, eos_token_ids=[0], timed=lambda phase: threading.Lock()
+        )
+        ids, logps = found.generate(trainer, prompts[4 * index : 4 * index + 4])
+        assert [len(one) for one in logps] == [len(one) for one in ids] and found.versions == [1] * 4
+        shares.append(ids)
+    assert shares[0] == [[0, 0], [0, 1], [1, 0], [1, 1]] and shares[1] == [[2, 0], [2, 1], [3, 0], [3, 1]]
+
+
+@pytest.mark.parametrize(("quant_cfg", "dtype"), [(None, "bfloat16"), ("nvfp4a16", "float32"), ("nvfp4", "float32")])
+def test_the_adapter_travels_as_the_replicas_need_it(rollout, monkeypatch, quant_cfg, dtype):
+    """In the type that the forward computes with; quantized weights are those of the factors as they are trained."""
+    import torch
+
+    keys = ["--model.dtype=bfloat16", *([f"--policy.quant_cfg={quant_cfg}"] if quant_cfg else [])]
+    found = rollout(1, None, *keys)
+    monkeypatch.setattr("recipes.parts.rollout.AdapterFile", lambda *facts: facts)
+    peaks = {"layer.input_amax": torch.tensor(2.5)} if quant_cfg == "nvfp4" else {}
+    monkeypatch.setattr("recipes.parts.qat.quantizer_state", lambda model: peaks)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(unwrap_model=lambda model: model), model="m", base_hash="h")
+    made = found._adapter_file(trainer, {"gathered": 1})
+    assert made[:4] == ("m", getattr(torch, dtype), "h", {"gathered": 1})
+    assert made[4:] == ((quant_cfg, {"layer": 2.5} if peaks else {}) if quant_cfg else ())
+
+
+def test_of_a_sync_the_replica_farthest_from_the_trainer_is_recorded_and_the_noise_is_its_versions(
+    rollout, monkeypatch
+):
+    noise = ["--policy.quant_noise_start=1e-2", "--policy.quant_noise_end=1e-4", "--train.max_steps=80"]
+    found, published = rollout(1, None, *noise), []
+    found._adapter = "adapter"
+    found.sync.canary = {
+        "near": SimpleNamespace(mean=0.1, k3=0.01),
+        "far": SimpleNamespace(mean=0.3, k3=0.02),
+        "odd": SimpleNamespace(mean=0.2, k3=0.05),
+    }
+    monkeypatch.setattr(found.sync, "publish", lambda *arguments: published.append(arguments))
+    found._sync(SimpleNamespace(adapter_version=40, sharding=None))
+    assert published == [(40, "adapter", None, noise_of(found.config, 40))]
+    assert (found.report["canary_delta"], found.report["canary_k3"]) == (0.3, 0.05)
+    assert found.report["noise_seed"] == noise_of(found.config, 40).seed
+    found.sync.served = 40
+    found._sync(SimpleNamespace(adapter_version=40, sharding=None))
+    assert len(published) == 1, "a version is published once"
+
+
+def test_other_processes_wait_longer_than_the_main_one_can_take(rollout, monkeypatch):
+    """Prompt by prompt, each failing as often as it may, at its limit of time; and what else a step asks."""
+    keys = ["max_in_flight=1", "retries=3", "request_timeout_s=7", "server_wait_s=11"]
+    found = rollout(1, None, *(f"--rollout.{key}" for key in keys), "--watch.eval_problems=5")
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    train = found.config.train
+    prompts = 2 * train.per_device_train_batch_size * train.gradient_accumulation_steps // GROUP + 5
+    assert found.longest_s >= 11 + 7 * (prompts * 4 + 7)
 
 
 def test_a_slow_replica_gets_less_work(rollout):
@@ -239,12 +333,15 @@ def test_an_answer_of_another_version_ends_the_run(rollout):
         generate(found, 2)
 
 
-@pytest.mark.parametrize("answer", ["too few", "empty", "unequal", "not binary"])
+@pytest.mark.parametrize("answer", ["too few", "empty", "unequal", "not binary", "too long", "nothing at all"])
 def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(rollout, answer):
     found = served(rollout(1))
     rows = samples([1], GROUP)
     if answer == "too few":
         rows.pop()
+    elif answer in ("too long", "nothing at all"):
+        count = found.config.rollout.max_completion_length + 1 if answer == "too long" else 0
+        rows[0] |= {"token_ids": encode_ids([5] * count), "logprobs": encode_floats([-1.0] * count)}
     else:
         rows[0]["token_ids"] = {"empty": "", "unequal": "AAAA", "not binary": "?"}[answer]
     found.fakes[0].before["generate"] = lambda body: {"version": 1, "samples": rows}

@@ -13,7 +13,7 @@ from launch import server, vllm_command
 from launch.vllm_command import Installed, Plan, check_base, check_ports, installed_vllm, plans
 from recipes.parts.config import Config, config_from_dict
 from recipes.parts.errors import BadInput
-from recipes.parts.rundir import write_json, write_manifest
+from recipes.parts.rundir import read_json, write_json, write_manifest
 
 CUDA, CPU = Installed("0.26.0", False), Installed("0.31.0", True)
 TWO = ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
@@ -339,6 +339,51 @@ def test_another_base_is_refused_with_what_differs(base, groups, reason):
     with pytest.raises(BadInput) as refused:
         check_base(config(**{**groups, "server": {"base": str(base)}}), "run.yaml")
     assert reason in str(refused.value) and "python -m merge base --config run.yaml" in str(refused.value)
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("fp8", "nf4"), ("nf4", "fp8"), ("nf4", "none")])
+def test_a_base_in_another_storage_is_refused(base, stored, wanted):
+    facts = read_json(base / "base.json")
+    write_json(base / "base.json", facts | {"quantization": facts["quantization"] | {"type": stored}})
+    write_manifest(base, "checkpoint", base_hash="ab")
+    with pytest.raises(BadInput, match=f"its policy.quantization is '{stored}', the configuration says '{wanted}'"):
+        check_base(config(server={"base": str(base)}, policy={"quantization": wanted}), "run.yaml")
+
+
+@pytest.mark.parametrize(("trained", "fits"), [("ab", True), ("cd", False), (None, True)])
+def test_a_local_models_base_is_the_one_that_the_run_was_started_on(base, tmp_path, trained, fits):
+    """By its content: a path differs from machine to machine."""
+    (tmp_path / "run").mkdir()
+    if trained:
+        write_json(tmp_path / "run" / "base.json", {"hash": trained})
+    given = config(
+        server={"base": str(base)}, run={"output_dir": str(tmp_path / "run")}, model={"path": "/elsewhere/m"}
+    )
+    given.model.id = None
+    if fits:
+        assert check_base(given, "run.yaml")["base_hash"] == "ab"
+    else:
+        with pytest.raises(BadInput, match=r"its base hash is ab, that of the run .* is cd"):
+            check_base(given, "run.yaml")
+
+
+def test_an_adapter_of_all_layers_gets_the_layers_of_the_base_directory(base):
+    """vLLM would give the embeddings and the output layer slots too."""
+    write_json(
+        base / "base.json", {"quantized": ["model.layers.0.q_proj", "model.layers.1.q_proj", "model.x.up_proj"]}
+    )
+    given = config(server={"base": str(base)}, rollout={"sync": "adapter"})
+    assert plans(given, CUDA, ["0"])[0].options["lora_target_modules"] == ["q_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("quant_cfg", "weights", "gib"), [("fp8", "fp8_per_channel", 1.1), ("w4a16", "bf16", 0.7), (None, "bf16", 0.7)]
+)
+def test_what_a_fold_takes_is_left_beside_the_servers_share(quant_cfg, weights, gib):
+    """Weights that vLLM's FP8 is given are float32."""
+    given = config(server={"weights": weights, "base": "/none"}, policy={"quant_cfg": quant_cfg})
+    share = plans(given, CUDA, ["0"], card_gib=32.0)[0].options["gpu_memory_utilization"]
+    assert share == pytest.approx(0.9 - gib / 32, abs=6e-4)
 
 
 def test_a_base_that_is_missing_cut_or_without_its_copy_names_the_command_that_writes_it(base, tmp_path):

@@ -85,13 +85,42 @@ def test_fsdp_without_settings_is_version_1_and_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["offload_param", "offload_optimizer"])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("in_file", [True, False])
-def test_zero_3_with_offloading_is_refused(announce, tmp_path, name, in_file):
+def test_zero_3_with_offloading_is_refused(announce, tmp_path, name, in_file, device):
     file = tmp_path / "deepspeed.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3, name: {"device": "cpu"}}}))
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, name: {"device": device}}}))
     variable = f"ACCELERATE_DEEPSPEED_{name.upper()}_DEVICE"
-    announce("zero3", **({"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)} if in_file else {variable: "cpu"}))
-    assert f"ZeRO-3 with {name} to cpu was not tested" in refusal()
+    announce("zero3", **({"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)} if in_file else {variable: device}))
+    assert f"ZeRO-3 with {name} to {device} was not tested" in refusal()
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        (("--policy.embeddings", "host"), "policy.embeddings is host under"),
+        (("--train.trl", "{cast_lm_head_to_fp32: true}"), "cast_lm_head_to_fp32 under"),
+    ],
+)
+def test_what_a_split_base_was_not_tested_with_is_refused(announce, name, override, complaint):
+    assert not any(complaint in problem for problem in sharding.problems(configuration(*override)))
+    announce(name)
+    assert any(complaint in problem for problem in sharding.problems(configuration(*override)))
+
+
+def test_a_gathered_adapter_is_whole_and_stays_what_it_was():
+    """It is written while the next update runs."""
+    model = torch.nn.Module()
+    model.add_module("layer", torch.nn.Module())
+    for name in ("lora_A", "lora_B", "other"):
+        model.layer.add_module(name, torch.nn.ModuleDict({"default": torch.nn.Linear(3, 2, bias=False)}))
+    before = {name: one.detach().clone() for name, one in model.named_parameters() if "lora_" in name}
+    gathered = sharding.gather_adapter(model)
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    assert gathered.keys() == before.keys() == {f"layer.lora_{one}.default.weight" for one in "AB"}
+    assert all(torch.equal(gathered[name], one) for name, one in before.items())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +170,10 @@ def test_a_base_that_accelerate_would_split_otherwise_is_refused_wherever_it_was
         (accelerator("FSDP"), "FSDP2"),
         (accelerator("MULTI_GPU", fsdp_plugin=object()), "FSDP2"),
         (accelerator("MEGATRON_LM"), "Megatron-LM"),
-        (accelerator("MULTI_GPU", parallelism_config=ParallelismConfig(tp_size=2)), "parallelism_config"),
+        *(
+            (accelerator("MULTI_GPU", parallelism_config=ParallelismConfig(**{size: 2})), "parallelism_config")
+            for size in ("tp_size", "dp_shard_size", "cp_size")
+        ),
     ):
         with pytest.raises(BadInput, match=f"{name} splits the base .* not tested"):
             prepare(one, policy())
