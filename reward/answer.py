@@ -21,11 +21,20 @@ _ANSWER_TAG = re.compile(r"\\boxed(?![A-Za-z])|(?<!#)####(?!#)")
 
 
 def boxes(text: str) -> list[str]:
-    r"""The contents of every balanced `\boxed{…}` and `\boxed 5` in the order in which they end, outermost only.
+    r"""The contents of every balanced `\boxed{…}` and `\boxed 5` in the order in which they end, outermost only."""
+    return [content for *_, content in box_spans(text)]
+
+
+def box_spans(text: str) -> list[tuple[int, int, str]]:
+    r"""(start, end, content) of every box of `boxes`.
 
     One pass over the text: 100,000 unclosed boxes cost no more than their length. A box whose whole content is another
     box yields the inner content once.
     """
+    return [(start, stop, text[content:end].strip()) for start, stop, content, end in _boxes(text)]
+
+
+def _boxes(text: str) -> list[tuple[int, int, int, int]]:
     found: list[tuple[int, int, int, int]] = []  # box start and end, content start and end
     braces: list[tuple[int | None, int]] = []  # for every open brace: where its \boxed began (or None), its content
     for token in _BOX_TOKENS.finditer(text):
@@ -48,7 +57,7 @@ def boxes(text: str) -> list[str]:
             elif word := _BARE_WORD.match(text, token.end()):
                 end = word.start() + len(word[0].rstrip(".,;:!?"))
                 found.append((token.start(), word.end(), word.start(), end))
-    return [text[content:end].strip() for *_, content, end in found]
+    return found
 
 
 def _blank(text: str, start: int, end: int) -> bool:
@@ -77,13 +86,16 @@ def final_answer(text: str) -> str | None:
 
 def tag_answer(text: str, tag: str = "<answer>") -> str | None:
     r"""What the last complete `<answer>…</answer>` holds; where that has a `\boxed{}`, the last box in it."""
+    inside = tag_content(text, tag)
+    boxed = None if inside is None else boxed_answer(inside)
+    return inside if boxed is None else boxed
+
+
+def tag_content(text: str, tag: str = "<answer>") -> str | None:
+    """What stands in the last complete `<answer>…</answer>`, None without one."""
     end = text.rfind(f"</{tag[1:]}")
     start = text.rfind(tag, 0, end) if end >= 0 else -1
-    if start < 0:
-        return None
-    inside = text[start + len(tag) : end].strip()
-    boxed = boxed_answer(inside)
-    return inside if boxed is None else boxed
+    return None if start < 0 else text[start + len(tag) : end].strip()
 
 
 def last_number(text: str) -> str | None:

@@ -17,10 +17,11 @@ from typing import Any
 
 from recipes.parts.config import RewardConfig, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
-from reward import REWARDS, function_of, reward_functions
+from reward import REWARDS, function_of, function_options, reward_functions
 from reward.answer import final_answer
 from reward.pool import WorkerPool
 from reward.score import Explanation, Message
+from reward.stated import reference_answer
 
 SHOWN = 10  # bad rows and disagreements listed
 # How a bare answer is written where the task looks for one; other tasks use a box.
@@ -89,9 +90,17 @@ def explain(
 def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, Any]) -> list[Judgement]:
     """A judgement for every row in order.
 
-    A completion is read as in training. A prediction is read the same way where it states an answer in the task's
-    form (a box, …) or in a last sentence, and is otherwise itself the answer.
+    A completion is read as in training. A prediction is read in the task's most lenient form: that of option `form`
+    where there is one and `options` do not set it; elsewhere in the task's form (a box, …) or in a last sentence, and
+    is otherwise itself the answer.
     """
+    if "form" in function_options(task) and "form" not in options:
+        kinds = {False: options | {"form": "lenient"}, True: options}
+        of = {
+            kind: iter(_judged(task, [row for row in rows if row.is_completion is kind], pool, kinds[kind]))
+            for kind in kinds
+        }
+        return [next(of[row.is_completion]) for row in rows]
     prompts = [row.prompt for row in rows]
     golds = [row.gold for row in rows]
     found = explain(task, [row.text for row in rows], golds, prompts, pool, options)
@@ -107,6 +116,12 @@ def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, 
     for index, judgement in zip(bare, again, strict=True):
         found[index] = judgement
     return found
+
+
+def _judged(task: str, rows: list[Row], pool: WorkerPool, options: dict[str, Any]) -> list[Judgement]:
+    return explain(
+        task, [row.text for row in rows], [row.gold for row in rows], [row.prompt for row in rows], pool, options
+    )
 
 
 def stated_answer(prediction: str) -> str:
@@ -156,7 +171,8 @@ def _row(number: int, value: Any, task: str) -> Row:
         gold = json.dumps(gold)
     gold, text = _text("gold", gold), value[given[0]]
     if task not in STRUCTURED:
-        gold = final_answer(gold) or gold  # data.answer_format boxed and gsm8k do the same before a run
+        # data.answer_format boxed and gsm8k do the same before a run
+        gold = reference_answer(gold) if task == "math" else final_answer(gold) or gold
     return Row(
         line=number,
         gold=gold,

@@ -20,6 +20,7 @@ from reward.values import approximate, formulas_equal, rounds_to
 
 MAX_ANSWER_CHARS = 4096  # a longer prediction is no answer; a longer gold is a bad row
 MAX_DIGITS = 1000
+LONG_DECIMAL = 6  # decimal places from which a decimal may stand for a fraction
 MAX_EXPONENT = 1000  # 10^1000 is a 3,300-bit integer; larger powers are the workers' business
 
 _CHARACTERS = {
@@ -35,6 +36,11 @@ _CHARACTERS = {
     ord("\u00b0"): "^\\circ ",
 }
 _THIN_GROUPS = re.compile("(?<!\\d)\\d{1,3}(?:[\u2009\u202f]\\d{3})+(?!\\d)")  # 10 000 as ISO 80000 sets it
+# 2,74 and 0,111; 2,740 is a number of thousands.
+_DECIMAL_COMMA = re.compile(r"([+-]?(?:\d+(?=,(?!\d{3}(?!\d)))|0))(?:,)(\d+)((?:\s.*)?)", re.DOTALL)
+_DECIMALS = re.compile(r"\s*[+-]?\s*(?:\\?\$|[€£¥₹])?\s*[+-]?[\d,]*\.(\d+)")
+_SPACED_GROUPS = re.compile(r"[+-]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")  # 1 000, where it is the whole answer
+_SQUARE_METERS = re.compile(r"(?<=\d)\s*([kcdm]?m)([²³])(?=\s*$)")
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
 _LAYOUT = re.compile(
@@ -108,6 +114,7 @@ class Policy:
     units: str = "ignored"
     several: str = "all"
     unicode_digits: bool = True
+    strict: bool = True  # of form "boxed"; False reads what the other forms read
 
 
 DEFAULT = Policy()
@@ -144,14 +151,20 @@ def normalized(text: str, unicode_digits: bool = True) -> str:
                     break
         else:
             break
-    text = text.replace("{,}", ",").replace("\\!", "")
+    text = re.sub(r"(?<=\d),\s*\\!\s*(?=\d{3})", ",", text)  # 32,\! 349
+    text = re.sub(r"\s*\{\s*,\s*\}\s*", ",", text).replace("\\!", "")
     text = text.replace("\\\\", "\\cr ") if "\\begin" in text else re.sub(r"\\\\(?=[A-Za-z({\[]|$)", r"\\", text)
     text = re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", "", text)  # 10\,000 is one number
     text = _LAYOUT.sub("", text)
-    text = re.sub(r"\\(?:[,;: ]|q?quad(?![A-Za-z]))|~(?!=)", " ", text)
+    text = re.sub(r"\\(?:[,;: ]|q?quad(?![A-Za-z]|_)|q?quad(?=[a-z]_))|~(?!=)", " ", text)
+    text = re.sub(r"(?<=[\w)}])\s*\*\*\s*(?=[\w(])", "^", text)  # Python's power
+    text = re.sub(r"\+\s+-\s*(?=[\w\\(.])", "- ", text)  # 14 + -1i
+    text = _SQUARE_METERS.sub(lambda m: rf" \text{{ {m[1]}^{'2' if m[2] == '²' else '3'}}}", text)
     for pattern, spelled in _SPELLINGS:
         text = pattern.sub(spelled, text)
     text = text.strip()
+    if re.search(r"(?<!\\)\\$", text):
+        text = text[:-1].rstrip()
     if text.endswith((".", ",", ";", ":")) and not text.endswith(".."):
         text = text[:-1].rstrip("\\ ")
     return text.strip()
@@ -172,9 +185,11 @@ def plain_number(text: str) -> PlainNumber | None:
         value = -value
     currency = head[2] or ""
     spaced, rest = rest[:1].isspace(), rest.strip()
-    percent = re.fullmatch(r"\\?%|(?i:percent|pct)", TEXT.sub(r" \1", rest).strip()) is not None
+    percent = re.fullmatch(r"\\?%|(?i:percent(?:age)?|pct)", TEXT.sub(r" \1", rest).strip()) is not None
     if percent or not rest:
         return PlainNumber(value, percent, unit_name(currency))
+    if not currency and re.fullmatch(r"\\?\$|[€£¥₹]", rest):
+        return PlainNumber(value, False, unit_name(rest))
     scale, rest = _leading_scale(rest)
     unit = unit_of(rest, spaced) if rest else ""
     if unit is None or (unit and currency and unit != unit_name(currency)):
@@ -263,7 +278,8 @@ def decide(predicted: str | None, gold: str, policy: Policy = DEFAULT) -> bool |
 
 def prepared(text: str, policy: Policy = DEFAULT) -> str:
     """The answer as the comparison reads it: `normalized`, with Unicode mathematics spelled in LaTeX."""
-    return latex_of(normalized(text, policy.unicode_digits))
+    text = latex_of(normalized(text, policy.unicode_digits))
+    return text.replace(" ", "") if not policy.strict and _SPACED_GROUPS.fullmatch(text) else text
 
 
 def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shape.Leaf | None" = None) -> bool | None:
@@ -277,7 +293,9 @@ def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shap
     verbal = _verbal(predicted, gold)
     if verbal is not None:
         return verbal
-    stated = _stated(predicted, gold)
+    if not policy.strict:
+        predicted, gold = _in_one_locale(predicted, _reference_value(gold))
+    stated = _stated(predicted, gold, policy.strict)
     if stated is None or _says_more(stated, gold):
         return False
 
@@ -286,6 +304,27 @@ def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shap
         return symbolic(one, other) if decided is None and symbolic else decided
 
     return shape.compare(stated, gold, leaf, policy.ordered, policy.several)
+
+
+def _in_one_locale(predicted: str, gold: str) -> tuple[str, str]:
+    """A decimal comma as a point, where the other side is written with a point (2,74 against 2.74)."""
+    if re.fullmatch(r"[+-]?\d*\.\d+", gold) and (match := _DECIMAL_COMMA.fullmatch(predicted)):
+        return f"{match[1]}.{match[2]}{match[3]}", gold
+    if (match := _DECIMAL_COMMA.fullmatch(gold)) and len(match[2]) > 1 and re.match(r"[+-]?\d*\.\d", predicted):
+        return predicted, f"{match[1]}.{match[2]}{match[3]}"
+    return predicted, gold
+
+
+def _reference_value(gold: str) -> str:
+    """The exact side of a reference that also gives its rounded value: `\\sqrt{3} \\approx 1.73`."""
+    sides, operators = relation_sides(gold) if "approx" in gold else ([], [])
+    if operators and operators[-1] == "~" and sides[-2] and not _is_rounded_or_name(sides[-2]):
+        return gold[: gold.rindex("\\approx")].strip()
+    return gold
+
+
+def _is_rounded_or_name(side: str) -> bool:
+    return NAME.fullmatch(side) is not None or re.fullmatch(r"[+-]?[\d.,]+", side) is not None
 
 
 def _verbal(predicted: str, gold: str) -> bool | None:
@@ -325,7 +364,8 @@ def _values_equal(predicted: str, gold: str, policy: Policy) -> bool | None:
         return words == gold_words
     gold_number, number = plain_number(gold), plain_number(predicted)
     if number is not None and gold_number is not None:
-        return numbers_equal(number, gold_number, policy)
+        equal = numbers_equal(number, gold_number, policy)
+        return equal or (not policy.strict and _is_long_decimal_of(predicted, number, gold, gold_number, policy))
     if gold_number is not None and (words is not None or _never_a_number(predicted)):
         return False
     if _BASED.fullmatch(TEXT.sub(r"\1", predicted)):
@@ -344,6 +384,22 @@ def _values_equal(predicted: str, gold: str, policy: Policy) -> bool | None:
     return equal
 
 
+def _is_long_decimal_of(one: str, a: PlainNumber, other: str, b: PlainNumber, policy: Policy) -> bool:
+    """Whether one number is the other, a fraction without a finite decimal, to at least `LONG_DECIMAL` places."""
+    if a.percent != b.percent or not _units_agree(a.unit, b.unit, policy):
+        return False
+    for text, decimal, exact in ((one, a.value, b.value), (other, b.value, a.value)):
+        written = _DECIMALS.match(text)
+        places = len(written[1]) if written else 0
+        rest = exact.denominator
+        for prime in (2, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if LONG_DECIMAL <= places <= MAX_DIGITS and rest > 1 and decimal * exact > 0:
+            return abs(decimal - exact) < Fraction(1, 10**places)
+    return False
+
+
 def _degrees(text: str) -> str:
     return "degree" if re.search(r"\^\s*\{?\s*\\circ\s*\}?$", text) else ""
 
@@ -352,14 +408,16 @@ def _without_currency(text: str) -> str:
     return re.sub(r"^\s*(?:\\?\$|[€£¥₹])\s*", "", text)
 
 
-def _stated(predicted: str, gold: str) -> str | None:
+def _stated(predicted: str, gold: str, strict: bool = True) -> str | None:
     r"""What `predicted` says once its own steps are checked; None when they do not agree with each other.
 
     `\frac{14}{2} = 7` states 7 and `x = 2\cdot 3 = 6` states x = 6, because the sides are equal for certain;
-    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing.
+    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing. Where `strict` is
+    false, a rounded value behind a formula is not checked, and one formula of a chain that has its last value is
+    enough: `x = 2 + 3 = 6 = 5` states 5.
     """
     if "approx" in predicted or "~=" in predicted:
-        predicted = _exact_side(predicted, gold)
+        predicted = _exact_side(predicted, gold, strict)
         if predicted is None:
             return None
     sides, operators = relation_sides(predicted)
@@ -369,18 +427,21 @@ def _stated(predicted: str, gold: str) -> str | None:
     values = sides[1:] if named else sides
     if len(values) < 2 or "," in predicted:
         return predicted
-    if any(_values_equal(value, values[-1], DEFAULT) is not True for value in values[:-1]):
+    agree = [_values_equal(value, values[-1], DEFAULT) is True for value in values[:-1]]
+    computed = [plain_number(value) is None for value in values[:-1]]
+    if not all(agree) and (strict or not any(a and c for a, c in zip(agree, computed, strict=True))):
         return predicted  # left to `_says_more`, which refuses it where the gold is a single value
     return f"{sides[0]} = {values[-1]}" if named else values[-1]
 
 
-def _exact_side(predicted: str, gold: str) -> str | None:
+def _exact_side(predicted: str, gold: str, strict: bool = True) -> str | None:
     sides, operators = relation_sides(predicted)
     if operators.count("~") != 1 or operators[-1] != "~":
         return predicted
     decimal, exact = plain_number(sides[-1]), sides[-2]
     if decimal is None:
         return None
+    unchecked = not strict and bool(exact) and not _is_rounded_or_name(exact)
     head = predicted[: predicted.rindex("\\approx" if "\\approx" in predicted else "~=")].strip()
     if not exact or NAME.fullmatch(exact):
         return f"{exact} = {sides[-1]}" if exact else sides[-1]
@@ -388,7 +449,7 @@ def _exact_side(predicted: str, gold: str) -> str | None:
     value = approximate(known.tree) if known else None
     places = len(re.sub(r"[^.\d]", "", sides[-1]).partition(".")[2])
     if value is None or not rounds_to(value, decimal.value, places):
-        return None
+        return head if unchecked else None
     gold_number = plain_number(gold)
     return sides[-1] if gold_number is not None and "." in gold and plain_number(exact) is None else head
 

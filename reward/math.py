@@ -13,6 +13,7 @@ from reward.answer import boxed_answer, final_answer, tag_answer
 from reward.exact import Policy
 from reward.pool import UnknownBudget, WorkerPool
 from reward.score import Explanation, Message, score_answers
+from reward.stated import lenient_answer, reference_answer, stated_answer
 
 
 def math(
@@ -22,6 +23,7 @@ def math(
     *,
     pool: WorkerPool | None = None,
     budget: UnknownBudget | Explanation | None = None,
+    form: Literal["boxed", "stated", "lenient"] = "stated",
     tolerance: float = 0.0,
     ordered: bool = False,
     units: Literal["ignored", "required"] = "ignored",
@@ -44,13 +46,17 @@ def math(
     - `several: any`: one of several reference answers is enough (a prediction with a wrong one beside it is not).
     - `unicode_digits: false`: digits other than 0 to 9 are not digits.
     """
-    policy = Policy(tolerance, ordered, units, several, unicode_digits)
+    policy = Policy(tolerance, ordered, units, several, unicode_digits, strict=form == "boxed")
 
     def extract(text: str) -> str | None:
         if answer_tag is not None:
             return tag_answer(text, answer_tag)
-        return final_answer(text) if hash_answers else boxed_answer(text)
+        if form == "boxed":
+            return final_answer(text) if hash_answers else boxed_answer(text)
+        return stated_answer(text) if form == "stated" else lenient_answer(text)
 
+    if form != "boxed":
+        gold = [reference_answer(reference) for reference in gold]
     return score_answers(extract, prompts, completions, gold, pool, budget, policy)
 
 

@@ -22,10 +22,14 @@ Leaf = Callable[[str, str], bool | None]
 MAX_PARTS = 64
 
 # What may stand left of "=" in an answer: x, f(x), f^{-1}(x), a_1, \theta, \angle ABC, \text{area}, \vec{v}.
-NAME = re.compile(
+_NAME = (
     r"(?!\\(?:frac|sqrt|cdot|times|div|pm|sum|int|pi|infty)(?![A-Za-z]))"
     r"(?:\\(?:text|mathrm|mathbf|mathcal|vec|hat|bar|overline|overrightarrow)\s*\{[^{}]*\}|\\?[A-Za-z]+|\|[A-Z]{2}\|)"
     r"(?:\s+[A-Za-z]+|_\{?\w+\}?|\^\{?-1\}?(?=\s*\()|\([\w, ]*\)|')*"
+)
+# Ratios of them, too: V_1:V_2, \frac{AB}{CD}, AB/CD (x/y is a formula).
+NAME = re.compile(
+    rf"{_NAME}(?:\s*:\s*{_NAME})?|\\frac\s*\{{[A-Z]{{2}}(?:_\d)?\}}\s*\{{[A-Z]{{2}}(?:_\d)?\}}|[A-Z]{{2}}\s*/\s*[A-Z]{{2}}"
 )
 _OPERATORS = {
     "<": r"<|\\lt(?![A-Za-z])",
@@ -133,6 +137,8 @@ def shape_of(text: str) -> Shape:
         return condition if condition.kind == "spans" and condition.name == built[1] else Shape("relation", text)
     if without := _WITHOUT.fullmatch(text):
         return _reals_without(split(without[1], (",", ";"))) or Shape("value", text)
+    if (groups := _named_groups(text)) is not None:
+        return Shape("list", text, groups)
     parts = split(text, (",", ";", "and", "or"))
     parts = [part for part in parts if part] if len(parts) > 2 else parts
     if len(parts) > 1 and all(parts) and len(parts) <= MAX_PARTS:
@@ -146,6 +152,20 @@ def shape_of(text: str) -> Shape:
         if all(shape.kind == "spans" or (shape.kind == "tuple" and shape.spans) for shape in shapes):
             return Shape("spans", text, spans=tuple(span for shape in shapes for span in shape.spans))
     return _bracketed(text) or _plus_minus(text) or Shape("value", text)
+
+
+def _named_groups(text: str) -> tuple[Shape, ...] | None:
+    """`p=5, q=2; p=7, q=2` as tuples in the order of their names."""
+    parts = [part.strip(" ,") for part in split(text, (";", "and", "or"))] if text.count("=") >= 4 else []
+    if not 2 <= len(parts) <= MAX_PARTS:
+        return None
+    groups = []
+    for part in parts:
+        items = [shape_of(item) for item in split(part, (",",)) if item]
+        if len(items) < 2 or not all(item.name and item.kind == "value" for item in items):
+            return None
+        groups.append(Shape("tuple", part, tuple(sorted(items, key=lambda item: item.name))))
+    return tuple(groups) if len({tuple(item.name for item in group.items) for group in groups}) == 1 else None
 
 
 def _list(parts: list[str], text: str) -> Shape:
@@ -345,7 +365,8 @@ def _equal(p: Shape, g: Shape, leaf: Leaf, ordered: bool) -> bool | None:
         or kinds == {"list", "set"}
         or (kinds == {"list"} and (not ordered or g.unordered or p.unordered))
     ):
-        return _as_sets(p, g, leaf, ordered, distinct=kinds != {"list"})
+        points = all(item.kind == "tuple" for item in (*p.items, *g.items))  # a solution that is given twice is one
+        return _as_sets(p, g, leaf, ordered, distinct=points or kinds != {"list"})
     if kinds <= {"tuple", "list"} or kinds <= {"brackets", "list"}:
         return _in_order(p.items, g.items, leaf, ordered)
     return False
@@ -377,7 +398,8 @@ def _in_order(p: tuple[Shape, ...], g: tuple[Shape, ...], leaf: Leaf, ordered: b
     names_p, names_g = [s.name for s in p], [s.name for s in g]
     if any(names_p) != any(names_g):  # (1, 2) for x = 1, y = 2: in the order of the alphabet
         names = names_p if any(names_p) else names_g
-        if not all(names) or sorted(set(names)) != names:
+        as_written = any(names_g) and len(set(names_g)) == len(names_g)
+        if not all(names) or (sorted(set(names)) != names and not as_written):
             return False
     return _every(_equal(a, b, leaf, ordered) for a, b in zip(p, g, strict=True))
 

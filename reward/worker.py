@@ -30,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # last: the kit's folders must 
 from reward import exact
 
 MEMORY_BYTES = 4 << 30  # address space, of which Python and sympy map about 0.3 GiB
+NEAR = 1e-5  # relative; math-verify's six decimals are finer for numbers above a tenth
 CPU_GRACE_S = 1  # a single thread uses no more CPU than wall time, so the parent's clock always strikes first
 
 
@@ -75,7 +76,20 @@ def math_verify_equal(predicted: str, gold: str) -> bool | None:
     if not reference:
         return None
     answer = parsed(predicted)
-    return bool(answer) and bool(verify([*reference], [*answer], timeout_seconds=None, raise_on_error=True))
+    if not answer or not verify([*reference], [*answer], timeout_seconds=None, raise_on_error=True):
+        return False
+    return not apart(reference[0], answer[0])
+
+
+def apart(one: object, other: object) -> bool:
+    """Whether two numbers differ by more than a rounding of their size: math-verify compares decimal places, so that
+    1/2004! and 1/2006! are both 0 to it."""
+    if not (getattr(one, "is_number", False) and getattr(other, "is_number", False)):
+        return False
+    a, b = one.doit().evalf(20), other.doit().evalf(20)
+    if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
+        return False
+    return bool(abs(a - b) > NEAR * max(abs(a), abs(b)))
 
 
 def compare(predicted: str | None, gold: str, policy: str = "") -> tuple[bool | None, str]:
