@@ -26,8 +26,8 @@ SET = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # A vLLM server for CPUs is three processes that import vllm for 10 s each, the third bound to the same core as that
-    # of every other server. Here it is two, as for one GPU, placed by the system; tests/smoke/test_server.py has three.
+    # A vLLM server for CPUs is three processes that import vllm for 10 s each, the third bound to the core that every
+    # other server has. Here it is two, as for one GPU, placed by the system; tests/smoke/test_server.py has three.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # With an eager model vLLM still compiles some lines of its sampler, every server anew and by the C++ compiler.
@@ -78,7 +78,8 @@ def make_copy(root: Path, folder: Path) -> None:
 def environment(caller: Mapping[str, str], root: Path, copy: Path) -> dict[str, str]:
     """All that tests see of an environment."""
     found = {name: value for name, value in caller.items() if name in KEPT or name.startswith("LC_")}
-    found.setdefault("GRPO_KIT_DATA", str(root.parent / "shared" / "data"))
+    data = found.get("GRPO_KIT_DATA") or root.parent / "shared" / "data"
+    found["GRPO_KIT_DATA"] = os.path.abspath(data)
     (home := copy.with_name("home")).mkdir(exist_ok=True)
     # Compiled modules are kept: a hundred processes would each compile the kit's own.
     return {**found, **SET, "HOME": str(home), MARK: str(copy), CHECKOUT: str(root)}

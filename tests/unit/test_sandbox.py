@@ -1,4 +1,4 @@
-"""Tests see nothing of the checkout they were started in but its tracked files, and nothing of the caller's settings."""
+"""Of the checkout and the environment that they were started in, tests see the tracked files and nothing else."""
 
 import json
 import os
