@@ -60,6 +60,11 @@ def tracked_files(root: Path) -> list[Path]:
     return [name for name in dict.fromkeys(names) if (root / name).is_file()]  # a tracked file may be deleted
 
 
+def is_owner(folder: Path) -> bool:
+    """Whether this process made the copy in `folder`; xdist's workers and other children did not."""
+    return folder.name.startswith(f"kit-tests-{os.getpid()}-")
+
+
 def make_copy(root: Path, folder: Path) -> None:
     """Copy the files of `root` to `folder`, link its side environments, and commit the files when git is there."""
     for name in tracked_files(root):
@@ -85,11 +90,18 @@ def environment(caller: Mapping[str, str], root: Path, copy: Path) -> dict[str, 
     return {**found, **SET, "HOME": str(home), MARK: str(copy), CHECKOUT: str(root)}
 
 
-def moved(argument: str, here: Path, copy: Path) -> str:
-    """A file or directory of the checkout, with or without `::test`, as a path in the copy."""
-    name, separator, test = argument.partition("::")
+def moved(argument: str, here: Path, copy: Path, is_file: bool) -> str:
+    """An argument that names a file of the checkout, `a.py::test` or `--rootdir=…`, with the same file of the copy.
+
+    Only files to collect are looked up from `here` on; a word like `eval` may be the value of `-k`.
+    """
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    name, separator, test = value.partition("::")
     path = Path(os.path.abspath(here / name))
-    return f"{copy / path.relative_to(ROOT)}{separator}{test}" if path.is_relative_to(ROOT) else argument
+    if not (is_file or os.path.isabs(name)) or not path.is_relative_to(ROOT):
+        return argument
+    path = copy / path.relative_to(ROOT)
+    return f"{option}{equals}{path}{separator}{test}" if path.exists() else argument
 
 
 def enter(arguments: tuple[str, ...], files: list[str], here: Path, outputs: list[str]) -> None:
@@ -97,18 +109,20 @@ def enter(arguments: tuple[str, ...], files: list[str], here: Path, outputs: lis
 
     Those in `files` name what to collect, from `here` on. `outputs` are options for files to be written outside.
     """
+    if is_owner(already := Path(os.environ.get(MARK, ROOT)).parent):
+        sys.exit(f"error: pytest was started in {already} and took the tests of {ROOT} all the same: {arguments}")
     copy = Path(tempfile.mkdtemp(prefix=f"kit-tests-{os.getpid()}-")).resolve() / "kit"
     copy.mkdir()
     make_copy(ROOT, copy)
     below = here.relative_to(ROOT) if here.is_relative_to(ROOT) else Path()
     os.chdir(copy / below if (copy / below).is_dir() else copy)
-    words = [moved(argument, here, copy) if argument in files else argument for argument in arguments]
+    words = [moved(argument, here, copy, argument in files) for argument in arguments]
     command = [sys.executable, "-m", "pytest", *words, *outputs]
     os.execve(sys.executable, command, environment(os.environ, ROOT, copy))
 
 
 def leave() -> None:
     """Remove the copy, in the process that made it."""
-    if inside() and (folder := ROOT.parent).name.startswith(f"kit-tests-{os.getpid()}-"):
+    if inside() and is_owner(ROOT.parent):
         os.chdir(tempfile.gettempdir())
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(ROOT.parent, ignore_errors=True)
