@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from recipes.parts.errors import run_command
 from recipes.parts.recipe import PLAIN
 from recipes.parts.rundir import RunDir
-from tests import sandbox
+from tests import processes, sandbox
 
 # What is imported stays, so no garbage collection goes through it: not now, nor later (`pytest_collection_finish`).
 gc.disable()
@@ -113,7 +113,7 @@ def rehearse(script: str, part: str) -> str:
     pytest.importorskip("triton")
     command = [sys.executable, script, "--rehearse", "--part", part]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = processes.run(command, env=environment)
     assert done.returncode == 0 and "\n0 missed" in done.stdout, done.stdout + done.stderr
     return done.stdout
 
@@ -197,7 +197,7 @@ def tiny_run(made_once, launch, recipe_arguments, learning_model_dir) -> RunDir:
     """A finished run of 6 steps with checkpoints at 2, 4 and 6 (the last two kept). Copy it before changing it."""
 
     def train(folder: Path) -> None:
-        out, err = (process := launch(recipe_arguments(learning_model_dir, folder))).communicate(timeout=240)
+        out, err = processes.finish(process := launch(recipe_arguments(learning_model_dir, folder)))
         assert process.returncode == 0, f"{out}\n{err}"
         (folder / "stdout.txt").write_text(out)
 

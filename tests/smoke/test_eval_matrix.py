@@ -18,6 +18,7 @@ import pytest
 
 from eval import report
 from recipes.parts.rundir import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from tests import processes
 from tests.unit.test_merge_fixture import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -25,13 +26,8 @@ SEVENS, EIGHTS, OTHERS = 10, 22, 8  # held-out problems by answer
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+    return processes.run(
+        [sys.executable, "-m", *map(str, arguments)], env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     )
 
 

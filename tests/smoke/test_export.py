@@ -12,6 +12,7 @@ from launch.export.check import PYTHON
 from launch.export.files import write
 from launch.export.translate import Cluster, translate
 from recipes.parts.config import load_config
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 # How each configuration's data looks, and the cluster it is exported to.
@@ -71,7 +72,7 @@ def test_verl_takes_every_shipped_configuration_and_refuses_planted_faults(tmp_p
         subprocess.run(["cp", "-r", good["grpo-qwen3_8b-nf4-fp8-deepmath-8gpu"], bad[name]], check=True)
         (bad[name] / "run.sh").write_text(text.replace(old, new))
     command = [sys.executable, "-m", "launch.export", "check", *map(str, [*good.values(), *bad.values()])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = processes.run(command)
     assert done.returncode == 1
     for name, folder in good.items():
         assert f"takes {folder}:" in done.stdout, f"{name}: {done.stderr}"
@@ -95,7 +96,7 @@ def test_the_command_line_writes_an_export_whole_or_not_at_all(tmp_path):
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "launch.export", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        return processes.run(command)
 
     refused = run(*words, "--data.answer_column=anser")
     assert (refused.returncode, out.exists()) == (2, False)

@@ -89,7 +89,6 @@ def answer(served: Path, name: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SERVED)
 def test_vllm_on_a_cpu_loads_what_the_merge_writes_and_agrees_with_transformers(served, name):
     rows = answer(served, name)["rows"]
@@ -112,7 +111,6 @@ def test_vllm_on_a_cpu_loads_what_the_merge_writes_and_agrees_with_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", list(REFUSAL))
 def test_vllm_on_a_cpu_names_the_formats_it_has_no_kernel_for(served, name):
     # When this fails, vLLM has learned the format: move it to BOUND, and change the table in merge/README.md.
@@ -120,7 +118,6 @@ def test_vllm_on_a_cpu_names_the_formats_it_has_no_kernel_for(served, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["bf16", "fp8", "w4a16", "awq"])
 def test_what_lacks_a_kernel_for_4_bit_integers_is_known_before_vllm_starts(served, name):
     if name != "bf16":
@@ -129,7 +126,6 @@ def test_what_lacks_a_kernel_for_4_bit_integers_is_known_before_vllm_starts(serv
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_awq_stores_other_weights_than_rounding_to_nearest_in_the_same_layout(served):
     answer(served, "awq")
     awq, nearest = tensors_in(served / "awq"), tensors_in(served / "w4a16")

