@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from launch.export.check import PYTHON
 from launch.export.files import write
 from launch.export.translate import Cluster, translate
 from recipes.parts.config import load_config
-from tests import processes
+from tests import processes, sandbox
 
 ROOT = Path(__file__).parents[2]
 # How each configuration's data looks, and the cluster it is exported to.
@@ -60,8 +58,8 @@ def export(name: str, folder: Path) -> Path:
     return out
 
 
-@pytest.mark.skipif(not PYTHON.is_file(), reason="needs verl's code: make verl")
 def test_verl_takes_every_shipped_configuration_and_refuses_planted_faults(tmp_path):
+    assert PYTHON.is_relative_to(sandbox.side_environment("verl"))
     good = {name: export(name, tmp_path / name) for name in RUNS}
     text = (good["grpo-qwen3_8b-nf4-fp8-deepmath-8gpu"] / "run.sh").read_text()
     bad = {}

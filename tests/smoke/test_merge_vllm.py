@@ -16,6 +16,7 @@ from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
 from merge.verify import load_for_scoring, log_probs
 from recipes.parts.rundir import read_manifest
+from tests import sandbox
 from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, tensors_in, wide_run
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def served(tmp_path_factory) -> Path:
 
 def answer(served: Path, name: str) -> dict:
     if not (served / name).exists():
-        pytest.skip("needs llm-compressor: make llmcompressor")
+        sandbox.side_environment("llmcompressor")
     return json.loads((served / f"{name}.json").read_text())
 
 

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests import processes
+from tests import processes, sandbox
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("requirements*.txt"))
@@ -149,6 +149,50 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
+
+
+@pytest.fixture
+def ci(tmp_path) -> list[tuple[list[str], str]]:
+    """What `.ci/run` asks of make, each with the value of CI that it sees."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    make = tmp_path / "make"
+    make.write_text('#!/bin/sh\necho "$CI $*" >> made.txt\n')
+    make.chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    variables.pop("CI", None)
+    assert processes.run([tmp_path / ".ci/run"], cwd="/", env=variables).returncode == 0
+    calls = [line.split() for line in (tmp_path / "made.txt").read_text().splitlines()]
+    return [(words, given) for given, *words in calls]
+
+
+def test_ci_runs_the_tests_once_with_the_files_of_the_quickstart_and_every_environment(ci):
+    assert {given for _, given in ci} == {"true"}, "so a test whose environment is missing fails"
+    targets = [words for words, _ in ci]
+    assert targets[-1] == ["test"] and sum("test" in words for words in targets) == 1
+    before = {word for words in targets[:-1] for word in words}
+    assert before >= {"quickstart", *(name.removeprefix(".venv-") for name in sandbox.SIDE_ENVIRONMENTS)}
+    files = {file.stem.removeprefix("requirements-") for file in FILES} - {"requirements", "cpu", "cuda"}
+    assert {f".venv-{name}" for name in files} == {*sandbox.SIDE_ENVIRONMENTS}, "the tests see them all"
+
+
+@pytest.mark.parametrize(("value", "ends"), [("true", pytest.fail.Exception), (None, pytest.skip.Exception)])
+def test_a_missing_environment_fails_in_ci_and_skips_elsewhere(monkeypatch, tmp_path, value, ends):
+    monkeypatch.setattr(sandbox, "ROOT", tmp_path)
+    monkeypatch.setenv("CI", value) if value else monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(ends, match=r"needs \.venv-verl: make verl"):
+        sandbox.side_environment("verl")
+    (tmp_path / ".venv-verl").mkdir()
+    assert sandbox.side_environment("verl") == tmp_path / ".venv-verl"
+
+
+def test_the_quickstart_then_the_tests_install_nothing_in_between(checkout):
+    assert checkout.make().returncode == 0
+    for target in ("quickstart", "test"):
+        told = checkout.make("--dry-run", target)
+        assert told.returncode == 0 and "pip install" not in told.stdout
+    assert "-m recipes.quickstart" in checkout.make("--dry-run", "quickstart").stdout
+    assert "-m pytest" in told.stdout
 
 
 INSTALLED_FOR_CPU = [

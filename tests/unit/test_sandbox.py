@@ -119,7 +119,9 @@ def test_what_is_copied(tmp_path, monkeypatch, with_git):
         (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "from" / name).write_text(name)
     (tmp_path / "from" / ".gitignore").write_text((ROOT / ".gitignore").read_text())
-    (tmp_path / "from" / ".venv-verl").mkdir()
+    for name in (".venv-verl/.installed", ".venv-lm_eval/interrupted"):
+        (tmp_path / "from" / name).parent.mkdir()
+        (tmp_path / "from" / name).touch()
     if with_git:
         subprocess.run(["git", "init", "--quiet", tmp_path / "from"], check=True)
         subprocess.run(["git", "-C", tmp_path / "from", "add", "Makefile"], check=True)
@@ -130,3 +132,4 @@ def test_what_is_copied(tmp_path, monkeypatch, with_git):
     found = {str(path.relative_to(tmp_path / "to")) for path in (tmp_path / "to").rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith(".git/")} == set(files)
     assert (tmp_path / "to" / ".venv-verl").resolve() == tmp_path / "from" / ".venv-verl"
+    assert not (tmp_path / "to" / ".venv-lm_eval").exists()
