@@ -73,7 +73,7 @@ def test_one_command_serves_trains_and_leaves_an_adapter_and_no_process(start, b
     assert "vllm.entrypoints" in names and "accelerate.commands.launch" in names
     said = first + processes.finish(process)[0]
     assert process.returncode == 0, said
-    assert gone(family, 0)
+    assert gone(family)
     order = [
         "check: done",
         "base: done",
@@ -102,7 +102,7 @@ def test_an_interrupted_run_leaves_no_process_and_is_resumed_to_its_end(start, t
     _, family = until_step(process, 2)
     process.send_signal(signal.SIGINT)
     said = processes.finish(process)[0]
-    assert process.returncode == 130 and gone(family, 0), said
+    assert process.returncode == 130 and gone(family), said
     assert "stopped by SIGINT" in said and "--resume" in said and "step-00000" in said
     resumed = start("--resume")
     said = processes.finish(resumed)[0]

@@ -151,6 +151,20 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
 
 
+def test_the_readme_says_that_the_pinned_cuda_versions_never_ran_until_a_figure_is_of_them():
+    pinned = {name: version for name, version in re.findall(r"^(torch|vllm)==(\d+\.\d+)", cuda_pins(), re.M)}
+    pages = "".join(page.read_text() for page in ROOT.rglob("*.md") if ".venv" not in str(page))
+    measured = set(re.findall(r"torch (\d+\.\d+)\.\d+\+cu\d+", pages))
+    limits = (ROOT / "README.md").read_text().partition("## What does not work yet")[2].partition("\n## ")[0]
+    said = f"The pinned CUDA environment (torch {pinned['torch']}, vLLM {pinned['vllm']}) has never run on a GPU."
+    assert measured and (said in limits) == (pinned["torch"] not in measured)
+    assert all(f"torch {version}" in limits for version in measured)
+
+
+def cuda_pins() -> str:
+    return "".join((ROOT / f"requirements{name}.txt").read_text() for name in ("", "-cuda"))
+
+
 @pytest.fixture
 def ci(tmp_path) -> list[tuple[list[str], str]]:
     """What `.ci/run` asks of make, each with the value of CI that it sees."""
