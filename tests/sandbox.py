@@ -3,7 +3,8 @@
 `pytest` in a checkout copies what git tracks, and what it would track, to a temporary directory and goes on there, in
 the same process. So `runs/`, `models/` and `.venv` are absent for every test and for every process that a test starts,
 HOME is empty, and of the caller's environment only `KEPT` is left. What tests use of the outside is named here: the
-interpreter, the side environments (links in the copy) and the data sets (`GRPO_KIT_DATA`).
+interpreter, the side environments (links in the copy) and the data sets (`GRPO_KIT_DATA`). `KIT_TESTS_RUN_IN=$PWD`
+leaves all this out, for a debugger that must see the checkout's own files.
 """
 
 import os
