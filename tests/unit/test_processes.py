@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,11 +20,11 @@ PARENT = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv
 @pytest.mark.parametrize("parent", [False, True], ids=["itself", "its child"])
 def test_a_process_that_works_is_waited_for_beyond_the_limit(parent, monkeypatch):
     monkeypatch.setattr(processes, "LEAST_CPU_S", 0.01)
-    program = WORKS.format(cpu=1.2)
+    program = WORKS.format(cpu=1.5)
     command = [sys.executable, "-c", PARENT, program] if parent else [sys.executable, "-c", program]
     started = time.monotonic()
-    done = processes.run(command, still_s=0.6)
-    assert (done.returncode, done.stdout) == (0, "done\n") and time.monotonic() - started > 1.2
+    done = processes.run(command, still_s=1.0)
+    assert (done.returncode, done.stdout) == (0, "done\n") and time.monotonic() - started > 1.5
 
 
 def test_a_process_that_stands_still_is_killed_with_its_group_and_what_it_said_is_told():
@@ -65,5 +66,6 @@ def test_no_test_limits_a_process_by_the_clock():
     )
     assert sorted(limits(source)) == [1, 2, 3]
     files = [file for folder in ("unit", "smoke", "chaos") for file in (ROOT / "tests" / folder).glob("*.py")]
-    wrong = [f"{file.name}:{line}" for file in files for line in limits(file.read_text())]
+    texts = {file.name: text for file in files if re.search(r"\btimeout\b", text := file.read_text())}
+    wrong = [f"{name}:{line}" for name, text in texts.items() for line in limits(text)]
     assert wrong == [], "use tests/processes.py: run, finish or wait_until"
