@@ -25,14 +25,15 @@ PYTEST_ARGS ?=
 # A test file stays in one process, because its tests share servers and runs. Files go in the order of their names, not
 # those of most tests first: the long ones are in tests/chaos and tests/smoke, and tests/unit fills the cores at the end.
 # Three processes on two cores: servers and killed runs are waited for a fifth of the time.
-# Compiled modules are kept, whatever the environment says: a hundred processes would each compile the kit's own.
+# They run in a copy of this directory, see tests/sandbox.py: runs/, models/ and the environment of the shell do not
+# matter.
 TEST_PROCESSES ?= 3
 
 quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
 
 test: lint
-	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile \
+	$(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile \
 	  --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -80,13 +81,14 @@ endif
 # torch and transformers are .venv's, which a .pth file shows behind their own packages, so the build of torch fits this
 # device. pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
 llmcompressor lm_eval verl modelopt: %: .venv-%/.installed
-.venv-verl/.installed: PIP_OPTIONS := --no-deps --no-compile
+# What is imported is compiled then.
+.venv-verl/.installed: PIP_OPTIONS := --no-deps
 .venv-%/.installed: requirements-%.txt $(STAMP)
 	rm -rf .venv-$*
 	$(BIN)/python -m venv .venv-$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kit.pth"
-	.venv-$*/bin/pip install --quiet --no-warn-conflicts $(PIP_OPTIONS) -r requirements-$*.txt
+	.venv-$*/bin/pip install --quiet --no-compile --no-warn-conflicts $(PIP_OPTIONS) -r requirements-$*.txt
 	@touch $@
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.

@@ -8,7 +8,6 @@ single completion averages out. Effects are differences of accuracies, fractions
 from math import ceil, sqrt
 
 import numpy as np
-from scipy.special import ndtri
 
 from eval.stats import ALPHA, pseudo_change
 from recipes.parts.errors import BadInput
@@ -57,6 +56,8 @@ def problems_needed(
 
 
 def _problems(effect: float, disagreement: float, power: float, alpha: float, samples: int) -> float:
+    from scipy.special import ndtri
+
     spread = max(disagreement, effect / samples, effect**2)  # a mean of squares is at least the square of the mean
     root = ndtri(1 - alpha / 2) * sqrt(spread) + ndtri(power) * sqrt(spread - effect**2)
     return (root / effect) ** 2 if effect > 0 else float("inf")

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
-from scipy.stats import binomtest
 
 from recipes.parts.errors import BadInput
 
@@ -32,6 +30,8 @@ def wilson(successes: float, total: float, confidence: float = CONFIDENCE) -> In
     """
     if not total > 0:
         raise BadInput("an interval needs at least one decided problem, there are none.")
+    from scipy.special import ndtri  # late here and below: scipy takes seconds, and --help needs none of it
+
     z, share = float(ndtri((1 + confidence) / 2)), successes / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * sqrt(max(share * (1 - share), 0.0) / total + z**2 / (4 * total**2))
@@ -58,6 +58,8 @@ def cluster_interval(shares: np.ndarray, completions: int, confidence: float = C
     if 0 < share < 1:
         effective = completions if variance == 0 else min(completions, n * share * (1 - share) / variance)
     if n > 1:
+        from scipy.special import ndtri, stdtrit
+
         tail = (1 + confidence) / 2
         effective *= float(ndtri(tail) / stdtrit(n - 1, tail)) ** 2
     return wilson(effective * share, effective, confidence)
@@ -110,6 +112,8 @@ def runs_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
     """Student's t interval of the mean of a few runs' values, (n,), n at least 2: spread over runs, not problems."""
     if len(values) < 2:
         raise BadInput(f"an interval over runs needs at least two, there are {len(values)}.")
+    from scipy.special import stdtrit
+
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / sqrt(len(values))
     half = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
     return mean - half, mean + half
@@ -145,6 +149,8 @@ def mcnemar(gained: int, lost: int) -> float:
     """
     if gained + lost == 0:
         return 1.0
+    from scipy.stats import binomtest
+
     return float(binomtest(gained, gained + lost, 0.5).pvalue)
 
 

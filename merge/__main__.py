@@ -16,6 +16,7 @@ from merge.bases import compare_bases
 from merge.card import add_hub_options, is_distilled, push_all, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
+from merge.options import base_parser, dequantize_parser
 from recipes.parts.config import FORMATS
 from recipes.parts.errors import CHECK_FAILED, DONE, run_command
 from recipes.parts.rundir import INTO
@@ -110,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check, merge, quantize, verify; 0 when every format was written, 1 when one was refused."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["base"]:
+        base_parser().parse_known_args(argv[1:])  # --help and a refused option need not wait for torch
         from merge.export import main as export
 
         return export(argv[1:])
@@ -122,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return card(argv[1:])
     if argv[:1] == ["dequantize"]:
+        dequantize_parser().parse_args(argv[1:])
         from merge.dequantize import main as dequantize
 
         return dequantize(argv[1:])

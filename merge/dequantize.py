@@ -8,7 +8,6 @@ reads blocks that the end of a weight cuts as smaller ones.
 Not covered: FP4, other methods, mixtures of experts, models that are laid out otherwise than their checkpoint.
 """
 
-import argparse
 import importlib.metadata
 import platform
 from pathlib import Path
@@ -21,6 +20,7 @@ from merge.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
 from merge.export import check_space, recorded, sizes, source_facts
 from merge.merge import write_config
 from merge.model_files import DEQUANTIZED, quantization_of, read_config, select_shards, without_weights
+from merge.options import dequantize_parser
 from merge.shards import write_parts
 from merge.stored import StoredWeights
 from merge.stream import Plan
@@ -38,17 +38,7 @@ CAN = f"fp8 with weight_block_size, and compressed-tensors in the layouts {', '.
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m merge dequantize", description=__doc__, allow_abbrev=False)
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model.path", dest="path", metavar="DIR", type=Path, help="local quantized checkpoint")
-    model.add_argument("--model.id", dest="id", metavar="ID", help="hub id of one, e.g. Qwen/Qwen3-8B-FP8")
-    parser.add_argument(
-        "--model.revision", dest="revision", metavar="REV", help="hub revision (branch, tag or commit)"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there already")
-    parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
-    arguments = parser.parse_args(argv)
+    arguments = dequantize_parser().parse_args(argv)
     out, source = arguments.out, str(arguments.path or arguments.id)
     check_places(arguments.path, out, arguments.overwrite)
     config = read_config(source, arguments.revision)

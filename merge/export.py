@@ -6,7 +6,6 @@ quantized to FP8 by vLLM as it loads) does not. Beside it lies the NF4 copy (nf4
 anew with each adapter; bases in FP8 and unquantized ones it makes anew of this checkpoint.
 """
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from merge.base import unquantized_config
 from merge.checkpoint import INDEX, SINGLE, checkpoint_shards, find_checkpoint
 from merge.merge import COMPANIONS, write_config
+from merge.options import base_parser
 from merge.stream import NF4_FOLDER, Original, Plan, plan_base, write_base
 from merge.verify import default_device
 from recipes.parts.config import Config, load_config
@@ -38,17 +38,7 @@ STORED = {"nf4": "dequantized NF4", "fp8": "dequantized FP8", "none": "it is"}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m merge base", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--config", required=True, help="YAML of the run; its model, policy and server groups are read"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="directory to write; default server.base or models/bases/<model>; a whole one is reused",
-    )
-    parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = base_parser().parse_known_args(argv)
     config = load_config(arguments.config, overrides, tuple(vars(arguments)))
     out = arguments.out or base_directory(config)
     config.model.check_path()

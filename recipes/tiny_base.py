@@ -27,15 +27,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from recipes.parts.errors import BadInput, CheckFailed, run_command
 from recipes.parts.rundir import publish, write_manifest
+
+if TYPE_CHECKING:  # imported late, so that --help and a refused option take no seconds
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -92,8 +93,11 @@ def demonstrate(problem: dict, rng: random.Random) -> str:
     return f"\\boxed{{{guess}}}"
 
 
-def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer of about 330 tokens, one token per digit, with the chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -120,8 +124,10 @@ def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> Pr
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, context: int) -> Qwen3ForCausalLM:
+def make_model(tokenizer: "PreTrainedTokenizerFast", hidden: int, layers: int, context: int) -> "Qwen3ForCausalLM":
     """A Qwen3 with random weights; head size 32, two query heads per key-value head, tied embeddings."""
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -143,7 +149,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, con
     return model
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, problems: list[dict], rng: random.Random) -> list[tuple[list, int]]:
+def encode(tokenizer: "PreTrainedTokenizerFast", problems: list[dict], rng: random.Random) -> list[tuple[list, int]]:
     """(token ids, prompt length) of every problem with its demonstration and stop token."""
     rows = []
     for row in problems:
@@ -154,12 +160,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: list[dict], rng: random
     return rows
 
 
-def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], options: argparse.Namespace) -> None:
+def supervise(model: "Qwen3ForCausalLM", rows: list[tuple[list, int]], options: argparse.Namespace) -> None:
     """Train on the completions, data-parallel over `--processes` processes of one thread each.
 
     Two processes of one thread learn nearly twice as fast as one of two threads at this size, and do not stall when
     another program wants a core.
     """
+    import torch
+
     torch.set_num_threads(1)
     if options.processes == 1:
         return train_rank(0, model, rows, options, None)
@@ -186,11 +194,13 @@ def supervise(model: Qwen3ForCausalLM, rows: list[tuple[list, int]], options: ar
         model.load_state_dict(torch.load(Path(folder) / "weights.pt"))
 
 
-def padded_batch(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_batch(rows: list[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Tensor]":
     """Token ids and labels (B, T) of (ids, length of the prompt) rows; prompts and padding carry no loss.
 
     Padded positions come after every label, so a causal model needs no attention mask here.
     """
+    import torch
+
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), -100)
@@ -201,9 +211,11 @@ def padded_batch(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch
 
 
 def train_rank(
-    rank: int, model: Qwen3ForCausalLM, rows: list, options: argparse.Namespace, folder: str | None
+    rank: int, model: "Qwen3ForCausalLM", rows: list, options: argparse.Namespace, folder: str | None
 ) -> None:
     """One process's share of every batch; rank 0 prints a line every 100 steps."""
+    import torch
+
     learner: torch.nn.Module = model
     if folder:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -262,6 +274,8 @@ def main() -> None:
     if options.dry_run:
         print(f"would make {options.out}: {options.steps} steps on {options.problems:,} problems", flush=True)
         return
+    import torch
+
     with publish(Path(options.out), options.overwrite) as out:
         rng = random.Random(options.seed)
         torch.manual_seed(options.seed)

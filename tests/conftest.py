@@ -24,17 +24,6 @@ from typing import Any
 
 import pytest
 
-# Before the first import of torch: on two cores more threads only wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# A vLLM server for CPUs is three processes that import vllm for 10 s each, the third bound to the same core as that of
-# every other server. Here it is two, as for one GPU, placed by the system; tests/smoke/test_server.py has all three.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# With an eager model vLLM still compiles some lines of its sampler, every server anew and by the C++ compiler.
-# tests/smoke/test_doctor.py has them compiled, tests/unit/test_packing.py what the kit itself compiles.
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # A shell starts what it puts in the background with Ctrl-C ignored, and every process under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,10 +31,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from recipes.parts.errors import run_command
 from recipes.parts.recipe import PLAIN
 from recipes.parts.rundir import RunDir
+from tests import processes, sandbox
 
 # What is imported stays, so no garbage collection goes through it: not now, nor later (`pytest_collection_finish`).
 gc.disable()
-ROOT = Path(__file__).parents[1]
+ROOT = sandbox.ROOT
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
 # 4 problems x 4 completions a step, about 0.2 s.
@@ -59,6 +49,24 @@ SMALL = {
     "policy.lora_alpha": 8,
     "watch.completions_every": 2,
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Go on in a copy of the checkout; what the command line asks to write is still written beside the caller."""
+    if sandbox.inside():
+        return
+    here = config.invocation_params.dir
+    files = {"--junitxml": config.option.xmlpath, "--basetemp": config.option.basetemp}
+    outputs = [f"{option}={Path(here, value).absolute()}" for option, value in files.items() if value]
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        outputs += ["-o", f"cache_dir={ROOT / '.pytest_cache'}"]
+    config.pluginmanager.getplugin("capturemanager").stop_global_capturing()  # it holds the terminal's descriptors
+    sandbox.enter(config.invocation_params.args, config.option.file_or_dir, here, outputs)
+
+
+def pytest_unconfigure() -> None:
+    sandbox.leave()
 
 
 def pytest_collection_finish() -> None:
@@ -105,7 +113,7 @@ def rehearse(script: str, part: str) -> str:
     pytest.importorskip("triton")
     command = [sys.executable, script, "--rehearse", "--part", part]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = processes.run(command, env=environment)
     assert done.returncode == 0 and "\n0 missed" in done.stdout, done.stdout + done.stderr
     return done.stdout
 
@@ -189,7 +197,7 @@ def tiny_run(made_once, launch, recipe_arguments, learning_model_dir) -> RunDir:
     """A finished run of 6 steps with checkpoints at 2, 4 and 6 (the last two kept). Copy it before changing it."""
 
     def train(folder: Path) -> None:
-        out, err = (process := launch(recipe_arguments(learning_model_dir, folder))).communicate(timeout=240)
+        out, err = processes.finish(process := launch(recipe_arguments(learning_model_dir, folder)))
         assert process.returncode == 0, f"{out}\n{err}"
         (folder / "stdout.txt").write_text(out)
 

@@ -5,26 +5,20 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from recipes.parts.rundir import RunDir, read_json, read_manifest
+from tests import processes
 
 COMPARED = ("reward", "loss", "kl", "grad_norm", "entropy", "reward_std", "truncated_fraction", "completion_length")
 
 
-def wait_for(path: Path, step: int, process: subprocess.Popen, seconds: float = 120) -> None:
+def wait_for(path: Path, step: int, process: subprocess.Popen) -> None:
     """Return once a line of `path` is of `step`."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if path.exists() and f'"step": {step},' in path.read_text():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    raise AssertionError(f"step {step} did not come in {seconds} s")
+    processes.wait_until(lambda: path.exists() and f'"step": {step},' in path.read_text(), process)
 
 
 def damage_newer(run: RunDir) -> None:

@@ -16,6 +16,8 @@ import threading
 import time
 from pathlib import Path
 
+from tests import processes
+
 ROOT = Path(__file__).parents[2]
 SRUN = """#!/usr/bin/env bash
 count=1 hosts=()
@@ -98,10 +100,7 @@ class Cluster:
         return [call for call in map(json.loads, lines) if call["what"] == what]
 
     def wait_for(self, path: str) -> None:
-        deadline = time.monotonic() + 30
-        while not any(self.folder.glob(path)):
-            assert time.monotonic() < deadline, f"{path} never came"
-            time.sleep(0.02)
+        processes.wait_until(lambda: any(self.folder.glob(path)))
 
     @property
     def requeued(self) -> bool:

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from merge.chat_template import with_defaults
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, read_json
+from tests import processes
 from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run, command
 from tests.unit.test_eval_server import Stub, choice, completion
 from tests.unit.test_merge_fixture import CHAT_TEMPLATE
@@ -209,7 +209,6 @@ def test_an_endpoint_that_serves_another_policy_is_shown_to_be_worse(run, stubs,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_vllm_gives_the_completions_of_transformers_and_nf4_stays_with_transformers(run, made):
     formats = ("--formats", "nf4", QUANTIZED)
     done = command("eval", "--run", run.path, *formats, "--backend", "vllm")
@@ -226,7 +225,6 @@ def test_vllm_gives_the_completions_of_transformers_and_nf4_stays_with_transform
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_cell_that_vllm_cannot_measure_ends_with_its_words_and_leaves_the_last_result(run):
     before = {file.name: file.read_bytes() for file in (run.path / "eval").iterdir()} | {
         "eval.json": run.eval_file.read_bytes()
@@ -261,11 +259,8 @@ def server(made):
             cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output,
         )  # fmt: skip
         try:
-            end = time.monotonic() + 300
-            while not _answers(url := f"http://127.0.0.1:{port}"):
-                assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-                time.sleep(0.5)
-            yield url
+            processes.wait_until(lambda: _answers(f"http://127.0.0.1:{port}"), process, log=log)
+            yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(60)
@@ -279,7 +274,6 @@ def _answers(url: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_real_server_renders_the_defaults_of_its_chat_template_and_a_requests_own_argument(run, server):
     from transformers import AutoTokenizer
 
@@ -297,7 +291,6 @@ def test_a_real_server_renders_the_defaults_of_its_chat_template_and_a_requests_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_real_server_is_told_from_one_with_another_template_and_gives_the_same_completions(run, server, capsys):
     from eval.endpoint import main
 

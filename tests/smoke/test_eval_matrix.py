@@ -18,6 +18,7 @@ import pytest
 
 from eval import report
 from recipes.parts.rundir import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from tests import processes, sandbox
 from tests.unit.test_merge_fixture import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -25,13 +26,8 @@ SEVENS, EIGHTS, OTHERS = 10, 22, 8  # held-out problems by answer
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+    return processes.run(
+        [sys.executable, "-m", *map(str, arguments)], env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     )
 
 
@@ -407,8 +403,7 @@ def test_another_tasks_problems_are_compared_with_what_the_run_was_trained_on(ru
 def test_the_harness_counts_what_we_count_in_the_policys_own_words(run, capsys):
     from eval import harness
 
-    if not harness.INSTALLED.is_file():
-        pytest.skip("needs lm-evaluation-harness: make lm_eval")
+    assert harness.INSTALLED.is_relative_to(sandbox.side_environment("lm_eval"))
     assert harness.main(["--run", str(run.path), "--format", "bf16", "--num_fewshot", "2"]) == 0
     cell = read_json(run.path / "lm_eval.json")["cells"]["grpo/bf16"]
     n = SEVENS + EIGHTS + OTHERS

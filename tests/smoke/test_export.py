@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from launch.export.check import PYTHON
 from launch.export.files import write
 from launch.export.translate import Cluster, translate
 from recipes.parts.config import load_config
+from tests import processes, sandbox
 
 ROOT = Path(__file__).parents[2]
 # How each configuration's data looks, and the cluster it is exported to.
@@ -59,8 +58,8 @@ def export(name: str, folder: Path) -> Path:
     return out
 
 
-@pytest.mark.skipif(not PYTHON.is_file(), reason="needs verl's code: make verl")
 def test_verl_takes_every_shipped_configuration_and_refuses_planted_faults(tmp_path):
+    assert PYTHON.is_relative_to(sandbox.side_environment("verl"))
     good = {name: export(name, tmp_path / name) for name in RUNS}
     text = (good["grpo-qwen3_8b-nf4-fp8-deepmath-8gpu"] / "run.sh").read_text()
     bad = {}
@@ -71,7 +70,7 @@ def test_verl_takes_every_shipped_configuration_and_refuses_planted_faults(tmp_p
         subprocess.run(["cp", "-r", good["grpo-qwen3_8b-nf4-fp8-deepmath-8gpu"], bad[name]], check=True)
         (bad[name] / "run.sh").write_text(text.replace(old, new))
     command = [sys.executable, "-m", "launch.export", "check", *map(str, [*good.values(), *bad.values()])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = processes.run(command)
     assert done.returncode == 1
     for name, folder in good.items():
         assert f"takes {folder}:" in done.stdout, f"{name}: {done.stderr}"
@@ -95,7 +94,7 @@ def test_the_command_line_writes_an_export_whole_or_not_at_all(tmp_path):
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "launch.export", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        return processes.run(command)
 
     refused = run(*words, "--data.answer_column=anser")
     assert (refused.returncode, out.exists()) == (2, False)

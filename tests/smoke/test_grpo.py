@@ -19,6 +19,7 @@ from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
 from recipes.parts.rundir import RunDir, read_json, write_manifest
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -109,9 +110,7 @@ def test_a_typo_is_refused_with_exit_code_2_before_anything_heavy_is_imported(fi
 
 
 def test_the_launcher_passes_a_refusal_on(launch, recipe_arguments, tmp_path):
-    out, err = (process := launch(recipe_arguments(tmp_path, tmp_path / "r", {"run.nme": "x"}))).communicate(
-        timeout=90
-    )
+    out, err = processes.finish(process := launch(recipe_arguments(tmp_path, tmp_path / "r", {"run.nme": "x"})))
     assert process.returncode != 0, out
     assert "error: " in err and "unknown key run.nme. Did you mean run.name?" in err
 

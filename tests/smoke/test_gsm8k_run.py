@@ -12,6 +12,7 @@ import pytest
 from recipes.parts.config import load_config
 from recipes.parts.data import load_problems
 from recipes.parts.rundir import RunDir
+from tests import processes
 from tests.conftest import make_base
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def overrides(data, model) -> list[str]:
 
 def start(output: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [*LAUNCH, "recipes/grpo_qlora.py", "--config", CONFIG, "--run.output_dir", str(output), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    return processes.run(command, env=ENVIRONMENT)
 
 
 def rows(path: Path) -> list[dict]:

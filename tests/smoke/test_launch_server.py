@@ -21,9 +21,10 @@ from launch.replicas import members
 from merge.export import main as merge_base
 from recipes.parts.canary import write_canary
 from recipes.parts.replica import Replica, ReplicaError
+from tests import processes
 
 # The first test of each way waits for its server: 45 s on two cores, minutes on busy ones.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 KEY = "a-key-of-this-test"
 RANK = 8
@@ -221,7 +222,7 @@ def test_the_canary_command_tells_the_trainers_policy_from_another(started):
         write_canary(path, **facts, policy=[scores], base=[policy + 1])
         command = [sys.executable, "-m", "launch.server", "canary", *started.arguments]
         environment = {**os.environ, "VLLM_API_KEY": KEY}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        return processes.run(command, env=environment)
 
     same, other = check(policy), check(policy + 0.9)
     assert same.returncode == 0 and "nearest is policy" in same.stdout, same.stdout + same.stderr

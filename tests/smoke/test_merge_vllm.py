@@ -16,6 +16,7 @@ from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
 from merge.verify import load_for_scoring, log_probs
 from recipes.parts.rundir import read_manifest
+from tests import sandbox
 from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, tensors_in, wide_run
 
 ROOT = Path(__file__).parents[2]
@@ -84,12 +85,11 @@ def served(tmp_path_factory) -> Path:
 
 def answer(served: Path, name: str) -> dict:
     if not (served / name).exists():
-        pytest.skip("needs llm-compressor: make llmcompressor")
+        sandbox.side_environment("llmcompressor")
     return json.loads((served / f"{name}.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SERVED)
 def test_vllm_on_a_cpu_loads_what_the_merge_writes_and_agrees_with_transformers(served, name):
     rows = answer(served, name)["rows"]
@@ -112,7 +112,6 @@ def test_vllm_on_a_cpu_loads_what_the_merge_writes_and_agrees_with_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", list(REFUSAL))
 def test_vllm_on_a_cpu_names_the_formats_it_has_no_kernel_for(served, name):
     # When this fails, vLLM has learned the format: move it to BOUND, and change the table in merge/README.md.
@@ -120,7 +119,6 @@ def test_vllm_on_a_cpu_names_the_formats_it_has_no_kernel_for(served, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["bf16", "fp8", "w4a16", "awq"])
 def test_what_lacks_a_kernel_for_4_bit_integers_is_known_before_vllm_starts(served, name):
     if name != "bf16":
@@ -129,7 +127,6 @@ def test_what_lacks_a_kernel_for_4_bit_integers_is_known_before_vllm_starts(serv
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_awq_stores_other_weights_than_rounding_to_nearest_in_the_same_layout(served):
     answer(served, "awq")
     awq, nearest = tensors_in(served / "awq"), tensors_in(served / "w4a16")

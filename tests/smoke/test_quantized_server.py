@@ -20,7 +20,7 @@ from recipes.parts.rundir import RunDir
 from tests.smoke.test_server_run import Server
 
 # A server and a run of three steps.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 FORMAT, DTYPE = "nvfp4", "float32"
 STEPS = 3

@@ -10,6 +10,7 @@ import pytest
 
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 from recipes.quickstart import judging_steps, summary
+from tests import processes
 from tests.conftest import make_base
 
 ROOT = Path(__file__).parents[2]
@@ -18,9 +19,7 @@ FORMATS = ("nf4", "bf16", "fp8", "w4a16")
 
 def command(*words: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
+    return processes.run([sys.executable, *words], env=environment)
 
 
 @pytest.fixture(scope="module")

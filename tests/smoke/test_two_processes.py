@@ -24,6 +24,7 @@ from recipes.parts.recipe import DISTILLATION
 from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
 from recipes.parts.rundir import RunDir, read_manifest
 from recipes.parts.scorer import CanaryScorer
+from tests import processes
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_accelerate_configs import announces
 
@@ -40,7 +41,7 @@ def launch(arguments: list[str], **environment: str) -> subprocess.CompletedProc
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
         try:
-            said, errors = process.communicate(timeout=280)
+            said, errors = processes.finish(process)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # one that waits for a lock would be found by later tests
@@ -170,7 +171,7 @@ def test_two_processes_use_two_replicas_and_a_failed_sync_of_one_ends_both(
 
 
 def test_a_process_waits_for_rollouts_in_a_group_of_its_own_and_hears_of_their_failure(tmp_path):
-    """The default group gives up after two seconds, the main process works for four."""
+    """The default group gives up after six seconds, the main process works for eight."""
     done = launch(["tests/smoke/waiting_worker.py", str(tmp_path)])
     assert done.returncode == 0, done.stderr[-3000:]
     found = sorted(line for line in done.stdout.splitlines() if line.startswith("FOUND"))

@@ -1,4 +1,4 @@
-"""One of two processes whose default group gives up after two seconds, while the main process works longer."""
+"""One of two processes whose default group gives up after six seconds, while the main process works longer."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from recipes.parts.rundir import RunDir
 
 
 def long_work() -> str:
-    time.sleep(4)
+    time.sleep(8)
     return "done"
 
 
@@ -27,7 +27,7 @@ def failing_work() -> str:
 
 
 def main() -> None:
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=2))
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=6))
     config = load_config("recipes/configs/grpo-tiny-nf4-cpu.yaml", ["--rollout.request_timeout_s=7"])
     rollout = ServerRollout(config, None, RunDir(Path(sys.argv[1])))
     accelerator = SimpleNamespace(is_main_process=distributed.get_rank() == 0)

@@ -1,12 +1,13 @@
 """Every file in accelerate_configs is one that the pinned accelerate understands, key by key."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "accelerate_configs").rglob("*.y*ml"))
@@ -86,8 +87,6 @@ def test_cpu_config_starts_one_process_without_a_gpu(tmp_path):
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = processes.run([*command, str(script)], env=environment)
     assert done.returncode == 0, done.stderr
     assert "started 1 cpu no 1" in done.stdout

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from recipes.parts.config import DataConfig
 from recipes.parts.data import chat_messages, drop_long, load_problems, read_problems, to_dataset
 from recipes.parts.errors import BadInput
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}, {"question": "3+3?", "answer": "6"}]
@@ -284,7 +284,7 @@ def test_prompts_that_are_too_long_are_an_error_with_the_longest_or_dropped_unde
 
 def test_importing_the_module_needs_no_torch_and_no_datasets():
     code = "import sys, recipes.parts.data; assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = processes.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
 

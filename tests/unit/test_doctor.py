@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from launch import doctor
-from launch.checks import gpu, host, packages, recipe, run
+from launch.checks import children, gpu, host, packages, recipe, run
 from launch.checks.children import Outcome, run_steps
 from launch.checks.machine import GIB, Machine, Row
 from launch.checks.steps import recipe_checks
 from recipes.parts.config import _all_keys, to_dict
 from recipes.parts.errors import BadInput
+from tests import processes
 from tests.unit.command_lines import ROOT, Command, problem
 from tests.unit.doctor_faults import (
     BIG,
@@ -137,6 +138,15 @@ def test_packages_that_do_not_go_together_are_found(tmp_path, monkeypatch, name,
     assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
 
 
+@pytest.mark.parametrize(("load", "status"), [(0.0, "fail"), (8.0, None)])
+def test_a_step_may_take_longer_on_a_busy_machine(tmp_path, monkeypatch, load, status):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * len(os.sched_getaffinity(0)), 0.0, 0.0))
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\n")
+    here = machine(environment={**os.environ, "PYTHONPATH": str(tmp_path)}, logs=tmp_path)
+    rows = [*packages.import_rows(here, {"slow": "rich"}, limit_s=0.5)]
+    assert [row.status for row in rows if row.status == "fail"] == [one for one in [status] if one]
+
+
 def test_an_import_that_crashes_or_hangs_is_named_and_the_others_go_on(tmp_path):
     (tmp_path / "crashes.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     (tmp_path / "leaves.py").write_text("import os\nos._exit(7)\n")
@@ -155,7 +165,7 @@ def test_an_import_that_crashes_or_hangs_is_named_and_the_others_go_on(tmp_path)
     assert [row.status for row in rows] == ["fail", "fail", "fail", "fail", "warn"]
     assert "killed by SIGSEGV" in rows[0].found
     assert "ended with exit code 7" in rows[1].found
-    assert "hangs: no end within 2 s" in rows[2].found
+    assert re.search(r"hangs: no end within \d+ s", rows[2].found)
     assert "undefined symbol: _ZN5torch" in rows[3].found
     assert "supports vLLM versions" in rows[4].found
     assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
@@ -176,10 +186,8 @@ def test_children_end_when_the_doctor_is_killed(tmp_path):
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    stat, deadline = Path("/proc") / (tmp_path / "pid").read_text() / "stat", time.monotonic() + 10
-    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not stat.exists() or ") Z " in stat.read_text()
+    stat = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    processes.wait_until(lambda: not stat.exists() or ") Z " in stat.read_text())
 
 
 def test_ports_taken_free_or_served_by_the_kit(tmp_path):
@@ -250,7 +258,7 @@ def test_the_hub_is_asked_with_a_time_limit(tmp_path, monkeypatch):
         here = machine(BIG, {"data.path": TINY}, environment=environment)
         model, _ = run.hub(here)
     assert model.status == "fail" and "no answer within 0.5 s" in model.found and "network" in model.fix
-    assert time.monotonic() - started < 2 * run.HUB_LIMIT_S
+    assert time.monotonic() - started < 2 * run.HUB_LIMIT_S * children.MOST_PATIENCE
 
 
 def test_the_disk_that_a_run_needs_is_counted(tmp_path):

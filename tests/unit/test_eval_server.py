@@ -2,12 +2,10 @@
 
 import contextlib
 import json
-import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from transformers import GenerationConfig
@@ -16,6 +14,7 @@ from eval import server_backend
 from eval.backends import Asking
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from recipes.parts.errors import BadInput, CheckFailed
+from tests import processes
 from tests.unit.test_eval_generate import ask
 from tests.unit.test_merge_fixture import byte_tokenizer
 
@@ -212,7 +211,7 @@ def test_a_server_that_hangs_is_given_up_with_the_time_limit_named(stub, place):
     started = time.monotonic()
     with pytest.raises(CheckFailed, match=r"did not answer within 0\.3 s, 2 times.*rollout\.request_timeout_s"):
         measure(stub, place, timeout_s=0.3)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 9  # of 10
     stopped.set()
 
 
@@ -234,7 +233,7 @@ ask_server(Endpoint(sys.argv[1]), sys.argv[2], Asking(ask(), 12))
 
     stub.answer = answer
     command = [sys.executable, "-c", script, stub.url, str(place)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
+    done = processes.run(command)
     stopped.set()
     assert done.returncode == 1 and "answered 400: no" in done.stderr
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from launch.replicas import started_at
 from launch.vllm_command import Installed, Plan
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import read_json, write_json, write_manifest
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -143,11 +143,9 @@ def test_ctrl_c_in_the_middle_leaves_no_server_and_keeps_what_is_measured(run, n
     long = ["--prompt_tokens", "8", "--new_tokens", "50", "--batches", "1", "--min_requests", "40"]
     command = [sys.executable, "-c", program, "--run", str(run), "--formats", "bf16", "fp8", *long]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    sent, deadline = run / "merged/grpo/fp8/asked.jsonl", time.monotonic() + 60
-    while not sent.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    processes.wait_until((run / "merged/grpo/fp8/asked.jsonl").exists, process)
     os.kill(process.pid, number)
-    _, said = process.communicate(timeout=60)
+    _, said = processes.finish(process)
     assert (process.returncode, "stopped; the server was ended" in said) == (1, True), said
     assert started_at(int((run / "merged/grpo/fp8/pid").read_text())) is None
     assert list(read_json(run / "serving.json")["formats"]) == ["bf16"] and "serving.json holds bf16" in said

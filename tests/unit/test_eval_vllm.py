@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from eval.backends import Asking, check_backend
 from eval.vllm_backend import ask_vllm, engine_size, failure
 from recipes.parts.config import ServerConfig
 from recipes.parts.errors import BadInput, CheckFailed
+from tests import processes
 from tests.unit.test_eval_generate import QUESTIONS, ask
 from tests.unit.test_merge_fixture import byte_tokenizer
 
@@ -138,19 +138,10 @@ def test_an_evaluation_that_is_killed_takes_its_worker_with_it(tmp_path):
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
     parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)], cwd=root, env=environment)
-    pid = _wait_for(lambda: (file := tmp_path / "answer.json.pid").is_file() and file.read_text())
+    pid = processes.wait_until(lambda: (file := tmp_path / "answer.json.pid").is_file() and file.read_text())
     parent.kill()
     parent.wait()
-    assert _wait_for(lambda: not _alive(int(pid)))
-
-
-def _wait_for(found, seconds: float = 30.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("nothing came")
+    assert processes.wait_until(lambda: not _alive(int(pid)))
 
 
 def _alive(pid: int) -> bool:

@@ -1,6 +1,5 @@
 """The numbers that training computes with, against the exported checkpoint's, servers' and nvidia-modelopt's."""
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,11 @@ from recipes.parts.fake_quant import (
 )
 from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from recipes.parts.quant_format import FORMATS
+from tests import processes, sandbox
 from tests.conftest import rehearse
 from tests.gpu.linear_kernels import make_layer
 
 ROOT = Path(__file__).parents[2]
-MODELOPT = ROOT / ".venv-modelopt" / "bin" / "python"
 NAMES = list(FORMATS)
 SHAPE = (256, 384)
 
@@ -227,8 +226,7 @@ def test_e2m1_has_the_nearest_of_its_numbers_and_ties_go_to_even():
 @pytest.fixture(scope="module")
 def modelopt(tmp_path_factory) -> tuple[dict, dict, dict]:
     """Values by kind, the scales that they are quantized with, and what nvidia-modelopt says (modelopt_numbers.py)."""
-    if not MODELOPT.exists():
-        pytest.skip("nvidia-modelopt is in .venv-modelopt (make modelopt)")
+    python = sandbox.side_environment("modelopt") / "bin/python"
     weight, folder = random_weight((96, 256)).float(), tmp_path_factory.mktemp("modelopt")
     values = {"fp8": weight, "int4": weight, "nvfp4": weight, "input": inputs()[0].float()}
     scales = {
@@ -239,8 +237,8 @@ def modelopt(tmp_path_factory) -> tuple[dict, dict, dict]:
     }
     largest = {"fp8": 448, "int4": 7, "nvfp4": 448 * 6, "input": 448}
     torch.save({kind: (values[kind], scales[kind] * largest[kind]) for kind in values}, folder / "in.pt")
-    command = [MODELOPT, "tests/unit/modelopt_numbers.py", folder / "in.pt", folder / "out.pt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    command = [python, "tests/unit/modelopt_numbers.py", folder / "in.pt", folder / "out.pt"]
+    done = processes.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     return values, scales, torch.load(folder / "out.pt", weights_only=False)
 

@@ -6,7 +6,6 @@ forward, softmax over the keys given and its log-sum-exp; backward, from the out
 
 import itertools
 import os
-import subprocess
 import sys
 
 import pytest
@@ -20,7 +19,8 @@ from recipes.parts.flash_packed import FlashMask, flash_attention
 from recipes.parts.packed_attention import NAME, Sequences, dense_mask, mask_kind, register, row_length, segments_of
 from recipes.parts.packing import MODELS, check_packing
 from recipes.parts.recompute import use_recompute
-from tests.conftest import CONFIG, ROOT
+from tests import processes
+from tests.conftest import CONFIG
 from tests.unit.test_packing import (  # noqa: F401
     CLOSE,
     ROWS,
@@ -265,7 +265,5 @@ def test_the_kernel_merges_as_pytorch_does():
     """In Triton's interpreter, which is chosen when Triton is imported."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", MERGE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = processes.run([sys.executable, "-c", MERGE], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

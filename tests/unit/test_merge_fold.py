@@ -22,6 +22,7 @@ from merge.shards import TensorFile
 from merge.verify import base_checkpoint, check_adapter_base
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_json, read_manifest, write_manifest
+from tests import processes
 from tests.unit.test_merge_base import dequantize_in_numpy
 from tests.unit.test_merge_fixture import (
     LINEARS,
@@ -318,7 +319,7 @@ write_bf16(base_checkpoint(RunDir(sys.argv[1])), {}, Path(sys.argv[2]), lambda _
 def test_a_merge_that_is_killed_leaves_nothing_under_the_name_and_can_be_repeated(tmp_path):
     run, out = shared_run(), tmp_path / "merged" / "bf16"
     command = [sys.executable, "-c", KILLED, str(run.path), str(out)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = processes.run(command)
     assert done.returncode == -signal.SIGKILL, done.stderr
     (left,) = out.parent.iterdir()
     assert left.name.startswith(".partial-bf16.") and list(left.glob("*.safetensors"))

@@ -7,7 +7,6 @@ import http.server
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from merge import hub
 from merge.__main__ import main
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir
+from tests import processes
 from tests.unit.test_merge_fixture import shared_run
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ def test_the_token_is_taken_from_the_environment_and_asked_of_the_hub(tmp_path, 
         program = "from recipes.parts.errors import run_command\nfrom merge.hub import check_access\n"
         program += "run_command(lambda: check_access('me/tiny'))"
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        done = processes.run(command, env=environment)
     finally:
         server.shutdown()
     expected = {"hf_right": (0, ""), "hf_wrong": (2, "does not accept the token"), "": (2, "there is none")}[token]

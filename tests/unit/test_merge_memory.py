@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from transformers import AutoConfig
 
 from merge.stream import plan_base
 from recipes.parts.rundir import read_json
+from tests import processes
 from tests.unit.test_merge_fixture import shared_model
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +94,7 @@ def peaks(tmp_path_factory):
     large = make(folder / "large", LARGE)
     wide = make(folder / "wide", WIDE)
     assert (large / "model.safetensors").stat().st_size > 1.4 * LIMIT
-    done = subprocess.run(
-        [sys.executable, "-c", PEAKS, str(small), str(large), str(wide)],
-        cwd=ROOT,
-        env=os.environ | GIVES_BACK,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = processes.run([sys.executable, "-c", PEAKS, str(small), str(large), str(wide)], env=os.environ | GIVES_BACK)
     shutil.rmtree(large)
     assert done.returncode == 0, done.stderr
     print(done.stdout)

@@ -5,7 +5,6 @@ import math
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from merge.export import export
 from merge.stream import Original, TensorFile, plan_base
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import read_json, read_manifest
+from tests import processes
 from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def died(tmp_path_factory):
     make_model(folder / "small")
     make_large(folder / "large", folder / "small")
     command = [sys.executable, "-c", MEMORY_AND_DEATH, str(folder)]
-    return folder, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return folder, processes.run(command)
 
 
 def test_memory_is_that_of_a_tensor_and_not_of_a_shard(died):

@@ -220,7 +220,7 @@ def test_a_replica_that_fails_behind_the_update_ends_the_next_step_as_a_strict_r
             train(tmp_path / "run", True, {"data.max_train_problems": 200, "rollout.retries": 0})
     finally:
         replica.before = {"generate": replica.answer_all}
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 150
     assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2], "update 2 was made"
     assert [line["step"] for line in read_jsonl(tmp_path / "run/ledger.jsonl")] == [1, 2, 3]
 
@@ -249,7 +249,7 @@ def begun(rollout, monkeypatch) -> tuple[Any, Any]:  # noqa: F811
         accelerator=SimpleNamespace(is_main_process=True, process_index=0),
         timed=lambda phase: threading.Lock(),
     )
-    found.fakes[0].seconds_per_request = 0.3
+    found.fakes[0].seconds_per_request = 1.0
     found.begin(trainer, PROMPTS)
     return found, trainer
 
@@ -260,7 +260,7 @@ def test_what_was_begun_is_taken_once(begun):
     ids, logps = found.generate(trainer, PROMPTS)
     assert ids == [[number, index] for number in (7, 8) for index in range(GROUP)] and len(logps) == len(ids)
     assert found.versions == [1] * len(PROMPTS)
-    assert 0.1 <= found.hidden_s < 0.3, "only until someone waited"
+    assert 0.1 <= found.hidden_s < 1.0, "only until someone waited"
     assert found.fakes[0].calls == ["generate"] * 2
     found.generate(trainer, PROMPTS)
     assert found.hidden_s == 0 and found.fakes[0].calls == ["generate"] * 4
@@ -290,7 +290,7 @@ def test_the_end_of_a_run_does_not_wait_for_what_was_begun(begun):
     found, _ = begun
     started = time.monotonic()
     found.close()
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - started < 0.8
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "rollout-ahead")
 
 

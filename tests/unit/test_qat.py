@@ -33,6 +33,7 @@ from recipes.parts.qat import (
 )
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.recompute import use_recompute
+from tests import sandbox
 from tests.unit.test_linear import ROOT, add_adapter, factors, make_layer, relative
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import nf4_policy, shape
@@ -210,9 +211,7 @@ def full_size_float(group, x, fmt):
 
 
 def test_nvidia_modelopt_s_quantizer_gives_the_same_gradients(tmp_path):
-    python = ROOT / ".venv-modelopt" / "bin" / "python"
-    if not python.is_file():
-        pytest.skip("nvidia-modelopt is in .venv-modelopt (make modelopt)")
+    python = sandbox.side_environment("modelopt") / "bin/python"
     module, (x, g) = make_group()["k_proj"], sample()
     x, g = x.flatten(0, 1), g["k_proj"].flatten(0, 1)
     a, b = (factor.detach() for factor in factors(module))

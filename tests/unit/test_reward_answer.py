@@ -98,16 +98,16 @@ def test_last_number_keeps_sign_commas_and_currency(text, expected):
 )
 def test_a_megabyte_of_anything_is_searched_in_linear_time(unit):
     text = unit * (1_000_000 // len(unit))
-    started = time.perf_counter()
+    started = time.process_time()
     final_answer(text), last_number(text), own_text(text, [{"role": "user", "content": r"Use \boxed{}."}])
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0
 
 
 def test_deeply_nested_boxes_cost_no_more_than_their_length():
-    started = time.perf_counter()
+    started = time.process_time()
     assert boxed_answer("\\boxed{" * 100_000 + "5" + "}" * 100_000) == "5"
     assert len(boxed_answer("\\boxed{" + "\\boxed{5} " * 100_000 + "}")) == 999_999
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0
 
 
 EQUAL = [

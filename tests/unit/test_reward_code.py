@@ -18,6 +18,7 @@ from reward.attacks import code as attacks
 from reward.code import extract_code
 from reward.code_gold import gold_from_row, read_gold
 from reward.sandbox import Isolation, Job, Sandbox, shared_sandbox
+from tests import processes
 
 # Parts of the isolation that are left out, and the level that this gives where the machine allows everything.
 LEVELS = {"full": (), "namespaces": ("seccomp",), "confined": ("mount",), "filter": ("mount", "net", "landlock")}
@@ -86,7 +87,7 @@ def test_no_attempt_is_paid_and_every_honest_completion_is(strongest, tmp_path):
     assert wrong == []
     assert sum(not case.pays for case in attacks.CASES) >= 100
     assert leftovers(strongest) == []
-    assert time.perf_counter() - started < 120
+    assert time.perf_counter() - started < 600
 
 
 def test_no_attempt_is_paid_at_any_isolation(sandbox):
@@ -158,10 +159,7 @@ def test_a_killed_server_leaves_no_process_and_its_job_is_judged_again(strongest
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.extend(strongest.run([sleeping])))
     thread.start()
-    deadline = time.monotonic() + 20
-    while not any(len(descendants(pid)) == 2 for pid in strongest.pids()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    busy = next(pid for pid in strongest.pids() if len(descendants(pid)) == 2)
+    busy = processes.wait_until(lambda: next((pid for pid in strongest.pids() if len(descendants(pid)) == 2), None))
     below = descendants(busy)
     time.sleep(0.3)  # until both have asked for their death signal
     os.kill(busy, 9)
@@ -278,7 +276,7 @@ def test_hidden_tests_that_hang_on_a_value_end_with_the_sample(strongest):
     tests = ("while add(1, 1) == 2: pass",)
     started = time.perf_counter()
     assert strongest.run([job(tests=tests), job("def add(a, b): return 3", tests)])[0].reason == "timeout"
-    assert time.perf_counter() - started < 15
+    assert time.perf_counter() - started < 100
 
 
 FENCES = [
@@ -307,10 +305,10 @@ FENCES = [
 
 @pytest.mark.parametrize(("text", "code"), FENCES, ids=lambda value: repr(value)[:30])
 def test_the_last_block_of_the_completions_own_is_judged(text, code):
-    started = time.perf_counter()
+    started = time.process_time()
     found = extract_code(text)
     assert (found and found.strip()) == code
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_a_block_of_the_prompt_is_not_the_completions():

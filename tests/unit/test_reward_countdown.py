@@ -55,10 +55,10 @@ VALUES = [
 
 @pytest.mark.parametrize(("text", "value"), VALUES, ids=lambda v: repr(v)[:20])
 def test_the_evaluator_is_exact_and_knows_nothing_else(text, value):
-    started = time.perf_counter()
+    started = time.process_time()
     result = evaluate(text)
     assert (result and result[0]) == value
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 TABLE = [

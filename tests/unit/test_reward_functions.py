@@ -1,7 +1,6 @@
 """The reward functions in TRL's signature, and how a configuration names them."""
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
@@ -11,6 +10,7 @@ import pytest
 from recipes.parts.config import RewardConfig, match_type
 from recipes.parts.errors import BadInput, CheckFailed
 from reward import REWARDS, function_options, reward_functions
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [{"role": "user", "content": "What is 2+5?\nPut the final answer in \\boxed{}."}]
@@ -208,5 +208,5 @@ def test_plain_numbers_need_no_worker_and_no_sympy():
         "heavy = {'sympy', 'math_verify', 'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = processes.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr

@@ -1,12 +1,13 @@
 """The rooms of the repository: who may import whom, the length of functions and the names of files, by syntax."""
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 MOST_FUNCTION_LINES = 80  # a screen; a file has no limit: it splits by subject
@@ -237,7 +238,7 @@ def test_the_foundation_and_the_data_readers_import_no_heavy_library():
             f"import sys, importlib\nfor name in {names}: importlib.import_module(name)\n"
             f"print(*({absent} & set(sys.modules)))"
         )
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = processes.run([sys.executable, "-c", program])
         assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
@@ -246,5 +247,5 @@ def test_the_trainer_imports_no_vllm():
         "import sys, recipes.grpo_qlora, recipes.parts.trainer, recipes.parts.rollout, recipes.parts.scorer\n"
         "print(sorted(name for name in sys.modules if name.partition('.')[0] == 'vllm'))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = processes.run([sys.executable, "-c", program])
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]

@@ -16,6 +16,7 @@ from launch.replicas import Replicas, Stopped, members, started_at, stop_groups
 from launch.vllm_command import Plan
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import write_json
+from tests import processes
 
 ANSWERS = """
 import http.server, json, sys
@@ -114,21 +115,21 @@ def test_a_server_that_never_gets_ready_ends_at_the_deadline_with_the_reason_and
     # Long enough for Python to start under load: until then every one of them refuses.
     with pytest.raises(CheckFailed, match=rf"(?s){replica.url} was not ready within 5 s.*{reason}.*{replica.log}"):
         wait([replica], 5)
-    assert 5 <= time.monotonic() - started < 20
+    assert 5 <= time.monotonic() - started < 60
 
 
 def test_one_deadline_holds_for_all_replicas(plan):
     started = time.monotonic()
     with pytest.raises(CheckFailed, match="within 5 s"):
         wait([plan(HANGS) for _ in range(4)], 5)
-    assert time.monotonic() - started < 15, "a deadline for each of them would take 20 s"
+    assert time.monotonic() - started < 19, "a deadline for each of them would take 20 s"
 
 
 def test_a_server_that_dies_ends_the_wait_at_once_with_its_exit_code_and_last_words(plan):
     dying, started = plan(DIES), time.monotonic()
     with pytest.raises(CheckFailed, match=rf"(?s){dying.url} ended with exit code 3.*no kernel image"):
         wait([plan(HANGS), dying], 120)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 100
 
 
 def test_the_first_error_is_told_though_others_follow_it(plan):
@@ -146,7 +147,7 @@ def test_an_answer_that_will_not_change_ends_the_wait_at_once(plan, status, reas
     started = time.monotonic()
     with pytest.raises(CheckFailed, match=reason):
         wait([plan(answers(status, {"error": "no such copy"}))], 120)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
 
 
 def test_a_replica_that_dies_later_ends_the_others(plan):
@@ -222,9 +223,9 @@ def test_a_launcher_killed_outright_takes_its_replicas_along_and_a_detached_one_
     if mode == "foreground":
         launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 10
-    while members(group) and mode == "foreground" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    if mode == "foreground":
+        with contextlib.suppress(AssertionError):
+            processes.wait_until(lambda: not members(group))
     lives = bool(members(group))
     stop_groups([group], patience_s=5)
     assert lives == (mode == "detach")

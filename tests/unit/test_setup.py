@@ -15,6 +15,7 @@ from recipes.parts.errors import CheckFailed
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.rundir import RunDir, write_manifest
 from recipes.parts.setup import describe_format, describe_plan, load_data, out_of_memory, training
+from tests import processes
 from tests.conftest import CONFIG
 
 # torch 2.11's words.
@@ -107,9 +108,7 @@ def test_an_interruption_says_where_a_resume_starts(saved, rest, tmp_path, capsy
 def test_an_interrupted_command_ends_by_the_signal_without_the_stack_of_what_was_running():
     program = "import os, signal\nfrom recipes.parts.errors import run_command\n"
     program += "def deep(n): deep(n - 1) if n else os.kill(os.getpid(), signal.SIGINT)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program + "run_command(lambda: deep(50))"], capture_output=True, text=True, timeout=60
-    )
+    done = processes.run([sys.executable, "-c", program + "run_command(lambda: deep(50))"])
     assert done.returncode == -signal.SIGINT and "in deep" not in done.stderr
     assert done.stderr.rstrip().endswith("KeyboardInterrupt") and len(done.stderr.splitlines()) < 10
 
@@ -123,7 +122,7 @@ def test_a_process_that_fails_alone_says_why_and_one_that_follows_the_main_proce
         assert process.stdout.readline() == "failing\n"
         if not said:
             process.terminate()  # as a launcher does once the main process has ended
-        assert process.communicate(timeout=60)[1] == said
+        assert processes.finish(process)[1] == said
     assert process.returncode == (1 if said else -signal.SIGTERM)
 
 

@@ -184,7 +184,7 @@ def test_a_replica_that_hangs_in_a_sync_is_given_up_long_before_the_request_time
     started = time.monotonic()
     with pytest.raises(CheckFailed, match=rf"{both[1].url}.* takes requests and answers none"):
         sync.publish(2, Adapter(), scores_of(2))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 50  # of 60
     release.set()
     assert_all_serve(both[:1], sync, 1)
 

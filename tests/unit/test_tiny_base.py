@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import read_manifest
 from recipes.tiny_base import PEOPLE, STORIES, THINGS, main, make_problems
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 SIZE = ("--hidden", "64", "--layers", "1", "--problems", "150", "--heldout", "20", "--processes", "1", "--steps", "3")
@@ -111,7 +112,7 @@ def test_options_that_cannot_work_are_refused_and_nothing_is_written(tmp_path, c
 
 def test_two_processes_learn_and_end(tmp_path):
     command = [sys.executable, "recipes/tiny_base.py", "--out", str(tmp_path / "out"), *SIZE, "--processes", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = processes.run(command)
     assert done.returncode == 0, done.stderr
     assert "step 3/3 loss" in done.stdout
     read_manifest(tmp_path / "out", "tiny-base", deep=True)
@@ -125,7 +126,7 @@ def test_a_training_process_that_dies_ends_the_command(tmp_path):
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     assert len(children) == 2
     os.kill(int(children[1]), signal.SIGKILL)
-    _, err = running.communicate(timeout=60)
+    _, err = processes.finish(running)
     assert running.returncode == 1
     assert "a training process ended with exit code" in err
     assert not (tmp_path / "out").exists()
