@@ -83,11 +83,12 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
     that are trained on are named: `eval` refuses them afterwards."""
     from recipes.parts.data import drop_long, read_problems, to_dataset
     from recipes.parts.leaks import find_leaks
+    from reward import gold_checks, heldout_gold_checks
 
-    problems, report = read_problems(config.data, "train")
+    problems, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
     problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
-    heldout, report = read_problems(config.data, "eval")
+    heldout, report = read_problems(config.data, "eval", heldout_gold_checks(config))
     say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
     if leaks := find_leaks(heldout, problems):
         say(
