@@ -27,7 +27,7 @@ from reward.gold import GoldCheck
 from reward.gsm8k import gsm8k_lenient, gsm8k_strict
 from reward.length import length
 from reward.math import math as math_reward
-from reward.own import COLUMNS, FROM_TRL, check_arguments, checked_rewards, imported, taken
+from reward.own import COLUMNS, FROM_TRL, called, check_arguments, checked_rewards, imported, taken
 from reward.pool import UnknownBudget, Verdict, shared_pool
 from reward.text import language, repetition
 
@@ -84,7 +84,7 @@ class BoundReward:
     def _call_own(self, arguments: dict[str, Any]) -> list[float | None]:
         """What a function of the user's gives, checked; what it could not compute is counted, unless it does so."""
         function, completions = function_of(self.__name__), arguments["completions"]
-        found = function(**taken(function, arguments))
+        found = called(self.__name__, function, taken(function, arguments))
         rewards = checked_rewards(self.__name__, found, len(completions))
         if "budget" not in inspect.signature(function).parameters:
             verdicts = [Verdict(None if reward is None else True, "none") for reward in rewards]

@@ -87,10 +87,11 @@ class PackedUpdate:
 
         TRL subtracts a mean from them that is off by a rounding (eight times 0.7), and Adam makes whole steps of what
         is left; it counts them by a deviation that this rounding, or one deviation for the batch, hides."""
-        rewards = self._rewards
+        weights = self.reward_weights.to(self._rewards.device)
+        rewards, weights = self._rewards[:, weights != 0], weights[weights != 0]  # others are only measured
         unknown = rewards.isnan().any(dim=1, keepdim=True)
         if self.multi_objective_aggregation == "sum_then_normalize":
-            rewards = (rewards * self.reward_weights.to(rewards.device)).sum(dim=1, keepdim=True)
+            rewards = (rewards * weights).sum(dim=1, keepdim=True)
         low, high = (
             rewards.masked_fill(unknown, end).view(-1, self.num_generations, rewards.size(1))
             for end in (math.inf, -math.inf)
