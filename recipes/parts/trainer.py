@@ -449,11 +449,18 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         except SAVE_ERRORS as error:
             if not is_disk_error(error):
                 raise
-            failed = saving_failed(self.run, step, error)
+            failed = saving_failed(self.run, step, error, self._checkpoint_bytes())
             if self.accelerator.is_main_process:
                 discard_staged(self.run)
             raise failed from error
         self.accelerator.wait_for_everyone()
+
+    def _checkpoint_bytes(self) -> int:
+        """About what a save writes: the adapter twice, and the optimizer's state."""
+        adapter = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        states = getattr(self.optimizer, "state", {}).values()
+        tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        return 2 * adapter + sum(value.numel() * value.element_size() for value in tensors)
 
     def _synchronize(self) -> None:
         if self.accelerator.device.type == "cuda":
