@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     policy, name = deployed_cell(arguments.cell or f"grpo/{config.eval.gate.format}")
     tokenizer = tokenizer_place(run, policy, name, arguments.tokenizer)
     scoring = scoring_of(config)
-    problems = held_out(config.data, config.eval.max_problems, training)
+    problems = held_out(config.data, config.eval.max_problems, training, config.eval.reward)
     asking = ask_settings(config, problems)
     endpoint = Endpoint(arguments.url, arguments.model, config.rollout.request_timeout_s)
     print(

@@ -120,7 +120,10 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
     """
     from recipes.parts.data import load_problems
 
-    problems, own = held_out(config.data, config.eval.max_problems), run_config(run, []).data
+    problems, own = (
+        held_out(config.data, config.eval.max_problems, reward=config.eval.reward),
+        run_config(run, []).data,
+    )
     if own != config.data:
         check_disjoint(load_problems(config.data, "eval"), load_problems(own, "train"))
     consumed = consumed_ids(run)

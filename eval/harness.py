@@ -161,7 +161,8 @@ def find_measured(arguments: argparse.Namespace, overrides: list[str]) -> Measur
     data = DataConfig(**result["data"])
     if data.answer_format not in TEXT_FORMATS:
         raise BadInput(f"the harness's gsm8k compares numbers; data.answer_format is {data.answer_format}.")
-    problems = held_out(data, result["eval"]["max_problems"], own.data)
+    how = result["eval"]
+    problems = held_out(data, how["max_problems"], own.data, how.get("reward"))
     if problems_hash(problems) != result.get("problems_hash"):
         raise BadInput(f"the held-out problems are not those of {folder / 'eval.json'} any more. Evaluate again.")
     return Measured(run, folder, arguments.policy, name, result, checkpoint.path, problems, data)

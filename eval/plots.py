@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eval.compare import points
 from eval.document import printable
 from eval.naming import name_of, policy_name
+from recipes.parts.rundir import naming
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +87,8 @@ def svg(figure: "Figure") -> bytes:
 def png(figure: "Figure", file: Path) -> None:
     """Write the picture as PNG, whole or not at all."""
     partial = file.with_name(f".{file.name}.partial")
-    figure.savefig(partial, dpi=130, format="png")
+    with naming(file):
+        figure.savefig(partial, dpi=130, format="png")
     os.replace(partial, file)
 
 

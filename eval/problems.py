@@ -12,18 +12,20 @@ from recipes.parts.leaks import find_leaks
 _SHOWN = 3
 
 
-def held_out(data: Any, max_problems: int, training: Any = None) -> list[Any]:
+def held_out(data: Any, max_problems: int, training: Any = None, reward: str | None = None) -> list[Any]:
     """At most `max_problems` held-out problems of a data configuration, in file order.
 
     The choice depends on the problem set alone, not on the run's seed, so two runs are measured on the same problems.
-    `training` is the data configuration that the run was trained with, when that is another one. `CheckFailed` when
+    `training` is the data configuration that the run was trained with, when that is another one; `reward` is
+    what judges them (`eval.reward`): one of the kit's must be able to compare with every reference. `CheckFailed` when
     any held-out problem, chosen or not, is among the training problems.
     """
     from recipes.parts.data import load_problems
+    from reward import REWARDS, gold_checks
 
     if max_problems < 1:
         raise BadInput(f"eval.max_problems must be at least 1, it is {max_problems}.")
-    problems = load_problems(data, "eval")
+    problems = load_problems(data, "eval", gold_checks([reward] if reward in REWARDS else []))
     if not problems:
         raise BadInput("there are no held-out problems. Set data.eval_split or data.eval_path.")
     check_disjoint(problems, load_problems(data if training is None else training, "train"))

@@ -162,7 +162,7 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     if config.eval.backend == "vllm":
         vllm_version()
     sources = artifacts.find_sources(run, formats)
-    problems = held_out(config.data, config.eval.max_problems, training)
+    problems = held_out(config.data, config.eval.max_problems, training, config.eval.reward)
     base = None  # the original checkpoint is only needed for the nf4 cells
     if "nf4" in formats:
         from merge.verify import base_directory

@@ -285,7 +285,10 @@ def _questions(found: Found) -> dict[str, str]:
         config = resolve(found.run.config(), [], str(found.run.config_file))
         if config.data.path is None:  # a report does not go to the network
             return {}
-        return {problem.id: problem.question for problem in held_out(config.data, config.eval.max_problems)}
+        return {
+            problem.id: problem.question
+            for problem in held_out(config.data, config.eval.max_problems, reward=config.eval.reward)
+        }
     except (KitError, OSError):
         return {}
 

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from eval.vllm_backend import missing_kernel
 from launch.replicas import ERROR, Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
 from recipes.parts.config import FORMATS
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
 from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
 
 POLICIES = ("base", "grpo")
@@ -240,10 +241,13 @@ def main(argv: list[str] | None = None) -> int:
             told = {"error": str(error).splitlines()[0], "log": str(log) if log.is_file() else None}
             result["failed"][name] = told
             print(f"{name}: failed: {told['error']}" + (f"\n  log: {log}" if told["log"] else ""), flush=True)
-        except (Stopped, KeyboardInterrupt):
+        except (Stopped, KeyboardInterrupt) as error:
             done = ", ".join((*result["formats"], *result["failed"]))
             kept = f"{file} holds {done}" if done else f"{file} was not written"
-            raise CheckFailed(f"stopped; the server was ended, {kept}.") from None
+            ended = f"the server was ended, {kept}"
+            if isinstance(error, KeyboardInterrupt) or error.args == (signal.SIGINT,):
+                raise Interrupted(f"interrupted: {ended}") from None
+            raise CheckFailed(f"stopped; {ended}.") from None
         write_json(file, result)  # a format takes minutes: what is measured stays when the next one is interrupted
     print(table(result))
     print(f"written: {file}; servers' logs in {settings.logs}", flush=True)

@@ -27,7 +27,7 @@ if sys.version_info < (3, 11):  # noqa: UP036  what is imported below does not l
 from launch.checks import gpu, host, packages, recipe, run
 from launch.checks.children import stopped
 from launch.checks.machine import Machine, Row, cores, fail
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
+from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, Interrupted, run_command
 
 Check = Callable[[Machine], Iterator[Row]]
 # In the order of the report. The second entry: it takes seconds (child processes, the network) and runs beside others.
@@ -82,8 +82,7 @@ def main() -> int:
             if not flags.json:
                 show(row)
     except KeyboardInterrupt:
-        print("stopped; nothing is left running", file=sys.stderr)
-        return CHECK_FAILED
+        raise Interrupted("interrupted: nothing is left running") from None
     seconds = time.monotonic() - started
     failed = [row for row in rows if row.status == "fail"]
     if flags.json:

@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Stopped(Exception):
-    """The user ended the command (Ctrl-C or SIGTERM)."""
+    """The user ended the command; the signal (SIGINT or SIGTERM) is its argument."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Replicas:
     def check_alive(self) -> None:
         """`CheckFailed` when a replica has ended, `Stopped` when the user wants it all to end."""
         if self._signal is not None:
-            raise Stopped
+            raise Stopped(self._signal)
         for one in self.running:
             if (code := one.process.poll()) is not None:
                 others = " The other replicas were stopped." if len(self.running) > 1 else ""

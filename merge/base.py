@@ -17,6 +17,7 @@ import torch
 
 from merge import fp8
 from merge.checkpoint import read_shapes, read_tensor
+from merge.dropout import clear_dropout_rates, turn_off_dropout
 from merge.fp8 import Fp8Linear, store_in_fp8
 from merge.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
 from merge.model_files import (
@@ -113,10 +114,12 @@ def load_nf4(
 
 
 def _whole_model(path: str | Path, **options: Any) -> torch.nn.Module:
-    """What transformers loads from `path`; `BadInput` when the checkpoint lacks a parameter of it."""
+    """What transformers loads from `path`, without dropout; `BadInput` when the checkpoint lacks a parameter of it."""
     from transformers import AutoModelForCausalLM
 
+    clear_dropout_rates(options["config"])
     model, found = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **options)
+    turn_off_dropout(model)
     refuse_made_up(path, found["missing_keys"], sum(1 for _ in model.parameters()))
     return model
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from merge.diagnose_verdict import change_text, depth, grouped, module_type, percent, pool
+from recipes.parts.rundir import naming
 
 MOST_MODULES = 12  # rows of a heatmap; a model of more kinds keeps the most frequent
 ANNOTATED = 60  # cells of a heatmap, above which the numbers in them would not be read
@@ -55,7 +56,8 @@ def draw(result: dict, file: Path) -> None:
     figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), frameon=False, fontsize=9)
     partial = file.with_name(f".{file.name}.partial")
     try:
-        figure.savefig(partial, dpi=110, format="png")
+        with naming(file):
+            figure.savefig(partial, dpi=110, format="png")
         partial.replace(file)
     finally:
         pyplot.close(figure)

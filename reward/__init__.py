@@ -6,7 +6,9 @@ is never turned into 0.0.
 
 A function takes its options as keyword-only arguments with a type and a default, after `pool` and `budget`. One that
 runs the model's code carries the attribute `executes_code = True`; one whose options must fit together carries
-`check_options`, called with all of them, which raises `ValueError` with what is wrong.
+`check_options`, called with all of them, which raises `ValueError` with what is wrong. One that compares with `gold`
+carries `check_golds`, called with all references of a data set, which returns [(index, why)] for those that no
+completion can match; such rows are refused when problems are read.
 """
 
 import difflib
@@ -21,15 +23,16 @@ from recipes.parts.errors import BadInput
 from reward.code import code
 from reward.countdown import arithmetic, countdown
 from reward.format import boxed_format, think_format
+from reward.gold import GoldCheck
 from reward.gsm8k import gsm8k_lenient, gsm8k_strict
 from reward.length import length
 from reward.math import math as math_reward
-from reward.own import COLUMNS, FROM_TRL, check_arguments, checked_rewards, imported, taken
+from reward.own import COLUMNS, FROM_TRL, called, check_arguments, checked_rewards, imported, taken
 from reward.pool import UnknownBudget, Verdict, shared_pool
 from reward.text import language, repetition
 
 if TYPE_CHECKING:
-    from recipes.parts.config import RewardConfig
+    from recipes.parts.config import Config, RewardConfig
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -81,7 +84,7 @@ class BoundReward:
     def _call_own(self, arguments: dict[str, Any]) -> list[float | None]:
         """What a function of the user's gives, checked; what it could not compute is counted, unless it does so."""
         function, completions = function_of(self.__name__), arguments["completions"]
-        found = function(**taken(function, arguments))
+        found = called(self.__name__, function, taken(function, arguments))
         rewards = checked_rewards(self.__name__, found, len(completions))
         if "budget" not in inspect.signature(function).parameters:
             verdicts = [Verdict(None if reward is None else True, "none") for reward in rewards]
@@ -97,6 +100,26 @@ def is_own(name: str) -> bool:
 def function_of(name: str) -> RewardFunction:
     """The reward function of a name of the configuration; `BadInput` when one of the user's cannot be imported."""
     return imported(name, "reward.functions") if is_own(name) else REWARDS[name]
+
+
+def gold_checks(names: Iterable[str]) -> dict[str, GoldCheck]:
+    """{reward function: its check of references}, of those that have one; each distinct check once."""
+    found: dict[str, GoldCheck] = {}
+    for name in names:
+        check = getattr(function_of(name), "check_golds", None)
+        if check is not None and check not in found.values():
+            found[name] = check
+    return found
+
+
+def heldout_gold_checks(config: "Config") -> dict[str, GoldCheck]:
+    """`gold_checks` of what judges the held-out problems of a configuration: `eval.reward` if it is one of the kit's;
+    without it the rewards of training where `data.answer_format` is any, whose references nothing else has read."""
+    if config.eval.reward is not None:
+        return gold_checks([config.eval.reward] if config.eval.reward in REWARDS else [])
+    if config.data.answer_format != "any":
+        return {}
+    return gold_checks(name for name in config.reward.functions if name in REWARDS)
 
 
 def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[float]]:

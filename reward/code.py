@@ -14,6 +14,7 @@ from typing import Any
 
 from reward.answer import message_text
 from reward.code_gold import read_gold
+from reward.gold import checked_by
 from reward.pool import UnknownBudget, Verdict, WorkerPool
 from reward.sandbox import MEMORY_MIB, Job, Outcome, shared_sandbox
 from reward.score import Explanation, Message, record
@@ -76,6 +77,7 @@ def _check_options(partial: bool, timeout_s: float, memory_mib: int) -> None:
 
 code.executes_code = True
 code.check_options = _check_options
+code.check_golds = checked_by(read_gold)
 
 
 def _pay(outcome: Outcome, partial: bool) -> float | None:

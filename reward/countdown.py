@@ -10,6 +10,7 @@ from typing import Any
 from reward.answer import boxed_answer, tag_answer
 from reward.arithmetic import evaluate
 from reward.exact import MAX_ANSWER_CHARS, normalized, numbers_equal, plain_number
+from reward.gold import checked_by, number_golds
 from reward.pool import UnknownBudget, Verdict, WorkerPool
 from reward.score import Explanation, Message, own_texts, record
 
@@ -109,3 +110,7 @@ def _number_verdict(answer: str | None, gold: str) -> Verdict:
     if reference is None:
         return Verdict(None, "gold")
     return Verdict(number is not None and numbers_equal(number, reference), "exact")
+
+
+countdown.check_golds = checked_by(read_gold)
+arithmetic.check_golds = number_golds

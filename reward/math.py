@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from reward.answer import boxed_answer, final_answer, tag_answer
 from reward.exact import Policy
+from reward.gold import math_golds
 from reward.pool import UnknownBudget, WorkerPool
 from reward.score import Explanation, Message, score_answers
 from reward.stated import lenient_answer, reference_answer, stated_answer
@@ -71,3 +72,4 @@ def check_options(tolerance: float, answer_tag: str | None, hash_answers: bool, 
 
 
 math.check_options = check_options
+math.check_golds = math_golds

@@ -12,12 +12,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed, KitError
 
 # What a run gives every reward by name; TRL's `trainer_state`, `log_extra` and `log_metric` come with them.
 COLUMNS = ("prompts", "completions", "gold", "problem_id", "completion_ids")
 FROM_TRL = ("trainer_state", "log_extra", "log_metric")
+MOST = 1e18  # in size; the square of a larger reward, in the spread of a group, overflows float32
 NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class RewardFailed(CheckFailed):
+    """A reward function of the user's raised an exception, which is the error's cause."""
+
+
+def called(name: str, function: Callable, arguments: dict[str, Any]) -> Any:
+    """What the function returns; `RewardFailed` names the reward and what it raised."""
+    try:
+        return function(**arguments)
+    except KitError:
+        raise
+    except Exception as error:  # a function of the user's may fail in any way
+        said = " ".join(str(error).split())
+        raise RewardFailed(f"reward {name!r} raised {type(error).__name__}: {said[:300] or 'no message'}.") from error
 
 
 def imported(name: str, key: str) -> Callable:
@@ -66,7 +82,7 @@ def taken(function: Callable, values: dict[str, Any]) -> dict[str, Any]:
 
 def checked_rewards(name: str, found: Any, count: int) -> list[float | None]:
     """What a function gave for `count` completions as numbers, with None for those that it could not compute (None or
-    NaN); `CheckFailed` when that is not one number or None each."""
+    NaN); `CheckFailed` when that is not one number of at most `MOST`, or None, each."""
     if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
         raise CheckFailed(
             f"reward {name!r} gave a {type(found).__name__}, and not a list with one number or None for each of "
@@ -80,6 +96,11 @@ def checked_rewards(name: str, found: Any, count: int) -> list[float | None]:
             number = None
         if number is None or isinstance(one, str | bytes):
             raise CheckFailed(f"reward {name!r} gave {one!r:.60} for completion {place}, no number or None.")
+        if abs(number) > MOST:  # NaN is not
+            raise CheckFailed(
+                f"reward {name!r} gave {number:g} for completion {place}; a reward is at most {MOST:g} in size. "
+                "Return None for a completion whose reward could not be computed."
+            )
         rewards.append(None if math.isnan(number) else number)
     if len(rewards) != count:
         raise CheckFailed(f"reward {name!r} gave {len(rewards)} rewards for {count} completions.")

@@ -28,6 +28,12 @@ from recipes.parts.errors import BadInput, CheckFailed
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 120.0  # the server imports sympy first; on a loaded machine that takes seconds
 EXAMPLES = 5
+# Reason -> what to do about samples that could not be computed for it.
+ADVICE = {
+    "timeout": "raise reward.timeout_s if these are sound answers on a slow machine",
+    "gold": "fix these reference answers",
+    "none": "see why the function itself returned None or NaN for these",
+}
 
 Task = tuple[str | None, str, str]  # predicted (None: only check the gold), gold, policy as JSON
 
@@ -305,6 +311,11 @@ class UnknownBudget:
             raise CheckFailed(
                 f"reward {self.name!r} could not be computed for {unknown} of the last {seen} samples ({by_reason}); "
                 f"reward.max_unknown_fraction allows {self.max_fraction:.2%} of {max(seen, self.minimum)}. "
-                f"The last ones:{shown}\nRaise reward.timeout_s if these are sound answers on a slow machine; if the "
-                "reference answers are at fault (reason gold), fix them; otherwise raise reward.max_unknown_fraction."
+                f"The last ones:{shown}\n{self._advice(reasons)}"
             )
+
+    def _advice(self, reasons: Counter[str]) -> str:
+        """What to do about these reasons, most frequent first."""
+        known = [ADVICE[reason] for reason, _ in reasons.most_common() if reason in ADVICE]
+        text = "; or ".join([*known, "raise reward.max_unknown_fraction to leave such samples out"])
+        return f"{text[0].upper()}{text[1:]}."

@@ -14,7 +14,7 @@ from launch.vllm_command import ROOT
 from recipes.parts.config import Config
 from recipes.parts.data import Problem, chat_messages, read_problems
 from recipes.parts.rundir import publish
-from reward import reward_functions
+from reward import gold_checks, heldout_gold_checks, reward_functions
 
 PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]*[A-Za-z_./@%][A-Za-z0-9_./:@%+-]*")
 WORDS_OF_YAML = {"null", "true", "false", "none", "yes", "no", "on", "off", "inf", "nan"}
@@ -23,8 +23,8 @@ WORDS_OF_YAML = {"null", "true", "false", "none", "yes", "no", "on", "off", "inf
 def write(config: Config, translation: Translation, out: Path, command: str) -> str:
     """Write the export; what there is to say about it. `BadInput` before anything is written: rewards, data, `out`."""
     reward_functions(config.reward)
-    train, report = read_problems(config.data, "train")
-    heldout, _ = read_problems(config.data, "eval")
+    train, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
+    heldout, _ = read_problems(config.data, "eval", heldout_gold_checks(config))
     heldout = heldout[: config.eval.max_problems]
     values = translation.values
     values["trainer.total_epochs"] = epochs(len(train), values)

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from launch.watching.compare import names
 from launch.watching.metrics import MetricsLog, group, mean, median, phases, series
-from recipes.parts.rundir import RunDir
+from recipes.parts.rundir import RunDir, naming
 
 SMOOTH = 10  # steps of the running mean drawn over the raw values
 LINE, FAINT, SECOND = "#1f5aa6", "#b9cbe3", "#e08214"
@@ -268,7 +268,8 @@ def run_panel(panel: Panel, rows: Sequence[dict]) -> Callable[[Axes], None]:
 def _save(figure: Figure, final: Path) -> Path:
     partial = final.with_name(f".{final.stem}.{os.getpid()}.png")
     try:
-        figure.savefig(partial, dpi=110)
+        with naming(final):
+            figure.savefig(partial, dpi=110)
         os.replace(partial, final)
     finally:
         plt.close(figure)

@@ -1,0 +1,1 @@
+from recipes.parts import errors  # noqa: F401  (first: Ctrl-C while a command imports the rest)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed, is_failed_torch_save
 from recipes.parts.record import drop_steps_after
 from recipes.parts.rundir import RunDir, read_manifest, settle, write_manifest
 
@@ -19,10 +19,8 @@ SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Whether a failed save is the disk's fault: torch.save raises a RuntimeError without errno, as CUDA does too."""
-    return (
-        not isinstance(error, RuntimeError) or "PytorchStreamWriter" in str(error) or "inline_container" in str(error)
-    )
+    """Whether a failed save is the disk's fault."""
+    return not isinstance(error, RuntimeError) or is_failed_torch_save(error)
 
 
 def staging_directory(run: RunDir) -> Path:
@@ -59,16 +57,35 @@ def rotate(run: RunDir, keep: int) -> None:
             shutil.rmtree(checkpoint)
 
 
-def saving_failed(run: RunDir, step: int, error: Exception) -> CheckFailed:
-    """The error of a save that the disk refused: what is left, and how to go on. Call it before space is freed."""
+def refusal_of(folder: Path, size: int) -> OSError | None:
+    """The error with which the disk refuses another file of `size` bytes in `folder`; None when it takes one."""
+    place = folder / f".probe-{os.getpid()}"
+    try:
+        with open(place, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+    except OSError as error:
+        return error
+    finally:
+        with contextlib.suppress(OSError):
+            place.unlink(missing_ok=True)
+    return None
+
+
+def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> CheckFailed:
+    """The error of a save, of about `needed` bytes, that the disk refused: what is left, and how to go on. Call it
+    before space is freed."""
     free = shutil.disk_usage(run.path).free / 2**20
     try:
         left = f"{run.newest_checkpoint()} is whole. Free some space, then continue with --resume."
     except BadInput:
         left = "no checkpoint was completed before. Free some space, remove the run and start it again."
     reason = (str(error) or type(error).__name__).splitlines()[0]
+    # torch.save and safetensors have no errno, and torch.save not even words for it.
+    if getattr(error, "errno", None) is None and (refused := refusal_of(run.path, needed)) is not None:
+        reason = f"[Errno {refused.errno}] {refused.strerror}"
     return CheckFailed(
-        f"saving step {step} failed: {reason} ({free:.1f} MiB free). Nothing half-written is kept; {left}"
+        f"saving step {step} failed: {reason} ({run.path} has {free:.1f} MiB free and needs about "
+        f"{needed / 2**20:.1f} MiB for a checkpoint). Nothing half-written is kept; {left}"
     )
 
 

@@ -67,7 +67,9 @@ class PolicyConfig:
     double_quantization: bool = _option(True, "quantize nf4's block scales too: 4.13 instead of 4.5 bits a weight")
     lora_rank: int = _option(16, "rank of the adapter")
     lora_alpha: int = _option(32, "the adapter's update is scaled by alpha / rank")
-    lora_dropout: float = _option(0.0, "dropout on the adapter's input; 0 keeps the policy equal to the sampler")
+    lora_dropout: float = _option(
+        0.0, "dropout on the adapter's input, in the loss only; completions are sampled without"
+    )
     use_rslora: bool = _option(False, "scale by alpha / sqrt(rank) instead")
     target_modules: str | list[str] = _option("all-linear", "all-linear, or names of linear layers")
     adapter_dtype: Literal["float32", "bfloat16"] = _option(

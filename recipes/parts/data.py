@@ -10,18 +10,20 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recipes.parts.chat import token_ids
 from recipes.parts.errors import BadInput
-from reward.answer import boxed_answer, check_golds, hash_answer
+from reward import is_own
+from reward.answer import boxed_answer, hash_answer
 from reward.code_gold import FORMATS as CODE_FORMATS
 from reward.code_gold import gold_from_row, shown_test
 from reward.countdown import read_gold as read_countdown
 from reward.exact import gold_problem
+from reward.gold import GoldCheck, math_golds
 
 if TYPE_CHECKING:
     import datasets
@@ -70,16 +72,19 @@ class _Row:
     error: str = ""
 
 
-def load_problems(data: "DataConfig", split: str) -> list[Problem]:
+def load_problems(data: "DataConfig", split: str, checks: Mapping[str, GoldCheck] | None = None) -> list[Problem]:
     """The usable problems of the "train" or "eval" split in file order, at most `max_{split}_problems` of them.
 
-    Raises `BadInput` when the source is missing, a column does not exist, or more than `max_bad_fraction` of the rows
-    cannot be used. `read_problems` returns the report as well.
+    `checks` are what reward functions ask of references, by their names (`reward.gold_checks`): a row whose reference
+    no completion can match cannot be used. Raises `BadInput` when the source is missing, a column does not exist, or
+    more than `max_bad_fraction` of the rows cannot be used. `read_problems` returns the report as well.
     """
-    return read_problems(data, split)[0]
+    return read_problems(data, split, checks)[0]
 
 
-def read_problems(data: "DataConfig", split: str) -> tuple[list[Problem], LoadReport]:
+def read_problems(
+    data: "DataConfig", split: str, checks: Mapping[str, GoldCheck] | None = None
+) -> tuple[list[Problem], LoadReport]:
     """`load_problems` and the `LoadReport` of what was skipped."""
     if split not in ("train", "eval"):
         raise BadInput(f"unknown split {split!r}: use 'train' or 'eval'.")
@@ -101,13 +106,32 @@ def read_problems(data: "DataConfig", split: str) -> tuple[list[Problem], LoadRe
             report.duplicates.append(f"{problem.source} repeats {known.source}")
             if known.gold != problem.gold:
                 report.bad.append((row.source, f"same question as {known.source}, other answer {problem.gold[:40]!r}"))
-    if data.answer_format in TEXT_FORMATS:
-        unreadable = dict(check_golds([problem.gold for problem in problems]))
+    of_rewards = checks or {}
+    if data.answer_format in TEXT_FORMATS:  # compared by a parser whatever the rewards are: by eval, by default
+        of_rewards = {"": math_golds} | {name: check for name, check in of_rewards.items() if check is not math_golds}
+    for name, check in of_rewards.items():
+        unreadable = _unreadable(name, check, [problem.gold for problem in problems])
         report.bad += [(problems[index].source, why) for index, why in unreadable.items()]
         problems = [problem for index, problem in enumerate(problems) if index not in unreadable]
     _check_bad(report, data, split)
     limit = data.max_train_problems if split == "train" else data.max_eval_problems
     return problems[:limit], report
+
+
+def _unreadable(name: str, check: GoldCheck, golds: list[str]) -> dict[int, str]:
+    """{index: why} of the references that a reward function's check finds; `BadInput` when an own one fails."""
+    try:
+        found = {int(index): str(why) for index, why in check(golds)}
+        if any(not 0 <= index < len(golds) for index in found):
+            raise IndexError(f"index {max(found)} of {len(golds)} references")
+    except Exception as error:
+        if not is_own(name):
+            raise
+        raise BadInput(
+            f"reward {name!r}: its check_golds failed: {type(error).__name__}: {error}. It gets a list of references "
+            "and returns [(index, why)] for those that no completion can match."
+        ) from error
+    return {index: f"reward {name}: {why}" if name else why for index, why in found.items()}
 
 
 def first_row(data: "DataConfig", split: str) -> dict:

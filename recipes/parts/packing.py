@@ -11,7 +11,7 @@ has it.
 
 Covered: causal language models of transformers with full attention in every layer (`MODELS`), with autograd and
 gradient checkpointing, under DDP, with the adapter off. Not covered, and refused before weights load (`check_packing`,
-`checks.check_config`): sliding windows, attention dropout, experts, images, a base split over processes. On a CPU the
+`checks.check_config`): sliding windows, experts, images, a base split over processes. On a CPU the
 attention of a packed row of T tokens costs T x T, also where its sequences do not see each other.
 """
 
@@ -45,8 +45,6 @@ def check_packing(config: Config, model_config: Any) -> None:
         problem = (
             f"{config.model.source} has layers that see a window of the sequence, and packing has one mask for all"
         )
-    elif getattr(facts, "attention_dropout", 0.0):
-        problem = f"{config.model.source} drops attention ({facts.attention_dropout:g}), which packed rows would not"
     elif attention != "sdpa":
         problem = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
     else:

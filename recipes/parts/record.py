@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from importlib import metadata
@@ -156,6 +157,13 @@ class Recorder:
         path.unlink(missing_ok=True)
         for row in rows[: self.config.watch.completions_per_step]:
             _append(path, _finite(row))
+
+
+def keep_traceback(run: RunDir, error: BaseException) -> Path:
+    """Append the traceback of an error to logs/trainer.log, which is returned; printed is its message alone."""
+    log = run.logs / "trainer.log"
+    _append_line(log, "".join(traceback.format_exception(error)).rstrip())
+    return log
 
 
 def step_line(record: dict) -> str:

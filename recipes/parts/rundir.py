@@ -39,12 +39,23 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put `path` into an OSError of the block that names no file, as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON so that a reader sees the old file or the new one, never half of it."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w") as file:
+        with naming(path), open(temporary, "w") as file:
             json.dump(value, file, indent=2, allow_nan=False)
             file.write("\n")
             file.flush()

@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.parts.checks import check_config, is_main_process, lock_run, uses_deepspeed, world_size
 from recipes.parts.config import Config
-from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.errors import BadInput, CheckFailed, Interrupted
 from recipes.parts.quant_format import QuantFormat
 from recipes.parts.rundir import RunDir, write_json
 from recipes.parts.shared_card import describe_split, split_problem
@@ -83,12 +83,13 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
     that are trained on are named: `eval` refuses them afterwards."""
     from recipes.parts.data import drop_long, read_problems, to_dataset
     from recipes.parts.leaks import find_leaks
+    from reward import gold_checks, heldout_gold_checks
 
-    problems, report = read_problems(config.data, "train")
+    problems, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
     note_date(config, tokenizer, problems)
     problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
-    heldout, report = read_problems(config.data, "eval")
+    heldout, report = read_problems(config.data, "eval", heldout_gold_checks(config))
     say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
     if leaks := find_leaks(heldout, problems):
         say(
@@ -293,13 +294,12 @@ def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise out_of_memory(trainer.config, trainer.state.global_step + 1, error) from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         try:
             rest = f"--resume goes on from {trainer.run.newest_checkpoint()}"
         except BadInput:
             rest = f"no checkpoint is there yet (train.save_steps {trainer.config.train.save_steps})"
-        say(f"interrupted in step {trainer.state.global_step + 1}: {rest}")
-        raise
+        raise Interrupted(f"interrupted in step {trainer.state.global_step + 1}: {rest}") from error
     finally:
         if trainer.rollout and trainer.accelerator.is_main_process:
             trainer.rollout.close()

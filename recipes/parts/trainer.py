@@ -55,12 +55,13 @@ from recipes.parts.qat import (
 )
 from recipes.parts.quant_format import read_quant_format
 from recipes.parts.recompute import use_recompute
-from recipes.parts.record import Recorder, add_counts, unknown_so_far
+from recipes.parts.record import Recorder, add_counts, keep_traceback, unknown_so_far
 from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers
 from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
 from recipes.parts.update import PackedUpdate
+from reward.own import RewardFailed
 
 # TRL metric -> key of metrics.jsonl
 METRICS = {
@@ -346,10 +347,19 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
             self._sampler |= self.rollout.report
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.timed("reward"):
-            rewards = super()._calculate_rewards(*args, **kwargs)  # (all processes' B*G, functions)
-        # TRL masks a sample that no function could compute; where only one could not, its sum takes that as 0.
-        rewards[rewards.isnan().any(dim=1)] = torch.nan
+        try:
+            with self.timed("reward"):
+                rewards = super()._calculate_rewards(*args, **kwargs)  # (all processes' B*G, functions)
+        except RewardFailed as error:
+            raise CheckFailed(
+                f"step {self.state.global_step + 1}: {error} Let it return None for a completion whose reward cannot "
+                "be computed, and bound and retry what it asks of other machines. Continue with --resume, or start "
+                f"again before the first checkpoint. Traceback: {keep_traceback(self.run, error.__cause__)}"
+            ) from error
+        # TRL masks a sample that no function could compute; where only one could not, its sum takes that as 0. One of
+        # weight 0 is only measured.
+        counted = (self.reward_weights != 0).to(rewards.device)
+        rewards[rewards[:, counted].isnan().any(dim=1)] = torch.nan
         self._counts["masked"] += rewards.isnan().all(dim=1).sum().item()
         self._counts["completions"] += len(rewards)
         counts = {f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")}
@@ -443,11 +453,18 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         except SAVE_ERRORS as error:
             if not is_disk_error(error):
                 raise
-            failed = saving_failed(self.run, step, error)
+            failed = saving_failed(self.run, step, error, self._checkpoint_bytes())
             if self.accelerator.is_main_process:
                 discard_staged(self.run)
             raise failed from error
         self.accelerator.wait_for_everyone()
+
+    def _checkpoint_bytes(self) -> int:
+        """About what a save writes: the adapter twice, and the optimizer's state."""
+        adapter = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        states = getattr(self.optimizer, "state", {}).values()
+        tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        return 2 * adapter + sum(value.numel() * value.element_size() for value in tensors)
 
     def _synchronize(self) -> None:
         if self.accelerator.device.type == "cuda":

@@ -13,6 +13,7 @@ some rows stays TRL's `_compute_loss`, the step around it transformers' `trainin
   would count from the padding, and rotary embeddings in BF16 are not the same for shifted positions.
 - TRL's metrics are those of all rows of the step, not the mean over its accumulation steps.
 - A group in which all completions got one reward has advantages of exactly 0.
+- The adapter's dropout is on in the forward for the loss only (`adapter_dropout.py`).
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from trl.models.utils import disable_gradient_checkpointing
 
+from recipes.parts.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded, turned_off
 from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import importance_ratio, measure
 from recipes.parts.packing import packed_logps, plan_micro_batches
@@ -56,6 +58,7 @@ class PackedUpdate:
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
+        self._dropouts = adapter_dropouts(self.model)
         self._rows: dict | None = None  # whose loss TRL is computing
         self._scores: tuple = ()  # log-probs and entropies (b, C) of the last forward for a loss
         self._whole: tuple | None = None  # those of all rows, for TRL to compute from instead of a forward
@@ -70,7 +73,8 @@ class PackedUpdate:
         if self.config.train.micro_batch_tokens is not None:
             self.beta = 0.0
         try:
-            output = super()._generate_and_score_completions(inputs)
+            with turned_off(self._dropouts):
+                output = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction, self.num_iterations = correction, iterations
             self.beta = beta
@@ -86,10 +90,11 @@ class PackedUpdate:
 
         TRL subtracts a mean from them that is off by a rounding (eight times 0.7), and Adam makes whole steps of what
         is left; it counts them by a deviation that this rounding, or one deviation for the batch, hides."""
-        rewards = self._rewards
+        weights = self.reward_weights.to(self._rewards.device)
+        rewards, weights = self._rewards[:, weights != 0], weights[weights != 0]  # others are only measured
         unknown = rewards.isnan().any(dim=1, keepdim=True)
         if self.multi_objective_aggregation == "sum_then_normalize":
-            rewards = (rewards * self.reward_weights.to(rewards.device)).sum(dim=1, keepdim=True)
+            rewards = (rewards * weights).sum(dim=1, keepdim=True)
         low, high = (
             rewards.masked_fill(unknown, end).view(-1, self.num_generations, rewards.size(1))
             for end in (math.inf, -math.inf)
@@ -135,7 +140,11 @@ class PackedUpdate:
         """The loss of all rows in `inputs`. Its value is that of all, its gradient that of the last micro-batch: the
         others' is in the parameters already, and transformers calls backward for what is returned."""
         plan, scores, total = self._plan(inputs), [], 0.0
+        if self._dropouts:
+            seed_of(inputs)
         parts = [take_rows(inputs, rows) for rows in plan]
+        for number, part in enumerate(parts if self._dropouts else ()):
+            part[SEED] += number
         self._add_reference(parts)
         for number, (rows, part) in enumerate(zip(plan, parts, strict=True), start=1):
             # DDP exchanges the sum of the gradients once, in the last backward.
@@ -220,7 +229,7 @@ class PackedUpdate:
         if self._whole is not None:
             return self._whole
         args, train = (model, input_ids, attention_mask, logits_to_keep), self.config.train
-        with contextlib.nullcontext() if self._rows is not None else self.timed("reference"):
+        with self._dropping() if self._rows is not None else self.timed("reference"):
             if train.micro_batch_tokens is None:
                 logps, entropies, aux = super()._get_per_token_logps_and_entropies(
                     self._with_positions(model), *args[1:], batch_size, compute_entropy, **others
@@ -238,6 +247,12 @@ class PackedUpdate:
         if not takes_positions(self.accelerator.unwrap_model(model)):
             return model
         return lambda **inputs: model(**inputs, position_ids=padded_positions(inputs["attention_mask"]))
+
+    def _dropping(self) -> contextlib.AbstractContextManager:
+        """Around a forward for the loss: the same dropout masks at every update with these rows."""
+        if not self._dropouts or self._rows is None:
+            return contextlib.nullcontext()
+        return seeded(seed_of(self._rows), self.accelerator.device)
 
     def _scored(self, rows: dict, logps: torch.Tensor, entropies: torch.Tensor) -> None:
         """Leave with `rows` what the first forward over them gives. TRL's `_compute_loss`, which called for the

@@ -9,6 +9,7 @@ from recipes.parts.config import RewardConfig
 from recipes.parts.errors import BadInput, CheckFailed
 from reward import reward_functions
 from reward.attack import main as attack
+from reward.own import RewardFailed
 
 MODULE = """
 import torch
@@ -27,6 +28,12 @@ def text(completions): return "1" * len(completions)
 def nothing(completions): pass
 def pairs(completions): return [torch.ones(2)] * len(completions)
 def broken(completions): raise KeyError("its own fault")
+def stopped(completions): raise KeyboardInterrupt
+def checked(completions):
+    from recipes.parts.errors import CheckFailed
+    raise CheckFailed("said on purpose")
+def endless(completions): return [1.0, float("-inf"), 0.0]
+def huge(completions): return [1.0, 0.0, 1e30]
 def strict(completions, *, level: int): return [float(level)] * len(completions)
 def demanding(completions, ground_truth): return []
 def counted(completions, *, budget=None): return [None] * len(completions)
@@ -116,6 +123,8 @@ def test_a_name_that_leads_nowhere_is_bad_input(own, name):
         ("texts", "gave '1.0' for completion 0, no number or None"),
         ("text", "gave a str, and not a list with one number or None for each of 3 completions"),
         ("nothing", "gave a NoneType, and not a list"),
+        ("endless", "gave -inf for completion 1; a reward is at most 1e[+]18 in size. Return None for"),
+        ("huge", "gave 1e[+]30 for completion 2"),
         ("pairs", r"gave tensor\(\[1., 1.\]\) for completion 0"),
     ],
 )
@@ -124,17 +133,25 @@ def test_what_is_no_number_a_completion_ends_the_run_with_what_it_was(own, funct
         own(function)(**BATCH)
 
 
-def test_what_it_raises_is_not_hidden(own):
-    with pytest.raises(KeyError, match="its own fault"):
+def test_what_it_raises_is_named_with_the_reward_and_kept_as_the_cause(own):
+    with pytest.raises(
+        RewardFailed, match=r"^reward 'kit_own_rewards:broken' raised KeyError: 'its own fault'"
+    ) as error:
         own("broken")(**BATCH)
+    assert isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(CheckFailed, match=r"^said on purpose$"):
+        own("checked")(**BATCH)
+    with pytest.raises(KeyboardInterrupt):
+        own("stopped")(**BATCH)
 
 
 def test_what_it_could_not_compute_is_counted_and_stops_the_run(own):
     reward = own("torn", max_unknown_fraction=0.01)
     reward(**BATCH)
     assert reward.unknown_counts == {"none": 2}
-    with pytest.raises(CheckFailed, match=r"could not be computed for 4 of the last 6 samples \(none 4\)"):
+    with pytest.raises(CheckFailed, match=r"could not be computed for 4 of the last 6 samples \(none 4\)") as error:
         reward(**BATCH)
+    assert "See why the function itself returned None" in str(error.value) and "timeout_s" not in str(error.value)
     itself = own("counted", max_unknown_fraction=0.0)
     assert itself(**BATCH) == [None] * 3 and not itself.unknown_counts, "it takes the budget, so it counts by itself"
 

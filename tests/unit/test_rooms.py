@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "merge": ("recipes.parts.data", "recipes.parts.fake_quant", "recipes.parts.qat"),
     "recipes.parts": ("reward", "merge"),
     # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic.
-    "recipes.parts.setup": ("recipes.parts", "launch.planning.recompute", "launch.planning.replica"),
+    "recipes.parts.setup": ("recipes.parts", "reward", "launch.planning.recompute", "launch.planning.replica"),
     "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (

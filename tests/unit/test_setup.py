@@ -1,5 +1,6 @@
 """What every recipe does around its training, where no run of a recipe shows it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,9 +12,9 @@ import torch
 
 from recipes.parts.checks import check_config
 from recipes.parts.config import load_config
-from recipes.parts.errors import CheckFailed
+from recipes.parts.errors import CheckFailed, Interrupted, run_command
 from recipes.parts.quant_format import FORMATS
-from recipes.parts.rundir import RunDir, write_manifest
+from recipes.parts.rundir import RunDir, write_json, write_manifest
 from recipes.parts.setup import describe_format, describe_plan, load_data, out_of_memory, training
 from tests import processes
 from tests.conftest import CONFIG
@@ -89,7 +90,7 @@ def test_the_plan_says_that_a_bfloat16_adapter_loses_small_updates_without_float
         (False, "no checkpoint is there yet (train.save_steps 50)"),
     ],
 )
-def test_an_interruption_says_where_a_resume_starts(saved, rest, tmp_path, capsys):
+def test_an_interruption_says_where_a_resume_starts(saved, rest, tmp_path):
     run = RunDir(tmp_path)
     if saved:
         (run.checkpoints / "step-000005").mkdir(parents=True)
@@ -100,17 +101,64 @@ def test_an_interruption_says_where_a_resume_starts(saved, rest, tmp_path, capsy
         rollout=None,
         run=run,
     )
-    with pytest.raises(KeyboardInterrupt), training(trainer, {}):
+    with pytest.raises(Interrupted) as error, training(trainer, {}):
         raise KeyboardInterrupt
-    assert capsys.readouterr().out == f"interrupted in step 7: {rest.format(tmp_path)}\n"
+    assert str(error.value) == f"interrupted in step 7: {rest.format(tmp_path)}"
 
 
 def test_an_interrupted_command_ends_by_the_signal_without_the_stack_of_what_was_running():
     program = "import os, signal\nfrom recipes.parts.errors import run_command\n"
+    program += "import atexit; atexit.register(print, 'at exit')\n"
     program += "def deep(n): deep(n - 1) if n else os.kill(os.getpid(), signal.SIGINT)\n"
     done = processes.run([sys.executable, "-c", program + "run_command(lambda: deep(50))"])
-    assert done.returncode == -signal.SIGINT and "in deep" not in done.stderr
-    assert done.stderr.rstrip().endswith("KeyboardInterrupt") and len(done.stderr.splitlines()) < 10
+    assert (done.returncode, done.stderr, done.stdout) == (-signal.SIGINT, "interrupted\n", "at exit\n")
+    program = "from recipes.parts.errors import Interrupted, run_command\ndef main(): raise Interrupted('in step 7')\n"
+    done = processes.run([sys.executable, "-c", program + "run_command(main)"])
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "in step 7\n")
+
+
+COMMANDS = ["recipes/grpo_qlora.py", "-m recipes.study", "-m merge", "-m eval"]
+COMMANDS += ["-m launch.up", "-m launch.server", "-m launch.plan", "-m reward"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_ends_a_command_with_one_line_while_it_imports(command, tmp_path):
+    (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = processes.run([sys.executable, *command.split(), "--help"], env=environment)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n"), done.stderr
+
+
+class Full(Exception):
+    """As safetensors' error: no OSError, and the number in the text."""
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device", "/there/file.json"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    OSError("encoder: No space left on device"),
+    Full("Error while serializing: I/O error: No space left on device (os error 28)"),
+    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=repr)
+def test_a_full_disk_is_one_message_whoever_writes(error, capsys):
+    def write() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(write)
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.startswith("error: the disk is full: ") and "free some space" in said
+    with pytest.raises(RuntimeError):
+        run_command(lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: an illegal memory access")))
+
+
+def test_a_file_that_a_full_disk_refuses_is_named(tmp_path):
+    (tmp_path / f".eval.json.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/eval\.json'"):
+        write_json(tmp_path / "eval.json", {"key": 1})
 
 
 @pytest.mark.parametrize(("alone_s", "said"), [(0.0, "error: process 1: its reward\n"), (60.0, "")])

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterator
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from trl import GRPOTrainer
 from recipes.parts.errors import CheckFailed
 from recipes.parts.trainer import trainer_arguments
 from recipes.parts.update import PackedUpdate
+from reward.own import called
 
 BATCH = 16
 # Four groups of four; of 88 tokens that a row may have, the longest here has about 45.
@@ -243,6 +245,35 @@ def test_rewards_that_differ_and_sum_to_one_number_have_no_spread_where_sums_are
     trainer._drop_flat_groups(output)
     assert trainer._metrics["train"]["frac_reward_zero_std"] == [share]
     assert output["advantages"].tolist() == list(trainer._logs["advantages"]) == [0.5 * (1 - share)] * BATCH
+
+
+def test_a_reward_of_weight_0_that_could_not_be_computed_leaves_the_row_in_the_loss(build):
+    expected = update(build())
+    trainer = build()
+    trainer.reward_funcs.append(lambda completions, **others: [None, 1.0] * (len(completions) // 2))
+    trainer.reward_func_names.append("watched")
+    trainer.reward_processing_classes.append(None)
+    trainer.reward_weights = torch.tensor([1.0, 0.0])
+    found = update(trainer)
+    assert_same(found, expected)
+    assert found[2]["reward"] == expected[2]["reward"] and trainer._counts["masked"] == 0
+    assert found[2]["frac_reward_zero_std"] == expected[2]["frac_reward_zero_std"]
+    trainer.reward_weights = torch.tensor([1.0, 0.5])
+    update(trainer)
+    assert trainer._counts["masked"] == BATCH // 2
+
+
+def test_a_reward_that_fails_is_named_with_the_step_and_its_traceback_is_in_the_log(build):
+    def ask(completions: list, **others: Any) -> list:
+        raise URLError(ConnectionRefusedError(111, "Connection refused"))
+
+    trainer = build()
+    trainer.reward_funcs[0] = lambda **given: called("judge:ask", ask, given)
+    said = r"^step 1: reward 'judge:ask' raised URLError: <urlopen error .*refused>\. .*--resume.*trainer\.log$"
+    with pytest.raises(CheckFailed, match=said):
+        update(trainer)
+    log = (trainer.run.logs / "trainer.log").read_text()
+    assert "Traceback" in log and "in ask" in log and "Connection refused" in log
 
 
 def forwards(trainer: Any) -> list[int]:
