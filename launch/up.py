@@ -120,18 +120,20 @@ def prepare(
     check_ports(servers)
     if is_served and not base:
         check_base(config, config_path)
-    memory = plan_memory(config, ignore_plan)
+    memory = plan_memory(config, ignore_plan, arguments)
     return Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
 
 
-def plan_memory(config: Config, ignore_plan: bool) -> str:
-    """What launch.plan expects of this machine; `BadInput` when the run does not fit, unless that is to be ignored."""
+def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
+    """What launch.plan expects of this machine; `BadInput` when the run does not fit, unless that is to be ignored.
+    `arguments` are those of the configuration."""
     try:
         does_fit, told = fits(config)
     except BadInput as unknown:
         return f"not planned: {unknown}"
     if not does_fit and not ignore_plan:
-        raise BadInput(f"{told}\n`python -m launch.plan` says more; --ignore_plan starts all the same.")
+        more = shlex.join(["python", "-m", "launch.plan", *arguments])
+        raise BadInput(f"{told}\nMore with: {more}. --ignore_plan starts the run all the same.")
     return told.splitlines()[1]
 
 
@@ -416,10 +418,23 @@ def summary(start: Start) -> str:
         [
             f"{len(log.rows)} steps, reward {shown[0]} (first {few}) -> {shown[1]} (last {few}), adapter {adapter}",
             *([told] if told else []),
-            f"next: python -m merge --run {run.as_argument} --format {start.config.eval.gate.format}",
-            f"      python -m eval --run {run.as_argument}",
+            "next: " + "\n      ".join(judging_commands(run, start.config)),
         ]
     )
+
+
+def judging_commands(run: RunDir, config: Config) -> list[str]:
+    """The command lines that merge, evaluate and gate the run, each on what the one before it wrote."""
+    measured = config.eval.formats
+    needed = list(dict.fromkeys([*measured, config.eval.gate.format, "bf16"]))  # the gate compares with bf16
+    merged = [name for name in needed if name != "nf4"]
+    replaced = " --overwrite" if any(run.merged.glob("*/*")) else ""  # those of an earlier adapter
+    chosen = "" if needed == measured else f" --formats {' '.join(needed)}"
+    return [
+        f"python -m merge --run {run.as_argument} --format {' '.join(merged)}{replaced}",
+        f"python -m eval --run {run.as_argument}{chosen}",
+        f"python -m eval gate --run {run.as_argument}",
+    ]
 
 
 def main() -> int:
