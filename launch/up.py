@@ -2,6 +2,7 @@
 
     python -m launch.up --config RUN.yaml
     python -m launch.up --config RUN.yaml --resume
+    python -m launch.up --config RUN.yaml --overwrite
     python -m launch.up --config RUN.yaml --dry_run
 
 Checks the configuration as the recipe does, writes the dequantized base when it is missing, starts one replica per
@@ -15,7 +16,9 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -75,6 +78,7 @@ class Start:
     trainer: Command
     servers: list[Plan]  # without a base, less what follows from its files
     memory: str = ""  # what launch.plan expects
+    logs: Path | None = None  # of a dry run, which leaves the run's directory alone
 
     @property
     def check(self) -> Command | None:
@@ -82,7 +86,7 @@ class Start:
         return None if self.resume else Command([*self.trainer.words, "--dry_run"], self.trainer.environment)
 
     def log(self, name: str) -> Path:
-        return self.run.logs / f"{name}.log"
+        return (self.logs or self.run.logs) / f"{name}.log"
 
 
 def server_plans(config: Config, vllm: Installed | None, placement: Placement) -> list[Plan]:
@@ -97,7 +101,12 @@ def server_plans(config: Config, vllm: Installed | None, placement: Placement) -
 
 
 def prepare(
-    config_path: str, overrides: list[str], launcher_path: str | None, resume: bool, ignore_plan: bool = False
+    config_path: str,
+    overrides: list[str],
+    launcher_path: str | None,
+    resume: bool,
+    ignore_plan: bool = False,
+    overwrite: bool = False,
 ) -> Start:
     """Every check that takes no time; `BadInput` says what cannot work."""
     config = load_config(config_path, overrides)
@@ -109,10 +118,10 @@ def prepare(
     launcher = asked or choose_launcher(len(placement.trainer))
     processes = process_count(launcher, len(placement.trainer))
     check_config(config, processes)
-    run = check_run_directory(config, resume, processes)
+    run = check_run_directory(config, resume, processes, overwrite)
     trainer = trainer_command(config, config_path, overrides, launcher, placement)
-    if resume:
-        trainer.words.append("--resume")
+    if resume or overwrite:
+        trainer.words.append("--resume" if resume else "--overwrite")
     needs_base = is_served and not base_directory(config).exists()
     arguments = ["--config", config_path, *overrides]
     base = base_command(config_path, overrides, placement) if needs_base else None
@@ -392,12 +401,13 @@ class Up:
 
 def what_is_left(start: Start) -> str:
     """After a stop: where the run can go on."""
-    again = shlex.join(["python", "-m", "launch.up", *start.arguments, "--resume"])
+    again = shlex.join(["python", "-m", "launch.up", *start.arguments])
     try:
-        return f"Newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again}"
+        return f"Newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again} --resume"
     except BadInput:
         if start.run.base_file.exists():
-            return f"No checkpoint yet (train.save_steps {start.config.train.save_steps}): remove {start.run.path}."
+            none = f"No checkpoint yet (train.save_steps {start.config.train.save_steps})"
+            return f"{none}. Start anew with: {again} --overwrite"
         return "Nothing was trained yet."
 
 
@@ -449,14 +459,22 @@ def main() -> int:
         "--launcher", help="accelerate configuration of the trainer; default by device and number of GPUs"
     )
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start the run anew; what its directory holds is named and deleted"
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, start nothing")
     parser.add_argument("--ignore_plan", action="store_true", help="start also when launch.plan says it does not fit")
     flags, overrides = parser.parse_known_args()
-    start = prepare(flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan or flags.dry_run)
+    ignores = flags.ignore_plan or flags.dry_run
+    start = prepare(flags.config, overrides, flags.launcher, flags.resume, ignores, flags.overwrite)
     print(describe(start), flush=True)
-    if flags.dry_run:
-        print_commands(start)
-    return Up(start, checks_only=flags.dry_run).run()
+    if not flags.dry_run:
+        return Up(start).run()
+    print_commands(start)
+    start.logs = Path(tempfile.mkdtemp(prefix="launch-up-"))
+    code = Up(start, checks_only=True).run()
+    shutil.rmtree(start.logs)  # a check that fails leaves its log
+    return code
 
 
 if __name__ == "__main__":

@@ -51,7 +51,6 @@ from recipes.parts.setup import (
     describe_step,
     load_base,
     load_data,
-    record_config,
     say,
     started,
     training,
@@ -113,7 +112,7 @@ def main() -> None:
     config, flags = parse_command(__doc__)
     processes = world_size()
     check_distillation(config, processes)
-    run = check_run_directory(config, flags.resume, processes)
+    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
     from recipes.parts.calibration import calibration_prompts, set_input_ranges
     from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
@@ -138,8 +137,6 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(describe_plan(config, fmt, problems, processes))
     if flags.dry_run:
-        if not flags.resume:
-            record_config(config, run, processes)
         return
 
     with started(config, run, processes):

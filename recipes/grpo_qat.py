@@ -59,7 +59,6 @@ from recipes.parts.setup import (
     describe_plan,
     load_base,
     load_data,
-    record_config,
     say,
     started,
     training,
@@ -71,7 +70,7 @@ def main() -> None:
     processes = world_size()
     check_recipe(config, QUANTIZED)
     check_config(config, processes)
-    run = check_run_directory(config, flags.resume, processes)
+    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
     fmt = read_quant_format(config.policy.quant_cfg)
 
     from recipes.parts.calibration import calibration_prompts, set_input_ranges
@@ -95,8 +94,6 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(f"{describe_plan(config, problems, processes)}\n{describe_format(fmt, config)}")
     if flags.dry_run:
-        if not flags.resume:
-            record_config(config, run, processes)
         return
 
     with started(config, run, processes):

@@ -48,7 +48,7 @@ from recipes.parts.config import parse_command
 from recipes.parts.data_order import check_problems, record_problems
 from recipes.parts.errors import run_command
 from recipes.parts.recipe import PLAIN, check_recipe
-from recipes.parts.setup import check_model, describe_plan, load_base, load_data, record_config, say, started, training
+from recipes.parts.setup import check_model, describe_plan, load_base, load_data, say, started, training
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     check_recipe(config, PLAIN)
     processes = world_size()
     check_config(config, processes)
-    run = check_run_directory(config, flags.resume, processes)
+    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
     from recipes.parts.heldout import HeldOut
     from recipes.parts.policy import load_tokenizer, lora_config
@@ -74,8 +74,6 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(describe_plan(config, problems, processes))
     if flags.dry_run:
-        if not flags.resume:
-            record_config(config, run, processes)
         return
 
     with started(config, run, processes):

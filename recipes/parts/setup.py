@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from recipes.parts.checks import check_config, is_main_process, lock_run, uses_deepspeed, world_size
+from recipes.parts.checks import check_config, is_main_process, uses_deepspeed, world_size
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import QuantFormat
 from recipes.parts.rundir import RunDir, write_json
+from recipes.parts.runstate import drop_replaced, trains_in
 from recipes.parts.shared_card import describe_split, split_problem
 from recipes.parts.stored_base import describe_base
 
@@ -176,13 +177,16 @@ def record_config(config: Config, run: RunDir, processes: int) -> None:
 @contextlib.contextmanager
 def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     """Hold the run's directory for the length of the block, with the configuration written, on a GPU that was checked
-    and of which no more is taken than `train.max_gpu_gib`. `BadInput` when another process holds it."""
+    and of which no more is taken than `train.max_gpu_gib`; how the block ends is written there. `BadInput` when
+    another process holds it."""
     from accelerate import PartialState
 
     from recipes.parts.gpu_memory import limit_gpu_memory, use_expandable_segments
     from recipes.parts.kernels import check_gpu
 
-    with lock_run(run) if PartialState().is_main_process else contextlib.nullcontext():
+    with trains_in(run) if PartialState().is_main_process else contextlib.nullcontext():
+        if run.replaces:  # no process looks for a base.json before the old one stands aside
+            PartialState().wait_for_everyone()
         record_config(config, run, processes)
         use_expandable_segments()
         check_gpu(config)
@@ -223,6 +227,7 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
         rollout.check_base(facts["hash"])
     if PartialState().is_main_process:
         write_json(run.base_file, facts)
+        drop_replaced(run)
     return base, facts, rollout
 
 

@@ -15,7 +15,7 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
 FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
 FOUNDATION += ("recipes.parts.served_format", "recipes.parts.recipe", "recipes.parts.modelopt_config")
-FOUNDATION += ("recipes.parts.stored_base",)
+FOUNDATION += ("recipes.parts.stored_base", "recipes.parts.runstate")
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.
 WIRE = ("recipes.parts.replica", "recipes.parts.canary")
 FOUNDATION_LIBRARIES = {"yaml"}

@@ -25,6 +25,7 @@ from launch.vllm_command import Installed
 from recipes.parts.config import load_config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import write_json
+from tests.unit.advice import commands
 from tests.unit.command_lines import launch_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -257,6 +258,30 @@ def test_an_existing_run_is_refused_before_anything_starts_and_resumed_when_aske
         up.prepare(TINY, keys, None, resume=True)
     with pytest.raises(BadInput, match=r"train.learning_rate was 0.001, is 0.5"):
         up.prepare(TINY, [*keys, "--train.learning_rate=0.5"], None, resume=True)
+
+
+def test_a_dry_run_leaves_the_run_directory_alone(machine, tmp_path, monkeypatch, capsys):
+    machine([])
+    monkeypatch.setattr(up.Start, "check", Command([sys.executable, "-c", "print('checked')"], {}))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server"]
+    monkeypatch.setattr(sys, "argv", ["up", "--config", TINY, *keys, "--dry_run"])
+    assert up.main() == 0
+    assert list(tmp_path.iterdir()) == [] and f"run      tiny -> {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+def test_a_stopped_run_is_told_how_it_goes_on(machine, tmp_path):
+    machine([])
+    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server"]
+    start = up.prepare(TINY, keys, None, resume=False)
+    assert up.what_is_left(start) == "Nothing was trained yet."
+    start.run.path.mkdir()
+    write_json(start.run.base_file, {})
+    write_json(start.run.config_file, {"config": to_dict(start.config)})
+    (again,) = commands(up.what_is_left(start))
+    assert again.endswith("--overwrite")
+    flags = shlex.split(again)[5:]
+    assert up.prepare(TINY, flags[:-1], None, resume=False, overwrite=True).trainer.words[-1] == "--overwrite"
 
 
 def test_a_run_that_does_not_fit_the_card_is_refused_before_anything_starts(machine, monkeypatch):
