@@ -18,6 +18,7 @@ import os
 import shlex
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from launch.starting.trainer_command import (
     Placement,
     base_command,
     choose_launcher,
+    in_checkout,
     place,
     process_count,
     read_launcher,
@@ -56,6 +58,7 @@ from launch.watching.metrics import MetricsLog, mean, series
 from recipes.parts.checks import check_config, check_run_directory
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
+from recipes.parts.recipe import recipe_of
 from recipes.parts.rundir import RunDir, base_directory
 
 POLL_S = 0.2
@@ -79,11 +82,19 @@ class Start:
     servers: list[Plan]  # without a base, less what follows from its files
     memory: str = ""  # what launch.plan expects
     logs: Path | None = None  # of a dry run, which leaves the run's directory alone
+    is_elsewhere: bool = False  # the GPUs are those that the lists name, on a machine that has none
 
     @property
     def check(self) -> Command | None:
         """The recipe's own checks; a run that is resumed with the same configuration has passed them."""
-        return None if self.resume else Command([*self.trainer.words, "--dry_run"], self.trainer.environment)
+        if self.resume:
+            return None
+        if self.is_elsewhere:
+            recipe = self.trainer.words[self.trainer.words.index(in_checkout(recipe_of(self.config))) :]
+            count = str(len(self.placement.trainer))
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count]
+            return Command([*words, *recipe, "--dry_run"], {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+        return Command([*self.trainer.words, "--dry_run"], self.trainer.environment)
 
     def log(self, name: str) -> Path:
         return (self.logs or self.run.logs) / f"{name}.log"
@@ -107,13 +118,19 @@ def prepare(
     resume: bool,
     ignore_plan: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
 ) -> Start:
-    """Every check that takes no time; `BadInput` says what cannot work."""
+    """Every check that takes no time; `BadInput` says what cannot work. A dry run on a machine without a GPU places
+    the run on those that its configuration names."""
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
-    vllm = installed_vllm() if is_served else None
     asked = read_launcher(launcher_path) if launcher_path else None
     visible = visible_gpus() or []
+    named = [*(config.train.gpus or []), *(config.server.gpus or [] if is_served else [])]
+    is_elsewhere = bool(dry_run and named and not visible and not (asked and asked.is_cpu))
+    if is_elsewhere:
+        visible = [str(number) for number in range(max(named) + 1)]
+    vllm = None if not is_served else Installed("", is_cpu=False) if is_elsewhere else installed_vllm()
     placement = place(config, visible, bool(vllm and not vllm.is_cpu), not (asked and asked.is_cpu))
     launcher = asked or choose_launcher(len(placement.trainer))
     processes = process_count(launcher, len(placement.trainer))
@@ -126,11 +143,13 @@ def prepare(
     arguments = ["--config", config_path, *overrides]
     base = base_command(config_path, overrides, placement) if needs_base else None
     servers = server_plans(config, vllm, placement)
-    check_ports(servers)
+    if not is_elsewhere:
+        check_ports(servers)
     if is_served and not base:
         check_base(config, config_path)
-    memory = plan_memory(config, ignore_plan, arguments)
-    return Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
+    memory = plan_memory(config, ignore_plan or dry_run, arguments) if not is_elsewhere else plan_elsewhere(arguments)
+    start = Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
+    return replace(start, is_elsewhere=is_elsewhere)
 
 
 def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
@@ -144,6 +163,12 @@ def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
         more = shlex.join(["python", "-m", "launch.plan", *arguments])
         raise BadInput(f"{told}\nMore with: {more}. --ignore_plan starts the run all the same.")
     return told.splitlines()[1]
+
+
+def plan_elsewhere(arguments: list[str]) -> str:
+    """What stands for the memory where the GPUs are on another machine."""
+    plan = shlex.join(["python", "-m", "launch.plan", *arguments])
+    return f"not planned, as there is no GPU here: {plan} --gpu h200:2"
 
 
 def describe(start: Start) -> str:
@@ -165,6 +190,8 @@ def describe(start: Start) -> str:
     if shared := [gpu for gpu in placement.trainer if gpu in placement.servers]:
         asleep = "sleep while the trainer updates" if config.server.sleep else "stay in memory"
         lines.append(f"         shares GPU {', '.join(shared)} with the replicas, which {asleep}")
+    if start.is_elsewhere:
+        lines.append("unchecked there is no GPU here: memory, ports, vLLM, and what train.gpus and server.gpus name")
     return "\n".join(lines)
 
 
@@ -465,8 +492,9 @@ def main() -> int:
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, start nothing")
     parser.add_argument("--ignore_plan", action="store_true", help="start also when launch.plan says it does not fit")
     flags, overrides = parser.parse_known_args()
-    ignores = flags.ignore_plan or flags.dry_run
-    start = prepare(flags.config, overrides, flags.launcher, flags.resume, ignores, flags.overwrite)
+    start = prepare(
+        flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan, flags.overwrite, flags.dry_run
+    )
     print(describe(start), flush=True)
     if not flags.dry_run:
         return Up(start).run()

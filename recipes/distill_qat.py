@@ -52,6 +52,7 @@ from recipes.parts.setup import (
     load_base,
     load_data,
     say,
+    say_unchecked,
     started,
     training,
 )
@@ -122,7 +123,7 @@ def main() -> None:
     from recipes.parts.trainer import check_card
     from reward import reward_functions
 
-    model_config = check_model(config, processes)
+    model_config = check_model(config, processes, flags.dry_run)
     fmt = check_format(config, model_config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
@@ -137,6 +138,7 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(describe_plan(config, fmt, problems, processes))
     if flags.dry_run:
+        say_unchecked(config)
         return
 
     with started(config, run, processes):

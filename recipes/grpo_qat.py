@@ -60,6 +60,7 @@ from recipes.parts.setup import (
     load_base,
     load_data,
     say,
+    say_unchecked,
     started,
     training,
 )
@@ -79,7 +80,7 @@ def main() -> None:
     from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 
-    model_config = check_model(config, processes)
+    model_config = check_model(config, processes, flags.dry_run)
     quant_format.check_model(fmt, model_config)
     quant_format.check_hardware(fmt, config.rollout.backend)
     rewards, weights = reward_functions(config.reward)
@@ -94,6 +95,7 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(f"{describe_plan(config, problems, processes)}\n{describe_format(fmt, config)}")
     if flags.dry_run:
+        say_unchecked(config)
         return
 
     with started(config, run, processes):

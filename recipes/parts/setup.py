@@ -37,8 +37,28 @@ def check_context(config: Config, model_config: Any) -> None:
         )
 
 
-def check_model(config: Config, processes: int) -> Any:
-    """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved."""
+def say_unchecked(config: Config) -> None:
+    """Print what of a configuration for a GPU a machine without one cannot check, in a line."""
+    import torch
+
+    on_gpu = {
+        "train.gpus": config.train.gpus is not None,
+        "train.max_gpu_gib": config.train.max_gpu_gib is not None,
+        "policy.kernels": config.policy.kernels != "torch",
+        "policy.compute": config.policy.compute == "fp8",
+        "train.packed_attention": config.train.micro_batch_tokens is not None,
+        "server.gpus": config.server.gpus is not None,
+    }
+    names = [name for name, is_asked in on_gpu.items() if is_asked]
+    if names and not torch.cuda.is_available():
+        say(f"unchecked memory, arithmetic and packages of the GPU ({', '.join(names)}): there is none here")
+
+
+def check_model(config: Config, processes: int, dry_run: bool = False) -> Any:
+    """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved.
+    A dry run without a GPU is one of a configuration for another machine, which has its own packages."""
+    import torch
+
     from recipes.parts.host_embedding import check_embeddings
     from recipes.parts.kernels import check_kernels
     from recipes.parts.packing import check_packing
@@ -49,7 +69,7 @@ def check_model(config: Config, processes: int) -> Any:
     check_packing(config, model_config)
     check_embeddings(config, model_config)
     check_init_adapter(config)
-    check_kernels(config, model_config.model_type)
+    check_kernels(config, model_config.model_type, installed=not dry_run or torch.cuda.is_available())
     if config.train.recompute == "auto":
         from launch.planning.recompute import resolve
 

@@ -124,6 +124,13 @@ def test_a_dry_run_checks_everything_and_writes_nothing(
     assert done.code == 0, done.err
     assert not (tmp_path / "run").exists()
     assert "4 problems x 4 completions of at most 24 tokens, 6 steps over 200 problems" in done.out
+    # A configuration for a GPU is checked where there is none, as far as that goes.
+    gpu = [*arguments, "--model.dtype=bfloat16", "--policy.kernels=liger", "--train.max_gpu_gib=9"]
+    done = recipe([*gpu, "--dry_run"])
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith("unchecked ")]
+    assert "(train.max_gpu_gib, policy.kernels): there is none here" in line
+    assert recipe(gpu).code == 2 and not (tmp_path / "run").exists()
     run = build_trainer(arguments).run
     before = {file: file.stat().st_mtime_ns for file in run.path.rglob("*")}
     done = recipe([*arguments, "--dry_run", "--overwrite"])
