@@ -54,6 +54,7 @@ from launch.vllm_command import (
     plans,
     visible_gpus,
 )
+from launch.watching.health import alerts
 from launch.watching.metrics import MetricsLog, mean, series
 from recipes.parts.checks import check_config, check_run_directory
 from recipes.parts.config import Config, load_config
@@ -455,6 +456,7 @@ def summary(start: Start) -> str:
         [
             f"{len(log.rows)} steps, reward {shown[0]} (first {few}) -> {shown[1]} (last {few}), adapter {adapter}",
             *([told] if told else []),
+            *(alert.text for alert in alerts(log.rows)),
             "next: " + "\n      ".join(judging_commands(run, start.config)),
         ]
     )

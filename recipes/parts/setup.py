@@ -286,6 +286,17 @@ def _may_change(config: Config, **keys: Any) -> bool:
     return runs(replace(config, train=replace(config.train, **keys))) or not runs(config)
 
 
+def say_alerts(run: RunDir) -> None:
+    """Print the health rules that fire at the end of a run, a line each."""
+    from launch.watching.health import alerts
+    from launch.watching.metrics import MetricsLog
+
+    log = MetricsLog(run.metrics_file)
+    log.poll()
+    for alert in alerts(log.rows):
+        say(alert.text)
+
+
 @contextlib.contextmanager
 def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
     """Around the training of `trainer`: its servers are let go however it ends; when it is done, the base still is the
@@ -311,6 +322,7 @@ def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
         if trainer.rollout and trainer.accelerator.is_main_process:
             trainer.rollout.close()
     check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
+    say_alerts(trainer.run)
     say(
         f"done: {trainer.state.global_step} steps in {time.perf_counter() - began:.0f} s, base unchanged "
         f"({facts['hash'][:12]}), adapter {trainer.run.newest_adapter()}{note}"

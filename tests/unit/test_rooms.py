@@ -27,8 +27,15 @@ MAY_IMPORT = {
     # A policy that was trained for a format is scored with its quantizers.
     "merge": ("recipes.parts.data", "recipes.parts.fake_quant", "recipes.parts.qat"),
     "recipes.parts": ("reward", "merge"),
-    # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic.
-    "recipes.parts.setup": ("recipes.parts", "launch.planning.recompute", "launch.planning.replica"),
+    # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic; a run ends with the
+    # alerts of the watcher.
+    "recipes.parts.setup": (
+        "recipes.parts",
+        "launch.planning.recompute",
+        "launch.planning.replica",
+        "launch.watching.health",
+        "launch.watching.metrics",
+    ),
     "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (
