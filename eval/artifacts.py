@@ -96,18 +96,39 @@ def merge_command(run: RunDir, formats: list[str]) -> str:
     return f"python -m merge --run {run.as_argument} --format {' '.join(formats)}"
 
 
+def unmerged(run: RunDir, formats: list[str]) -> list[tuple[str, str]]:
+    """(policy, format) of the merged checkpoints of `formats` that are not there."""
+    wanted = [(policy, name) for name in formats if name != "nf4" for policy in POLICIES]
+    return [(policy, name) for policy, name in wanted if not (run.merged / policy / name / MANIFEST).is_file()]
+
+
+def merge_missing(run: RunDir, missing: list[tuple[str, str]]) -> str:
+    """The command line that makes the checkpoints that `unmerged` returned."""
+    names = list(dict.fromkeys(name for _, name in missing))
+    one_is_there = any((run.merged / policy / name).exists() for policy in POLICIES for name in names)
+    return f"{merge_command(run, names)}{' --overwrite' if one_is_there else ''}"
+
+
+def eval_command(run: RunDir, formats: list[str] | None = None) -> str:
+    """The command line that evaluates the run in `formats` (default: its eval.formats), after a merge of those that
+    are not there."""
+    default = (run.config().get("eval") or {}).get("formats") or config.EvalConfig().formats
+    formats = formats or default
+    chosen = "" if set(formats) == set(default) else f" --formats {' '.join(formats)}"
+    missing = unmerged(run, formats)
+    first = f"{merge_missing(run, missing)} && " if missing else ""
+    return f"{first}python -m eval --run {run.as_argument}{chosen}"
+
+
 def find_sources(run: RunDir, formats: list[str]) -> Sources:
     """The checked sources of every cell in {base, grpo} x `formats`; `BadInput` says what is missing or wrong."""
     base = read_json(run.base_file)
     base_hash, storage = base["hash"], (base.get("quantization") or {}).get("type", "nf4")
     merged = [name for name in formats if name != "nf4"]
-    wanted = [(policy, name) for name in merged for policy in POLICIES]
-    if missing := [(policy, name) for policy, name in wanted if not (run.merged / policy / name / MANIFEST).is_file()]:
-        names = list(dict.fromkeys(name for _, name in missing))
-        one_is_there = any((run.merged / policy / name).exists() for policy in POLICIES for name in names)
+    if missing := unmerged(run, merged):
         raise BadInput(
             f"not merged yet: {', '.join(str(run.merged / policy / name) for policy, name in missing)}. Make it with: "
-            f"{merge_command(run, names)}{' --overwrite' if one_is_there else ''}"
+            f"{merge_missing(run, missing)}"
         )
     artifacts = {(policy, name): artifact(run, policy, name) for policy in POLICIES for name in merged}
     version, digest = _adapter_of(run, {name: artifacts["grpo", name].manifest for name in merged})

@@ -19,10 +19,19 @@ import json
 import math
 import shlex
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.artifacts import POLICIES, Artifact, artifact, check_trained, merge_command, set_promotion
+from eval.artifacts import (
+    POLICIES,
+    Artifact,
+    artifact,
+    check_trained,
+    eval_command,
+    merge_missing,
+    set_promotion,
+)
 from eval.compare import points
 from eval.hygiene import RATES, UNDECIDED, findings, holds, limits_of
 from eval.problems import check_disjoint, held_out, problems_hash
@@ -108,7 +117,8 @@ def gated_artifact(run: RunDir, name: str) -> Artifact:
             "promote. Choose another of the formats that merge makes."
         )
     if not (run.merged / "grpo" / name).is_dir():
-        raise BadInput(f"{run.merged / 'grpo' / name} does not exist. Make it with: {merge_command(run, [name])}")
+        make = merge_missing(run, [("grpo", name)])
+        raise BadInput(f"{run.merged / 'grpo' / name} does not exist. Make it with: {make}")
     return artifact(run, "grpo", name)
 
 
@@ -138,13 +148,13 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
     if other := [key for key, value in expected.items() if data.get(key) != value]:
         raise BadInput(
             f"eval.json was measured on other problems or prompts than the configuration names: data.{other[0]} was "
-            f"{data.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run)}"
+            f"{data.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run, result)}"
         )
     check_measurement(run, config, result)
     if (found := problems_hash(problems)) != result.get("problems_hash"):
         raise BadInput(
             f"eval.json is stale: its problems_hash is {result.get('problems_hash')}, that of the held-out problems "
-            f"is now {found}. {_again(run)}"
+            f"is now {found}. {_again(run, result)}"
         )
 
 
@@ -175,12 +185,12 @@ def check_measurement(run: RunDir, config: Config, result: dict) -> None:
         instead = f", or gate what was measured with {' '.join(named)}" if len(named) == len(other) else ""
         raise BadInput(
             f"eval.json was measured in another way than the configuration names: eval.{other[0]} was "
-            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run)}{instead}"
+            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run, result)}{instead}"
         )
     if (options := result.get("reward_options", {})) != config.reward.options:
         raise BadInput(
             f"eval.json was measured in another way than the configuration names: reward.options was {options}, it is "
-            f"{config.reward.options}. {_again(run)}, or gate what was measured with --reward.options "
+            f"{config.reward.options}. {_again(run, result)}, or gate what was measured with --reward.options "
             f"{shlex.quote(json.dumps(options))}"
         )
 
@@ -193,30 +203,31 @@ def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact)
     if absent:
         raise BadInput(
             f"eval.json has no {', '.join(absent)}: the gate compares base with GRPO in {name}, and {name} with bf16. "
-            f"{_again(run, list(dict.fromkeys([*result['matrix']['grpo'], *formats])))}"
+            f"{_again(run, result, formats)}"
         )
     for key in ("base_hash", "adapter_hash"):
         if result.get(key) != manifest.get(key):
             raise BadInput(
                 f"eval.json is stale: its {key} is {result.get(key)}, that of {checkpoint.path} is "
-                f"{manifest.get(key)}. {_again(run)}"
+                f"{manifest.get(key)}. {_again(run, result)}"
             )
     for policy in POLICIES:
         for used in formats:
             if not (place := run.merged / policy / used).is_dir():
-                raise BadInput(f"{place} does not exist any more. Make it with: {merge_command(run, [used])}")
+                make = merge_missing(run, [(policy, used)])
+                raise BadInput(f"{place} does not exist any more. Make it with: {make}")
             now = checkpoint if (policy, used) == ("grpo", name) else artifact(run, policy, used)
             check_trained(run, manifest.get("adapter_version"), {(policy, used): now})
             if (old := result["matrix"][policy][used].get("artifact_hash")) != now.hash:
                 raise BadInput(
                     f"eval.json is stale: its artifact_hash of {policy} in {used} is {old}, that of {now.path} is now "
-                    f"{now.hash}. {_again(run)}"
+                    f"{now.hash}. {_again(run, result)}"
                 )
 
 
-def _again(run: RunDir, formats: list[str] | None = None) -> str:
-    chosen = f" --formats {' '.join(formats)}" if formats else ""
-    return f"Evaluate again: python -m eval --run {run.as_argument}{chosen}"
+def _again(run: RunDir, result: dict, formats: Iterable[str] = ()) -> str:
+    """The command that measures what `result` did, and `formats`."""
+    return f"Evaluate again: {eval_command(run, list(dict.fromkeys([*result['matrix']['grpo'], *formats])))}"
 
 
 def judge(config: Config, result: dict, manifest: dict) -> list[Rule]:

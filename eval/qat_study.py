@@ -42,6 +42,7 @@ from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
 from recipes.parts.rundir import MANIFEST, RunDir, read_json, write_json
+from recipes.parts.runstate import continuing_flags
 
 ARMS = ("ptq", "qat", "qad")
 NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; steps
@@ -106,7 +107,7 @@ class Study:
             words += ["--gpu_ids", "all"] if self.options.cards else []  # of CUDA_VISIBLE_DEVICES
             words += [recipe, "--config", self.options.config, *self.overrides]
             words += [f"--{key}={value}" for key, value in keys.items()]
-            self.command(run, "train", words + (["--resume"] if run.path.exists() else []))
+            self.command(run, "train", words + continuing_flags(run))
 
     def judge(self, arm: str, seed: int, name: str | None) -> None:
         """Merge and evaluate a trained run, as far as it has not been."""

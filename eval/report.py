@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from eval import plots
+from eval.artifacts import eval_command
 from eval.compare import points
 from eval.found import p_values
 from eval.naming import GRPO, name_of, policy_name, trained_name
@@ -61,12 +62,10 @@ def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str
 def read_result(file: Path, run: RunDir) -> dict:
     """The content of an eval.json; `BadInput` names the command that makes it when it is missing or not one."""
     if not file.is_file():
-        raise BadInput(f"{file} does not exist. Make it with: python -m eval --run {run.as_argument}")
+        raise BadInput(f"{file} does not exist. Make it with: {eval_command(run)}")
     result = read_json(file)
     if not isinstance(result, dict) or not {"matrix", "gain", "gain_survival", "conclusion"} <= set(result):
-        raise BadInput(
-            f"{file} is not the result of an evaluation. Make it with: python -m eval --run {run.as_argument}"
-        )
+        raise BadInput(f"{file} is not the result of an evaluation. Make it with: {eval_command(run)}")
     result.setdefault("trained_policy", trained_name(run.config()))
     return result
 

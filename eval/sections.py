@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
+from eval.artifacts import eval_command
 from eval.compare import points
 from eval.document import Block, Bullets, Commands, Missing, Picture, Section, Table, Text
 from eval.found import NONE, Found, number, p_values, pair, share
@@ -49,7 +50,7 @@ def sections(found: Found) -> list[Section]:
 
 
 def _eval_command(found: Found) -> str:
-    return f"python -m eval --run {found.run.as_argument}"
+    return eval_command(found.run, list(found.result["matrix"]["grpo"]) if found.result else None)
 
 
 def conclusion(found: Found) -> Section:

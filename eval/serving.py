@@ -28,6 +28,7 @@ from typing import Any
 import requests
 import yaml
 
+from eval.artifacts import merge_missing
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from eval.vllm_backend import missing_kernel
 from launch.replicas import ERROR, Replicas, Stopped, read_end
@@ -165,7 +166,7 @@ def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
         if missing := [name for name in wanted if name not in merged]:
             raise BadInput(
                 f"not merged yet: {', '.join(str(folder / name) for name in missing)}. Make it with: "
-                f"python -m merge --run {run.as_argument} --format {' '.join(missing)}"
+                f"{merge_missing(run, [(arguments.policy, name) for name in missing])}"
             )
         if not wanted and not arguments.model:
             raise BadInput(

@@ -2,6 +2,7 @@
 
     python -m launch.up --config RUN.yaml
     python -m launch.up --config RUN.yaml --resume
+    python -m launch.up --config RUN.yaml --overwrite
     python -m launch.up --config RUN.yaml --dry_run
 
 Checks the configuration as the recipe does, writes the dequantized base when it is missing, starts one replica per
@@ -15,7 +16,10 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -33,6 +37,7 @@ from launch.starting.trainer_command import (
     Placement,
     base_command,
     choose_launcher,
+    in_checkout,
     place,
     process_count,
     read_launcher,
@@ -49,10 +54,12 @@ from launch.vllm_command import (
     plans,
     visible_gpus,
 )
+from launch.watching.health import alerts
 from launch.watching.metrics import MetricsLog, mean, series
 from recipes.parts.checks import check_config, check_run_directory
 from recipes.parts.config import Config, load_config
 from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
+from recipes.parts.recipe import recipe_of
 from recipes.parts.rundir import RunDir, base_directory
 
 POLL_S = 0.2
@@ -75,14 +82,23 @@ class Start:
     trainer: Command
     servers: list[Plan]  # without a base, less what follows from its files
     memory: str = ""  # what launch.plan expects
+    logs: Path | None = None  # of a dry run, which leaves the run's directory alone
+    is_elsewhere: bool = False  # the GPUs are those that the lists name, on a machine that has none
 
     @property
     def check(self) -> Command | None:
         """The recipe's own checks; a run that is resumed with the same configuration has passed them."""
-        return None if self.resume else Command([*self.trainer.words, "--dry_run"], self.trainer.environment)
+        if self.resume:
+            return None
+        if self.is_elsewhere:
+            recipe = self.trainer.words[self.trainer.words.index(in_checkout(recipe_of(self.config))) :]
+            count = str(len(self.placement.trainer))
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count]
+            return Command([*words, *recipe, "--dry_run"], {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+        return Command([*self.trainer.words, "--dry_run"], self.trainer.environment)
 
     def log(self, name: str) -> Path:
-        return self.run.logs / f"{name}.log"
+        return (self.logs or self.run.logs) / f"{name}.log"
 
 
 def server_plans(config: Config, vllm: Installed | None, placement: Placement) -> list[Plan]:
@@ -97,42 +113,63 @@ def server_plans(config: Config, vllm: Installed | None, placement: Placement) -
 
 
 def prepare(
-    config_path: str, overrides: list[str], launcher_path: str | None, resume: bool, ignore_plan: bool = False
+    config_path: str,
+    overrides: list[str],
+    launcher_path: str | None,
+    resume: bool,
+    ignore_plan: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
 ) -> Start:
-    """Every check that takes no time; `BadInput` says what cannot work."""
+    """Every check that takes no time; `BadInput` says what cannot work. A dry run on a machine without a GPU places
+    the run on those that its configuration names."""
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
-    vllm = installed_vllm() if is_served else None
     asked = read_launcher(launcher_path) if launcher_path else None
     visible = visible_gpus() or []
+    named = [*(config.train.gpus or []), *(config.server.gpus or [] if is_served else [])]
+    is_elsewhere = bool(dry_run and named and not visible and not (asked and asked.is_cpu))
+    if is_elsewhere:
+        visible = [str(number) for number in range(max(named) + 1)]
+    vllm = None if not is_served else Installed("", is_cpu=False) if is_elsewhere else installed_vllm()
     placement = place(config, visible, bool(vllm and not vllm.is_cpu), not (asked and asked.is_cpu))
     launcher = asked or choose_launcher(len(placement.trainer))
     processes = process_count(launcher, len(placement.trainer))
     check_config(config, processes)
-    run = check_run_directory(config, resume, processes)
+    run = check_run_directory(config, resume, processes, overwrite)
     trainer = trainer_command(config, config_path, overrides, launcher, placement)
-    if resume:
-        trainer.words.append("--resume")
+    if resume or overwrite:
+        trainer.words.append("--resume" if resume else "--overwrite")
     needs_base = is_served and not base_directory(config).exists()
     arguments = ["--config", config_path, *overrides]
     base = base_command(config_path, overrides, placement) if needs_base else None
     servers = server_plans(config, vllm, placement)
-    check_ports(servers)
+    if not is_elsewhere:
+        check_ports(servers)
     if is_served and not base:
         check_base(config, config_path)
-    memory = plan_memory(config, ignore_plan)
-    return Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
+    memory = plan_memory(config, ignore_plan or dry_run, arguments) if not is_elsewhere else plan_elsewhere(arguments)
+    start = Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
+    return replace(start, is_elsewhere=is_elsewhere)
 
 
-def plan_memory(config: Config, ignore_plan: bool) -> str:
-    """What launch.plan expects of this machine; `BadInput` when the run does not fit, unless that is to be ignored."""
+def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
+    """What launch.plan expects of this machine; `BadInput` when the run does not fit, unless that is to be ignored.
+    `arguments` are those of the configuration."""
     try:
         does_fit, told = fits(config)
     except BadInput as unknown:
         return f"not planned: {unknown}"
     if not does_fit and not ignore_plan:
-        raise BadInput(f"{told}\n`python -m launch.plan` says more; --ignore_plan starts all the same.")
+        more = shlex.join(["python", "-m", "launch.plan", *arguments])
+        raise BadInput(f"{told}\nMore with: {more}. --ignore_plan starts the run all the same.")
     return told.splitlines()[1]
+
+
+def plan_elsewhere(arguments: list[str]) -> str:
+    """What stands for the memory where the GPUs are on another machine."""
+    plan = shlex.join(["python", "-m", "launch.plan", *arguments])
+    return f"not planned, as there is no GPU here: {plan} --gpu h200:2"
 
 
 def describe(start: Start) -> str:
@@ -154,6 +191,8 @@ def describe(start: Start) -> str:
     if shared := [gpu for gpu in placement.trainer if gpu in placement.servers]:
         asleep = "sleep while the trainer updates" if config.server.sleep else "stay in memory"
         lines.append(f"         shares GPU {', '.join(shared)} with the replicas, which {asleep}")
+    if start.is_elsewhere:
+        lines.append("unchecked there is no GPU here: memory, ports, vLLM, and what train.gpus and server.gpus name")
     return "\n".join(lines)
 
 
@@ -390,12 +429,13 @@ class Up:
 
 def what_is_left(start: Start) -> str:
     """After a stop: where the run can go on."""
-    again = shlex.join(["python", "-m", "launch.up", *start.arguments, "--resume"])
+    again = shlex.join(["python", "-m", "launch.up", *start.arguments])
     try:
-        return f"Newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again}"
+        return f"Newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again} --resume"
     except BadInput:
         if start.run.base_file.exists():
-            return f"No checkpoint yet (train.save_steps {start.config.train.save_steps}): remove {start.run.path}."
+            none = f"No checkpoint yet (train.save_steps {start.config.train.save_steps})"
+            return f"{none}. Start anew with: {again} --overwrite"
         return "Nothing was trained yet."
 
 
@@ -416,10 +456,24 @@ def summary(start: Start) -> str:
         [
             f"{len(log.rows)} steps, reward {shown[0]} (first {few}) -> {shown[1]} (last {few}), adapter {adapter}",
             *([told] if told else []),
-            f"next: python -m merge --run {run.as_argument} --format {start.config.eval.gate.format}",
-            f"      python -m eval --run {run.as_argument}",
+            *(alert.text for alert in alerts(log.rows)),
+            "next: " + "\n      ".join(judging_commands(run, start.config)),
         ]
     )
+
+
+def judging_commands(run: RunDir, config: Config) -> list[str]:
+    """The command lines that merge, evaluate and gate the run, each on what the one before it wrote."""
+    measured = config.eval.formats
+    needed = list(dict.fromkeys([*measured, config.eval.gate.format, "bf16"]))  # the gate compares with bf16
+    merged = [name for name in needed if name != "nf4"]
+    replaced = " --overwrite" if any(run.merged.glob("*/*")) else ""  # those of an earlier adapter
+    chosen = "" if needed == measured else f" --formats {' '.join(needed)}"
+    return [
+        f"python -m merge --run {run.as_argument} --format {' '.join(merged)}{replaced}",
+        f"python -m eval --run {run.as_argument}{chosen}",
+        f"python -m eval gate --run {run.as_argument}",
+    ]
 
 
 def main() -> int:
@@ -434,14 +488,23 @@ def main() -> int:
         "--launcher", help="accelerate configuration of the trainer; default by device and number of GPUs"
     )
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start the run anew; what its directory holds is named and deleted"
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, start nothing")
     parser.add_argument("--ignore_plan", action="store_true", help="start also when launch.plan says it does not fit")
     flags, overrides = parser.parse_known_args()
-    start = prepare(flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan or flags.dry_run)
+    start = prepare(
+        flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan, flags.overwrite, flags.dry_run
+    )
     print(describe(start), flush=True)
-    if flags.dry_run:
-        print_commands(start)
-    return Up(start, checks_only=flags.dry_run).run()
+    if not flags.dry_run:
+        return Up(start).run()
+    print_commands(start)
+    start.logs = Path(tempfile.mkdtemp(prefix="launch-up-"))
+    code = Up(start, checks_only=True).run()
+    shutil.rmtree(start.logs)  # a check that fails leaves its log
+    return code
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ time of a step goes, and the best, median and worst answer of one group. Ends by
 sooner. It only reads the run directory, so it works beside a running trainer, after it, and over a network file
 system; it never stops a run. Through a pipe it prints one line per step instead.
 
-Exit code: 0; 2 for bad input; 1 with --fail_on_alert when a rule fires.
+Exit code: 0; 2 for bad input; 1 with --fail_on_alert when a rule fires or the run failed.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from rich.live import Live
 
 from launch.watching.compare import common_step, frame_of_runs
 from launch.watching.health import alerts
-from launch.watching.metrics import RECENT, MetricsLog, mean, number, open_run, progress, series
-from launch.watching.page import TRENDS, frame, show
+from launch.watching.metrics import ENDED, RECENT, MetricsLog, mean, number, open_run, progress, series
+from launch.watching.page import TRENDS, frame, how_it_ended, show
 from launch.watching.samples import latest_group
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 from recipes.parts.rundir import RunDir
@@ -77,7 +77,7 @@ def follow(logs: Sequence[MetricsLog], draw: Callable[[int, int], RenderableType
                 log.poll()
             # One line less than the terminal has: a full screen would scroll when the cursor moves below it.
             live.update(draw(console.width, max(3, console.height - 1)), refresh=True)
-            if all(progress(log)["state"] == "finished" for log in logs):
+            if all(progress(log)["state"] in ENDED for log in logs):
                 return
             time.sleep(s)
 
@@ -94,11 +94,13 @@ def follow_lines(run: RunDir, log: MetricsLog, interval_s: float) -> None:
             if row["step"] > printed:
                 print(step_line(row, state["total_steps"]), flush=True)
                 printed = row["step"]
+        if state["state"] in ENDED:
+            if state["error"] is not None:
+                print(how_it_ended(state), flush=True)
+            return
         if not log.rows and not waited:
             print(f"waiting for the first step in {run.metrics_file}", flush=True)
             waited = True
-        if state["state"] == "finished":
-            return
         time.sleep(interval_s)
 
 
@@ -108,7 +110,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("run", nargs="+", help="run directories, runs/<name>; of several, what is no run is left out")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--json", action="store_true", help="with --once: print a JSON summary instead of a frame")
-    parser.add_argument("--fail_on_alert", action="store_true", help="with --once: exit 1 when a health rule fires")
+    parser.add_argument(
+        "--fail_on_alert", action="store_true", help="with --once: exit 1 when a health rule fires or the run failed"
+    )
     parser.add_argument("--plot", action="store_true", help="write health.png into the run directory and exit")
     parser.add_argument("--html", action="store_true", help="write health.html, one page without a network, and exit")
     parser.add_argument(
@@ -188,7 +192,7 @@ def main() -> int:
     if arguments.plot or arguments.html:
         for path in write_pictures(arguments, runs, logs):
             print(path, file=sys.stderr if arguments.json else sys.stdout)
-    if arguments.fail_on_alert and any(alerts(log.rows) for log in logs):
+    if arguments.fail_on_alert and any(alerts(log.rows) or progress(log)["state"] == "failed" for log in logs):
         return CHECK_FAILED
     if arguments.once or arguments.plot or arguments.html:
         return DONE

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,11 @@ def main(argv: list[str]) -> int:
     }
     found = {key: place for key, place in places.items() if (place / MANIFEST).is_file()}
     if not found:
+        into = "" if arguments.into == INTO[0] else f" --into {arguments.into}"
+        out = f" --out {shlex.quote(str(arguments.out))}" if arguments.out else ""
         raise BadInput(
-            f"no merged checkpoint of that choice in {top}. Make one with: python -m merge --run {run.as_argument}"
+            f"no merged checkpoint of that choice in {top}. Make one with: python -m merge --run {run.as_argument} "
+            f"--format {' '.join(arguments.format or ['bf16'])}{into}{out}"
         )
     for place in found.values():
         read_manifest(place, "checkpoint")

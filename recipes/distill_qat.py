@@ -51,8 +51,8 @@ from recipes.parts.setup import (
     describe_step,
     load_base,
     load_data,
-    record_config,
     say,
+    say_unchecked,
     started,
     training,
 )
@@ -113,7 +113,7 @@ def main() -> None:
     config, flags = parse_command(__doc__)
     processes = world_size()
     check_distillation(config, processes)
-    run = check_run_directory(config, flags.resume, processes)
+    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
     from recipes.parts.calibration import calibration_prompts, set_input_ranges
     from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
@@ -123,7 +123,7 @@ def main() -> None:
     from recipes.parts.trainer import check_card
     from reward import reward_functions
 
-    model_config = check_model(config, processes)
+    model_config = check_model(config, processes, flags.dry_run)
     fmt = check_format(config, model_config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
@@ -138,8 +138,7 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(describe_plan(config, fmt, problems, processes))
     if flags.dry_run:
-        if not flags.resume:
-            record_config(config, run, processes)
+        say_unchecked(config)
         return
 
     with started(config, run, processes):

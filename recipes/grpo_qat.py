@@ -59,8 +59,8 @@ from recipes.parts.setup import (
     describe_plan,
     load_base,
     load_data,
-    record_config,
     say,
+    say_unchecked,
     started,
     training,
 )
@@ -71,7 +71,7 @@ def main() -> None:
     processes = world_size()
     check_recipe(config, QUANTIZED)
     check_config(config, processes)
-    run = check_run_directory(config, flags.resume, processes)
+    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
     fmt = read_quant_format(config.policy.quant_cfg)
 
     from recipes.parts.calibration import calibration_prompts, set_input_ranges
@@ -80,7 +80,7 @@ def main() -> None:
     from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 
-    model_config = check_model(config, processes)
+    model_config = check_model(config, processes, flags.dry_run)
     quant_format.check_model(fmt, model_config)
     quant_format.check_hardware(fmt, config.rollout.backend)
     rewards, weights = reward_functions(config.reward)
@@ -95,8 +95,7 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(f"{describe_plan(config, problems, processes)}\n{describe_format(fmt, config)}")
     if flags.dry_run:
-        if not flags.resume:
-            record_config(config, run, processes)
+        say_unchecked(config)
         return
 
     with started(config, run, processes):

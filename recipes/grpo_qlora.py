@@ -48,7 +48,16 @@ from recipes.parts.config import parse_command
 from recipes.parts.data_order import check_problems, record_problems
 from recipes.parts.errors import run_command
 from recipes.parts.recipe import PLAIN, check_recipe
-from recipes.parts.setup import check_model, describe_plan, load_base, load_data, record_config, say, started, training
+from recipes.parts.setup import (
+    check_model,
+    describe_plan,
+    load_base,
+    load_data,
+    say,
+    say_unchecked,
+    started,
+    training,
+)
 
 
 def main() -> None:
@@ -56,14 +65,14 @@ def main() -> None:
     check_recipe(config, PLAIN)
     processes = world_size()
     check_config(config, processes)
-    run = check_run_directory(config, flags.resume, processes)
+    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
     from recipes.parts.heldout import HeldOut
     from recipes.parts.policy import load_tokenizer, lora_config
     from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 
-    model_config = check_model(config, processes)
+    model_config = check_model(config, processes, flags.dry_run)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)
@@ -74,8 +83,7 @@ def main() -> None:
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(describe_plan(config, problems, processes))
     if flags.dry_run:
-        if not flags.resume:
-            record_config(config, run, processes)
+        say_unchecked(config)
         return
 
     with started(config, run, processes):

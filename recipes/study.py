@@ -22,6 +22,7 @@ from recipes.parts.config import FORMATS, Config, load_config
 from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 from recipes.parts.recipe import recipe_of
 from recipes.parts.rundir import MANIFEST, RunDir, read_json, write_json
+from recipes.parts.runstate import continuing_flags
 from recipes.quickstart import mean_reward, step
 
 POLICIES = ("base", "grpo")
@@ -71,8 +72,8 @@ class Study:
         if not is_trained(run, self.config.train.max_steps):
             own = ["--run.name", self.name(seed), "--run.seed", str(seed), "--run.output_dir", place]
             launch = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
-            resume = ["--resume"] if run.path.exists() else []
-            train = [*launch, recipe_of(self.config), "--config", self.options.config, *self.overrides, *own, *resume]
+            own += continuing_flags(run)
+            train = [*launch, recipe_of(self.config), "--config", self.options.config, *self.overrides, *own]
             yield f"seed {seed}: GRPO", train, (DONE,)
         # The nf4 cells of the evaluation are the NF4 base with and without the adapter: nothing is merged for them.
         if merged := [name for name in self.formats if name != "nf4" and not is_merged(run, name)]:

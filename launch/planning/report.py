@@ -85,7 +85,7 @@ def _advice(layout: Layout) -> str:
     keys = fitting.remedy(layout)
     if keys is None:
         if not layout.count:
-            other = "Plan it for GPUs: python -m launch.plan --gpu h200:2."
+            other = "Plan it for GPUs with --gpu, e.g. --gpu h200:2."
         else:
             cards = ", ".join(fitting.cards_that_fit(layout))
             other = f"It fits as it is on as many {cards}." if cards else "It fits no card of the table as it is."

@@ -17,6 +17,7 @@ CURVES = {"reward": "reward", "held-out": "heldout_accuracy", "KL": "kl", "entro
 # Widest terminal that does without them, in the order in which they are left out on a narrower one.
 LEFT_OUT = {"s/step": 100, "entropy": 92, "truncated": 84, "now": 72, "held-out": 64, "KL": 52}
 STATES = {"running": "green", "finished": "", "silent": "yellow", "waiting": "dim"}
+STATES |= {"stopped": "yellow", "failed": "red"}
 
 
 @dataclass(frozen=True)

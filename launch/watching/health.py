@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch.watching.metrics import RECENT, mean, median, number, series
+from launch.watching.metrics import RECENT, group, mean, median, number, series
 
 # The only place where a threshold stands. "Recent" is over the last RECENT steps, "before" over as many before those.
 # No paper gives a limit that holds for every model: where none is cited, the value is our default.
@@ -42,6 +42,10 @@ SPEED = 0.5  # recent tokens/s below this share of the median before; our defaul
 UNKNOWN = 0.01  # share of completions whose reward could not be computed; our default
 # Goodhart: the proxy climbs, what it stands for falls (arXiv 2210.10760). Means of HELDOUT_OVER measurements; with 64
 # problems the difference of two such means has a standard deviation of at most 0.05.
+# A reward of 0 for everything teaches nothing from the first step on, so it is said early; our default.
+NEVER_PAID_STEPS = 5
+# Functions that compare with a reference: of the others, which look at the form, some are rightly 0 in a sound run.
+JUDGES = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
 HELDOUT_OVER = 3
 HELDOUT_FALL = 0.1  # fall of the accuracy (0.1 are ten points) below its best mean
 
@@ -58,6 +62,11 @@ class Alert:
     meaning: str
     action: str
     fault: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it in one line."""
+        return f"alert: {self.name}: {self.value}. {self.meaning} {self.action}"
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,17 @@ def _heldout_falls(rows: Sequence[dict]) -> str | None:
     return f"held-out {best:.1%} at step {peak_step} → {now:.1%}, reward {then:.3g} → {reward:.3g}"
 
 
+def _never_paid(rows: Sequence[dict]) -> str | None:
+    """The whole reward, or one of the functions that compare with a reference, is 0 in every step."""
+    parts = [f"rewards.{name}" for name in JUDGES if len(group(rows[-1], "rewards")) > 1]
+    for key in ("reward", *parts):
+        known = [value for value in series(rows, key) if math.isfinite(value)]
+        spread = [value for value in series(rows, "reward_std") if value > 0] if key == "reward" else []
+        if len(known) >= NEVER_PAID_STEPS and not any(known) and not spread:
+            return f"{key} is 0 in all {len(known)} steps"
+    return None
+
+
 RULES = (
     Rule(
         "loss not finite",
@@ -210,6 +230,14 @@ RULES = (
         "The trainer stops by itself. Start another run from the newest adapter (policy.init_adapter) with a lower "
         "train.learning_rate.",
         fault=True,
+    ),
+    Rule(
+        "never paid",
+        _never_paid,
+        "No answer was paid since the run began: nothing is learned. Either the model solves none of the problems, or "
+        "right answers are not read.",
+        "Read completions/; put answers that look right into a file and try the reward on them with python -m reward "
+        "check. When it is right: easier problems, or a base that solves some.",
     ),
     Rule(
         "reward falls",

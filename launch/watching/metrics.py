@@ -13,14 +13,15 @@ from typing import Any, BinaryIO
 
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
+from recipes.parts.runstate import DONE, INTERRUPTED, End, last_end, trainer_pid
 
 RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary and in the health rules
 # A run is called silent after this many step times, and never before this many seconds.
 SILENT_STEPS, SILENT_S = 5, 60.0
+ENDED = ("finished", "stopped", "failed")
 LARGEST = 1e100
 WITHIN_ROLLOUT = ("wake", "sync", "sleep")  # parts of seconds.rollout with a server
 BEHIND_UPDATE = "rollout_hidden"  # no part of the step: the servers generate while it updates
-LOCKS = Path("/proc/locks")
 
 
 class MetricsLog:
@@ -173,40 +174,28 @@ def step_seconds(rows: Sequence[dict]) -> float | None:
     return median(series(recent, "seconds.step")) or median([b - a for a, b in itertools.pairwise(times)])
 
 
-def trainer_pid(run: RunDir) -> int | None:
-    """The process of this machine that trains in the run now, by the lock it holds there; None when there is none.
-
-    Only looks: taking the lock, even for a moment, could turn away a trainer that starts. Sees nothing of other
-    machines, nor of what the kernel hides from a container.
-    """
-    try:
-        status = os.stat(run.path / ".lock")
-        held = LOCKS.read_text().splitlines()
-    except OSError:
-        return None
-    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    holders = (fields[4] for line in held if len(fields := line.split()) > 5 and fields[5] == place)
-    return next((int(pid) for pid in holders if pid.isdigit() and pid != "0"), None)
-
-
 def progress(log: MetricsLog, now: float | None = None) -> dict:
-    """Where the run stands: state (waiting, running, silent, finished), step, total_steps, seconds and time left.
+    """Where the run stands: state (waiting, running, silent, finished, stopped, failed), step, total_steps, seconds
+    and time left, and of a run that stopped or failed the error and when it ended.
 
     Silent means that no line came for `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck.
     `trainer_pid` says which, for a trainer of this machine. While there is one, the last step is not the end: it may
     be that of before a resume with more steps.
     """
-    rows = log.rows
+    rows, run = log.rows, RunDir(log.path.parent)
+    end = last_end(run)
     state: dict = {
         "state": "waiting",
         "step": None,
         "total_steps": None,
         "since_last_line_s": None,
         "time_left_s": None,
-        "trainer_pid": trainer_pid(RunDir(log.path.parent)),
+        "trainer_pid": trainer_pid(run),
+        "error": None,
+        "ended": None,
     }
     if not rows:
-        return state
+        return state | _ended(end)
     last, total, duration = rows[-1], total_steps(rows), step_seconds(rows)
     written = number(last, "time")
     if written is None or not math.isfinite(written):
@@ -216,13 +205,23 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
             written = time.time()
     age = max(0.0, (time.time() if now is None else now) - written)
     state |= {"state": "running", "step": last["step"], "total_steps": total, "since_last_line_s": age}
-    if total is not None and last["step"] >= total and state["trainer_pid"] is None:
+    is_whole = total is not None and last["step"] >= total and state["trainer_pid"] is None
+    if end is not None and end.how != DONE and not (is_whole and end.time is None):
+        return state | _ended(end)
+    if is_whole:
         return state | {"state": "finished", "time_left_s": 0.0}
     if age > max(SILENT_S, SILENT_STEPS * (duration or 0.0)):
         return state | {"state": "silent"}
     if total is not None and duration is not None:
         state["time_left_s"] = max(0.0, (total - last["step"]) * duration - min(age, duration))
     return state
+
+
+def _ended(end: End | None) -> dict:
+    """State, error and time of a trainer that did not come to its end; nothing of another."""
+    if end is None or end.how == DONE:
+        return {}
+    return {"state": "stopped" if end.how == INTERRUPTED else "failed", "error": end.error, "ended": end.time}
 
 
 def open_run(path: str) -> RunDir:

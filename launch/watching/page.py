@@ -5,6 +5,7 @@ Fits any width from 40 columns and, with a height, that many lines: what decides
 
 import io
 import math
+import time
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -55,6 +56,7 @@ PHASES = {
 ORDER = {name: place for place, name in enumerate(PHASES)}
 # Columns that a curve's label, last, mean and range take, paddings included; the sparkline gets the rest.
 BESIDE_SPARKLINE, BESIDE_NARROW = 53, 34
+LONGEST_ERROR = 400  # characters of what ended a run
 NARROW = 70  # below this many columns the range is left out
 
 
@@ -114,6 +116,19 @@ def held(values: Sequence[float]) -> list[float]:
     return found
 
 
+def how_it_ended(state: dict) -> str:
+    """Where a run stopped or failed, when, and its last error."""
+    where = "before its first step" if state["step"] is None else f"after step {state['step']}"
+    when = "" if state["ended"] is None else f", {duration(max(0.0, time.time() - state['ended']))} ago"
+    return f"{state['state']} {where}{when}: {state['error']}"
+
+
+def _ending(state: dict) -> Text:
+    said = how_it_ended(state)
+    said = said if len(said) <= LONGEST_ERROR else f"{said[: LONGEST_ERROR - 2]} …"
+    return Text(said, style="red" if state["state"] == "failed" else "yellow", overflow="fold")
+
+
 def header(run: RunDir, state: dict) -> Group:
     """Name, progress bar, time left, and how long the log has been quiet."""
     title = Text(str(run.path), style="bold", no_wrap=True, overflow="ellipsis")
@@ -121,6 +136,8 @@ def header(run: RunDir, state: dict) -> Group:
     if state["state"] == "waiting":
         who = f" (process {pid} holds the run)" if pid else ""
         return Group(title, Text(f"waiting for the first step in {run.metrics_file}{who}", overflow="fold"))
+    if state["error"] is not None and state["step"] is None:
+        return Group(title, _ending(state))
     step, total, age = state["step"], state["total_steps"], duration(state["since_last_line_s"])
     line = Table.grid(padding=(0, 1))
     cells = [Text(f"step {step}" + (f"/{total}" if total else ""))]
@@ -131,7 +148,9 @@ def header(run: RunDir, state: dict) -> Group:
     elif state["time_left_s"] is not None:
         cells.append(Text(f"{duration(state['time_left_s'])} left"))
     line.add_row(*cells)
-    if state["state"] == "silent":
+    if state["error"] is not None:
+        note = _ending(state)
+    elif state["state"] == "silent":
         why = f"process {pid} still holds it, so a step is stuck" if pid else "the run has stopped, or a step is stuck"
         note = Text(f"no line for {age}: {why} (see {run.logs})", style="yellow")
     else:

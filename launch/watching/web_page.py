@@ -10,7 +10,7 @@ from launch.watching import plot
 from launch.watching.compare import Compared, common_step, compared
 from launch.watching.health import alerts
 from launch.watching.metrics import RECENT, MetricsLog, group, last_known, mean, number, progress, series
-from launch.watching.page import SHARES, TRENDS, duration, percent, show
+from launch.watching.page import SHARES, TRENDS, duration, how_it_ended, percent, show
 from launch.watching.samples import latest_group
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, read_json
@@ -92,7 +92,12 @@ def _state(state: dict) -> str:
         words.append(f"{duration(state['time_left_s'])} left")
     words.append(f"last line {duration(state['since_last_line_s'])} before this page was written")
     share = 100 * min(1.0, step / total) if total else 0
-    return f'<p class="dim">{_text(", ".join(words))}</p><div class="bar"><div style="width:{share:.1f}%"></div></div>'
+    error = ""
+    if state["error"] is not None:
+        fault = " fault" * (state["state"] == "failed")
+        error = f'<div class="alert{fault}">{_text(how_it_ended(state))}</div>'
+    bar = f'<div class="bar"><div style="width:{share:.1f}%"></div></div>'
+    return f'{error}<p class="dim">{_text(", ".join(words))}</p>{bar}'
 
 
 def _facts(run: RunDir) -> str:

@@ -1,11 +1,10 @@
 """Checks of a configuration that involve several keys, and of its run directory; all before any weight is loaded."""
 
-import fcntl
 import math
 import os
 import re
+import shlex
 from pathlib import Path
-from typing import IO
 
 from recipes.parts import (
     distill,
@@ -25,9 +24,9 @@ from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import RunDir, read_json
+from recipes.parts.runstate import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
 TRACKERS = ("trackio", "tensorboard", "wandb")
-LOCK = ".lock"
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
 # A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
 FREE_ON_RESUME = (
@@ -371,34 +370,43 @@ def _compute(config: Config) -> list[str]:
     return found
 
 
-def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
-    """The run's directory, free to be written; `BadInput` when it holds another run (or none to resume).
+def check_run_directory(config: Config, resume: bool, processes: int, overwrite: bool = False) -> RunDir:
+    """The run's directory, free to be written; `BadInput` when it holds another run (or none to resume), or when a
+    process of this machine trains in it.
 
-    A directory holds a run once `base.json` is there; what a dry run (`config.json`) and the rollout servers
-    (`logs/server*`) leave there is no run.
+    A directory holds a run once `base.json` is there; what a start that failed before, rollout servers and launch.up
+    leave there is no run. With `overwrite` any run may be there: what it holds is named, and `setup.started` deletes
+    it once the new run has its base.
     """
     run = RunDir(config.run.directory)
+    if resume and overwrite:
+        raise BadInput("--resume continues a run and --overwrite starts it anew. Give one of them.")
     if run.path.exists() and not run.path.is_dir():
         raise BadInput(f"{run.path} is a file. Set run.output_dir to a directory.")
+    if is_main_process() and (pid := trainer_pid(run)) is not None:  # the others may come when it trains
+        raise BadInput(
+            f"{run.path} is being trained in by process {pid}. Wait for its end, or start another run with "
+            "--run.name NAME."
+        )
     if not run.base_file.exists():
-        if resume:
-            raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
-        held = next(place for place in (run.path, *run.path.absolute().parents) if place.exists())
-        if not (held.is_dir() and os.access(held, os.W_OK)):
-            raise BadInput(
-                f"{run.path} cannot be made: {held} is no directory that may be written. Set run.output_dir."
-            )
-        if run.path.exists() and not all(_is_left_before_a_run(entry) for entry in run.path.iterdir()):
-            raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
+        _check_no_run(run, resume, overwrite)
+        run.replaces = overwrite and (run.path / REPLACED).exists()
+        return run
+    if overwrite:
+        _check_overwrite(config, run)
+        run.replaces = True
         return run
     if not any(run.checkpoints.glob("step-*")):
+        end = last_end(run)
+        why = f": {end.error}" if end and end.error else ", or runs on another machine now"
         raise BadInput(
-            f"{run.path} holds a run without a checkpoint: it is running now, or it stopped before its first "
-            "checkpoint and cannot be resumed. Remove it, or start another run with --run.name NAME."
+            f"{run.path} holds a run that stopped before its first checkpoint and cannot be resumed{why.rstrip('.')}. "
+            "Start it anew with --overwrite, or another with --run.name NAME."
         )
     if not resume:
         raise BadInput(
-            f"{run.path} holds a run already. Continue it with --resume, or start another with --run.name NAME."
+            f"{run.path} holds a run already. Continue it with --resume, start another with --run.name NAME, or "
+            "delete this one and start anew with --overwrite."
         )
     before = read_json(run.config_file)
     # A key that is newer than the run had its default's meaning.
@@ -425,25 +433,52 @@ def check_run_directory(config: Config, resume: bool, processes: int) -> RunDir:
     return run
 
 
+def _check_no_run(run: RunDir, resume: bool, overwrite: bool) -> None:
+    """`BadInput` unless a run may be started in this directory, which holds none."""
+    aside = run.path / REPLACED
+    if aside.exists() and not overwrite:
+        raise BadInput(
+            f"a start with --overwrite was killed in {run.path}; the run before it lies in {aside}. Start with "
+            f"--overwrite again, or put it back: mv {shlex.quote(str(aside))}/* {run.as_argument}/"
+        )
+    if resume:
+        raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
+    held = next(place for place in (run.path, *run.path.absolute().parents) if place.exists())
+    if not (held.is_dir() and os.access(held, os.W_OK)):
+        raise BadInput(f"{run.path} cannot be made: {held} is no directory that may be written. Set run.output_dir.")
+    if (
+        run.path.exists()
+        and not aside.exists()
+        and not all(_is_left_before_a_run(entry) for entry in run.path.iterdir())
+    ):
+        raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
+
+
 def _is_left_before_a_run(entry: Path) -> bool:
-    """Whether a dry run, the run's rollout servers or launch.up, which start first, may have written this."""
+    """Whether a start that failed, or the run's servers or launch.up, which start first, may have written this."""
     if entry.name == "logs":
         return all(file.name.startswith(("server", *STARTED_BY_UP)) for file in entry.iterdir())
-    return entry.name in ("config.json", LOCK)
+    return entry.name in ("config.json", LOCK, END)
 
 
-def lock_run(run: RunDir) -> IO:
-    """Keep other trainers out of the run directory for as long as the returned file is open."""
-    run.path.mkdir(parents=True, exist_ok=True)
-    file = open(run.path / LOCK, "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise BadInput(
-            f"{run.path} is being trained in by another process. Wait for it, or use another run.name."
-        ) from None
-    return file
+def _check_overwrite(config: Config, run: RunDir) -> None:
+    """Say what `--overwrite` deletes; `BadInput` when the new run would start from some of it."""
+    used = {
+        "policy.init_adapter": config.policy.init_adapter,
+        "policy.quant_cfg": config.policy.quant_cfg,
+        "distill.teacher": config.distill.teacher,
+        "distill.teacher_adapter": config.distill.teacher_adapter,
+        "model.path": config.model.path,
+        "data.path": config.data.path,
+        "data.eval_path": config.data.eval_path,
+        "server.base": config.server.base,
+    }
+    own = run.path.resolve()
+    for key, value in used.items():
+        if value and Path(value).exists() and Path(value).resolve().is_relative_to(own):
+            raise BadInput(f"--overwrite would delete {value}, which {key} names. Move it elsewhere first.")
+    if is_main_process() and (told := describe_overwrite(run)):
+        print(told, flush=True)
 
 
 def _changed_keys(before: dict, after: dict, prefix: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from recipes.parts import chat
 from recipes.parts.config_types import StrictLoader, match_type, spell_type
 from recipes.parts.errors import BadInput, did_you_mean
 
-FLAGS = ("config", "dry_run", "resume")  # of a recipe; what a misspelled argument may have meant
+FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; what a misspelled argument may have meant
 # Keys that have a successor, and how each value is written there.
 REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
 # The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
@@ -394,7 +394,7 @@ def resolve(values: dict, overrides: list[str], where: str, flags: tuple[str, ..
 
 
 def parse_command(description: str, arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
-    """The configuration and the flags (`dry_run`, `resume`) of a recipe's command line."""
+    """The configuration and the flags (`dry_run`, `resume`, `overwrite`) of a recipe's command line."""
     parser = argparse.ArgumentParser(
         description=description.strip(),
         epilog="Every key of the YAML can be given as --group.key value:\n" + describe(),
@@ -402,8 +402,11 @@ def parse_command(description: str, arguments: list[str] | None = None) -> tuple
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
-    parser.add_argument("--dry_run", action="store_true", help="resolve and check everything, train nothing")
+    parser.add_argument("--dry_run", action="store_true", help="resolve and check everything, write and train nothing")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start the run anew; what its directory holds is named and deleted"
+    )
     flags, overrides = parser.parse_known_args(arguments)
     return load_config(flags.config, overrides), flags
 

@@ -43,7 +43,7 @@ def _facts(dataset: Any) -> dict[str, Any]:
 def check_problems(run: RunDir, dataset: Any) -> None:
     """`BadInput` when the run was started on other problems, or on these in another order. A new run has no record of
     them, and none has one that was started before there was such a record."""
-    if not run.data_file.exists():
+    if run.replaces or not run.data_file.exists():
         return
     before, now = read_json(run.data_file), _facts(dataset)
     if before != now:

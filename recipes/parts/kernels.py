@@ -22,8 +22,9 @@ MODELS = ("llama", "mistral", "qwen2", "qwen3")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 
 
-def check_kernels(config: Config, model_type: str) -> None:
-    """`BadInput` when `policy.kernels` names kernels that do not know the model or are not installed."""
+def check_kernels(config: Config, model_type: str, installed: bool = True) -> None:
+    """`BadInput` when `policy.kernels` names kernels that do not know the model or, with `installed`, are not
+    installed."""
     if config.policy.kernels == "torch":
         return
     if model_type not in MODELS:
@@ -31,7 +32,7 @@ def check_kernels(config: Config, model_type: str) -> None:
             f"policy.kernels is liger and {config.model.source} is a {model_type}; {', '.join(MODELS)} are known. Use "
             "policy.kernels torch."
         )
-    if importlib.util.find_spec("liger_kernel") is None:
+    if installed and importlib.util.find_spec("liger_kernel") is None:
         raise BadInput(
             f"policy.kernels is liger and liger-kernel is not installed. On a machine with a GPU: "
             f"{INSTALL}. Else use policy.kernels torch."

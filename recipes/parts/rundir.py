@@ -286,6 +286,7 @@ class RunDir:
         self.merged = self.path / "merged"
         self.logs = self.path / "logs"
         self.not_finite = self.path / "not_finite"
+        self.replaces = False  # whether --overwrite starts a new run in the place of the one that is there
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDir":

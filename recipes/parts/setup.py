@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from recipes.parts.checks import check_config, is_main_process, lock_run, uses_deepspeed, world_size
+from recipes.parts.checks import check_config, is_main_process, uses_deepspeed, world_size
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput, CheckFailed, Interrupted
 from recipes.parts.quant_format import QuantFormat
 from recipes.parts.rundir import RunDir, write_json
+from recipes.parts.runstate import drop_replaced, trains_in
 from recipes.parts.shared_card import describe_split, split_problem
 from recipes.parts.stored_base import describe_base
 
@@ -36,8 +37,28 @@ def check_context(config: Config, model_config: Any) -> None:
         )
 
 
-def check_model(config: Config, processes: int) -> Any:
-    """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved."""
+def say_unchecked(config: Config) -> None:
+    """Print what of a configuration for a GPU a machine without one cannot check, in a line."""
+    import torch
+
+    on_gpu = {
+        "train.gpus": config.train.gpus is not None,
+        "train.max_gpu_gib": config.train.max_gpu_gib is not None,
+        "policy.kernels": config.policy.kernels != "torch",
+        "policy.compute": config.policy.compute == "fp8",
+        "train.packed_attention": config.train.micro_batch_tokens is not None,
+        "server.gpus": config.server.gpus is not None,
+    }
+    names = [name for name, is_asked in on_gpu.items() if is_asked]
+    if names and not torch.cuda.is_available():
+        say(f"unchecked memory, arithmetic and packages of the GPU ({', '.join(names)}): there is none here")
+
+
+def check_model(config: Config, processes: int, dry_run: bool = False) -> Any:
+    """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved.
+    A dry run without a GPU is one of a configuration for another machine, which has its own packages."""
+    import torch
+
     from recipes.parts.host_embedding import check_embeddings
     from recipes.parts.kernels import check_kernels
     from recipes.parts.packing import check_packing
@@ -48,7 +69,7 @@ def check_model(config: Config, processes: int) -> Any:
     check_packing(config, model_config)
     check_embeddings(config, model_config)
     check_init_adapter(config)
-    check_kernels(config, model_config.model_type)
+    check_kernels(config, model_config.model_type, installed=not dry_run or torch.cuda.is_available())
     if config.train.recompute == "auto":
         from launch.planning.recompute import resolve
 
@@ -195,13 +216,16 @@ def record_config(config: Config, run: RunDir, processes: int) -> None:
 @contextlib.contextmanager
 def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     """Hold the run's directory for the length of the block, with the configuration written, on a GPU that was checked
-    and of which no more is taken than `train.max_gpu_gib`. `BadInput` when another process holds it."""
+    and of which no more is taken than `train.max_gpu_gib`; how the block ends is written there. `BadInput` when
+    another process holds it."""
     from accelerate import PartialState
 
     from recipes.parts.gpu_memory import limit_gpu_memory, use_expandable_segments
     from recipes.parts.kernels import check_gpu
 
-    with lock_run(run) if PartialState().is_main_process else contextlib.nullcontext():
+    with trains_in(run) if PartialState().is_main_process else contextlib.nullcontext():
+        if run.replaces:  # no process looks for a base.json before the old one stands aside
+            PartialState().wait_for_everyone()
         record_config(config, run, processes)
         use_expandable_segments()
         check_gpu(config)
@@ -242,6 +266,7 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
         rollout.check_base(facts["hash"])
     if PartialState().is_main_process:
         write_json(run.base_file, facts)
+        drop_replaced(run)
     return base, facts, rollout
 
 
@@ -280,6 +305,17 @@ def _may_change(config: Config, **keys: Any) -> bool:
     return runs(replace(config, train=replace(config.train, **keys))) or not runs(config)
 
 
+def say_alerts(run: RunDir) -> None:
+    """Print the health rules that fire at the end of a run, a line each."""
+    from launch.watching.health import alerts
+    from launch.watching.metrics import MetricsLog
+
+    log = MetricsLog(run.metrics_file)
+    log.poll()
+    for alert in alerts(log.rows):
+        say(alert.text)
+
+
 @contextlib.contextmanager
 def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
     """Around the training of `trainer`: its servers are let go however it ends; when it is done, the base still is the
@@ -304,6 +340,7 @@ def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
         if trainer.rollout and trainer.accelerator.is_main_process:
             trainer.rollout.close()
     check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
+    say_alerts(trainer.run)
     say(
         f"done: {trainer.state.global_step} steps in {time.perf_counter() - began:.0f} s, base unchanged "
         f"({facts['hash'][:12]}), adapter {trainer.run.newest_adapter()}{note}"

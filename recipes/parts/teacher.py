@@ -64,7 +64,8 @@ def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
 
 def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
     """The base hash of the student's base before it is loaded, and where it stands; None where nothing says it."""
-    for file in (run.base_file, base_directory(config) / "base.json"):
+    own = [] if run.replaces else [run.base_file]
+    for file in (*own, base_directory(config) / "base.json"):
         if file.is_file():
             return read_json(file)["hash"], str(file)
     if config.policy.init_adapter:

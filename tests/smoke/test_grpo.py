@@ -115,18 +115,26 @@ def test_the_launcher_passes_a_refusal_on(launch, recipe_arguments, tmp_path):
     assert "error: " in err and "unknown key run.nme. Did you mean run.name?" in err
 
 
-def test_a_dry_run_checks_everything_and_leaves_only_the_configuration(
+def test_a_dry_run_checks_everything_and_writes_nothing(
     tmp_path, recipe, recipe_arguments, tiny_model_dir, build_trainer
 ):
     arguments = recipe_arguments(tiny_model_dir, tmp_path / "run")
     done = recipe([*arguments, "--dry_run"])
     assert done.code == 0, done.err
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert not (tmp_path / "run").exists()
     assert "4 problems x 4 completions of at most 24 tokens, 6 steps over 200 problems" in done.out
-    assert read_json(tmp_path / "run" / "config.json")["config"]["train"]["max_steps"] == 6
-    # A real run, and before it another dry run, may start where a dry run was.
-    assert recipe([*arguments, "--dry_run"]).code == 0
-    build_trainer(arguments)
+    # A configuration for a GPU is checked where there is none, as far as that goes.
+    gpu = [*arguments, "--model.dtype=bfloat16", "--policy.kernels=liger", "--train.max_gpu_gib=9"]
+    done = recipe([*gpu, "--dry_run"])
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith("unchecked ")]
+    assert "(train.max_gpu_gib, policy.kernels): there is none here" in line
+    assert recipe(gpu).code == 2 and not (tmp_path / "run").exists()
+    run = build_trainer(arguments).run
+    before = {file: file.stat().st_mtime_ns for file in run.path.rglob("*")}
+    done = recipe([*arguments, "--dry_run", "--overwrite"])
+    assert done.code == 0, done.err
+    assert {file: file.stat().st_mtime_ns for file in run.path.rglob("*")} == before
 
 
 @pytest.mark.parametrize(

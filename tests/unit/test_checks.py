@@ -11,11 +11,11 @@ from recipes.parts.checks import (
     FREE_ON_RESUME,
     check_config,
     check_run_directory,
-    lock_run,
 )
 from recipes.parts.config import Config, config_from_dict, load_config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, write_json, write_manifest
+from recipes.parts.runstate import lock_run
 from recipes.parts.shared_card import describe_split, replicas_beside_trainer, split_problem
 from tests.unit.test_accelerate_configs import announces
 
@@ -420,7 +420,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint_says_that_it_cannot_be_r
     run_with_checkpoint(tmp_path / "run", config, steps=())
     for resume in (False, True):
         found = directory_refusal(config, resume)
-        assert "stopped before its first checkpoint" in found and "Remove it" in found
+        assert "stopped before its first checkpoint" in found and "Start it anew with --overwrite" in found
 
 
 def test_a_configuration_file_that_is_damaged_is_named(tmp_path):

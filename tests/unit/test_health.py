@@ -1,11 +1,18 @@
 """Health rules: each fires on a curve that is ill in its way and on no other, none fires on runs that went well."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from launch.watching.health import HELDOUT_FALL, RULES, alerts
-from tests.unit.metric_rows import recorded, rows_of, step_row
+from launch import up
+from launch.watching.health import HELDOUT_FALL, JUDGES, RULES, alerts
+from recipes.parts.config import load_config
+from recipes.parts.rundir import RunDir
+from recipes.parts.setup import training
+from reward import REWARDS
+from reward.check import judges
+from tests.unit.metric_rows import make_run, recorded, rows_of, step_row
 
 
 def fired(rows: list[dict]) -> list[str]:
@@ -31,6 +38,7 @@ def measured(*values: float, every: int = 5, **keys) -> list[dict]:
 FLAT = {"reward": 0.3}
 FIRING = {
     "loss not finite": [*rows_of(12), step_row(13, loss=None)],
+    "never paid": rows_of(6, reward=0.0, reward_std=0.0, rewards={"math": 0.0}),
     "reward falls": curve(40, reward=lambda s: 0.5 if s <= 25 else 0.1),
     "held-out falls": measured(0.5, 0.52, 0.54, 0.53, 0.46, 0.41, 0.36, 0.3),
     "entropy collapse": curve(40, entropy=lambda s: 0.5 if s < 15 else 0.01),
@@ -43,6 +51,8 @@ FIRING = {
 }
 QUIET = {
     "loss not finite": [step_row(1, loss=math.nan), *rows_of(30)[1:]],
+    # Four steps are few; one answer that was paid is one; a penalty may cancel what is paid.
+    "never paid": [*rows_of(4, reward=0.0, reward_std=0.0), step_row(5, reward=0.0, reward_std=0.1)],
     "reward falls": curve(40, reward=lambda s: 0.3 + 0.1 * (s % 5) + 0.005 * s - (0.05 if s > 30 else 0)),
     # Noise of a few problems, and a fall that the reward follows.
     "held-out falls": measured(0.5, 0.55, 0.48, 0.56, 0.5, 0.53, 0.49, 0.52),
@@ -107,6 +117,32 @@ def test_only_a_fault_is_one_and_every_rule_says_what_to_do():
     assert alerts(FIRING["loss not finite"])[0].fault
     assert all(rule.meaning.endswith(".") and rule.action.endswith(".") for rule in RULES)
     assert {rule.name for rule in RULES} == set(FIRING) == set(QUIET)
+
+
+def test_answers_that_are_never_paid_are_told_beside_rewards_for_their_form():
+    paid = {"reward": 0.5, "rewards": {"math": 0.0, "boxed_format": 0.5, "length": 0.0}}
+    (alert,) = alerts(rows_of(6, **paid))
+    assert (alert.name, alert.value) == ("never paid", "rewards.math is 0 in all 6 steps")
+    assert fired(rows_of(6, **(paid | {"rewards": {"math": 0.5, "length": 0.0}}))) == []
+    assert {name for name in REWARDS if judges(name)} == set(JUDGES)
+
+
+def test_a_run_whose_reward_never_left_zero_says_so_at_its_end(tmp_path, monkeypatch, capsys):
+    run = RunDir(make_run(tmp_path / "run", FIRING["never paid"]))
+    monkeypatch.setattr("recipes.parts.policy.check_base_unchanged", lambda model, facts: None)
+    monkeypatch.setattr(RunDir, "newest_adapter", lambda self: self.adapter_dir(6))
+    accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
+    trainer = SimpleNamespace(run=run, rollout=None, accelerator=accelerator, model=None)
+    trainer.state = SimpleNamespace(global_step=6)
+    with training(trainer, {"hash": "0" * 64}):
+        pass
+    alert, done = capsys.readouterr().out.splitlines()
+    assert alert.startswith("alert: never paid: reward is 0 in all 6 steps. ") and "completions/" in alert
+    assert "python -m reward check" in alert and done.startswith("done: 6 steps")
+    (run.logs).mkdir()
+    config = load_config("recipes/configs/grpo-tiny-nf4-cpu.yaml")
+    start = SimpleNamespace(run=run, config=config, log=lambda name: run.logs / f"{name}.log")
+    assert alert in up.summary(start).splitlines()
 
 
 def test_kl_above_its_ceiling_fires_even_when_it_is_flat():

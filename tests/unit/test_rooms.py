@@ -16,7 +16,7 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
 FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
 FOUNDATION += ("recipes.parts.served_format", "recipes.parts.recipe", "recipes.parts.modelopt_config")
-FOUNDATION += ("recipes.parts.stored_base", "recipes.parts.chat")
+FOUNDATION += ("recipes.parts.stored_base", "recipes.parts.chat", "recipes.parts.runstate")
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.
 WIRE = ("recipes.parts.replica", "recipes.parts.canary")
 FOUNDATION_LIBRARIES = {"yaml"}
@@ -31,8 +31,16 @@ MAY_IMPORT = {
     # A policy that was trained for a format is scored with its quantizers.
     "merge": ("recipes.parts.data", "recipes.parts.fake_quant", "recipes.parts.qat"),
     "recipes.parts": ("reward", "merge"),
-    # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic.
-    "recipes.parts.setup": ("recipes.parts", "reward", "launch.planning.recompute", "launch.planning.replica"),
+    # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic; a run ends with the
+    # alerts of the watcher.
+    "recipes.parts.setup": (
+        "recipes.parts",
+        "reward",
+        "launch.planning.recompute",
+        "launch.planning.replica",
+        "launch.watching.health",
+        "launch.watching.metrics",
+    ),
     "recipes": ("recipes.parts", "reward", "merge"),
     # A benchmark starts and ends servers as a run does, and a report reads a run's metrics as the watcher does.
     "eval": (

@@ -67,6 +67,12 @@ def test_an_interrupted_training_is_resumed(tmp_path):
     found = make(tmp_path)
     found.runs[2].mkdir(parents=True)
     (_, train, _), *_ = found.commands(2)
+    assert not {"--resume", "--overwrite"} & set(train), "nothing was trained yet"
+    (found.runs[2] / "base.json").write_text("{}")
+    (_, train, _), *_ = found.commands(2)
+    assert train[-1] == "--overwrite", "there is no checkpoint to go on from"
+    (found.runs[2] / "checkpoints" / "step-000002").mkdir(parents=True)
+    (_, train, _), *_ = found.commands(2)
     assert train[-1] == "--resume" and str(found.runs[2]) in train and "--run.seed" in train
 
 

@@ -25,7 +25,9 @@ from launch.vllm_command import Installed
 from recipes.parts.config import load_config, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import write_json
-from tests.unit.command_lines import launch_arguments
+from tests.unit.advice import commands
+from tests.unit.command_lines import Command as Written
+from tests.unit.command_lines import launch_arguments, problem
 
 ROOT = Path(__file__).parents[2]
 TINY, ONE_CARD, EIGHT = (
@@ -257,6 +259,51 @@ def test_an_existing_run_is_refused_before_anything_starts_and_resumed_when_aske
         up.prepare(TINY, keys, None, resume=True)
     with pytest.raises(BadInput, match=r"train.learning_rate was 0.001, is 0.5"):
         up.prepare(TINY, [*keys, "--train.learning_rate=0.5"], None, resume=True)
+
+
+def test_a_dry_run_leaves_the_run_directory_alone(machine, tmp_path, monkeypatch, capsys):
+    machine([])
+    monkeypatch.setattr(up.Start, "check", Command([sys.executable, "-c", "print('checked')"], {}))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server"]
+    monkeypatch.setattr(sys, "argv", ["up", "--config", TINY, *keys, "--dry_run"])
+    assert up.main() == 0
+    assert list(tmp_path.iterdir()) == [] and f"run      tiny -> {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("path", "trainer", "servers"), [(ONE_CARD, 1, 1), (EIGHT, 4, 4)])
+def test_a_dry_run_without_a_gpu_places_a_gpu_recipe_where_its_lists_say(
+    machine, monkeypatch, capsys, path, trainer, servers
+):
+    machine([], base=False)
+    with pytest.raises(BadInput):
+        up.prepare(path, [], None, resume=False)
+    start = up.prepare(path, [], None, resume=False, dry_run=True)
+    assert (len(start.placement.trainer), len(start.servers)) == (trainer, servers)
+    said = up.describe(start)
+    assert "there is no GPU here: memory, ports, vLLM" in said
+    (plan,) = commands(said)
+    monkeypatch.delitem(sys.modules, "launch.plan")  # or runpy warns
+    assert problem(Written(tuple(shlex.split(plan)), "describe")) is None
+    up.print_commands(start)
+    assert f"--num_processes {trainer} " in capsys.readouterr().out
+    check = start.check
+    assert check.environment["ACCELERATE_USE_CPU"] == "true" and check.words[-1] == "--dry_run"
+    assert check.words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(trainer)]
+
+
+def test_a_stopped_run_is_told_how_it_goes_on(machine, tmp_path):
+    machine([])
+    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server"]
+    start = up.prepare(TINY, keys, None, resume=False)
+    assert up.what_is_left(start) == "Nothing was trained yet."
+    start.run.path.mkdir()
+    write_json(start.run.base_file, {})
+    write_json(start.run.config_file, {"config": to_dict(start.config)})
+    (again,) = commands(up.what_is_left(start))
+    assert again.endswith("--overwrite")
+    flags = shlex.split(again)[5:]
+    assert up.prepare(TINY, flags[:-1], None, resume=False, overwrite=True).trainer.words[-1] == "--overwrite"
 
 
 def test_a_run_that_does_not_fit_the_card_is_refused_before_anything_starts(machine, monkeypatch):

@@ -1,0 +1,216 @@
+"""Who trains in a run directory, how the last one ended, and how a new run takes the place of an old one.
+
+Needs only the standard library, so that whatever looks at a run may import it. A process that trains holds the lock of
+the directory for as long as it lives and names itself in it; one that ends leaves `end.json`. One that was killed
+leaves nothing, and is known by a lock that names a process which is gone.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from recipes.parts.errors import BadInput, KitError
+from recipes.parts.rundir import RunDir, read_json, write_json
+
+LOCK = ".lock"
+END = "end.json"
+REPLACED = ".replaced"  # the old run until the new one has its base
+LOCKS = Path("/proc/locks")
+DONE, FAILED, INTERRUPTED, KILLED = "done", "failed", "interrupted", "killed"
+LONGEST_ERROR = 2000  # characters
+# What a run writes that nothing is lost with: it is made again from the start, or says how a start failed.
+WORTHLESS = (
+    "config.json",
+    "base.json",
+    "data.json",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    END,
+    "completions",
+    "not_finite",
+)
+# Servers that are up already, and launch.up, write there; another start appends.
+STAYS = (LOCK, REPLACED, "logs")
+
+
+@dataclass(frozen=True)
+class End:
+    """How the last process that trained in a run ended: done, failed, interrupted or killed, with its error."""
+
+    how: str
+    error: str
+    time: float | None = None
+
+
+def lock_run(run: RunDir) -> IO:
+    """Keep other trainers out of the run directory for as long as the returned file is open; it names this process."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    file = open(run.path / LOCK, "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise BadInput(
+            f"{run.path} is being trained in by another process. Wait for it, or use another run.name."
+        ) from None
+    file.truncate(0)
+    json.dump({"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid())}, file)
+    file.flush()
+    return file
+
+
+def _began(pid: int) -> int | None:
+    """When a process of this machine began, in the kernel's ticks; None when there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def trainer_pid(run: RunDir) -> int | None:
+    """The process of this machine that trains in the run now, by the lock it holds there; None when there is none.
+
+    Only looks: taking the lock, even for a moment, could turn away a trainer that starts. Sees nothing of other
+    machines, nor of what the kernel hides from a container.
+    """
+    try:
+        status = os.stat(run.path / LOCK)
+        held = LOCKS.read_text().splitlines()
+    except OSError:
+        return None
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    holders = (fields[4] for line in held if len(fields := line.split()) > 5 and fields[5] == place)
+    return next((int(pid) for pid in holders if pid.isdigit() and pid != "0"), None)
+
+
+def last_end(run: RunDir) -> End | None:
+    """How the last trainer of the run ended; None while one is at work, and where it cannot be known: before the first
+    start, and for a process of another machine that left no word."""
+    if trainer_pid(run) is not None:
+        return None
+    with contextlib.suppress(BadInput, OSError, TypeError, ValueError):
+        found = read_json(run.path / END)
+        return End(str(found["how"]), str(found["error"]), float(found["time"]))
+    try:
+        holder = json.loads((run.path / LOCK).read_text())
+        host, pid, began = holder["host"], int(holder["pid"]), holder["began"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != socket.gethostname() or began is None or _began(pid) == began:
+        return None
+    return End(
+        KILLED,
+        f"process {pid} is gone and left no error: it was killed, as the kernel does when memory runs out, or the "
+        f"machine went down. The end of {run.logs} may say more",
+    )
+
+
+@contextlib.contextmanager
+def trains_in(run: RunDir) -> Iterator[None]:
+    """Hold the run's directory and leave `end.json` in it; `BadInput` when another process holds it.
+
+    With `run.replaces` the old run stands aside until `drop_replaced`, and comes back if the start fails before that.
+    """
+    with lock_run(run):
+        if run.base_file.exists():
+            drop_replaced(run)  # of an earlier start that was killed while it deleted
+        before = (run.path / END).read_bytes() if (run.path / END).is_file() else None
+        if run.replaces:
+            _set_aside(run)
+        (run.path / END).unlink(missing_ok=True)
+        try:
+            yield
+        except BaseException as error:
+            if run.replaces and _restored(run):
+                pass
+            elif isinstance(error, BadInput) and before is not None:  # a start that was refused changes nothing
+                (run.path / END).write_bytes(before)
+            else:
+                _record_end(run, INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED, _describe(error))
+            raise
+        _record_end(run, DONE, "")
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C"
+    text = str(error) if isinstance(error, KitError) else f"{type(error).__name__}: {error}"
+    return text.strip()[:LONGEST_ERROR]
+
+
+def _record_end(run: RunDir, how: str, error: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk is often what ended it
+        write_json(run.path / END, asdict(End(how, error, time.time())))
+
+
+def continuing_flags(run: RunDir) -> list[str]:
+    """What a recipe is started with where a run of that name may have begun: it goes on from a checkpoint, and without
+    one it begins anew."""
+    if any(run.checkpoints.glob("step-*")):
+        return ["--resume"]
+    return ["--overwrite"] if run.base_file.exists() else []
+
+
+def replaced_by_overwrite(run: RunDir) -> list[Path]:
+    """What a new run takes the place of."""
+    return sorted(entry for entry in run.path.iterdir() if entry.name not in STAYS) if run.path.is_dir() else []
+
+
+def describe_overwrite(run: RunDir) -> str:
+    """What `--overwrite` deletes that was worth making, in one line; empty when nothing was."""
+    names = [entry.name for entry in replaced_by_overwrite(run) if entry.name not in WORTHLESS]
+    counted = {
+        "checkpoints": [entry.name for entry in sorted(run.checkpoints.glob("step-*"))],
+        "adapters": [entry.name for entry in sorted(run.adapters.glob("v[0-9]*"))],
+        "merged": [str(entry.relative_to(run.merged)) for entry in sorted(run.merged.glob("*/*"))],
+    }
+    said = []
+    for name in names:
+        inside = counted.get(name)
+        if inside is None:
+            said.append(name)
+        elif inside:
+            said.append(f"{name} ({inside[0]} to {inside[-1]})" if len(inside) > 1 else f"{name} ({inside[0]})")
+    return f"--overwrite deletes from {run.path}: {', '.join(said)}" if said else ""
+
+
+def _remove(entry: Path) -> None:
+    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _set_aside(run: RunDir) -> None:
+    """Move the old run aside, base.json first: without it the directory holds no run, whatever interrupts this."""
+    aside = run.path / REPLACED
+    aside.mkdir(exist_ok=True)
+    for entry in sorted(replaced_by_overwrite(run), key=lambda entry: entry.name != "base.json"):
+        if (aside / entry.name).exists():  # of a start that was killed before its base was loaded
+            _remove(entry)
+        else:
+            entry.rename(aside / entry.name)
+
+
+def _restored(run: RunDir) -> bool:
+    """Put the old run back, base.json last, unless the new one has its base by now."""
+    aside = run.path / REPLACED
+    if run.base_file.exists() or not aside.is_dir():
+        return False
+    for entry in replaced_by_overwrite(run):
+        if (aside / entry.name).exists() or entry.name in WORTHLESS:
+            _remove(entry)
+    for entry in sorted(aside.iterdir(), key=lambda entry: entry.name == "base.json"):
+        entry.rename(run.path / entry.name)
+    aside.rmdir()
+    return True
+
+
+def drop_replaced(run: RunDir) -> None:
+    """Delete the old run: the new one has a base of its own."""
+    shutil.rmtree(run.path / REPLACED, ignore_errors=True)
