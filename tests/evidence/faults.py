@@ -13,6 +13,7 @@ Not covered: faults that nobody thought of, and whether a test fails for the rea
 import argparse
 import importlib
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -116,12 +117,14 @@ def main() -> None:
     arguments = parser.parse_args()
     faults = [fault for fault in read_faults() if any(part in fault.file for part in arguments.only)]
     sys.dont_write_bytecode = True  # a fault of the same length, put in within a second, would run as the last one's
-    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    sandbox = runpy.run_path(str(ROOT / "tests" / "sandbox.py"))  # not as tests.sandbox, which forks import anew
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", **sandbox["SET"]}
     for name in PRELOADED:
         importlib.import_module(name)
     counts, noticed, missed, passing = Counter(), Counter(), [], {}
     with tempfile.TemporaryDirectory() as folder:
-        root, log = copy_kit(Path(folder) / "kit"), Path(folder) / "log"
+        root, log = copy_kit(Path(folder).resolve() / "kit"), Path(folder) / "log"
+        os.environ[sandbox["MARK"]] = str(root)  # where pytest would make a copy of its own
         for fault in faults:
             began = time.monotonic()
             said = verdict(root, fault, log, passing)
