@@ -17,7 +17,7 @@ from merge.chat_template import literal, set_defaults, with_defaults
 from merge.verify import as_prompt, fixed_batch
 from recipes.parts import chat
 from recipes.parts.config import ServerConfig, config_from_dict, load_config, to_dict
-from recipes.parts.data import chat_messages, load_problems, prompt_lengths
+from recipes.parts.data import Problem, chat_messages, load_problems, prompt_lengths
 from recipes.parts.errors import BadInput
 from recipes.parts.policy import load_tokenizer
 from recipes.parts.replica import decode_ids, tokenizer_hash
@@ -385,6 +385,30 @@ def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_w
     assert {completion[0]["content"] for completion in completions} == {said}
 
 
+def test_a_training_on_prompts_that_change_with_the_date_is_warned_about(capsys):
+    from recipes.parts.setup import note_date
+
+    problems = [Problem("", "2 + 2?", "4", "")]
+    dated = tokenizer_with("{{ date_string or strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    note_date(load_config(CONFIG), dated, problems)
+    assert "Pin it, e.g. data.chat_template_kwargs {date_string: 26 Jul 2024}" in capsys.readouterr().out
+    note_date(load_config(CONFIG, ["--data.chat_template_kwargs={date_string: 26 Jul 2024}"]), dated, problems)
+    assert capsys.readouterr().out == ""
+
+
+def test_eval_stops_where_training_does(tmp_path, thinking, build_trainer, recipe_arguments):
+    """TRL adds the tokenizer's own stop token to the model's."""
+    folder = with_template(tmp_path / "model", THINKING, eos_token="<|endoftext|>")
+    trainer = build_trainer(recipe_arguments(folder, tmp_path / "run", thinking.keys | {"model.path": folder}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stops = chat.model_stop_tokens(folder, tokenizer)
+    assert (
+        sorted(stops)
+        == sorted(trainer.eos_token_ids)
+        == sorted(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "names"),
     [
@@ -442,6 +466,7 @@ def test_every_template_of_a_checkpoint_gets_the_defaults(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(THINKING)
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools" + THINKING)
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (tmp_path / "additional_chat_templates" / "torn.jinja").write_text(torn := THINKING[:-20])
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": {"default": THINKING}}))
     named = [{"name": "default", "template": THINKING}, {"name": "rag", "template": "rag é"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
@@ -453,6 +478,7 @@ def test_every_template_of_a_checkpoint_gets_the_defaults(tmp_path):
         "tools" + THINKING, OFF
     )
     assert (tmp_path / "additional_chat_templates" / "rag.jinja").read_text() == "rag"
+    assert (tmp_path / "additional_chat_templates" / "torn.jinja").read_text() == torn
     assert read_json(tmp_path / "chat_template.json")["chat_template"] == {"default": changed}
     facts = read_json(tmp_path / "tokenizer_config.json")
     assert facts["chat_template"] == [{**named[0], "template": changed}, named[1]] and facts["eos_token"] == "</s>"
