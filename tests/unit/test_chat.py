@@ -371,15 +371,19 @@ def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_w
     tmp_path, build_trainer, recipe_arguments, thinking, monkeypatch
 ):
     """TRL parses completions of a tokenizer with a response template, and the thought is gone from them."""
-    parts = {
-        "content": {"open": "</think>", "close": "<|im_end|>"},
-        "thinking": {"open": "<think>", "close": "</think>"},
-    }
-    folder = with_template(tmp_path / "model", THINKING, response_template={"fields": parts})
-    assert AutoTokenizer.from_pretrained(folder).response_template is not None
-    trainer = build_trainer(recipe_arguments(folder, tmp_path / "run", thinking.keys | {"model.path": folder}))
+    from trl.chat_template_utils import parse_response
+
+    thought = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
+    fields = {"reasoning_content": thought, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
+    parts = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    folder = with_template(tmp_path / "model", CHAT_TEMPLATE, response_template=parts)
+    raw = AutoTokenizer.from_pretrained(folder)
+    keys = thinking.keys | {"model.path": folder, "data.chat_template_kwargs": "{}"}
+    trainer = build_trainer(recipe_arguments(folder, tmp_path / "run", keys))
     said = "<think>\n4?\n</think>\n\n\\boxed{4}"
     ids = thinking.tokenizer(said, add_special_tokens=False)["input_ids"]
+    prompt = raw.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
+    assert parse_response(raw, ids, prefix=prompt)["content"] == "\\boxed{4}"
     monkeypatch.setattr(trainer, "_generate_single_turn", lambda prompts, *_: ([ids] * len(prompts), None))
     completions = trainer._generate([USER] * trainer.config.rollout.group_size)[3]
     assert {completion[0]["content"] for completion in completions} == {said}
