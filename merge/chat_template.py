@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from recipes.parts.chat import names_read, render
 from recipes.parts.errors import BadInput, CheckFailed
 
@@ -34,8 +36,12 @@ def literal(value: Any) -> str:
 
 
 def with_defaults(template: str, arguments: dict[str, Any]) -> str:
-    """The template with defaults for those of the arguments that it reads; its text is the same to the byte."""
-    names = names_read(template)
+    """The template with defaults for those of the arguments that it reads; its text is the same to the byte. One that
+    is no valid template stays as it is."""
+    try:
+        names = names_read(template)
+    except TemplateSyntaxError:
+        return template
     lines = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {literal(value)} %}}{{%- endif %}}"
         for name, value in arguments.items()
@@ -62,7 +68,7 @@ def set_defaults(directory: Path, arguments: dict[str, Any]) -> None:
         facts = json.loads(file.read_bytes())
         if facts.get("chat_template"):
             facts["chat_template"] = _each(facts["chat_template"], lambda text: with_defaults(text, arguments))
-            file.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _each(held: Any, change: Callable[[str], str]) -> Any:

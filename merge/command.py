@@ -129,8 +129,8 @@ class Merge:
             place = self.place(policy, "bf16")
             if (self.reuse or "bf16" not in self.formats) and place.exists() and not self._same_source(policy):
                 raise BadInput(
-                    f"{place}, from which the other formats are made, is not whole, of another base or adapter, or "
-                    "with other defaults in its chat template (data.chat_template_kwargs of the run). "
+                    f"{place}, from which the other formats are made, is not whole or of another base or adapter, or "
+                    "its chat template has other defaults than the run's data.chat_template_kwargs. "
                     "Pass --overwrite to merge again, or --out for another place."
                 )
 

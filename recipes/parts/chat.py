@@ -87,7 +87,7 @@ def _apply(tokenizer: Any, conversation: list[dict], arguments: dict, **form: An
         return tokenizer.apply_chat_template(conversation, **form, **arguments)
     except Exception as error:  # of the template's author, of jinja2, or of an expression in it
         failed = error
-    if conversation[0]["role"] == "system" and len(conversation) > 1:
+    if len(conversation) > 1 and conversation[0]["role"] == "system":
         try:
             tokenizer.apply_chat_template(conversation[1:], **form, **arguments)
         except Exception:
@@ -193,7 +193,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def stop_tokens(generation_config: Any, tokenizer: Any, arguments: dict | None = None) -> list[int]:
-    """The model's stop tokens, which include the template's end-of-turn token; `BadInput` when they do not."""
+    """The model's stop tokens, which include the template's end-of-turn token, and the tokenizer's own, at which TRL
+    and vLLM stop too; `BadInput` when the model's lack the end of turn."""
     closing = end_of_turn_token(tokenizer, arguments)
     stops = generation_config.eos_token_id
     stops = [stops] if isinstance(stops, int) else list(stops or [])
@@ -205,7 +206,8 @@ def stop_tokens(generation_config: Any, tokenizer: Any, arguments: dict | None =
             f"({shown}): every completion would run to the token limit. Add {closing} to eos_token_id in "
             "generation_config.json."
         )
-    return stops
+    own = tokenizer.eos_token_id
+    return stops if own is None or own in stops else [*stops, own]
 
 
 def model_stop_tokens(

@@ -17,7 +17,7 @@ from merge.chat_template import literal, set_defaults, with_defaults
 from merge.verify import as_prompt, fixed_batch
 from recipes.parts import chat
 from recipes.parts.config import ServerConfig, config_from_dict, load_config, to_dict
-from recipes.parts.data import chat_messages, load_problems, prompt_lengths
+from recipes.parts.data import Problem, chat_messages, load_problems, prompt_lengths
 from recipes.parts.errors import BadInput
 from recipes.parts.policy import load_tokenizer
 from recipes.parts.replica import decode_ids, tokenizer_hash
@@ -250,7 +250,7 @@ def test_a_checkpoint_with_other_defaults_than_the_runs_is_neither_evaluated_nor
     write_json(run.config_file, values)
     with pytest.raises(BadInput, match=r"chat_template_kwargs \{'enable_thinking': False\}, the run was .* \{\}"):
         artifact(run, "grpo", "fp8")
-    with pytest.raises(BadInput, match="other defaults in its chat template"):
+    with pytest.raises(BadInput, match="its chat template has other defaults"):
         main(["--run", str(run.path), "--format", "fp8_block", "--policy", "grpo", "--skip_verify"])
 
 
@@ -371,18 +371,46 @@ def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_w
     tmp_path, build_trainer, recipe_arguments, thinking, monkeypatch
 ):
     """TRL parses completions of a tokenizer with a response template, and the thought is gone from them."""
-    parts = {
-        "content": {"open": "</think>", "close": "<|im_end|>"},
-        "thinking": {"open": "<think>", "close": "</think>"},
-    }
-    folder = with_template(tmp_path / "model", THINKING, response_template={"fields": parts})
-    assert AutoTokenizer.from_pretrained(folder).response_template is not None
-    trainer = build_trainer(recipe_arguments(folder, tmp_path / "run", thinking.keys | {"model.path": folder}))
+    from trl.chat_template_utils import parse_response
+
+    thought = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
+    fields = {"reasoning_content": thought, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
+    parts = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    folder = with_template(tmp_path / "model", CHAT_TEMPLATE, response_template=parts)
+    raw = AutoTokenizer.from_pretrained(folder)
+    keys = thinking.keys | {"model.path": folder, "data.chat_template_kwargs": "{}"}
+    trainer = build_trainer(recipe_arguments(folder, tmp_path / "run", keys))
     said = "<think>\n4?\n</think>\n\n\\boxed{4}"
     ids = thinking.tokenizer(said, add_special_tokens=False)["input_ids"]
+    prompt = raw.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
+    assert parse_response(raw, ids, prefix=prompt)["content"] == "\\boxed{4}"
     monkeypatch.setattr(trainer, "_generate_single_turn", lambda prompts, *_: ([ids] * len(prompts), None))
     completions = trainer._generate([USER] * trainer.config.rollout.group_size)[3]
     assert {completion[0]["content"] for completion in completions} == {said}
+
+
+def test_a_training_on_prompts_that_change_with_the_date_is_warned_about(capsys):
+    from recipes.parts.setup import note_date
+
+    problems = [Problem("", "2 + 2?", "4", "")]
+    dated = tokenizer_with("{{ date_string or strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    note_date(load_config(CONFIG), dated, problems)
+    assert "Pin it, e.g. data.chat_template_kwargs {date_string: 26 Jul 2024}" in capsys.readouterr().out
+    note_date(load_config(CONFIG, ["--data.chat_template_kwargs={date_string: 26 Jul 2024}"]), dated, problems)
+    assert capsys.readouterr().out == ""
+
+
+def test_eval_stops_where_training_does(tmp_path, thinking, build_trainer, recipe_arguments):
+    """TRL adds the tokenizer's own stop token to the model's."""
+    folder = with_template(tmp_path / "model", THINKING, eos_token="<|endoftext|>")
+    trainer = build_trainer(recipe_arguments(folder, tmp_path / "run", thinking.keys | {"model.path": folder}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stops = chat.model_stop_tokens(folder, tokenizer)
+    assert (
+        sorted(stops)
+        == sorted(trainer.eos_token_ids)
+        == sorted(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -442,6 +470,7 @@ def test_every_template_of_a_checkpoint_gets_the_defaults(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(THINKING)
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools" + THINKING)
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (tmp_path / "additional_chat_templates" / "torn.jinja").write_text(torn := THINKING[:-20])
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": {"default": THINKING}}))
     named = [{"name": "default", "template": THINKING}, {"name": "rag", "template": "rag é"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
@@ -453,6 +482,7 @@ def test_every_template_of_a_checkpoint_gets_the_defaults(tmp_path):
         "tools" + THINKING, OFF
     )
     assert (tmp_path / "additional_chat_templates" / "rag.jinja").read_text() == "rag"
+    assert (tmp_path / "additional_chat_templates" / "torn.jinja").read_text() == torn
     assert read_json(tmp_path / "chat_template.json")["chat_template"] == {"default": changed}
     facts = read_json(tmp_path / "tokenizer_config.json")
     assert facts["chat_template"] == [{**named[0], "template": changed}, named[1]] and facts["eos_token"] == "</s>"

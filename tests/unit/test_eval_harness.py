@@ -14,7 +14,7 @@ from eval.score import Record, as_rows, summarize
 from recipes.parts.config import DataConfig
 from recipes.parts.data import Problem
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_json
+from recipes.parts.rundir import MANIFEST, RunDir, read_json
 
 RECORDED = Path(__file__).parent / "recorded"
 IDS = ["2b6dd2d24055888b", "48c10f8b4c462246", "7b64cc868f5ed200", "18b3ef76ae1511fa", "5f102698ed7ce111"]
@@ -109,7 +109,10 @@ def test_what_differs_between_the_protocols_is_named_and_what_does_not_is_not(tm
     said = differences(own, results, "kit_problems")
     assert any(text.startswith("settings: the checkpoint's repetition_penalty 1.1 act there") for text in said)
     (tmp_path / "checkpoint" / "chat_template.jinja").write_text("{{ messages }}")
-    assert any(text.startswith("chat template") for text in differences(own, results, "kit_problems"))
+    assert any(text.startswith("chat template:") for text in differences(own, results, "kit_problems"))
+    (tmp_path / "checkpoint" / MANIFEST).write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}))
+    arguments = "chat template's arguments: the checkpoint's defaults {'enable_thinking': False}; ours {}"
+    assert arguments in differences(own, results, "kit_problems")
     edit(recorded, system_instruction="Be brief.", chat_template=None)
     assert any(text.startswith("system message") for text in differences(own, read_results(recorded), "kit_problems"))
 

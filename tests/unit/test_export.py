@@ -162,7 +162,11 @@ def test_what_is_lost_is_said():
     ):
         assert words in text
     assert found.values[f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype"] == "fp8"
-    assert found.added == {f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype"}
+    assert found.values["data.apply_chat_template_kwargs.enable_thinking"] is False
+    assert found.added == {
+        f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype",
+        "data.apply_chat_template_kwargs.enable_thinking",
+    }
     with pytest.raises(BadInput, match="Write it with python -m merge base"):
         translate(config_of(EIGHT, "--server.base=nowhere"), Cluster(1, 8), None, True, Path("/out"))
 
