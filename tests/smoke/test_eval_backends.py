@@ -263,7 +263,7 @@ def server(made):
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(60)
+            processes.finish(process)
 
 
 def _answers(url: str) -> bool:

@@ -136,7 +136,7 @@ def started(request, base, tiny_model_dir, tmp_path_factory):
     finally:
         with contextlib.suppress(ProcessLookupError):
             launcher.terminate()
-        launcher.wait(60)
+        processes.finish(launcher)
 
 
 def test_nobody_gets_in_without_the_key(started):
@@ -235,12 +235,14 @@ def test_the_end_leaves_no_process_behind(started):
     assert len(members(group)) > 1, "the engine has a process of its own"
     if started.way == "adapter":
         os.kill(group, signal.SIGKILL)
-        assert started.launcher.wait(60) == 1
+        processes.finish(started.launcher)
+        assert started.launcher.returncode == 1
         said = started.said.read_text()
         assert (
             f"{started.url} was killed by SIGKILL" in said and str(next(started.run.glob("logs/server-*.log"))) in said
         )
     else:
         started.launcher.terminate()
-        assert started.launcher.wait(60) == 0
+        processes.finish(started.launcher)
+        assert started.launcher.returncode == 0
     assert members(group) == []

@@ -34,7 +34,7 @@ FAILS_IN_A_WORKER = """
 print("(APIServer pid=6) WARNING 11-21 14:15:47 [system_utils.py:249] Found ulimit of 20000. This can cause fd limit "
       "errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n")
 print("(Worker pid=7) ERROR 11-21 [executor.py:3] ValueError: no common block size", flush=True)
-for number in range(300): print("noise of the others", number)
+for number in range(300): print("noise of the others", number, flush=True)
 raise RuntimeError("Engine core initialization failed")
 """
 DIES = "import sys; print('no kernel image', flush=True); sys.exit(3)"

@@ -215,7 +215,7 @@ def driven(folder: Path, port: int, programs: dict[str, str], stop_s: float = 10
         for one in [process, *family]:
             with contextlib.suppress(psutil.Error):
                 one.kill()
-        process.wait(10)
+        processes.finish(process)
 
 
 def lives(process: psutil.Process) -> bool:
