@@ -293,6 +293,23 @@ def test_rows_are_taken_and_joined_and_what_is_of_the_whole_batch_stays():
     assert torch.equal(joined["advantages"], batch["advantages"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "pooled"),
+    [
+        ({}, True),
+        ({"gradient_accumulation_steps": 2}, True),
+        ({"gradient_accumulation_steps": 1}, False),
+        ({"entropy_coef": 0.01}, False),
+        ({"top_entropy_quantile": 0.2}, False),
+        ({"aux_loss_enabled": True}, False),
+    ],
+)
+def test_accumulation_steps_are_pooled_unless_their_loss_is_of_more_than_their_own_log_probs(changes, pooled):
+    facts = {"gradient_accumulation_steps": 4, "entropy_coef": 0.0, "top_entropy_quantile": 1.0} | changes
+    made = update(args=SimpleNamespace(**facts), aux_loss_enabled=changes.get("aux_loss_enabled", False))
+    assert made._accumulates == pooled
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_to_the_caller(micro_batches):
     seen, silent = [], []
