@@ -78,7 +78,18 @@ def run_tests(root: Path, tests: tuple[str, ...], log: Path) -> int:
             with open(log, "w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(root)]
+            options = [
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "-p",
+                "no:unraisableexception",
+                "--rootdir",
+                str(root),
+            ]
             code = int(importlib.import_module("pytest").main([*options, *tests]))
         finally:
             os._exit(code)

@@ -171,6 +171,58 @@ def test_trl_finds_vllm_as_before_once_its_trainer_is_imported():
     assert import_utils.is_vllm_available.__module__ == "trl.import_utils"
 
 
+@pytest.mark.parametrize(
+    ("changes", "served", "wanted"),
+    [
+        ([], False, []),
+        ([], True, []),
+        (["--rollout.correction=none"], True, []),
+        (["--policy.init_adapter=runs/a"], False, ["weights of runs/a"]),
+        (["--policy.adapter_dtype=bfloat16", "--policy.compute=fused"], False, ["computes fused"]),
+        (["--policy.compute=fp8", "--policy.init_adapter=runs/a"], True, ["weights of runs/a", "computes fp8"]),
+        (["--policy.quant_cfg=fp8"], False, ["quantized as fp8"]),
+        (["--train.micro_batch_tokens=104"], False, ["packed"]),
+    ],
+)
+def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
+    tmp_path, monkeypatch, changes, served, wanted
+):
+    done, model = [], SimpleNamespace(peft_config={"default": None}, get_base_model=lambda: "the base")
+
+    def made_by_trl(self, **_) -> None:
+        self.model, self.ref_model, self.accelerator, self.use_vllm = model, None, Accelerator(), False
+
+    callbacks = []
+    monkeypatch.setattr(GRPOTrainer, "__init__", made_by_trl)
+    monkeypatch.setattr(GRPOTrainer, "add_callback", lambda self, one: callbacks.append(type(one).__name__))
+    monkeypatch.setattr(GRPOTrainer, "remove_callback", lambda self, one: None)
+    monkeypatch.setattr(module, "prepare", lambda accelerator, model: None)
+    for name in ("use_kernels", "use_recompute"):
+        monkeypatch.setattr(module, name, lambda model, config: None)
+    monkeypatch.setattr(module, "use_packed_attention", lambda model: done.append("packed"))
+    monkeypatch.setattr(module, "set_adapter_dtype", lambda model, dtype: done.append(dtype))
+    monkeypatch.setattr(module, "load_adapter_weights", lambda model, folder: done.append(f"weights of {folder}"))
+    monkeypatch.setattr(module, "use_fused_linears", lambda model, how: done.append(f"computes {how}"))
+    monkeypatch.setattr(module, "use_quantized_linears", lambda model, fmt: done.append(f"quantized as {fmt.name}"))
+    config = load_config(CONFIG, changes)
+    rollout = object() if served else None
+
+    def make():
+        return PolicyTrainer(config=config, run=RunDir(tmp_path), base_hash="ab", rollout=rollout)
+
+    made = make()
+    dtype = "bfloat16" if any("bfloat16" in key for key in changes) else "float32"
+    assert [one for one in done if one != dtype] == wanted and done.count(dtype) == 1
+    assert done.index(dtype) == ("packed" in wanted)
+    guards = ["NewWeights"] * ("quantized as fp8" in wanted) + ["FiniteGradients", "FiniteAdapter"]
+    assert callbacks == guards and made.use_vllm == served and made.rollout is rollout
+    if served:
+        assert made.vllm_importance_sampling_correction == (config.rollout.correction != "none")
+    model.peft_config["ref"] = None
+    with pytest.raises(CheckFailed, match="a second reference was created"):
+        make()
+
+
 REWARDS = [[1.0, 0.5], [NAN, 0.5], [1.0, NAN], [NAN, NAN], [0.0, 0.0], [2.0, 1.0]]
 
 

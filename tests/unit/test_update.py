@@ -16,6 +16,7 @@ import torch
 from trl import GRPOTrainer
 
 from recipes.parts.errors import CheckFailed
+from recipes.parts.finite import FiniteAdapter, FiniteGradients
 from recipes.parts.trainer import trainer_arguments
 from recipes.parts.update import PackedUpdate
 from reward.own import called
@@ -368,6 +369,27 @@ def test_padded_rows_never_take_cudnns_attention_whose_gradients_may_be_nan(buil
     torch.backends.cuda.enable_cudnn_sdp(True)
     build()
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_every_run_is_stopped_by_what_is_not_finite(plain):
+    gradients, adapter = (
+        [one for one in plain.callback_handler.callbacks if isinstance(one, kind)]
+        for kind in (FiniteGradients, FiniteAdapter)
+    )
+    assert len(gradients) == len(adapter) == 1 and gradients[0].keep_step == plain.keep_step
+    for parameter in plain.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    last = [one for one in plain.model.parameters() if one.requires_grad][-1]
+    last.grad[0, 0] = math.nan
+    plain._buffered_inputs = []
+    with pytest.raises(CheckFailed, match="gradient is not finite"):
+        plain.callback_handler.on_pre_optimizer_step(plain.args, plain.state, plain.control)
+    plain.model.zero_grad()
+    kept, last.data[0, 0] = last.data[0, 0].clone(), math.inf
+    for event in ("on_train_begin", "on_optimizer_step"):
+        with pytest.raises(CheckFailed, match="not finite"):
+            getattr(plain.callback_handler, event)(plain.args, plain.state, plain.control)
+    last.data[0, 0] = kept
 
 
 def test_all_rows_of_a_step_come_at_once(plain, packed):

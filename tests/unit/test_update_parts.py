@@ -211,7 +211,7 @@ def test_the_figures_are_those_of_the_rows_of_all_processes_whatever_their_lengt
 def test_what_the_first_forward_gives_stays_with_the_rows_and_is_compared_once():
     policy, sampler, mask = off_by(0.5)
     rows = {"completion_mask": mask, "sampling_per_token_logps": sampler}
-    made = update("--rollout.correction=token_truncate", "--rollout.correction_cap=1.2")
+    made = update("--rollout.correction=token_truncate", "--rollout.correction_cap=1.2", "--rollout.max_sampler_k3=9")
     made._scored(rows, policy, policy * 2)
     assert torch.equal(rows["old_per_token_logps"], policy) and len(made._compared) == 1
     assert torch.allclose(rows["importance_sampling_ratio"], torch.full((3, 5), 1.2))
@@ -219,8 +219,11 @@ def test_what_the_first_forward_gives_stays_with_the_rows_and_is_compared_once()
     made._scored(rows, policy + 1, policy)  # the policy moved
     assert torch.equal(rows["old_per_token_logps"], policy) and len(made._compared) == 1
     assert torch.equal(made._scores[0], policy + 1)
+    mask[1, 2], sampler[1, 2] = 0, -50.0  # left out of the loss
+    made._judge_sampler()
+    assert made._sampler["sampler_delta_max"] == pytest.approx(0.5)
     made._scored(without := {"completion_mask": mask}, policy, policy)
-    assert len(made._compared) == 1 and set(without) == {"completion_mask", "old_per_token_logps"}
+    assert not made._compared and set(without) == {"completion_mask", "old_per_token_logps"}
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -291,6 +294,23 @@ def test_rows_are_taken_and_joined_and_what_is_of_the_whole_batch_stays():
     assert joined.keys() == batch.keys() and joined["num_items_in_batch"].item() == 12
     assert torch.equal(joined["completion_ids"], batch["completion_ids"])
     assert torch.equal(joined["advantages"], batch["advantages"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "pooled"),
+    [
+        ({}, True),
+        ({"gradient_accumulation_steps": 2}, True),
+        ({"gradient_accumulation_steps": 1}, False),
+        ({"entropy_coef": 0.01}, False),
+        ({"top_entropy_quantile": 0.2}, False),
+        ({"aux_loss_enabled": True}, False),
+    ],
+)
+def test_accumulation_steps_are_pooled_unless_their_loss_is_of_more_than_their_own_log_probs(changes, pooled):
+    facts = {"gradient_accumulation_steps": 4, "entropy_coef": 0.0, "top_entropy_quantile": 1.0} | changes
+    made = update(args=SimpleNamespace(**facts), aux_loss_enabled=changes.get("aux_loss_enabled", False))
+    assert made._accumulates == pooled
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
