@@ -82,6 +82,7 @@ _BASED = re.compile(
     r"\(?([\dA-Fa-f][\dA-Fa-f,]*)\)?\s*_\s*\{?\s*(\d+|two|three|four|five|six|seven|eight|nine|ten|sixteen)\s*\}?"
 )
 _BASES = dict(two="2", three="3", four="4", five="5", six="6", seven="7", eight="8", nine="9", ten="10", sixteen="16")
+_NAMED_OPTION = re.compile(r"([B-H])\s+[A-Z][a-z]+")  # "C Cecile"; "A" may be an article
 _CHOICE = re.compile(r"(?:\\text(?:bf|rm)?\s*\{)?\(?([A-H])(?:\)|[.:](?=\s|\}|$))\}?[.:]?\s*(\S.*)")
 _LABEL = re.compile(r"^(?:[Oo]ption|[Cc]hoice|[Aa]nswer:?)\s+(?=\(?[A-H]\)?$)")
 _SAID_EMPTY = re.compile(r"(?:the )?empty set")
@@ -290,6 +291,8 @@ def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shap
         return False
     if "\\boxed" in predicted and "\\boxed" not in gold:
         return False  # "8 \boxed{7}": math-verify would read the inner box alone
+    if not policy.strict and (option := _NAMED_OPTION.fullmatch(gold)) and _words(predicted) == option[1]:
+        return True
     verbal = _verbal(predicted, gold)
     if verbal is not None:
         return verbal
@@ -412,9 +415,9 @@ def _stated(predicted: str, gold: str, strict: bool = True) -> str | None:
     r"""What `predicted` says once its own steps are checked; None when they do not agree with each other.
 
     `\frac{14}{2} = 7` states 7 and `x = 2\cdot 3 = 6` states x = 6, because the sides are equal for certain;
-    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing. Where `strict` is
-    false, a rounded value behind a formula is not checked, and one formula of a chain that has its last value is
-    enough: `x = 2 + 3 = 6 = 5` states 5.
+    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing. Where `strict`
+    is false, neither a rounded value behind a formula nor arithmetic before the last `=` is checked: `2 + 3 = 6`
+    states 6 (`8 = 7` holds no arithmetic, `x + 1 = 7` is an equation).
     """
     if "approx" in predicted or "~=" in predicted:
         predicted = _exact_side(predicted, gold, strict)
@@ -428,10 +431,16 @@ def _stated(predicted: str, gold: str, strict: bool = True) -> str | None:
     if len(values) < 2 or "," in predicted:
         return predicted
     agree = [_values_equal(value, values[-1], DEFAULT) is True for value in values[:-1]]
-    computed = [plain_number(value) is None for value in values[:-1]]
-    if not all(agree) and (strict or not any(a and c for a, c in zip(agree, computed, strict=True))):
+    if not all(agree) and (strict or not _is_arithmetic(values[:-1])):
         return predicted  # left to `_says_more`, which refuses it where the gold is a single value
     return f"{sides[0]} = {values[-1]}" if named else values[-1]
+
+
+def _is_arithmetic(sides: list[str]) -> bool:
+    """Whether no side holds a symbol and one of them is more than a written number."""
+    if any(re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])|\\[a-z]*(?:eq|[lg]t|to|arrow)", side) for side in sides):
+        return False
+    return any(not re.fullmatch(r"[\s\d.,+-]*", side) or re.search(r"\d\s*[+-]\s*\d", side) for side in sides)
 
 
 def _exact_side(predicted: str, gold: str, strict: bool = True) -> str | None:

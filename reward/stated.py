@@ -28,6 +28,9 @@ _ANCHOR = re.compile(
     r"|答案(?:是|为|：|:))",
     re.IGNORECASE,
 )
+_UP_TO_THE_NEXT = re.compile(
+    r"(?:[\s,;]+(?:and|so|but|thus|then))?[\s,;]*(?:(?:the|my|our)\s+)?(?:(?:final|correct|right)\s+)?$", re.IGNORECASE
+)
 _HASH = re.compile(r"(?<!#)####(?!#)(?=[ \t]*[-+\u2212]?[ \t]*[\d.$€£¥₹\\(])")
 _LEAD = re.compile(
     r"(?:(?:simply|just|exactly|therefore|thus|then|indeed|clearly|definitely|certainly|surely|obviously|for sure|that"
@@ -44,7 +47,7 @@ _COPULA = re.compile(r"(?<![A-Za-z])(?:is|are|equals|is equal to|becomes|remains
 _NEGATED = re.compile(r"n['’]t\b|\b(?:not|never|neither|nor|if|unless|whether|either|cannot)\b", re.IGNORECASE)
 _CLAUSE = re.compile(
     r",\s*(?:which|where|because|since|as|so|it|that|when|with|and so)\b|[,;]?\s+\b(?:because|since|which|where)\b"
-    r"|\s+[-–—]+\s+(?=[A-Za-z])",
+    r"|\s+[-–—]+\s+(?=[A-Za-z])|(?<=[\w)}$]),?\s+(?:not|non|rather than|instead of)\s+(?=\S)",
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"\s*(?:,|;|&|(?:,\s*)?(?:and|or)|\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\})?\s*")
@@ -107,8 +110,8 @@ def lenient_answer(text: str) -> str | None:
     """`stated_answer`; without one, the whole text where it is an answer, else its last formula or number."""
     text = visible(text)
     found = _stated(text)
-    if found is not None:
-        return found.answer
+    if found is not None or "\\boxed" in text:  # a box that never closes
+        return found.answer if found else None
     tail = text[-TAIL:].strip()
     anchor = _last_anchor(tail)
     if anchor is not None:
@@ -138,9 +141,8 @@ def reference_answer(gold: str) -> str:
         answer = stated_answer(text)
         # "The solution is acidic." is compared as it stands.
         return answer if answer and re.search(r"[\d\\]|^\(?[A-H]\)?\b", answer) else gold
-    text = text.strip()
-    spans = _formulas(text)
-    if not spans:
+    text = text.strip()[-TAIL:]
+    if not _formulas(text):
         return gold
     joined = _formula_answer(text)
     if joined is not None:
@@ -164,14 +166,13 @@ def _stated(text: str) -> Statement | None:
     inside = tag_content(text)
     if inside is not None:
         found = _stated(inside)
-        return found or Statement(_formula_answer(inside) or inside, 0)
+        return found or Statement(_formula_answer(inside[:TAIL]) or inside, 0)
     boxed = _joined_boxes(text)
     offset = max(boxed.start if boxed else 0, len(text) - TAIL)
     said = _sentence(text[offset:])
     if boxed is None:
-        said = said or _hashed(text[offset:])
         hashed = _hashed(text[offset:])
-        return hashed if hashed and said and hashed.start > said.start else said
+        return hashed if hashed and (said is None or hashed.start > said.start) else said
     if said is not None and said.denied:
         return Statement(None, said.start) if boxed.answer in said.denied else boxed
     if said is not None and (said.answer is None or re.match(r"\W*[\d\\$(\[]", said.answer)):
@@ -208,8 +209,10 @@ def _joined_boxes(text: str) -> Statement | None:
 
 
 def _are_joined(gap: str) -> bool:
-    """Whether what stands between two boxes enumerates them: `, `, ` and `, ` papers and `, `\\text{ for part (a) and }`."""
+    """Whether what stands between two boxes enumerates them: `, `, ` and `, ` papers and `, ` for part (a) and `."""
     gap = re.sub(r"\$|\\[()\[\]]|\\q?quad|\\[,;:! ]", " ", TEXT.sub(r" \1 ", gap))
+    if re.fullmatch(r"[\s+,;&]*", gap):
+        return True
     if _NO_JOIN.search(gap) or re.search(r"[.!?]\s|[.!?]$|\n\s*\n", gap):
         return False
     if _JOINS.fullmatch(gap):
@@ -233,8 +236,12 @@ def _last_anchor(text: str) -> re.Match | None:
 def _sentence(text: str) -> Statement | None:
     """What the last sentence of the form "the answer is …" states."""
     anchors, denied = [*_ANCHOR.finditer(text)], ""
+    following = len(text)
     for anchor in reversed(anchors[-8:]):
-        said = text[anchor.end() : anchor.end() + SENTENCE]
+        said = text[anchor.end() : min(anchor.end() + SENTENCE, following)]
+        if following < anchor.end() + SENTENCE:
+            said = _UP_TO_THE_NEXT.sub("", said)
+        following = anchor.start()
         said = said[re.match(r"[\s*_:\"'“]*(?:####)?\s*", said).end() :]
         end = _sentence_end(_masked(said))
         if anchor["denied"]:
