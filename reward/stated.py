@@ -297,10 +297,11 @@ def _plain_content(said: str) -> str | None:
 
 def _words_before_a_digit(text: str) -> int:
     """How many words stand before the first digit of `text`; many where another script writes them without spaces."""
-    digit = re.search(r"\d", TEXT.sub("", text))
+    plain = re.sub(r"\\begin\s*\{\w+\}(?:\{[a-z|]*\})?", "", TEXT.sub("", text))
+    digit = re.search(r"\d", plain)
     if digit is None:
         return 0
-    before = TEXT.sub("", text)[: digit.start()]
+    before = plain[: digit.start()]
     return MOST_WORDS if _FOREIGN.search(text) else len(re.findall(r"(?<!\\)\b[^\W\d_]{2,}", before))
 
 
