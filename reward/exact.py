@@ -39,6 +39,7 @@ _THIN_GROUPS = re.compile("(?<!\\d)\\d{1,3}(?:[\u2009\u202f]\\d{3})+(?!\\d)")  #
 # 2,74 and 0,111; 2,740 is a number of thousands.
 _DECIMAL_COMMA = re.compile(r"([+-]?(?:\d+(?=,(?!\d{3}(?!\d)))|0))(?:,)(\d+)((?:\s.*)?)", re.DOTALL)
 _DECIMALS = re.compile(r"\s*[+-]?\s*(?:\\?\$|[€£¥₹])?\s*[+-]?[\d,]*\.(\d+)")
+_RATIO = re.compile(r"\d{1,9}(?:\s*:\s*\d{1,9})+")
 _SPACED_GROUPS = re.compile(r"[+-]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")  # 1 000, where it is the whole answer
 _SQUARE_METERS = re.compile(r"(?<=\d)\s*([kcdm]?m)([²³])(?=\s*$)")
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
@@ -369,6 +370,12 @@ def _values_equal(predicted: str, gold: str, policy: Policy) -> bool | None:
     if number is not None and gold_number is not None:
         equal = numbers_equal(number, gold_number, policy)
         return equal or (policy.form != "boxed" and _is_long_decimal_of(predicted, number, gold, gold_number, policy))
+    if (ratio := _RATIO.fullmatch(gold)) and (other := _RATIO.fullmatch(predicted)):
+        parts, expected = ([int(part) for part in text[0].split(":")] for text in (other, ratio))
+        if len(parts) != len(expected) or parts == expected:
+            return parts == expected
+        if 0 in (*parts, *expected) or parts[0] * expected[-1] != parts[-1] * expected[0]:
+            return False  # 12:00 is a time; 2:4 against 1:2 stays open
     if gold_number is not None and (words is not None or _never_a_number(predicted)):
         return False
     if _BASED.fullmatch(TEXT.sub(r"\1", predicted)):
@@ -399,7 +406,8 @@ def _is_long_decimal_of(one: str, a: PlainNumber, other: str, b: PlainNumber, po
             while rest % prime == 0:
                 rest //= prime
         if LONG_DECIMAL <= places <= MAX_DIGITS and rest > 1 and decimal * exact > 0:
-            return abs(decimal - exact) < Fraction(1, 10**places)
+            gap = (abs(exact) - abs(decimal)) * 10**places
+            return -1 < 2 * gap and gap < 1  # rounded, or cut off
     return False
 
 

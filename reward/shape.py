@@ -46,7 +46,7 @@ _OPEN, _CLOSE = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}, {")",
 _CLOSE |= {"\\rfloor", "\\rceil"}
 _PIECE = re.compile(
     r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|\\(?:langle|rangle|lfloor|rfloor|lceil|rceil|cup)(?![A-Za-z])"
-    r"|\\(?:begin|end)\{[a-z]*\}|\\.|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|(?<=[\d)])or(?=[A-Z])|[()\[\]{},;]",
+    r"|\\(?:begin|end)\{[a-z]*\}|\\.|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|(?<=[\d)])or(?=[A-Z]|[a-z]\s*[=(_])|[()\[\]{},;]",
     re.DOTALL,
 )
 _THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
