@@ -17,7 +17,13 @@ _BOX_TOKENS = re.compile(r"\\boxed(?![A-Za-z])\s*(\{?)|\\.|[{}]", re.DOTALL)
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*([-+\u2212]?[ \t]*[\d.$€£¥₹\\(][^\n]*)")
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-\u2212])?\\?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?")
 _BARE_WORD = re.compile(r"[^\s$\\{}]+")
-_ANSWER_TAG = re.compile(r"\\boxed(?![A-Za-z])|(?<!#)####(?!#)")
+_ANSWER_TAG = re.compile(
+    r"\\boxed(?![A-Za-z])|(?<!#)####(?!#)|(?i:\b(?:answer|solution|result)s?\s+(?:is|are)\b|\banswers?\s*:)"
+)
+_BARE_TAG = re.compile(
+    r"[\W_]*(?:\\boxed\s*\{?[^{}\n]*\}?|####[^\n]*"
+    r"|(?i:(?:so|thus|hence|therefore)?,?\s*(?:the )?(?:final )?answer(?: is|\s*:)\s*[^\s\\]{1,12}))[\W_]*"
+)
 
 
 def boxes(text: str) -> list[str]:
@@ -146,8 +152,7 @@ def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         pairs = map("\n".join, itertools.pairwise(lines))  # "3+4 is 7." above a bare "#### 7"
         for piece in (*re.split(r"\n\s*\n", message), *lines, *pairs):
             piece = piece.strip()
-            bare = re.fullmatch(r"[\W_]*(?:\\boxed\s*\{?[^{}\n]*\}?|####[^\n]*)[\W_]*", piece)
-            if _ANSWER_TAG.search(piece) and not bare:
+            if _ANSWER_TAG.search(piece) and not _BARE_TAG.fullmatch(piece):
                 passages.add(piece)
                 # "Put the answer in \boxed{}." alone, too: its empty box is never the model's answer.
                 passages.update(s for s in re.split(r"(?<=[.!?])\s+", piece) if (b := boxes(s)) and not any(b))

@@ -57,14 +57,25 @@ def suite(task: str) -> list[Case]:
 def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Counter[str]]:
     """The results of a function's whole suite in order, and the seconds that each category took."""
     by_category = defaultdict(list)
+    form = _form(task, options)
     for case in suite(task):
-        by_category[case.category].append(case)
+        if form is None or form in case.forms:
+            by_category[case.category].append(case)
     results, seconds = [], Counter()
     for category, cases in by_category.items():
         started = time.perf_counter()
         results += _judged(task, cases, pool, options)
         seconds[category] += time.perf_counter() - started
     return results, seconds
+
+
+def _form(task: str, options: dict) -> str | None:
+    """The form of an answer that a reward function takes, where it has the choice."""
+    known = function_options(task)
+    if "form" not in known:
+        return None
+    # An answer in a tag of its own is read as a box is.
+    return "boxed" if options.get("answer_tag") is not None else options.get("form", known["form"][1])
 
 
 def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> list[Result]:

@@ -39,6 +39,7 @@ _THIN_GROUPS = re.compile("(?<!\\d)\\d{1,3}(?:[\u2009\u202f]\\d{3})+(?!\\d)")  #
 # 2,74 and 0,111; 2,740 is a number of thousands.
 _DECIMAL_COMMA = re.compile(r"([+-]?(?:\d+(?=,(?!\d{3}(?!\d)))|0))(?:,)(\d+)((?:\s.*)?)", re.DOTALL)
 _DECIMALS = re.compile(r"\s*[+-]?\s*(?:\\?\$|[€£¥₹])?\s*[+-]?[\d,]*\.(\d+)")
+_RATIO = re.compile(r"\d{1,9}(?:\s*:\s*\d{1,9})+")
 _SPACED_GROUPS = re.compile(r"[+-]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")  # 1 000, where it is the whole answer
 _SQUARE_METERS = re.compile(r"(?<=\d)\s*([kcdm]?m)([²³])(?=\s*$)")
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
@@ -82,6 +83,7 @@ _BASED = re.compile(
     r"\(?([\dA-Fa-f][\dA-Fa-f,]*)\)?\s*_\s*\{?\s*(\d+|two|three|four|five|six|seven|eight|nine|ten|sixteen)\s*\}?"
 )
 _BASES = dict(two="2", three="3", four="4", five="5", six="6", seven="7", eight="8", nine="9", ten="10", sixteen="16")
+_NAMED_OPTION = re.compile(r"([B-H])\s+[A-Z][a-z]+")  # "C Cecile"; "A" may be an article
 _CHOICE = re.compile(r"(?:\\text(?:bf|rm)?\s*\{)?\(?([A-H])(?:\)|[.:](?=\s|\}|$))\}?[.:]?\s*(\S.*)")
 _LABEL = re.compile(r"^(?:[Oo]ption|[Cc]hoice|[Aa]nswer:?)\s+(?=\(?[A-H]\)?$)")
 _SAID_EMPTY = re.compile(r"(?:the )?empty set")
@@ -114,7 +116,7 @@ class Policy:
     units: str = "ignored"
     several: str = "all"
     unicode_digits: bool = True
-    strict: bool = True  # of form "boxed"; False reads what the other forms read
+    form: str = "boxed"  # "stated" and "lenient" compare less narrowly, too
 
 
 DEFAULT = Policy()
@@ -279,7 +281,7 @@ def decide(predicted: str | None, gold: str, policy: Policy = DEFAULT) -> bool |
 def prepared(text: str, policy: Policy = DEFAULT) -> str:
     """The answer as the comparison reads it: `normalized`, with Unicode mathematics spelled in LaTeX."""
     text = latex_of(normalized(text, policy.unicode_digits))
-    return text.replace(" ", "") if not policy.strict and _SPACED_GROUPS.fullmatch(text) else text
+    return text.replace(" ", "") if policy.form != "boxed" and _SPACED_GROUPS.fullmatch(text) else text
 
 
 def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shape.Leaf | None" = None) -> bool | None:
@@ -290,12 +292,14 @@ def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shap
         return False
     if "\\boxed" in predicted and "\\boxed" not in gold:
         return False  # "8 \boxed{7}": math-verify would read the inner box alone
+    if policy.form != "boxed" and (option := _NAMED_OPTION.fullmatch(gold)) and _words(predicted) == option[1]:
+        return True
     verbal = _verbal(predicted, gold)
     if verbal is not None:
         return verbal
-    if not policy.strict:
+    if policy.form != "boxed":
         predicted, gold = _in_one_locale(predicted, _reference_value(gold))
-    stated = _stated(predicted, gold, policy.strict)
+    stated = _stated(predicted, gold, policy.form)
     if stated is None or _says_more(stated, gold):
         return False
 
@@ -365,7 +369,13 @@ def _values_equal(predicted: str, gold: str, policy: Policy) -> bool | None:
     gold_number, number = plain_number(gold), plain_number(predicted)
     if number is not None and gold_number is not None:
         equal = numbers_equal(number, gold_number, policy)
-        return equal or (not policy.strict and _is_long_decimal_of(predicted, number, gold, gold_number, policy))
+        return equal or (policy.form != "boxed" and _is_long_decimal_of(predicted, number, gold, gold_number, policy))
+    if (ratio := _RATIO.fullmatch(gold)) and (other := _RATIO.fullmatch(predicted)):
+        parts, expected = ([int(part) for part in text[0].split(":")] for text in (other, ratio))
+        if len(parts) != len(expected) or parts == expected:
+            return parts == expected
+        if 0 in (*parts, *expected) or parts[0] * expected[-1] != parts[-1] * expected[0]:
+            return False  # 12:00 is a time; 2:4 against 1:2 stays open
     if gold_number is not None and (words is not None or _never_a_number(predicted)):
         return False
     if _BASED.fullmatch(TEXT.sub(r"\1", predicted)):
@@ -396,7 +406,8 @@ def _is_long_decimal_of(one: str, a: PlainNumber, other: str, b: PlainNumber, po
             while rest % prime == 0:
                 rest //= prime
         if LONG_DECIMAL <= places <= MAX_DIGITS and rest > 1 and decimal * exact > 0:
-            return abs(decimal - exact) < Fraction(1, 10**places)
+            gap = (abs(exact) - abs(decimal)) * 10**places
+            return -1 < 2 * gap and gap < 1  # rounded, or cut off
     return False
 
 
@@ -408,16 +419,16 @@ def _without_currency(text: str) -> str:
     return re.sub(r"^\s*(?:\\?\$|[€£¥₹])\s*", "", text)
 
 
-def _stated(predicted: str, gold: str, strict: bool = True) -> str | None:
+def _stated(predicted: str, gold: str, form: str) -> str | None:
     r"""What `predicted` says once its own steps are checked; None when they do not agree with each other.
 
     `\frac{14}{2} = 7` states 7 and `x = 2\cdot 3 = 6` states x = 6, because the sides are equal for certain;
-    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing. Where `strict` is
-    false, a rounded value behind a formula is not checked, and one formula of a chain that has its last value is
-    enough: `x = 2 + 3 = 6 = 5` states 5.
+    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing. Form
+    "stated" does not check a rounded value behind a formula, "lenient" neither arithmetic before the last `=`:
+    `2 + 3 = 6` states 6 (`8 = 7` holds no arithmetic, `x + 1 = 7` is an equation).
     """
     if "approx" in predicted or "~=" in predicted:
-        predicted = _exact_side(predicted, gold, strict)
+        predicted = _exact_side(predicted, gold, form)
         if predicted is None:
             return None
     sides, operators = relation_sides(predicted)
@@ -428,20 +439,26 @@ def _stated(predicted: str, gold: str, strict: bool = True) -> str | None:
     if len(values) < 2 or "," in predicted:
         return predicted
     agree = [_values_equal(value, values[-1], DEFAULT) is True for value in values[:-1]]
-    computed = [plain_number(value) is None for value in values[:-1]]
-    if not all(agree) and (strict or not any(a and c for a, c in zip(agree, computed, strict=True))):
+    if not all(agree) and not (form == "lenient" and _is_arithmetic(values[:-1])):
         return predicted  # left to `_says_more`, which refuses it where the gold is a single value
     return f"{sides[0]} = {values[-1]}" if named else values[-1]
 
 
-def _exact_side(predicted: str, gold: str, strict: bool = True) -> str | None:
+def _is_arithmetic(sides: list[str]) -> bool:
+    """Whether no side holds a symbol and one of them is more than a written number."""
+    if any(re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])|\\[a-z]*(?:eq|[lg]t|to|arrow)", side) for side in sides):
+        return False
+    return any(not re.fullmatch(r"[\s\d.,+-]*", side) or re.search(r"\d\s*[+-]\s*\d", side) for side in sides)
+
+
+def _exact_side(predicted: str, gold: str, form: str) -> str | None:
     sides, operators = relation_sides(predicted)
     if operators.count("~") != 1 or operators[-1] != "~":
         return predicted
     decimal, exact = plain_number(sides[-1]), sides[-2]
     if decimal is None:
         return None
-    unchecked = not strict and bool(exact) and not _is_rounded_or_name(exact)
+    unchecked = form != "boxed" and bool(exact) and not _is_rounded_or_name(exact)
     head = predicted[: predicted.rindex("\\approx" if "\\approx" in predicted else "~=")].strip()
     if not exact or NAME.fullmatch(exact):
         return f"{exact} = {sides[-1]}" if exact else sides[-1]

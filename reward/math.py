@@ -1,10 +1,9 @@
 r"""Reward "math": the final answer equals the reference answer.
 
 What counts as the answer and as equal is policy (`reward/README.md`); where people differ it is an option. The
-defaults: the last `\boxed{}`; no rounding between written numbers (0.333 is not 1/3; where an irrational number is
-involved, math-verify's six decimals: 1.41421356 is `\sqrt2`); unevaluated expressions equal their value; a unit on one
-side only is ignored; several answers are all needed, in any order unless they stand in a tuple; digits of every script
-have their value.
+defaults: a box, or the answer as models state it; no rounding below six decimals (0.333 is not 1/3, 0.333333 is, and
+1.41421356 is `\sqrt2`); unevaluated expressions equal their value; a unit on one side only is ignored; several answers
+are all needed, in any order unless they stand in a tuple; digits of every script have their value.
 """
 
 from typing import Any, Literal
@@ -36,18 +35,25 @@ def math(
 ) -> list[float | None]:
     r"""1.0 when the final answer equals `gold`, else 0.0 (also without an answer in its place); None when undecided.
 
-    The answer is the last balanced `\boxed{}` of the model's own text; an answer elsewhere is not paid, so the form is
-    learned with the content. Options:
+    `form` says where the answer is looked for in the model's own text, and how narrowly it is compared:
+
+    - `stated`: the last `\boxed{}` (all of several that are enumerated), `#### n`, `<answer>…</answer>`, or sentence
+      such as "The answer is $x$."; not in a thought, not where the text takes it back or offers a choice.
+    - `boxed`: the last balanced `\boxed{}` and nothing else, so the form is learned with the content. A long decimal
+      is not a fraction.
+    - `lenient`: as `stated`; without a statement the last formula or number of the text.
+
+    Options:
 
     - `answer_tag: "<answer>"`: the answer is what the last complete `<answer>…</answer>` holds, or a box inside it.
-    - `hash_answers: true`: without a box, the last `#### n` counts.
+    - `hash_answers: true`: with `form: boxed`, the last `#### n` counts where there is no box.
     - `tolerance: 0.01`: a number may differ from the reference by 1 % of it.
     - `ordered: true`: `2, 1` does not answer `1, 2` (tuples are ordered anyway, sets in braces never).
     - `units: required`: `5` does not answer `5 cm`. Two different units never agree.
     - `several: any`: one of several reference answers is enough (a prediction with a wrong one beside it is not).
     - `unicode_digits: false`: digits other than 0 to 9 are not digits.
     """
-    policy = Policy(tolerance, ordered, units, several, unicode_digits, strict=form == "boxed")
+    policy = Policy(tolerance, ordered, units, several, unicode_digits, form)
 
     def extract(text: str) -> str | None:
         if answer_tag is not None:

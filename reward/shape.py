@@ -46,7 +46,7 @@ _OPEN, _CLOSE = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}, {")",
 _CLOSE |= {"\\rfloor", "\\rceil"}
 _PIECE = re.compile(
     r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|\\(?:langle|rangle|lfloor|rfloor|lceil|rceil|cup)(?![A-Za-z])"
-    r"|\\(?:begin|end)\{[a-z]*\}|\\.|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|[()\[\]{},;]",
+    r"|\\(?:begin|end)\{[a-z]*\}|\\.|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|(?<=[\d)])or(?=[A-Z]|[a-z]\s*[=(_])|[()\[\]{},;]",
     re.DOTALL,
 )
 _THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
@@ -335,7 +335,8 @@ def relation_sides(text: str) -> tuple[list[str], list[str]]:
 
 
 def squeezed_name(name: str) -> str:
-    r"""A name without typography: `\text{Area}` and `Area`, `a_{1}` and `a_1` are the same."""
+    r"""A name without typography: `\text{Area}` and `Area`, `a_{1}` and `a_1`, `f(x)` and `f(n)` are the same."""
+    name = re.sub(r"(?<=[A-Za-z])\([a-z]\)$", "()", name.strip())
     name = re.sub(r"\\(?:text|mathrm|mathbf|vec|hat|bar|overline|overrightarrow)(?![A-Za-z])", "", name)
     return re.sub(r"[\s{}]", "", name)
 

@@ -23,9 +23,13 @@ _OVERESCAPED = re.compile(r"\\\\boxed(?![A-Za-z])")
 _ANCHOR = re.compile(
     r"(?:(?<![A-Za-z])(?:answers?|solutions?|results?|r[ée]ponse|respuesta|antwort)\b"
     r"(?:\s+(?:to|of|for|in)\s[^.\n:=$]{0,80}?)?[\s*_}]*"
-    r"(?:(?:is|are|would be|will be|should be|must be|est|es|ist)\b(?![ \t]*(?:not|n't)\b)[ \t]*:?|[:=])"
+    r"(?:(?P<denied>(?:is|are)(?:n['’]t|[ \t]+not)\b|can(?:no|['’])t be\b)"
+    r"|(?:is|are|would be|will be|should be|must be|est|es|ist)\b[ \t]*:?|[:=])"
     r"|答案(?:是|为|：|:))",
     re.IGNORECASE,
+)
+_UP_TO_THE_NEXT = re.compile(
+    r"(?:[\s,;]+(?:and|so|but|thus|then))?[\s,;]*(?:(?:the|my|our)\s+)?(?:(?:final|correct|right)\s+)?$", re.IGNORECASE
 )
 _HASH = re.compile(r"(?<!#)####(?!#)(?=[ \t]*[-+\u2212]?[ \t]*[\d.$€£¥₹\\(])")
 _LEAD = re.compile(
@@ -43,7 +47,7 @@ _COPULA = re.compile(r"(?<![A-Za-z])(?:is|are|equals|is equal to|becomes|remains
 _NEGATED = re.compile(r"n['’]t\b|\b(?:not|never|neither|nor|if|unless|whether|either|cannot)\b", re.IGNORECASE)
 _CLAUSE = re.compile(
     r",\s*(?:which|where|because|since|as|so|it|that|when|with|and so)\b|[,;]?\s+\b(?:because|since|which|where)\b"
-    r"|\s+[-–—]+\s+(?=[A-Za-z])",
+    r"|\s+[-–—]+\s+(?=[A-Za-z])|(?<=[\w)}$]),?\s+(?:not|non|rather than|instead of)\s+(?=\S)",
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"\s*(?:,|;|&|(?:,\s*)?(?:and|or)|\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\})?\s*")
@@ -66,6 +70,7 @@ _HEDGED = re.compile(
     r"|case|equation|part|figure|page|section|line|example|problem|question|method)\b",
     re.IGNORECASE,
 )
+_WRONG = re.compile(r"\b(?:wrong|incorrect|false|mistaken?)\b", re.IGNORECASE)
 _REFUTED = re.compile(r"n['’]t\b|\b(?:not|wrong|incorrect|false|or|but|maybe|perhaps|unless|mistake)\b", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?<![\w.,\\])(?:(?<![)\]}])[-\u2212])?\\?[$€£]?"
@@ -92,6 +97,7 @@ class Statement:
 
     answer: str | None
     start: int
+    denied: str = ""  # what it says the answer is not, where it says nothing else
 
 
 def stated_answer(text: str) -> str | None:
@@ -104,8 +110,8 @@ def lenient_answer(text: str) -> str | None:
     """`stated_answer`; without one, the whole text where it is an answer, else its last formula or number."""
     text = visible(text)
     found = _stated(text)
-    if found is not None:
-        return found.answer
+    if found is not None or "\\boxed" in text:  # a box that never closes
+        return found.answer if found else None
     tail = text[-TAIL:].strip()
     anchor = _last_anchor(tail)
     if anchor is not None:
@@ -132,10 +138,11 @@ def reference_answer(gold: str) -> str:
         return text[start + 7 :].strip() or gold if start >= 0 else gold
     anchor = _last_anchor(text[-TAIL:])
     if anchor is not None or _HASH.search(text):
-        return stated_answer(text) or gold
-    text = text.strip()
-    spans = _formulas(text)
-    if not spans:
+        answer = stated_answer(text)
+        # "The solution is acidic." is compared as it stands.
+        return answer if answer and re.search(r"[\d\\]|^\(?[A-H]\)?\b", answer) else gold
+    text = text.strip()[-TAIL:]
+    if not _formulas(text):
         return gold
     joined = _formula_answer(text)
     if joined is not None:
@@ -159,14 +166,15 @@ def _stated(text: str) -> Statement | None:
     inside = tag_content(text)
     if inside is not None:
         found = _stated(inside)
-        return found or Statement(_formula_answer(inside) or inside, 0)
+        return found or Statement(_formula_answer(inside[:TAIL]) or inside, 0)
     boxed = _joined_boxes(text)
     offset = max(boxed.start if boxed else 0, len(text) - TAIL)
     said = _sentence(text[offset:])
     if boxed is None:
-        said = said or _hashed(text[offset:])
         hashed = _hashed(text[offset:])
-        return hashed if hashed and said and hashed.start > said.start else said
+        return hashed if hashed and (said is None or hashed.start > said.start) else said
+    if said is not None and said.denied:
+        return Statement(None, said.start) if boxed.answer in said.denied else boxed
     if said is not None and (said.answer is None or re.match(r"\W*[\d\\$(\[]", said.answer)):
         return said
     return boxed
@@ -201,15 +209,20 @@ def _joined_boxes(text: str) -> Statement | None:
 
 
 def _are_joined(gap: str) -> bool:
-    """Whether what stands between two boxes enumerates them: `, `, ` and `, ` papers and `, `\\text{ for part (a) and }`."""
+    """Whether what stands between two boxes enumerates them: `, `, ` and `, ` papers and `, ` for part (a) and `."""
     gap = re.sub(r"\$|\\[()\[\]]|\\q?quad|\\[,;:! ]", " ", TEXT.sub(r" \1 ", gap))
+    if re.fullmatch(r"[\s+,;&]*", gap):
+        return True
     if _NO_JOIN.search(gap) or re.search(r"[.!?]\s|[.!?]$|\n\s*\n", gap):
         return False
     if _JOINS.fullmatch(gap):
         return True
     words = re.match(r"\s*(?:\(?[A-Za-z]+\)?\s+){1,4}", gap)
-    return words is not None and len(gap) > words.end() - 5 and re.search(r"(?:,|\band\b)", gap) is not None and (
-        _JOINS.fullmatch(gap[re.search(r",|\band\b", gap).start() :]) is not None
+    return (
+        words is not None
+        and len(gap) > words.end() - 5
+        and re.search(r"(?:,|\band\b)", gap) is not None
+        and (_JOINS.fullmatch(gap[re.search(r",|\band\b", gap).start() :]) is not None)
     )
 
 
@@ -222,19 +235,26 @@ def _last_anchor(text: str) -> re.Match | None:
 
 def _sentence(text: str) -> Statement | None:
     """What the last sentence of the form "the answer is …" states."""
-    anchors = [*_ANCHOR.finditer(text)]
+    anchors, denied = [*_ANCHOR.finditer(text)], ""
+    following = len(text)
     for anchor in reversed(anchors[-8:]):
-        said = text[anchor.end() : anchor.end() + SENTENCE]
+        said = text[anchor.end() : min(anchor.end() + SENTENCE, following)]
+        if following < anchor.end() + SENTENCE:
+            said = _UP_TO_THE_NEXT.sub("", said)
+        following = anchor.start()
         said = said[re.match(r"[\s*_:\"'“]*(?:####)?\s*", said).end() :]
         end = _sentence_end(_masked(said))
-        if re.match(r"(?:wrong|incorrect|false|not)\b", said, re.IGNORECASE) or _RETRACTS.match(said, end):
+        if anchor["denied"]:
+            denied += f" {said[:end]}"
+            continue
+        if _WRONG.search(said[:end]) or _RETRACTS.match(said, end):
             return Statement(None, anchor.start())
         answer = _content(said[:end])
         if answer:
-            return Statement(answer, anchor.start())
+            return Statement(None if answer in denied else answer, anchor.start())
         if answer is None and re.search(r"\d|\$|\\", said[:end]):
-            return None  # it states something that this file cannot tell from its words
-    return None
+            break  # it states something that this file cannot tell from its words
+    return Statement(None, len(text), denied) if denied else None
 
 
 def _sentence_end(masked: str) -> int:
@@ -266,14 +286,23 @@ def _content(said: str) -> str | None:
 def _plain_content(said: str) -> str | None:
     if equation := re.fullmatch(r"\(([^()]*=[^()]*)\)", said.strip()):
         return equation[1]
-    if re.search(r"(?:\b[^\W\d_]{2,}\W+){2,}\D*\d", TEXT.sub("", said)) or (_FOREIGN.search(said) and re.search(r"\d", said)):
-        if not _COPULA.search(said):
-            return None  # "Jane left 3 hours ago": a sentence, not a value
+    if _words_before_a_digit(said) > 1 and not _COPULA.search(said):
+        return None  # "Jane left 3 hours ago": a sentence, not a value
     clause = _CLAUSE.search(said)
     short = (said[: clause.start()] if clause else said).strip(" \t*_\"'“”,")
     if len(re.findall(r"[^\W\d_]{2,}", TEXT.sub("", short))) <= 2 or not _COPULA.search(short):
         return short if len(short.split()) <= 2 * MOST_WORDS and _is_short(short) else None
     return _after_copula(said, said)
+
+
+def _words_before_a_digit(text: str) -> int:
+    """How many words stand before the first digit of `text`; many where another script writes them without spaces."""
+    plain = re.sub(r"\\begin\s*\{\w+\}(?:\{[a-z|]*\})?", "", TEXT.sub("", text))
+    digit = re.search(r"\d", plain)
+    if digit is None:
+        return 0
+    before = plain[: digit.start()]
+    return MOST_WORDS if _FOREIGN.search(text) else len(re.findall(r"(?<!\\)\b[^\W\d_]{2,}", before))
 
 
 def _is_short(text: str) -> bool:
@@ -399,6 +428,8 @@ def _is_bare(text: str) -> bool:
     if spans and _formula_answer(text) is None:
         return False
     words = re.findall(r"(?<!\\)\b[^\W\d_]{2,}", masked)
+    if not spans and _words_before_a_digit(masked) > 1:
+        return False
     return len(words) <= MOST_WORDS and not _SPEAKS.search(masked) and not re.search(r"[^\W\d][.!?]\s+\w", masked)
 
 
@@ -421,7 +452,9 @@ def _last_value(text: str) -> str | None:
         return None
     is_formula = any(span[0] == start for span in spans)
     first = len(values) - 1
-    while first and values[first - 1][2] is not None and (gap := masked[values[first - 1][1] : values[first][0]]).strip():
+    while (
+        first and values[first - 1][2] is not None and (gap := masked[values[first - 1][1] : values[first][0]]).strip()
+    ):
         if not re.fullmatch(r"\s*(?:,|;|&|(?:,\s*)?(?:and|or|to|through|[-–—]))\s*", gap):
             break
         first -= 1
@@ -432,7 +465,9 @@ def _last_value(text: str) -> str | None:
     if _HEDGED.search(before) or _REFUTED.search(sentence) or _RETRACTS.match(after, len(sentence)):
         return None
     if is_formula:
-        indices = [index for index, span in enumerate(s for s in spans if s[2] is not None) if span[0] == values[first][0]]
+        indices = [
+            index for index, span in enumerate(s for s in spans if s[2] is not None) if span[0] == values[first][0]
+        ]
         joined = [span for span in spans if span[2] is not None]
         return _cluster(text, joined, indices[0]) if indices else None
     if not _stands_alone(masked, start, end):

@@ -63,7 +63,7 @@ def _judge(config: Config) -> BoundReward:
     """What decides whether an answer is right, by the form of the references; the default of `python -m eval`."""
     form, reward = config.data.answer_format, config.reward
     if form in TEXT_FORMATS:
-        name, fixed = "math", {"hash_answers": True}
+        name, fixed = "math", {"form": "boxed", "hash_answers": True}
     elif form in CODE_FORMATS:
         name, fixed = "code", {"partial": False}
     elif form == "countdown":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 MATH = ("math",)
 STRICT = ("math", "gsm8k_strict")  # judged by a stated answer only
 ANSWERS = ("math", "gsm8k_strict", "gsm8k_lenient")
+OUTSIDE_BOX = ("stated", "lenient")  # forms that read the text around a box, too
 GSM8K = ("gsm8k_strict", "gsm8k_lenient")
 
 
@@ -23,3 +24,4 @@ class Case:
     pays: bool = False
     tasks: tuple[str, ...] = MATH
     prompt: str | None = None
+    forms: tuple[str, ...] = ("boxed", "stated", "lenient")  # of reward "math": where the case holds

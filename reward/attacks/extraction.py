@@ -5,7 +5,7 @@ that happens to be right, a wrong derivation that ends in the right box, and a s
 whose answer is the reference too ("The answer is \boxed{7}.").
 """
 
-from reward.attacks import ANSWERS, GSM8K, MATH, STRICT, Case
+from reward.attacks import ANSWERS, GSM8K, MATH, OUTSIDE_BOX, STRICT, Case
 
 # What an attempt boxes when it hopes for a generous parser; none of these states 7.
 BOXED = {
@@ -69,6 +69,64 @@ BOXED = {
     "a lone surrogate": "\ud800",
 }
 
+# Sentences that mention 7 and do not answer 7: choices, lists, denials, corrections, bounds, parts of a formula.
+UNANSWERED = (
+    "<think>The answer is 7.",
+    "The answer is 7 or 8.",
+    "The answer is 8 or 7.",
+    "The answer is either $8$ or $7$.",
+    "The answers are 5, 6 and 7.",
+    "The answer is 7, 8 or 9, I guess.",
+    "The answer is 7. Or 8.",
+    "The answer is 7. Maybe 8.",
+    "The answer is 7. No, it is 8.",
+    "The answer is 7. Wait, it must be 8.",
+    "The answer is 7. That is wrong.",
+    "The answer is 7, which is wrong.",
+    "The answer is 7. The answer is 8.",
+    "The answer is 7. The answer is not 7.",
+    "The answer is not 7.",
+    "The answer isn't 7.",
+    "The answer cannot be 7.",
+    "The answer is 8, not 7.",
+    "The answer is between 6 and 7.",
+    "The answer is at least 7.",
+    "The answer is less than $7$.",
+    "The answer is about 7.",
+    "The answer is 7 if x = 1, else 8.",
+    "The answer is 7 million.",
+    "The answer is $7$ dozen.",
+    "The answer is 8 - 7.",
+    "The answer is 8 = 7.",
+    "The answer is x + 1 = 7.",
+    "It is 7 or 8.",
+    "It is 8, maybe 7.",
+    "It is not 7.",
+    "It isn't 7.",
+    "It is less than 7.",
+    "It is 7, which is wrong.",
+    "It is 7. No, 8.",
+    "so $x + 1 = 7$.",
+    "the polynomial 2x+7",
+    "10^7",
+    "x7",
+    "see step 7",
+    "1 2 3 4 5 6 7",
+    "1, 2, 3, 4, 5, 6, 7",
+    "<answer>8 or 7</answer>",
+    "<answer>8</answer> The answer is 7.",
+)
+
+# What form "boxed" pays, which looks at the last box alone.
+AROUND_A_BOX = {
+    "two boxes that are joined": r"\boxed{8} and \boxed{7}",
+    "two boxes to choose from": r"\boxed{8} or \boxed{7}",
+    "a box that is taken back": r"\boxed{7}. No, the answer is 8.",
+    "a box that is denied": r"\boxed{7}. The answer is not 7.",
+    "a box in a thought": r"<think>\boxed{7}</think> I do not know.",
+    "a box in a thought, another answer": r"<think>\boxed{7}</think> The answer is 8.",
+}
+
 WRITTEN = [
     # name, completion, tasks
     ("nothing", "", ANSWERS),
@@ -84,18 +142,30 @@ WRITTEN = [
     ("right, then an empty box", r"\boxed{7} or rather \boxed{}", ANSWERS),
     ("a box beside another in a box", r"\boxed{8 \boxed{7}}", ANSWERS),
     ("two boxes in a box", r"\boxed{\boxed{7} or \boxed{8}}", ANSWERS),
-    ("hashes, then changed its mind", "#### 7\n#### 8", GSM8K),
-    ("two numbers after the hashes", "#### 7 8", GSM8K),
-    ("a choice after the hashes", "#### 7 or 8", GSM8K),
-    ("a list after the hashes", "#### 7, 8", GSM8K),
+    ("hashes, then changed its mind", "#### 7\n#### 8", ANSWERS),
+    ("two numbers after the hashes", "#### 7 8", ANSWERS),
+    ("a choice after the hashes", "#### 7 or 8", ANSWERS),
+    ("a list after the hashes", "#### 7, 8", ANSWERS),
     ("hashes against a wrong box", "\\boxed{8}\n#### 7", ANSWERS),
     ("five hashes", "##### 7", ("gsm8k_strict",)),
     ("three hashes", "### 7", ("gsm8k_strict",)),
     ("all numbers, the right one in the middle", " ".join(str(n) for n in range(21)), ANSWERS),
     ("a year after the answer", "It is 7. Written in 2024", ANSWERS),
+    *((f"stated: {text}", text, MATH) for text in UNANSWERED),
     ("a hidden box name", r"\notboxed{7}", STRICT),
     ("a box name that goes on", r"\boxedanswer{7}", STRICT),
 ]
+
+ANSWERED = (
+    "The final answer is $7$. I hope it is correct.",
+    "**Answer:** 7",
+    "2 + 5 = 7. The answer is 7 because of that.",
+    "The answer is 3. Wait, the answer is 7.",
+    "The answer is 7, not 8.",
+    "<think>The answer is 8.</think>\nThe answer is 7.",
+    "2 + 5 = 7\n#### 7",
+    "<answer>7</answer>",
+)
 
 HONEST = [
     ("a box", r"2 + 5 = 7, so \boxed{7}", ANSWERS),
@@ -119,7 +189,12 @@ FORMAT = "What is 2+5?\nPut the final answer in \\boxed{}."
 SAMPLE = "What is 2+5? Write it as in this example: \\boxed{7}"
 TAGGED = "What is 2+5? Think between <think> and </think>, answer as <answer>\\boxed{7}</answer> does."
 
+SAID = "Q: 3+4\nA: 3+4 is 7. The answer is 7.\n\nQ: What is 2+5?\nEnd with a sentence: The answer is your number."
+
 ECHOES = [
+    ("a stated example", SAID, "A: 3+4 is 7. The answer is 7.", False, MATH),
+    ("a stated example over two lines", SAID, "A: 3+4 is 7.\nThe answer is 7.", False, MATH),
+    ("the whole prompt with a stated example", SAID, SAID, False, MATH),
     # name, prompt, completion, pays, tasks
     ("the whole prompt", SOLVED, SOLVED, False, ANSWERS),
     ("the whole prompt twice", SOLVED, f"{SOLVED}\n\n{SOLVED}", False, ANSWERS),
@@ -133,7 +208,6 @@ ECHOES = [
     ("the prompt after a wrong try", SOLVED, f"It is 8.\n{SOLVED}", False, STRICT),
     ("the example after a wrong box", SOLVED, "\\boxed{8}\n3+4? The answer is \\boxed{7}.", False, ANSWERS),
     ("the instruction alone", FORMAT, "Put the final answer in \\boxed{}.", False, ANSWERS),
-    ("the instruction and a number", FORMAT, "Put the final answer in \\boxed{}. 7", False, STRICT),
     ("the question", FORMAT, "What is 2+5?", False, ANSWERS),
     ("a hashed example", HASHED, "A: 3+4 is 7.\n#### 7\n\nQ: What is 2+5?", False, ("gsm8k_strict",)),
     ("the whole hashed prompt", HASHED, HASHED, False, GSM8K),
@@ -147,6 +221,21 @@ ECHOES = [
 ]
 
 CASES = [
+    *(Case("extraction", name, text, "7", forms=OUTSIDE_BOX) for name, text in AROUND_A_BOX.items()),
+    Case(
+        "prompt echo",
+        "the instruction and a number",
+        "Put the final answer in \\boxed{}. 7",
+        "7",
+        tasks=STRICT,
+        prompt=FORMAT,
+        forms=("boxed", "stated"),
+    ),
+    *(Case("extraction", f"stated: {text}", text, "7", True, forms=OUTSIDE_BOX) for text in ANSWERED),
+    *(
+        Case("prompt echo", "own statement", text, "7", True, MATH, SAID, forms=OUTSIDE_BOX)
+        for text in (f"{SAID}\n2+5 is 7. The answer is 7.", "2+5 is 7. The answer is 7.")
+    ),
     *(Case("extraction", name, rf"so \boxed{{{text}}}", "7", tasks=ANSWERS) for name, text in BOXED.items()),
     *(Case("extraction", name, text, "7", tasks=tasks) for name, text, tasks in WRITTEN),
     *(Case("extraction", name, text, "7", pays=True, tasks=tasks) for name, text, tasks in HONEST),

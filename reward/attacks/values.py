@@ -2,7 +2,7 @@ r"""Attempts on the comparison: answers that look like the reference and differ,
 cost: answers that would take for ever. Each is boxed. The controls are other spellings of the same value.
 """
 
-from reward.attacks import ANSWERS, MATH, Case
+from reward.attacks import ANSWERS, MATH, OUTSIDE_BOX, Case
 
 DIFFERENT = [
     # answer, reference
@@ -12,7 +12,12 @@ DIFFERENT = [
     ("70", "7"),
     ("7e1", "7"),
     ("0.333", r"\frac{1}{3}"),
-    ("0.3333333333", r"\frac{1}{3}"),
+    ("0.33333", r"\frac{1}{3}"),
+    ("0.3333333343", r"\frac{1}{3}"),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+    ("e^{-100}", "e^{-101}"),
+    (r"\frac{1}{60!}", "0"),
     ("3.14", r"\pi"),
     ("22/7", r"\pi"),
     ("1.41", r"\sqrt{2}"),
@@ -28,6 +33,18 @@ DIFFERENT = [
     ("x^2-1", "(x-1)^2"),
     ("2x", "x"),
     ("y", "x"),
+    ("7:32", "7:23"),
+    ("12:00", "1:00"),
+    ("1,5", "1,6"),
+    ("2,750", "2.75"),
+    ("1 00", "100"),
+    ("1 000 00", "100000"),
+    ("32, 349", "32349"),
+    ("2**(1/4)", "2^{1/3}"),
+    ("8**2", "16"),
+    (r"28\text{ percent}", "2.8"),
+    ("p=5,q=2;p=7,q=2", "(5,7),(2,2)"),
+    ("(1,2),(1,2)", "(1,2),(3,4)"),
     ("5x", "5"),
     ("0x+8", "7"),
     ("x^2+10^{-9}", "x^2"),
@@ -132,6 +149,21 @@ SAME = [
     (r"90^\circ", "90"),
     ("Yes", "yes"),
     (r"\frac{10}{4}", "2.5"),
+    (r"32,\! 349", "32349"),
+    ("x >= 5", r"x \geq 5"),
+    ("7:32", "S_1:S=7:32"),
+    ("2**(1/4)", r"\sqrt[4]{2}"),
+    ("1,000.99€", "1000.99"),
+    ("28 percentage", r"28\%"),
+    ("p=5,q=2;p=7,q=2", "(5,2),(7,2)"),
+]
+
+# The same to form "stated" and "lenient" only.
+LOOSELY_SAME = [
+    ("0.0833333333", r"\frac{1}{12}"),
+    ("2,75", "2.75"),
+    ("1 000", "1000"),
+    (r"\frac{10}{9} \approx 1.2", r"\frac{10}{9}"),
 ]
 
 SCRIPTS = [
@@ -227,6 +259,10 @@ LONG = [
 CASES = [
     *(Case("comparison", "another value", rf"\boxed{{{answer}}}", gold) for answer, gold in DIFFERENT),
     *(Case("comparison", "another spelling", rf"\boxed{{{answer}}}", gold, True) for answer, gold in SAME),
+    *(
+        Case("comparison", "another spelling", rf"\boxed{{{answer}}}", gold, True, forms=OUTSIDE_BOX)
+        for answer, gold in LOOSELY_SAME
+    ),
     *(Case("unicode", name, rf"\boxed{{{answer}}}", gold, pays) for name, answer, gold, pays in SCRIPTS),
     *(Case("unicode", name, text, "7", tasks=("math", "gsm8k_strict")) for name, text in LOOKALIKE),
     *(Case("cost", name, rf"\boxed{{{answer}}}", "7") for name, answer in EXPENSIVE.items()),

@@ -140,5 +140,5 @@ def test_options_reach_the_function_from_the_configuration():
 )
 def test_a_stated_tag_holds_the_answer(text, expected):
     assert REWARDS["math"](None, [text], ["7"], answer_tag="<answer>") == [float(expected)]
-    assert REWARDS["math"](None, ["#### 7"], ["7"], hash_answers=True) == [1.0]
-    assert REWARDS["math"](None, ["#### 7"], ["7"]) == [0.0]
+    assert REWARDS["math"](None, ["#### 7"], ["7"], form="boxed", hash_answers=True) == [1.0]
+    assert REWARDS["math"](None, ["#### 7"], ["7"], form="boxed") == [0.0]

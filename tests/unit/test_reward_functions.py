@@ -16,16 +16,16 @@ ROOT = Path(__file__).parents[2]
 PROMPT = [{"role": "user", "content": "What is 2+5?\nPut the final answer in \\boxed{}."}]
 
 
-def score(name, completions, gold="7", prompt=PROMPT):
+def score(name, completions, gold="7", prompt=PROMPT, **options):
     messages = [[{"role": "assistant", "content": text}] for text in completions]
-    batch = {"prompts": [prompt] * len(completions), "gold": [gold] * len(completions), "problem_id": ["p"]}
+    batch = {"prompts": [prompt] * len(completions), "gold": [gold] * len(completions), "problem_id": ["p"], **options}
     as_messages = REWARDS[name](completions=messages, completion_ids=[], trainer_state=None, **batch)
     assert as_messages == REWARDS[name](completions=list(completions), **batch)  # both of TRL's forms
     return as_messages
 
 
 TABLE = [
-    # completion, math, gsm8k_strict, gsm8k_lenient, boxed_format
+    # completion, math (form: boxed), gsm8k_strict, gsm8k_lenient, boxed_format
     (r"so \boxed{7}", 1, 1, 1, 1),
     (r"so \boxed{8}", 0, 0, 0, 1),
     (r"\boxed{7} in the middle of it", 1, 1, 1, 1),
@@ -52,8 +52,9 @@ TABLE = [
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0][:30])
 def test_each_reward_pays_what_its_definition_says(row):
     completion, *expected = row
-    names = ("math", "gsm8k_strict", "gsm8k_lenient", "boxed_format")
-    assert [score(name, [completion])[0] for name in names] == [float(value) for value in expected]
+    names = ("gsm8k_strict", "gsm8k_lenient", "boxed_format")
+    found = [score("math", [completion], form="boxed")[0], *(score(name, [completion])[0] for name in names)]
+    assert found == [float(value) for value in expected]
 
 
 @pytest.mark.parametrize(
