@@ -379,6 +379,7 @@ def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(rollout, answer):
     found.fakes[0].before["generate"] = lambda body: {"version": 1, "samples": rows}
     with pytest.raises(CheckFailed, match=r"not what was asked for|not of protocol"):
         generate(found, 1)
+    assert found.fakes[0].calls.count("generate") == 1, "a second time it would be the same"
 
 
 def test_a_late_answer_of_an_abandoned_attempt_is_dropped():
