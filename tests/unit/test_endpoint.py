@@ -111,6 +111,14 @@ def test_samples_come_in_order_as_bits_and_a_nan_stays_one(server):
     assert (params.n, params.max_tokens, params.stop_token_ids, params.logprobs) == (3, 4, [5], 0)
 
 
+def test_a_sequence_has_a_score_for_every_token_but_its_first(server):
+    sequences = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    body = {"sequences": [encode_ids(ids) for ids in sequences], "session": None, "version": None}
+    status, answer = server.post("score", body)
+    scores = [decode_floats(text).tolist() for text in answer["logprobs"]]
+    assert status == 200 and scores == [[server.engine.logprob(None)] * (len(ids) - 1) for ids in sequences]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

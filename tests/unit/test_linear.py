@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import bnb as peft_bnb
+from peft.tuners.lora import layer as peft_layer
 from torch.utils.checkpoint import checkpoint
 
 from merge.base import dequantize, hash_base, load_nf4
@@ -76,6 +77,20 @@ def test_fused_layer_gives_what_peft_gives_in_float32_within_1e_5(double, rslora
     for found, expected in zip(run(fuse(module), x, g), run(module, x, g), strict=True):
         assert found.dtype == expected.dtype and found.shape == expected.shape
         assert relative(found, expected) < 1e-5
+
+
+def test_a_merged_adapter_is_not_added_again():
+    module = torch.nn.ModuleDict({"layer": torch.nn.Linear(128, 96).requires_grad_(False)})
+    layer = peft_layer.Linear(module["layer"], "default", config=LoraConfig(r=8, lora_alpha=24), r=8, lora_alpha=24)
+    torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.05)
+    module["layer"], x = layer, torch.randn(5, 128)
+    expected = layer(x).detach()
+    use_fused_linears(module, "fused")
+    torch.testing.assert_close(layer(x).detach(), expected)
+    layer.merge()
+    torch.testing.assert_close(layer(x).detach(), expected, rtol=1e-5, atol=1e-5)
+    layer.unmerge()
+    torch.testing.assert_close(layer(x).detach(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])

@@ -53,6 +53,12 @@ def test_a_run_without_the_keys_has_no_noise_and_one_with_them_has_the_same_at_e
     assert noise_of(on, 40).seed != noise_of(on, 41).seed != noise_of(load_config(CONFIG, ON), 41).seed
 
 
+def test_no_two_versions_of_runs_with_neighbouring_seeds_share_a_draw():
+    configs = [load_config(CONFIG, [*ON, f"--run.seed={seed}"]) for seed in range(3)]
+    seeds = [noise_of(config, version).seed for config in configs for version in range(80)]
+    assert len(set(seeds)) == len(seeds)
+
+
 def test_noise_is_drawn_by_name_so_that_trainer_and_server_have_the_same():
     trainer, server = Decoder(("base_model", "model", "model")), Decoder(("model",))
     names = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm"]

@@ -261,6 +261,13 @@ def test_the_base_is_loaded_as_the_configuration_says(monkeypatch):
     assert loaded[2:] == ["model"]
 
 
+def test_prompts_of_a_batch_are_padded_before_them(tiny_model_dir):
+    """A completion follows its prompt."""
+    tokenizer = policy.load_tokenizer(configuration(**{"model.path": tiny_model_dir}))
+    ids, mask = tokenizer(["1 + 2 =", "3"], padding=True).values()
+    assert mask[1] == [0] * (len(mask[0]) - 1) + [1] and mask[0] == [1] * len(mask[0]) and len(ids[1]) == len(ids[0])
+
+
 # What is published.
 
 

@@ -161,6 +161,19 @@ def test_what_lies_beyond_a_range_is_counted_over_all_calls_and_tokens():
 # The ranges.
 
 
+def test_values_beyond_a_range_are_counted_in_updates_and_in_nothing_else():
+    model = toy([1.0, -4.0], "nvfp4")
+    calibrate(model, whole([0]))
+    beyond = torch.tensor([[1, 1, 1]])
+    with torch.no_grad():
+        model(beyond)
+    assert quantizers_of(model).watched() == {}
+    model.embed.weight.requires_grad_(True)
+    model(beyond)
+    found = quantizers_of(model).watched()
+    assert found["quant_peak_ratio"] > 2 and 0 < found["quant_clip_fraction"] < 1
+
+
 class Toy(nn.Module):
     """Two layers on an embedding: `values` are the largest inputs, by token id."""
 

@@ -263,6 +263,38 @@ def test_of_a_sync_the_replica_farthest_from_the_trainer_is_recorded_and_the_noi
     assert len(published) == 1, "a version is published once"
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+def test_of_a_base_that_is_split_every_process_gathers_and_scores_each_version_once(rollout, monkeypatch, is_main):
+    """A gather or a forward that one process leaves out stops the others for ever."""
+    found, calls = rollout(1), []
+    found.scorer.choose([[5, 6]])
+    found.scorer.policy = lambda trainer: calls.append("policy") or ["on"]
+    found.scorer.base = lambda trainer: calls.append("base") or ["off"]
+    monkeypatch.setattr("recipes.parts.rollout.gather_adapter", lambda model: calls.append("gather") or {"whole": 1})
+    monkeypatch.setattr(found, "_adapter_file", lambda trainer, gathered: calls.append("file") or gathered)
+    accelerator = SimpleNamespace(is_main_process=is_main, unwrap_model=lambda model: model)
+    trainer = SimpleNamespace(adapter_version=4, sharding="FSDP2", accelerator=accelerator, model="m")
+    assert found._ask_policy(trainer, [[5, 6]]) is None
+    assert calls == ["gather", *(["file"] if is_main else []), "policy", "base"]
+    assert found._scores == (found.scorer.sequences, ["on"], ["off"])
+    published = []
+    monkeypatch.setattr(found.sync, "publish", lambda *facts: published.append((*facts[:2], facts[2]())))
+    if is_main:
+        found._sync(trainer)
+        assert published == [(4, {"whole": 1}, found._scores)]
+    assert found._adapter is None, "the gathered tensors are let go"
+    found._served = 4
+    calls.clear()
+    assert found._ask_policy(trainer, [[5, 6]]) is None and calls == []
+    trainer.adapter_version = 5
+
+    def spoiled(trainer: SimpleNamespace) -> list:
+        raise CheckFailed("not finite")
+
+    found.scorer.policy = spoiled
+    assert isinstance(found._ask_policy(trainer, [[5, 6]]), CheckFailed), "told to all once they have met"
+
+
 def test_other_processes_wait_longer_than_the_main_one_can_take(rollout, monkeypatch):
     """Prompt by prompt, each failing as often as it may, at its limit of time; and what else a step asks."""
     keys = ["max_in_flight=1", "retries=3", "request_timeout_s=7", "server_wait_s=11"]
@@ -348,6 +380,7 @@ def test_an_answer_that_is_not_what_was_asked_for_ends_the_run(rollout, answer):
     found.fakes[0].before["generate"] = lambda body: {"version": 1, "samples": rows}
     with pytest.raises(CheckFailed, match=r"not what was asked for|not of protocol"):
         generate(found, 1)
+    assert found.fakes[0].calls.count("generate") == 1, "a second time it would be the same"
 
 
 def test_a_late_answer_of_an_abandoned_attempt_is_dropped():

@@ -225,6 +225,25 @@ def test_what_cannot_work_is_refused_with_the_key_to_change(groups, vllm, gpus, 
     assert reason in str(refused.value)
 
 
+# Other weights, ids, sampling or routes than the trainer's, or more than one process that keeps the version.
+REFUSED = "config api_server_count data_parallel_size dp pipeline_parallel_size pp logits_processors lora_modules"
+REFUSED += " load_format hf_overrides hf_config_path quantization_config tokenizer tokenizer_mode tokenizer_revision"
+REFUSED += " skip_tokenizer_init speculative_config spec_method spec_model spec_tokens uds root_path ssl_keyfile"
+REFUSED += " ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh q tp max_cpu_loras api_key"
+
+
+def test_a_flag_that_the_kit_sets_or_that_breaks_the_routes_is_refused_in_every_spelling():
+    every = {"server": {"sleep": True, "nf4_copy": "host", "enforce_eager": True, "kv_cache_gib": 1}}
+    own = {"disable_uvicorn_access_log"}  # of the log alone
+    names = {*REFUSED.split()}
+    for changes in ({}, {"rollout": {"sync": "adapter"}, "policy": {"target_modules": ["q_proj"]}}):
+        names |= plans(config(**every, **changes), CUDA, ["0"])[0].options.keys()
+    for name in sorted(names - own):
+        for key in (name, name.replace("_", "-"), f"no-{name}", f"{name}.part"):
+            with pytest.raises(BadInput, match=f"server.vllm names {key}"):
+                plans(config(server={"vllm": {key: 1}}), CUDA, ["0"])
+
+
 def test_every_problem_is_listed_at_once():
     groups = {"server": {"weights": "fp8_per_block", "sleep": True, "vllm": {"port": 1}}}
     with pytest.raises(BadInput) as refused:

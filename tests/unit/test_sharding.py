@@ -81,7 +81,11 @@ def test_another_fsdp_than_the_tested_one_is_refused_with_the_key_and_its_value(
 
 def test_fsdp_without_settings_is_version_1_and_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "fsdp_version is 1" in refusal()
+    found = refusal().splitlines()
+    assert [line.partition(" in the")[0] for line in found] == [
+        "fsdp_version is 1",
+        "fsdp_auto_wrap_policy is NO_WRAP",
+    ]
 
 
 @pytest.mark.parametrize("name", ["offload_param", "offload_optimizer"])

@@ -288,6 +288,9 @@ def test_a_trainer_that_cannot_score_takes_the_replicas_back(synced):
     with pytest.raises(CheckFailed, match="the trainer's own"):
         sync.publish(2, Adapter(), score)
     assert_all_serve(both, sync, 1)
+    with pytest.raises(ZeroDivisionError):
+        sync.publish(3, Adapter(), lambda: 1 // 0)
+    assert_all_serve(both, sync, 1)
 
 
 def test_the_trainer_scores_while_the_replicas_load(synced):
