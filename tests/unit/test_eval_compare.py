@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eval import compare
+from eval import compare, stats
 from eval.compare import GAIN, LARGER, LOSS, NO_GAIN, NOT_SHOWN, PARTLY_LOST, REFUSED, SURVIVES
 from eval.hygiene import Limits
 from eval.score import Record
@@ -394,3 +394,17 @@ def test_every_format_is_compared_with_bf16_and_keeps_its_keys():
         "gain": {},
         "gain_survival": {},
     }
+
+
+def test_each_family_of_comparisons_is_adjusted_as_one():
+    formats = {
+        "bf16": SHOWN,
+        "fp8": (SHOWN[0], spoilt(SHOWN[1], 0.05, correct=False)),
+        "w4a16": (SHOWN[0], spoilt(SHOWN[1], 0.03, correct=False)),
+    }
+    found, _ = judged(formats)
+    for family, count in (("gain", 3), ("gain_survival", 2), ("quantization_loss", 2)):
+        made = list(found[family].values())
+        assert [one["comparisons"] for one in made] == [count] * count
+        assert [one["holm_p"] for one in made] == stats.holm([one["p"] for one in made])
+        assert any(one["holm_p"] > one["p"] for one in made)

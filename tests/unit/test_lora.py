@@ -60,6 +60,9 @@ def test_a_plain_adapter_has_no_reason_against_it():
         ({"lora_bias": True}, False, "trained biases"),
         ({"init_lora_weights": "PiSSA_niter_4"}, False, "rewrites the base"),
         ({"target_modules": ["lm_head"]}, True, "shares its weight"),
+        ({"lora_alpha": None}, False, "holds None, and the scale needs a number"),
+        ({"lora_alpha": "16"}, False, "holds '16'"),
+        ({"alpha_pattern": {"q_proj": True}}, False, "holds True"),
         *(({key: True}, False, f"{key}: ") for key in OTHER_KINDS),
     ],
 )
