@@ -228,6 +228,14 @@ def test_an_artifact_far_from_the_policy_or_never_compared_with_it_is_not_promot
     assert f"{said}" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("KL("))
 
 
+def test_a_dry_run_judges_and_changes_nothing(run):
+    manifest = run.merged / "grpo" / "fp8" / MANIFEST
+    before = manifest.read_bytes()
+    assert decide(run, "--dry_run") == 0 and manifest.read_bytes() == before
+    assert decide(run) == 0 and promoted(run)
+    assert decide(run, "--dry_run", "--eval.gate.max_policy_kl", "0.0001") == 1 and promoted(run)
+
+
 def test_limits_come_from_the_configuration_and_its_overrides(run):
     assert decide(run, "--eval.gate.min_gain", "0.15") == 1
     assert decide(run, "--eval.gate.min_gain", "0.13") == 0

@@ -420,3 +420,10 @@ def test_pass_at_all_completions_has_one_independent_draw_a_problem():
     found = summarize(records)
     assert found["pass_at_k"]["8"]["interval"] == pytest.approx(list(stats.wilson(12, 20)))
     assert found["maj_at_k"]["8"]["interval"] == pytest.approx(list(stats.wilson(12, 20)))
+
+
+def test_a_cell_of_few_problems_is_widened_by_students_t():
+    shares = np.array([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # completions agree: 6 effective ones
+    t, z = scipy.stats.t.ppf(0.975, 5), scipy.stats.norm.ppf(0.975)
+    effective = 6 * (z / t) ** 2
+    assert stats.cluster_interval(shares, 48) == pytest.approx(stats.wilson(effective / 2, effective))

@@ -7,6 +7,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import bitsandbytes as bnb
 import numpy as np
 import pytest
 import torch
@@ -417,3 +418,40 @@ def test_rows_of_a_base_tensor_are_those_of_the_whole_whatever_its_width(tmp_pat
         tensor = BaseTensor(base, "w", pool)
         rows = torch.cat([tensor.rows(*piece) for piece in tensor.pieces()])
     assert torch.equal(rows, whole)
+
+
+def test_a_processor_that_could_repack_leaves_loaded_layers_as_they_are(monkeypatch):
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    assert bnb.nn.Linear4bit(8, 8).support_avx512bf16_for_cpu
+    model = load_nf4(shared_model(), "float32", device="cpu")
+    assert {module.support_avx512bf16_for_cpu for module in _linear4bit(model)} == {False}
+
+
+def test_a_base_is_loaded_again_with_the_layers_that_its_run_skipped():
+    folder = shared_model(tied=False)
+    info = hash_base(load_nf4(folder, "float32", skip_modules=["o_proj"], device="cpu"))
+    again = load_base(BaseCheckpoint(folder, info), "cpu")
+    assert hash_base(again)["tensors"] == info["tensors"]
+    assert type(again.model.layers[0].self_attn.o_proj) is torch.nn.Linear
+
+
+def test_tensors_of_another_type_in_the_file_are_those_of_the_training(tmp_path):
+    shutil.copytree(shared_model(), tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        save_file({name: one.float() * 1.001 for name, one in load_file(file).items()}, file, {"format": "pt"})
+    model = load_nf4(tmp_path / "model", "bfloat16", device="cpu")
+    base = BaseCheckpoint(tmp_path / "model", hash_base(model), "cpu")
+    embedding = base.tensor("model.embed_tokens.weight")
+    assert embedding.dtype == torch.bfloat16 and torch.equal(embedding, model.model.embed_tokens.weight)
+    layer = model.model.layers[0].mlp.up_proj
+    assert torch.equal(base.tensor("model.layers.0.mlp.up_proj.weight"), dequantize(layer))
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "none"])
+def test_a_loaded_base_that_is_not_base_jsons_is_refused(quantization):
+    info = hash_base(load_frozen(shared_model(), quantization, "float32", device="cpu"))
+    assert load_base(BaseCheckpoint(shared_model(), info), "cpu")
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        other = info | {"tensors": info["tensors"] | {name: "0" * 32}}
+        with pytest.raises(CheckFailed, match=f"{name} hashes to .*, base.json says 0000"):
+            load_base(BaseCheckpoint(shared_model(), other), "cpu")
