@@ -98,8 +98,11 @@ def check_quantized(source: str, config: Any) -> dict:
     elif method == "fp8" and not _is_block(settings.get("weight_block_size")):
         why = f"fp8 with weight_block_size {settings.get('weight_block_size')}"
     elif method == "compressed-tensors":
-        groups = (settings.get("config_groups") or {}).values()
-        layouts = {group.get("format") or settings.get("format") for group in groups}
+        groups = settings.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, dict) else []
+        # A group may also be a list of layers, under the name of a preset.
+        formats = [group.get("format") for group in groups if isinstance(group, dict)]
+        layouts = {one or settings.get("format") for one in formats} or {settings.get("format")}
         if len(groups) != 1 or not layouts <= set(CODES) - {"fp8"}:
             names = ", ".join(sorted(map(str, layouts))) or settings.get("format")
             why = f"compressed-tensors with {len(groups)} groups of layers ({names})"
@@ -164,7 +167,7 @@ class QuantizedCheckpoint:
     def _open_stored(self) -> None:
         try:
             self.stored = StoredWeights(self.directory)
-        except ValueError as error:  # pydantic's
+        except (ValueError, KeyError) as error:  # pydantic's, and that of a preset that is not known
             raise BadInput(f"{self.directory}: quantization_config: {str(error).splitlines()[0]}") from None
         if (args := self.stored.scheme.weights) is None:
             raise BadInput(f"{self.directory} has no quantized weights: its quantization_config is of inputs alone.")

@@ -52,15 +52,15 @@ class _Server:
     def __init__(self, command: list[str], timeout_s: float):
         self.stderr = tempfile.TemporaryFile()
         self.control, theirs = socket.socketpair()
-        self.process = subprocess.Popen(
-            [*command, str(os.getpid()), str(timeout_s)],
-            stdin=theirs,
-            stdout=self.stderr,
-            stderr=self.stderr,
-            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
-        )
-        theirs.close()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*command, str(os.getpid()), str(timeout_s)],
+                stdin=theirs,
+                stdout=self.stderr,
+                stderr=self.stderr,
+                env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
+            )
         self.control.settimeout(START_TIMEOUT_S)
 
     def ask(self, request: bytes, descriptors: tuple[int, ...] = ()) -> bytes:
@@ -198,9 +198,11 @@ class WorkerPool:
                     self._server = _Server(self.command, self.timeout_s)
                     self._server.ask(b"")  # says "ready" once it has imported what the workers need
                 return _Worker(self._server)
-            except (OSError, ValueError):
-                tail = self._server.stop()
-                self._server = None
+            except (OSError, ValueError) as error:
+                tail = str(error)
+                if self._server is not None:
+                    tail = self._server.stop()
+                    self._server = None
         raise BadInput(
             f"reward workers do not start (3 attempts). Command: {' '.join(self.command)}. "
             f"Install math-verify in this environment. Last output: {tail}"

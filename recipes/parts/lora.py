@@ -44,6 +44,11 @@ def reasons(config: dict, tied: bool = False) -> list[str]:
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(BASE_CHANGING_INITS):
         found.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
+    alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
+    if odd := [alpha for alpha in alphas if isinstance(alpha, bool) or not isinstance(alpha, int | float)]:
+        found.append(
+            f"lora_alpha or alpha_pattern holds {odd[0]!r}, and the scale needs a number; write the adapter again"
+        )
     if tied and "lm_head" in (config.get("target_modules") or []):
         found.append("it targets lm_head, which shares its weight with the input embedding; leave lm_head out")
     return found

@@ -326,3 +326,13 @@ def test_any_reference_is_kept_as_it_is(tmp_path, answer):
     data = config(jsonl(tmp_path / "a.jsonl", [{"question": "1?", "answer": answer}]), answer_format="any")
     (problem,) = load_problems(data, "train")
     assert (problem.gold if isinstance(answer, str) else json.loads(problem.gold)) == answer
+
+
+def test_references_that_no_comparison_reads_are_bad_rows(tmp_path, monkeypatch):
+    file = jsonl(tmp_path / "train.jsonl", [{"question": f"q{n}", "answer": str(n)} for n in range(4)])
+    monkeypatch.setattr("recipes.parts.data.check_golds", lambda golds: [(golds.index("2"), "unparseable")])
+    problems, report = read_problems(config(file, max_bad_fraction=0.25), "train")
+    assert [problem.gold for problem in problems] == ["0", "1", "3"]
+    assert report.bad == [(f"{file}:3", "unparseable")]
+    with pytest.raises(BadInput, match=r"train\.jsonl:3: unparseable"):
+        read_problems(config(file, max_bad_fraction=0.24), "train")

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eval import compare
+from eval import compare, stats
 from eval.compare import GAIN, LARGER, LOSS, NO_GAIN, NOT_SHOWN, PARTLY_LOST, REFUSED, SURVIVES
-from eval.hygiene import Limits
+from eval.hygiene import Limits, limits_of, well_formed
 from eval.score import Record
+from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput, CheckFailed
 
 FINE = Record("", "", 1, True, False, True, "1", "1", True, True, False)
@@ -394,3 +395,30 @@ def test_every_format_is_compared_with_bf16_and_keeps_its_keys():
         "gain": {},
         "gain_survival": {},
     }
+
+
+def test_each_family_of_comparisons_is_adjusted_as_one():
+    formats = {
+        "bf16": SHOWN,
+        "fp8": (SHOWN[0], spoilt(SHOWN[1], 0.05, correct=False)),
+        "w4a16": (SHOWN[0], spoilt(SHOWN[1], 0.03, correct=False)),
+    }
+    found, _ = judged(formats)
+    for family, count in (("gain", 3), ("gain_survival", 2), ("quantization_loss", 2)):
+        made = list(found[family].values())
+        assert [one["comparisons"] for one in made] == [count] * count
+        assert [one["holm_p"] for one in made] == stats.holm([one["p"] for one in made])
+        assert any(one["holm_p"] > one["p"] for one in made)
+
+
+def test_every_limit_is_that_of_its_own_key():
+    gate = {"min_parse_rate": 0.81, "max_prompt_leak": 0.02, "min_end_of_turn_rate": 0.83, "max_token_hit_rate": 0.04}
+    values = {"eval": {"gate": gate | {"max_quantization_loss": 0.05, "min_gain": 0.06}}}
+    values |= {"run": {"name": "x"}, "model": {"id": "x"}, "train": {"max_steps": 1}}
+    found = limits_of(config_from_dict(values | {"reward": {"max_unknown_fraction": 0.07}}))
+    assert found == Limits(**gate, max_undecided=0.07, margin=0.05)
+
+
+def test_only_a_readable_answer_that_ended_by_itself_is_well_formed():
+    wrong = [{"parsed": False}, {"ended": False}, {"hit_max_tokens": True}]
+    assert well_formed(FINE) and not any(well_formed(replace(FINE, **fields)) for fields in wrong)

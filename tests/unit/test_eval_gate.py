@@ -154,6 +154,34 @@ def test_every_format_with_a_checkpoint_of_its_own_can_be_promoted(tmp_path, nam
     assert name == "bf16" or not promoted(run, "bf16")
 
 
+def test_what_is_not_a_number_passes_no_rule(run):
+    config, result, nan = gate.run_config(run, []), read_json(run.eval_file), float("nan")
+    for part in ("gain", "gain_survival", "quantization_loss"):
+        result[part]["fp8"] |= estimate(nan, nan, nan)
+    for row in result["matrix"].values():
+        for cell in row.values():
+            cell |= {key: nan for key in cell if key.endswith("_rate")}
+    rules = gate.judge(config, result, {"verify": {"mean_kl": nan}})
+    assert len(rules) == 9 and "pass" not in {rule.verdict for rule in rules}
+
+
+def test_a_figure_at_its_limit_is_within_it(run):
+    config, result = gate.run_config(run, []), read_json(run.eval_file)
+    limits = config.eval.gate
+    for part, sign in (("gain_survival", -1), ("quantization_loss", 1)):
+        low, high = sorted((0.0, sign * limits.max_quantization_loss))
+        result[part]["fp8"] |= estimate(sign * 0.01, low, high)
+    result["matrix"]["grpo"]["fp8"] |= {
+        "parse_rate": limits.min_parse_rate,
+        "prompt_leak_rate": limits.max_prompt_leak,
+        "end_of_turn_rate": limits.min_end_of_turn_rate,
+        "max_token_hit_rate": limits.max_token_hit_rate,
+        "undecided_rate": config.reward.max_unknown_fraction,
+    }
+    rules = gate.judge(config, result, {"verify": {"mean_kl": limits.max_policy_kl}})
+    assert {rule.verdict for rule in rules} == {"pass"}
+
+
 def test_a_base_out_of_range_is_noted_and_keeps_nothing_from_promotion(run, capsys):
     edit(run, "matrix", "base", "fp8", value={**read_json(run.eval_file)["matrix"]["base"]["fp8"], "parse_rate": 0.7})
     assert decide(run) == 0
@@ -198,6 +226,14 @@ def test_an_artifact_far_from_the_policy_or_never_compared_with_it_is_not_promot
     write_json(manifest, {**read_json(manifest), "verify": verify})
     assert decide(run) == 1
     assert f"{said}" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("KL("))
+
+
+def test_a_dry_run_judges_and_changes_nothing(run):
+    manifest = run.merged / "grpo" / "fp8" / MANIFEST
+    before = manifest.read_bytes()
+    assert decide(run, "--dry_run") == 0 and manifest.read_bytes() == before
+    assert decide(run) == 0 and promoted(run)
+    assert decide(run, "--dry_run", "--eval.gate.max_policy_kl", "0.0001") == 1 and promoted(run)
 
 
 def test_limits_come_from_the_configuration_and_its_overrides(run):

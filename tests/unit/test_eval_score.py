@@ -1,5 +1,6 @@
 """Scoring and hygiene on hostile completions, and what comparisons are allowed to say."""
 
+import dataclasses
 import random
 
 import pytest
@@ -208,3 +209,45 @@ def test_a_report_without_survival_is_drawn(tmp_path):
     assert (tmp_path / "eval.png").stat().st_size > 5_000
     assert "- Nothing.\n- At all." in (tmp_path / "eval.md").read_text()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["eval.md", "eval.png"]
+
+
+def test_completions_are_numbered_and_judged_within_their_problem():
+    problems = [Problem(name, f"What is {name}?", gold, "x:1") for name, gold in (("a", "1"), ("b", "2"))]
+    asked = [[{"role": "user", "content": one.question}] for one in problems]
+    texts = ["\\boxed{1}", "\\boxed{2}", "\\boxed{1}", "\\boxed{2}", "\\boxed{1}", "\\boxed{2}"]
+    made = [Generation(text, text, tokens=1, ended=True, hit_max_tokens=False) for text in texts]
+    records = score(problems, made, asked)
+    assert [(one.problem_id, one.sample) for one in records] == [(name, n) for name in "ab" for n in range(3)]
+    assert [one.correct for one in records] == [True, False, True, True, False, True]
+
+
+def test_a_mean_reward_that_is_infinite_is_not_reported():
+    records = [dataclasses.replace(one("\\boxed{46}"), problem_id=str(n), reward=n / 4) for n in range(3)]
+    assert summarize(records)["mean_reward"] == 0.25
+    worse = [*records, dataclasses.replace(records[0], problem_id="3", reward=float("-inf"))]
+    assert summarize(worse)["mean_reward"] is None
+    assert "mean_reward" not in summarize([one("\\boxed{46}")])
+
+
+STORY = "3 red pens and - 4 blue ones, how many are all of them times 3.5"  # 17 words, numbers and signs
+
+
+@pytest.mark.parametrize(
+    ("training", "leaks"),
+    [
+        (f"{STORY} or more?", True),
+        (f"First read this. {STORY}", True),  # at the very end, too
+        (f"{STORY.replace('- 4', '4')} or more?", False),  # a sign counts
+        (f"Of 1{STORY} or more?", False),  # as do all digits of a number
+        (f"{STORY}7 or more?", False),
+        (f"{STORY.replace('times', 'and')} or more?", False),  # and what follows the first twelve words
+    ],
+)
+def test_a_question_stands_in_another_by_all_of_its_words_numbers_and_signs(training, leaks):
+    assert bool(find_leaks([problem(question=STORY)], [problem(question=training)])) == leaks
+
+
+@pytest.mark.parametrize(("words", "leaks"), [(12, True), (11, False)])
+def test_a_question_of_twelve_words_is_long_enough_to_be_looked_for(words, leaks):
+    asked = " ".join(f"w{'x' * n}" for n in range(words))
+    assert bool(find_leaks([problem(question=asked)], [problem(question=f"And {asked}")])) == leaks

@@ -407,3 +407,23 @@ def test_a_cell_of_several_completions_is_summarized_by_problem():
 def test_records_out_of_order_are_refused(order, message):
     with pytest.raises(BadInput, match=message):
         samples.by_problem([replace(votes("7")[0], sample=place) for place in order])
+
+
+def test_pass_at_all_completions_has_one_independent_draw_a_problem():
+    fine = Record("", "", 1, True, False, True, "1", "1", True, True, False)
+    right = [[True] * 8] * 12 + [[False] * 8] * 8
+    records = [
+        replace(fine, problem_id=str(place), sample=number, correct=verdict)
+        for place, verdicts in enumerate(right)
+        for number, verdict in enumerate(verdicts)
+    ]
+    found = summarize(records)
+    assert found["pass_at_k"]["8"]["interval"] == pytest.approx(list(stats.wilson(12, 20)))
+    assert found["maj_at_k"]["8"]["interval"] == pytest.approx(list(stats.wilson(12, 20)))
+
+
+def test_a_cell_of_few_problems_is_widened_by_students_t():
+    shares = np.array([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # completions agree: 6 effective ones
+    t, z = scipy.stats.t.ppf(0.975, 5), scipy.stats.norm.ppf(0.975)
+    effective = 6 * (z / t) ** 2
+    assert stats.cluster_interval(shares, 48) == pytest.approx(stats.wilson(effective / 2, effective))

@@ -63,6 +63,9 @@ def test_a_plain_adapter_has_no_reason_against_it():
             for name in ("PiSSA_niter_4", "pissa", "olora", "corda", "loftq", "lora_ga")
         ),
         ({"target_modules": ["lm_head"]}, True, "shares its weight"),
+        ({"lora_alpha": None}, False, "holds None, and the scale needs a number"),
+        ({"lora_alpha": "16"}, False, "holds '16'"),
+        ({"alpha_pattern": {"q_proj": True}}, False, "holds True"),
         *(({key: True}, False, f"{key}: ") for key in OTHER_KINDS),
     ],
 )

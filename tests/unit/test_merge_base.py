@@ -1,27 +1,37 @@
 """The NF4 base: loaded, hashed and streamed to the same bytes."""
 
+import copy
 import errno
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import bitsandbytes as bnb
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from merge import base as merge_base
+from merge import fp8
 from merge.base import (
     BaseCheckpoint,
+    BaseTensor,
     dequantize,
     dequantized_tensors,
     hash_base,
     hash_quantized,
     load_base,
+    load_frozen,
     load_nf4,
     quantize_weight,
+    stored_linears,
 )
 from merge.checkpoint import find_checkpoint
+from merge.hashing import hash_fp8, hash_pairs, hash_tensor
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import read_json
 from tests.unit.test_merge_fixture import LINEARS, make_model, shared_model, shared_run
@@ -319,3 +329,129 @@ def test_a_disk_that_a_download_fills_is_not_called_a_missing_checkpoint(monkeyp
 def test_model_without_nf4_has_no_nf4_hash():
     with pytest.raises(BadInput, match="no linear layer"):
         hash_base(torch.nn.LayerNorm(4))
+
+
+def test_the_commit_of_a_hub_model_is_recorded():
+    model = load_nf4(shared_model(), device="cpu")
+    assert hash_base(model)["revision"] is None
+    model.config._commit_hash = "c" * 40
+    assert hash_base(model)["revision"] == "c" * 40
+
+
+def test_layers_beside_quantized_ones_do_not_count_as_stored():
+    model = load_nf4(shared_model(tied=False), "float32", skip_modules=["o_proj"], device="cpu")
+    assert {name.rpartition(".")[2] for name in stored_linears(model)} == set(LINEARS) - {"o_proj"}
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp8", "none"])
+def test_a_checkpoint_that_lacks_a_parameter_is_refused(tmp_path, quantization):
+    shutil.copytree(shared_model(), tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        tensors = load_file(file)
+        if tensors.pop("model.norm.weight", None) is not None:
+            save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(BadInput, match=r"has no model\.norm\.weight \(1 of \d+ parameters"):
+        load_frozen(tmp_path / "model", quantization, device="cpu")
+
+
+def test_a_tensors_hash_covers_every_value_its_shape_and_its_type_in_training(monkeypatch):
+    value = torch.arange(24.0).reshape(4, 6) / 7
+    known = hash_tensor(value)
+    monkeypatch.setattr("merge.hashing.HASH_BYTES", 40)  # ten values at once
+    assert hash_tensor(value) == known == hash_tensor(value.double())
+    for place in range(24):
+        other = value.clone()
+        other.view(-1)[place] += 1
+        assert hash_tensor(other) != known
+    assert hash_tensor(value.T.contiguous()) != known != hash_tensor(value.reshape(6, 4))
+    assert hash_tensor(value, torch.bfloat16) == hash_tensor(value.bfloat16()) != known
+
+
+def test_the_hash_of_all_tensors_covers_names_and_not_their_order():
+    known = hash_pairs({"a": "1", "b": "2"})
+    assert hash_pairs({"b": "2", "a": "1"}) == known
+    assert (
+        len({known, hash_pairs({"a": "2", "b": "1"}), hash_pairs({"c": "1", "b": "2"}), hash_pairs({"a": "1"})}) == 4
+    )
+
+
+@pytest.mark.parametrize("double_quantization", [True, False])
+def test_the_hash_of_an_nf4_weight_covers_all_that_it_is_read_with(double_quantization):
+    packed, state = quantize_weight(torch.randn(48, 64), double_quantization, None)
+    known, hashes = hash_quantized(packed, state), set()
+    changes = {"shape": torch.Size((64, 48)), "dtype": torch.bfloat16, "blocksize": 128, "quant_type": "fp4"}
+    changes |= {"code": state.code * 2, "absmax": state.absmax.flip(0)}
+    if double_quantization:
+        changes["offset"] = state.offset + 1
+    for name, other in changes.items():
+        changed = copy.copy(state)
+        setattr(changed, name, other)
+        hashes.add(hash_quantized(packed, changed))
+    for name in ("absmax", "code") if double_quantization else ():
+        changed, changed.state2 = copy.copy(state), copy.copy(state.state2)
+        setattr(changed.state2, name, getattr(state.state2, name) * 2)
+        hashes.add(hash_quantized(packed, changed))
+    hashes.add(hash_quantized(packed ^ 1, state))
+    assert known not in hashes and len(hashes) == (10 if double_quantization else 7)
+
+
+def test_the_hash_of_an_fp8_weight_covers_codes_scales_and_type():
+    codes, scale = fp8.quantize_weight(torch.randn(6, 8))
+    other = (codes.view(torch.uint8) ^ 1).view(torch.float8_e4m3fn)
+    made = [(codes, scale, torch.float32), (other, scale, torch.float32), (codes, scale * 2, torch.float32)]
+    made += [(codes, scale, torch.bfloat16), (codes.reshape(8, 6), scale, torch.float32)]
+    assert len({hash_fp8(*one) for one in made}) == 5
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (5, 10), (40, 24), (3, 7)])
+@pytest.mark.parametrize("into", ["dequantized", "original"])
+def test_rows_of_a_base_tensor_are_those_of_the_whole_whatever_its_width(tmp_path, monkeypatch, shape, into):
+    """Pieces begin and end with a block of 64 values, which a width need not divide."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    info = {"quantization": {"type": "nf4", "storage_dtype": "float32", "double_quantization": True}, "offsets": {}}
+    base = SimpleNamespace(info=info, into=into, storage="nf4", quantized={"w"}, dtype=torch.float32, device="cpu")
+    base.read, base.quantize = lambda name: weight, lambda name, value: quantize_weight(value, True, None)
+    whole = dequantize_4bit(*quantize_weight(weight, True, None)) if into == "dequantized" else weight
+    monkeypatch.setattr("merge.base.PIECE", (64, 64))
+    with ThreadPoolExecutor(1) as pool:
+        tensor = BaseTensor(base, "w", pool)
+        rows = torch.cat([tensor.rows(*piece) for piece in tensor.pieces()])
+    assert torch.equal(rows, whole)
+
+
+def test_a_processor_that_could_repack_leaves_loaded_layers_as_they_are(monkeypatch):
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    assert bnb.nn.Linear4bit(8, 8).support_avx512bf16_for_cpu
+    model = load_nf4(shared_model(), "float32", device="cpu")
+    assert {module.support_avx512bf16_for_cpu for module in _linear4bit(model)} == {False}
+
+
+def test_a_base_is_loaded_again_with_the_layers_that_its_run_skipped():
+    folder = shared_model(tied=False)
+    info = hash_base(load_nf4(folder, "float32", skip_modules=["o_proj"], device="cpu"))
+    again = load_base(BaseCheckpoint(folder, info), "cpu")
+    assert hash_base(again)["tensors"] == info["tensors"]
+    assert type(again.model.layers[0].self_attn.o_proj) is torch.nn.Linear
+
+
+def test_tensors_of_another_type_in_the_file_are_those_of_the_training(tmp_path):
+    shutil.copytree(shared_model(), tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        save_file({name: one.float() * 1.001 for name, one in load_file(file).items()}, file, {"format": "pt"})
+    model = load_nf4(tmp_path / "model", "bfloat16", device="cpu")
+    base = BaseCheckpoint(tmp_path / "model", hash_base(model), "cpu")
+    embedding = base.tensor("model.embed_tokens.weight")
+    assert embedding.dtype == torch.bfloat16 and torch.equal(embedding, model.model.embed_tokens.weight)
+    layer = model.model.layers[0].mlp.up_proj
+    assert torch.equal(base.tensor("model.layers.0.mlp.up_proj.weight"), dequantize(layer))
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "none"])
+def test_a_loaded_base_that_is_not_base_jsons_is_refused(quantization):
+    info = hash_base(load_frozen(shared_model(), quantization, "float32", device="cpu"))
+    assert load_base(BaseCheckpoint(shared_model(), info), "cpu")
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        other = info | {"tensors": info["tensors"] | {name: "0" * 32}}
+        with pytest.raises(CheckFailed, match=f"{name} hashes to .*, base.json says 0000"):
+            load_base(BaseCheckpoint(shared_model(), other), "cpu")

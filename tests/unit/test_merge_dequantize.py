@@ -134,6 +134,10 @@ LAYOUTS: dict[str, tuple[dict, Store]] = {
         compressed("float-quantized", 8, "float", "channel"),
         fp8("weight_scale", 1, None, torch.float16),
     ),
+    "FP8, channels, by a preset's name": (
+        compressed("float-quantized", 8, "float", "channel") | {"config_groups": {"FP8_DYNAMIC": ["Linear"]}},
+        fp8("weight_scale", 1, None),
+    ),
     "FP8, one scale": (compressed("float-quantized", 8, "float", "tensor"), fp8("weight_scale", None, None)),
     "FP8, blocks": (
         compressed("float-quantized", 8, "float", "block", block_structure=[128, 128]),
@@ -271,6 +275,8 @@ FAULTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: change(f, **compressed("nvfp4-pack-quantized", 4, "float", "group")), "nvfp4-pack-quantized.* undone"),
     (lambda f: change(f, quant_method="compressed-tensors", config_groups={"a": MIXED, "b": MIXED}), "2 groups of la"),
     (lambda f: change(f, **COMPRESSED), "holds no weight_scale, so none"),
+    (lambda f: change(f, **COMPRESSED | {"config_groups": {"FP9": ["Linear"]}}), "scheme name FP9"),
+    (lambda f: change(f, **COMPRESSED | {"config_groups": ["FP8"]}), "with 0 groups of layers"),
     (lambda f: change(f, **COMPRESSED | {"config_groups": {"a": {"targets": []}}}),
      "of inputs alone"),
     (lambda f: change(f, weight_block_size=[64, 64]), r"scale_inv is F32 of shape .*; fp8 of a weight of .* has \("),

@@ -5,6 +5,7 @@ import json
 import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -446,3 +447,10 @@ def test_compressed_tensors_cannot_read_the_blocks_that_are_refused(shape):
         BaseCompressor.get_value_from_registry("float-quantized").decompress(
             stored, quantize_module._scheme("FP8_BLOCK")
         )
+
+
+def test_nf4_that_keeps_no_number_of_the_update_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize_module, "retained_share", lambda *_: float("nan"))
+    base = SimpleNamespace(into="dequantized", storage="nf4")
+    with pytest.raises(Refused, match="keeps nan% of the update"):
+        quantize_checkpoint(tmp_path, tmp_path / "nf4", "nf4", base, {}, no_verify)

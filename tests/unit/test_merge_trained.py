@@ -283,3 +283,12 @@ def test_an_evaluation_measures_the_policy_with_its_quantizers_and_gates_its_for
     scaled(place, ".weight_global_scale", 0.5)
     with pytest.raises(BadInput, match=r"is not whole|is damaged"):
         gate(["--run", str(run.path)])
+
+
+def test_quantizers_that_changed_since_they_were_written_are_bad_input(copied):
+    run = copied("fp8_static")
+    state = load_file(run.newest_adapter() / STATE)
+    state[min(state)] *= 2  # of the same size
+    save_file(state, run.newest_adapter() / STATE, metadata={"quant_cfg": "fp8_static"})
+    with pytest.raises(BadInput, match="is damaged"):
+        find_trained(run)

@@ -1,11 +1,13 @@
 """The comparison with the policy: it sees a wrong merge, and only a wrong one."""
 
+import contextlib
 import gc
 import json
 import math
 import shutil
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from merge import verify as verify_module
 from merge.merge import read_adapter, write_bf16
 from merge.verify import (
+    Comparison,
     Verifier,
     base_checkpoint,
     base_directory,
@@ -212,3 +215,26 @@ def test_policy_is_the_base_plus_the_adapter_and_refuses_another_base(tmp_path):
 def test_scoring_needs_a_checkpoint(tmp_path):
     with pytest.raises(BadInput, match=r"no config\.json"):
         load_for_scoring(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "update_kl", "most"),
+    [
+        (torch.float32, "base", 0.0, 2e-3),
+        (torch.bfloat16, "base", 0.0, 2e-2),
+        (torch.float32, "grpo", 1.0, 2e-3),
+        (torch.float32, "grpo", 2e-3, 1e-3),  # half of what the adapter changes
+        (torch.float32, "grpo", 1e-6, 5e-4),  # but for the noise of a right merge
+        (torch.bfloat16, "grpo", 1e-6, 5e-3),
+    ],
+)
+def test_the_bound_of_a_bf16_merge_is_what_rounding_and_half_of_the_update_allow(
+    monkeypatch, dtype, policy, update_kl, most
+):
+    verifier = object.__new__(Verifier)
+    verifier.dtype = dtype
+    monkeypatch.setattr(Verifier, "update_kl", lambda *_: update_kl)
+    for kl, is_right in ((0.0, True), (0.99 * most, True), (1.01 * most, False), (float("nan"), False)):
+        monkeypatch.setattr(Verifier, "compare", lambda *_, kl=kl, **__: Comparison(kl, 0.1, 1.0, 9))
+        with contextlib.nullcontext() if is_right else pytest.raises(CheckFailed, match="is not the policy"):
+            assert verifier.check_bf16(policy, Path("merged")).mean_kl == kl

@@ -87,6 +87,14 @@ def test_countdown_pays_an_expression_of_the_numbers_with_the_target_as_its_valu
     assert reward(None, [completion], [GOLD], use_all=False) == [float(at_most)]
 
 
+def test_a_value_between_whole_numbers_is_not_rounded_to_the_target():
+    gold = json.dumps({"numbers": [2, 3, 7], "target": 10})
+    assert (
+        REWARDS["countdown"](None, [r"\boxed{7*3/2}", r"\boxed{7*2-3}", r"\boxed{7+3*2-3}"], [gold] * 3) == [0.0] * 3
+    )
+    assert REWARDS["countdown"](None, [r"\boxed{7*2-3}"], [gold.replace("10", "11")]) == [1.0]
+
+
 def test_numbers_may_be_left_out_by_option_only():
     gold = json.dumps({"numbers": [3, 5, 7, 7], "target": 22})
     assert REWARDS["countdown"](None, [r"\boxed{3*5+7}"], [gold]) == [0.0]

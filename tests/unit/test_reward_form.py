@@ -21,6 +21,7 @@ THINK = [
     ("<think>a</think><answer>5</answer> and more", 0),
     ("first <think>a</think><answer>5</answer>", 0),
     ("<think>a<answer>5</answer></think>", 0),
+    ("<think>a<answer>5</think>b</answer>", 0),
     ("<think>a</think><answer>5", 0),
     ("a</think><answer>5</answer>", 0),
     ("", 0),

@@ -10,6 +10,7 @@ import pytest
 from recipes.parts.config import RewardConfig, match_type
 from recipes.parts.errors import BadInput, CheckFailed
 from reward import REWARDS, function_options, reward_functions
+from reward.pool import UnknownBudget, Verdict
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -211,3 +212,22 @@ def test_plain_numbers_need_no_worker_and_no_sympy():
     )
     done = processes.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
+
+
+def test_an_empty_box_is_an_answer_and_no_reason_to_look_for_a_number():
+    texts = ["it is 7, \\boxed{}", "it is 7", "it is 7, \\boxed{8}"]
+    assert REWARDS["gsm8k_lenient"](None, texts, ["7"] * 3) == [0.0, 1.0, 0.0]
+    assert REWARDS["gsm8k_strict"](None, texts, ["7"] * 3) == [0.0, 0.0, 0.0]
+
+
+def test_the_options_of_math_reach_the_comparison():
+    near = ["\\boxed{5.04}"], ["5"]
+    assert [REWARDS["math"](None, *near, tolerance=share) for share in (0.0, 0.01)] == [[0.0], [1.0]]
+
+
+def test_an_undecided_answer_is_none_and_counted(monkeypatch):
+    undecided = [Verdict(None, "timeout"), Verdict(True, "exact"), Verdict(False, "exact")]
+    monkeypatch.setattr("reward.score.judge", lambda pairs, pool, policy: undecided)
+    budget = UnknownBudget("math", 0.5)
+    assert REWARDS["math"](None, ["a", "b", "c"], ["1", "2", "3"], budget=budget) == [None, 1.0, 0.0]
+    assert budget.counts == {"timeout": 1}

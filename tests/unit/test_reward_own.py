@@ -23,6 +23,7 @@ def tensor(completions): return torch.ones(len(completions))
 def tensors(completions): return [torch.tensor(True)] * len(completions)
 def torn(completions): return [None, float("nan"), *[1] * (len(completions) - 2)]
 def short(completions): return [1.0]
+def long(completions): return [1.0] * (len(completions) + 1)
 def texts(completions): return ["1.0"] * len(completions)
 def text(completions): return "1" * len(completions)
 def nothing(completions): pass
@@ -120,6 +121,7 @@ def test_a_name_that_leads_nowhere_is_bad_input(own, name):
     ("function", "message"),
     [
         ("short", "gave 1 rewards for 3 completions"),
+        ("long", "gave 4 rewards for 3 completions"),
         ("texts", "gave '1.0' for completion 0, no number or None"),
         ("text", "gave a str, and not a list with one number or None for each of 3 completions"),
         ("nothing", "gave a NoneType, and not a list"),

@@ -232,6 +232,13 @@ def test_equal_pairs_of_a_batch_are_compared_once(hostile):
     assert pool.counts["timeout"] == 50
 
 
+def test_a_batch_is_compared_under_its_policy(monkeypatch):
+    pool = WorkerPool()
+    monkeypatch.setattr(pool, "_run", lambda tasks: {task: Verdict(task[2] == "lenient", "exact") for task in tasks})
+    pairs = [("a", "b"), ("a", "b"), (None, "c")]
+    assert [one.value for policy in ("", "lenient") for one in pool.compare(pairs, policy)] == [False] * 3 + [True] * 3
+
+
 def test_a_worker_that_died_while_idle_costs_no_sample(hostile):
     pool = hostile(workers=1)
     pool.compare([("1+1", "2")])
@@ -261,6 +268,13 @@ def test_workers_that_cannot_start_are_bad_input_with_their_output():
     with pytest.raises(BadInput, match="Install math-verify") as error:
         pool.compare([("1+1", "2")])
     assert "no module math_verify" in str(error.value)
+    assert pool.pids() == []
+
+
+def test_a_command_that_cannot_be_run_is_bad_input(tmp_path):
+    pool = WorkerPool(1, 1.0, [str(tmp_path / "no-python")])
+    with pytest.raises(BadInput, match=r"do not start \(3 attempts\).* Last output: .*No such file or directory"):
+        pool.compare([("x+1", "1+x")])
     assert pool.pids() == []
 
 
@@ -385,6 +399,12 @@ def test_a_budget_forgets_what_left_its_window():
     for _ in range(5):
         record(budget, 5, 300)  # 25 in 300 would be over the budget, 5 in 300 is not
     assert budget.counts == {"timeout": 25}
+
+
+def test_wrong_answers_are_known_ones():
+    budget = UnknownBudget("math", 0.0)
+    budget.record([Verdict(False, "exact")] * 1000, ["answer 'A'"] * 1000)
+    assert not budget.counts
 
 
 def test_a_budget_of_zero_stops_at_the_first_unknown():
