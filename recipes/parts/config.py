@@ -168,7 +168,9 @@ class RewardConfig:
 class DataConfig:
     id: str | None = _option(None, "hub id of the problem set, e.g. openai/gsm8k")
     config: str | None = _option(None, "hub configuration name, e.g. main")
-    path: str | None = _option(None, "local jsonl/json/parquet file, or a folder of <split>.jsonl; overrides id")
+    path: str | None = _option(
+        None, "local jsonl/json/parquet file, folder of <split>.jsonl, or of save_to_disk; overrides id"
+    )
     train_split: str = _option("train", "split to train on")
     eval_split: str = _option("test", "split that is held out")
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
