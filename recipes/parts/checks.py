@@ -20,13 +20,13 @@ from recipes.parts import (
     trl_fields,
 )
 from recipes.parts.checkpoint import checkpoint_step
+from recipes.parts.choices import TRACKERS
 from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
 from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import RunDir, read_json
 
-TRACKERS = ("trackio", "tensorboard", "wandb")
 LOCK = ".lock"
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
 # A resumed run may change these and no others: they decide how the run is carried out, not what is learned.

@@ -295,7 +295,8 @@ def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:
     if split == "eval" and path == data.path and path and _is_one_split(Path(path).expanduser()):
         raise BadInput(
             f"data.path is the single file or saved data set {path}, which is what the run trains on. Name the "
-            f"held-out problems with data.eval_path, or set data.path to a directory holding {data.train_split}.jsonl and {split_name}.jsonl."
+            "held-out problems with data.eval_path, or set data.path to a directory holding "
+            f"{data.train_split}.jsonl and {split_name}.jsonl."
         )
     if path:
         yield from _file_rows(_split_file(Path(path).expanduser(), split_name, split))
