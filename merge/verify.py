@@ -23,7 +23,7 @@ from merge.fp8 import Fp8Linear
 from merge.trained import find_trained
 from recipes.parts.chat import arguments_of, render, special_tokens
 from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_json, read_manifest
+from recipes.parts.rundir import RunDir, check_adapter_file, read_json, read_manifest
 
 SEQUENCES = 12  # of each kind: held-out prompts, logged completions
 MAX_LENGTH = 512  # tokens of one sequence
@@ -134,6 +134,7 @@ def check_adapter_base(adapter: Path, info: dict) -> dict:
     """The manifest of an adapter that was trained on the base of `info` (base.json); `BadInput` for another base, and
     for files whose content is not what the manifest says."""
     manifest = read_manifest(adapter, "adapter", deep=True)
+    check_adapter_file(adapter, manifest)
     if manifest.get("base_hash") != info["hash"]:
         raise BadInput(
             f"{adapter} was trained on another base: its manifest says base_hash {manifest.get('base_hash')}, the "
@@ -165,9 +166,13 @@ def load_policy(
     model = load_base(checkpoint, device)
     compute_in(model, dtype)
     if adapter is not None:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
 
-        model = PeftModel.from_pretrained(model, str(adapter))
+        # How the factors began does not matter: they are read. peft would begin so again, and "orthogonal" makes them
+        # of the type of the packed NF4 weights.
+        settings = PeftConfig.from_pretrained(str(adapter))
+        settings.init_lora_weights = True
+        model = PeftModel.from_pretrained(model, str(adapter), config=settings)
         compute_in(model, dtype)
     if trained is not None:
         from recipes.parts.qat import load_quantizer_state, use_quantized_linears

@@ -19,6 +19,7 @@ from recipes.parts import (
     trl_fields,
 )
 from recipes.parts.checkpoint import checkpoint_step
+from recipes.parts.choices import TRACKERS
 from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
 from recipes.parts.errors import BadInput
 from recipes.parts.recipe import check_resumed_format
@@ -26,7 +27,6 @@ from recipes.parts.replica import SERVED_RANKS
 from recipes.parts.rundir import RunDir, read_json
 from recipes.parts.runstate import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
-TRACKERS = ("trackio", "tensorboard", "wandb")
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
 # A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
 FREE_ON_RESUME = (

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import yaml
 
 from recipes.parts import chat
-from recipes.parts.config_types import StrictLoader, match_type, spell_type
+from recipes.parts.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS, TRAINED_FORMATS
+from recipes.parts.config_types import StrictLoader, literals, match_type, spell_type
 from recipes.parts.errors import BadInput, did_you_mean
 
 FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; what a misspelled argument may have meant
@@ -24,11 +25,13 @@ REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", Fals
 FORMATS = ("bf16", "fp8", "fp8_block", "fp8_static", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
 
-def _option(default: Any = MISSING, help: str = "") -> Any:
-    """A dataclass field with its help string; without a default the YAML or the command line must give it."""
+def _option(default: Any = MISSING, help: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field with its help string; without a default the YAML or the command line must give it. `choices`
+    are the values that a later check takes; those of a Literal are its own."""
+    metadata = {"help": help, "choices": choices}
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True)
@@ -48,7 +51,7 @@ class ModelConfig:
     path: str | None = _option(None, "local directory of the base model; overrides id")
     revision: str | None = _option(None, "hub revision (branch, tag or commit)")
     dtype: Literal["bfloat16", "float32"] = _option("bfloat16", "type of activations and of dequantized weights")
-    attn_implementation: str = _option("sdpa", "attention kernel, as transformers names it")
+    attn_implementation: str = _option("sdpa", "attention kernel of transformers: eager, sdpa, flash_attention_2, …")
 
     @property
     def source(self) -> str:
@@ -84,10 +87,14 @@ class PolicyConfig:
     embeddings: Literal["gpu", "host"] = _option(
         "gpu", "where the input embedding lies; host looks its rows up in host memory (untied models)"
     )
-    reference: str = _option("adapter_off", "KL reference; adapter_off is the same model without the adapter")
+    reference: str = _option(
+        "adapter_off", "KL reference; adapter_off is the same model without the adapter; none with beta 0", REFERENCES
+    )
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
     quant_cfg: str | None = _option(
-        None, "format to train for: a name of the merge or of ModelOpt, or a YAML in ModelOpt's form; null: none"
+        None,
+        "format to train for; also a name of nvidia-modelopt, or a YAML file in its form; null: none",
+        TRAINED_FORMATS,
     )
     quant_calib_data: str = _option("train", "prompts that calibrate activation ranges: train, or a local jsonl file")
     quant_calib_size: int = _option(128, "prompts to calibrate with")
@@ -102,7 +109,9 @@ class PolicyConfig:
 class RolloutConfig:
     backend: Literal["in_process", "server"] = _option("in_process", "who generates: the trainer, or a vLLM server")
     group_size: int = _option(8, "completions per prompt (num_generations)")
-    max_prompt_length: int = _option(512, "longest prompt in tokens, chat template included; longer ones are errors")
+    max_prompt_length: int = _option(
+        512, "longest prompt in tokens, with chat template; longer: dropped, up to data.max_bad_fraction"
+    )
     max_completion_length: int = _option(256, "longest completion in tokens; cut ones count as truncated")
     overlap: bool = _option(False, "generate the next batch during the update: one step off-policy, corrected")
     temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature")
@@ -139,7 +148,7 @@ class ServerConfig:
         "fp8_per_channel", "what vLLM stores the dequantized base as"
     )
     quant_cfg: str | None = _option(
-        None, "format that the replicas compute in; default policy.quant_cfg, and no other"
+        None, "format that the replicas compute in; default policy.quant_cfg, and no other", TRAINED_FORMATS
     )
     kv_cache: Literal["auto", "fp8"] = _option("auto", "type of the KV cache; auto is the model's own")
     tensor_parallel: int = _option(1, "GPUs per replica")
@@ -156,7 +165,7 @@ class ServerConfig:
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    functions: list[str] = _option(["math"], "reward functions by name, or module:function (reward/README.md)")
+    functions: list[str] = _option(["math"], "reward functions, also module:function (reward/README.md)", REWARDS)
     weights: list[float] | None = _option(None, "one weight per function; default 1 each")
     timeout_s: float = _option(2.0, "wall-clock limit per answer comparison")
     workers: int = _option(2, "killable worker processes for comparisons that need a parser")
@@ -169,7 +178,9 @@ class RewardConfig:
 class DataConfig:
     id: str | None = _option(None, "hub id of the problem set, e.g. openai/gsm8k")
     config: str | None = _option(None, "hub configuration name, e.g. main")
-    path: str | None = _option(None, "local jsonl/json/parquet file, or a folder of <split>.jsonl; overrides id")
+    path: str | None = _option(
+        None, "local jsonl/json/parquet file, folder of <split>.jsonl, or of save_to_disk; overrides id"
+    )
     train_split: str = _option("train", "split to train on")
     eval_split: str = _option("test", "split that is held out")
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
@@ -218,7 +229,7 @@ class TrainConfig:
     )
     max_grad_norm: float = _option(1.0, "gradient clipping norm")
     weight_decay: float = _option(0.0, "AdamW weight decay")
-    optimizer: str = _option("adamw_torch", "optimizer, as transformers names it")
+    optimizer: str = _option("adamw_torch", "optimizer, as transformers names it", OPTIMIZERS)
     gpus: list[int] | None = _option(
         None, "GPUs of the trainer under launch.up, one process each; default those that no replica uses"
     )
@@ -269,7 +280,7 @@ class WatchConfig:
     completions_per_step: int = _option(64, "completions written per sampled step")
     eval_every: int = _option(0, "steps between measurements of the held-out accuracy while training; 0 = never")
     eval_problems: int = _option(64, "held-out problems of such a measurement, one completion each")
-    report_to: list[str] = _option([], "trackio, tensorboard, wandb")
+    report_to: list[str] = _option([], "trackers that get each step's metrics and completions", TRACKERS)
 
 
 @dataclass(kw_only=True)
@@ -315,11 +326,13 @@ class EvalConfig:
     temperature: float = _option(0.0, "0 = greedy; above 0 every checkpoint samples with the same random numbers")
     seed: int = _option(0, "seed of the sampled completions")
     formats: list[str] = _option(
-        ["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix; default with policy.quant_cfg nf4, bf16 and its own"
+        ["nf4", "bf16", "fp8", "w4a16"],
+        "columns of the matrix; default with policy.quant_cfg nf4, bf16 and its own",
+        FORMATS,
     )
     bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals")
     reward: str | None = _option(
-        None, "score by this reward: a name of reward/ or module:function; default what data.answer_format says"
+        None, "score by this reward, also module:function; default what data.answer_format says", REWARDS
     )
     reward_threshold: float = _option(1.0, "with eval.reward, a completion of at least this reward counts as right")
     gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "thresholds for promotion"})
@@ -412,7 +425,7 @@ def parse_command(description: str, arguments: list[str] | None = None) -> tuple
 
 
 def describe() -> str:
-    """One line per key: name, default, meaning."""
+    """One line per key: name, default, choices, meaning."""
     lines = []
 
     def visit(kind: type, prefix: str) -> None:
@@ -426,6 +439,8 @@ def describe() -> str:
                 default = item.default_factory()
             required = item.default is MISSING and item.default_factory is MISSING
             shown = "required" if required else f"default {default!r}"
+            if choices := item.metadata["choices"] or literals(hints[item.name]):
+                shown += f"; {'some' if isinstance(default, list) else 'one'} of {', '.join(map(str, choices))}"
             lines.append(f"  {prefix}{item.name} ({shown}): {item.metadata['help']}")
 
     visit(Config, "")

@@ -46,6 +46,13 @@ def match_type(value: Any, hint: Any) -> tuple[bool, Any]:
     return type(value) is hint, value
 
 
+def literals(hint: Any) -> tuple:
+    """The values of the Literal in an annotated type; empty when it has none."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    return tuple(value for option in typing.get_args(hint) for value in literals(option))
+
+
 def spell_type(hint: Any) -> str:
     """An annotated type in the words of an error message."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)

@@ -1,6 +1,7 @@
 """Problems: from a hub id or a local file to questions, reference answers and chat prompts.
 
-Reads jsonl (also gzipped), json and parquet files, a directory with one file per split, and hub datasets. A row that
+Reads jsonl (also gzipped), json and parquet files, a directory with one file per split, what `datasets` wrote with
+`save_to_disk` (a `Dataset`, or a `DatasetDict` for a directory of splits), and hub datasets. A row that
 cannot be used is named by file and line; how many of those a run accepts is `data.max_bad_fraction`. Imports no torch
 and no transformers, so `--dry_run` and the eval tool can use it.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 TEXT_FORMATS = ("gsm8k", "boxed", "plain")  # whose answers a parser compares
 ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS, "any")
 SUFFIXES = (".jsonl", ".parquet", ".json", ".jsonl.gz")
+DICTIONARY = "dataset_dict.json"  # of DatasetDict.save_to_disk: the names of its splits
 SHOWN = 5  # bad rows listed in an error
 
 
@@ -200,7 +202,7 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
     parts, answer = [row.value[column] for column in question_columns], row.value[data.answer_column]
     for question in parts:
         if not isinstance(question, str) or not question.strip():
-            return None, f"the question is {'empty' if question in ('', None) else repr(question)[:40]}"
+            return None, _no_question(question)
     question = _joined(parts)
     if data.answer_format in CODE_FORMATS:
         gold, error = gold_from_row(row.value, data.answer_format, data.answer_column)
@@ -215,6 +217,23 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
         question += shown_test(gold)
     digest = hashlib.blake2b(json.dumps([question, gold]).encode(), digest_size=8).hexdigest()
     return Problem(digest, question, gold, row.source), ""
+
+
+def _no_question(value: Any) -> str:
+    """Why the value of a question's column is no question."""
+    if value is None or isinstance(value, str):
+        return "the question is empty"
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
+        return (
+            f"the question is a conversation of {len(value)} messages (TRL's conversational format), not text; write "
+            "the user's message into a column of its own and the system message into data.system_prompt"
+        )
+    return f"the question is {_shortened(value)}, a {type(value).__name__} and not text"
+
+
+def _shortened(value: Any, most: int = 40) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _is_unicode(text: str) -> bool:
@@ -250,7 +269,7 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
     if isinstance(answer, (int, float)) and not isinstance(answer, bool) and answer_format == "plain":
         answer = repr(answer)
     if not isinstance(answer, str):
-        return None, f"the answer is {repr(answer)[:40]}, not text"
+        return None, f"the answer is {_shortened(answer)}, not text"
     if answer_format == "countdown":
         try:
             return (read_countdown(answer) and answer.strip()), ""
@@ -271,10 +290,11 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
 def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:
     split_name = data.train_split if split == "train" else data.eval_split
     path = data.eval_path if split == "eval" and data.eval_path else data.path
-    if split == "eval" and path == data.path and path and Path(path).expanduser().is_file():
+    if split == "eval" and path == data.path and path and _is_one_split(Path(path).expanduser()):
         raise BadInput(
-            f"data.path is the single file {path}, which is what the run trains on. Name the held-out problems with "
-            f"data.eval_path, or set data.path to a directory holding {data.train_split}.jsonl and {split_name}.jsonl."
+            f"data.path is the single file or saved data set {path}, which is what the run trains on. Name the "
+            "held-out problems with data.eval_path, or set data.path to a directory holding "
+            f"{data.train_split}.jsonl and {split_name}.jsonl."
         )
     if path:
         yield from _file_rows(_split_file(Path(path).expanduser(), split_name, split))
@@ -284,8 +304,16 @@ def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:
         raise BadInput("no problems are named: set data.id (a hub id) or data.path (a local file or directory).")
 
 
+def _is_one_split(path: Path) -> bool:
+    """Whether `path` holds the rows of one split: a file, or what `Dataset.save_to_disk` wrote."""
+    return path.is_file() or all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
+
+
 def _split_file(path: Path, split_name: str, split: str) -> Path:
-    """The file of a split: `path` itself, or `<split_name>` with one of `SUFFIXES` in the directory `path`."""
+    """The file of a split: `path` itself, or `<split_name>` with one of `SUFFIXES` in the directory `path`. A folder
+    of `save_to_disk` stands for a file, and one of a `DatasetDict` for a directory of them."""
+    if path.is_dir() and _is_one_split(path):
+        return path
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
             raise BadInput(f"{path}: unknown file type {path.suffix!r}. Use {', '.join(SUFFIXES)}.")
@@ -293,10 +321,10 @@ def _split_file(path: Path, split_name: str, split: str) -> Path:
     if not path.is_dir():
         where = f"{path} does not exist (seen from {Path.cwd()})."
         raise BadInput(f"{where} Set data.path to a file or directory, or unset it to use data.id.")
-    for suffix in SUFFIXES:
-        if (file := path / f"{split_name}{suffix}").is_file():
+    for suffix in ("", *SUFFIXES):
+        if _is_one_split(file := path / f"{split_name}{suffix}"):
             return file
-    present = sorted(file.name for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    present = sorted(file.name for file in path.iterdir() if _has_rows(file))
     near = _nearest(split_name, [name.partition(".")[0] for name in present])
     raise BadInput(
         f"{path} has no {split_name}{f', {split_name}'.join(SUFFIXES)}; it has "
@@ -304,8 +332,15 @@ def _split_file(path: Path, split_name: str, split: str) -> Path:
     )
 
 
+def _has_rows(entry: Path) -> bool:
+    """Whether something in a directory of splits is one of them, by its name or as a saved data set."""
+    return _is_one_split(entry) and (entry.is_dir() or entry.name.endswith(SUFFIXES)) and entry.name != DICTIONARY
+
+
 def _file_rows(file: Path) -> Iterator[_Row]:
-    if file.suffix == ".parquet":
+    if file.is_dir():
+        yield from _saved_rows(file)
+    elif file.suffix == ".parquet":
         yield from _parquet_rows(file)
     elif file.suffix == ".json":
         yield from _json_rows(file)
@@ -363,6 +398,21 @@ def _parquet_rows(file: Path) -> Iterator[_Row]:
                     yield _as_row(f"{file}:{number}", row)
     except (pyarrow.ArrowException, OSError) as error:
         raise BadInput(f"{file} is not a readable parquet file: {error}") from None
+
+
+def _saved_rows(folder: Path) -> Iterator[_Row]:
+    from datasets import load_from_disk
+
+    try:
+        rows = load_from_disk(str(folder))
+        for number, row in enumerate(rows, 1):
+            yield _as_row(f"{folder}:{number}", row)
+    except Exception as error:  # a file that is missing or cut: Arrow's errors and datasets' share no base class
+        reason = str(error).strip().splitlines()
+        raise BadInput(
+            f"{folder} is not a whole data set of save_to_disk: {type(error).__name__}: "
+            f"{reason[0] if reason else 'no message'}. Save it again."
+        ) from error
 
 
 def _hub_rows(data: "DataConfig", split_name: str) -> Iterable[_Row]:

@@ -20,6 +20,18 @@ OTHER_KINDS = {
     "arrow_config": "several adapters are mixed token by token; train a plain LoRA",
     "kasa_config": "KaSA rewrites the base weights and scales between the factors; train a plain LoRA",
     "monteclora_config": "the factors are sampled; train a plain LoRA",
+    "velora_config": "peft does not put VeLoRA on a quantized base; train a plain LoRA",
+    "megatron_config": "the adapter belongs to Megatron's parallel layers; train it on the transformers model",
+}
+# Keys of peft 0.21 that leave s·B·A what an adapter adds, or that are judged above: shape and place of the factors,
+# how they began, dropout, and where the file comes from. `merge` and the servers read the first two rows.
+UNDERSTOOD = {
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "peft_type"),
+    *("bias", "lora_bias", "use_dora", "modules_to_save", "init_lora_weights"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "ensure_weight_tying"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core"),
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    "runtime_config",
 }
 
 
@@ -41,6 +53,11 @@ def reasons(config: dict, tied: bool = False) -> list[str]:
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         found.append("trained biases (bias or lora_bias): the base's biases are frozen; train with bias='none'")
     found += [f"{key}: {why}" for key, why in OTHER_KINDS.items() if config.get(key)]
+    found += [
+        f"{key} ({str(value)[:40]}): this version does not know what it does to the weights; train without it"
+        for key, value in config.items()
+        if value and key not in UNDERSTOOD and key not in OTHER_KINDS
+    ]
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(BASE_CHANGING_INITS):
         found.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")

@@ -4,20 +4,10 @@ transformers 5.17: LOMO's step is its backward pass, and the layerwise ones step
 its gradient is there. Imports no torch.
 """
 
+from recipes.parts.choices import OPTIMIZERS
 from recipes.parts.config import Config
 from recipes.parts.errors import did_you_mean
 
-# Those of transformers.training_args.OptimizerNames, which would import torch.
-NAMES = (
-    *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor"),
-    *("adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit"),
-    *("adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit"),
-    *("paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop"),
-    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit"),
-    *("galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
-    *("lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-    *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
-)
 IN_BACKWARD = ("lomo", "adalomo")
 LAYERWISE = "_layerwise"
 
@@ -26,8 +16,8 @@ def problems(config: Config) -> list[str]:
     """That there is no such optimizer, or why a step of it would be several: a step's rows go through more than one
     backward pass."""
     train = config.train
-    if train.optimizer not in NAMES:
-        hint = did_you_mean(train.optimizer, NAMES) or f" Use one of {', '.join(NAMES)}."
+    if train.optimizer not in OPTIMIZERS:
+        hint = did_you_mean(train.optimizer, OPTIMIZERS) or f" Use one of {', '.join(OPTIMIZERS)}."
         return [f"train.optimizer is {train.optimizer}, which transformers does not have.{hint}"]
     if train.optimizer not in IN_BACKWARD and not train.optimizer.endswith(LAYERWISE):
         return []

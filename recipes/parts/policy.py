@@ -14,7 +14,15 @@ from recipes.parts.config import Config, PolicyConfig
 from recipes.parts.data import Problem, chat_messages
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.quant_format import find_experts, read_quant_format
-from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from recipes.parts.rundir import (
+    RunDir,
+    check_adapter_file,
+    publish,
+    read_json,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
 from recipes.parts.sharding import quant_storage
 
 if TYPE_CHECKING:
@@ -169,6 +177,7 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
     if directory is None:
         return
     manifest = read_manifest(Path(directory), "adapter", deep=True)
+    check_adapter_file(Path(directory), manifest)
     policy = config.policy
     keys = {"lora_rank": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
     if wrong := [key for key, name in keys.items() if manifest.get(name) != getattr(policy, key)]:

@@ -222,6 +222,8 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
         others = f" {directory.parent} has {', '.join(beside[-3:])}." if beside else ""
         raise BadInput(f"{directory} does not exist (seen from {Path.cwd()}).{others}")
     if not (directory / MANIFEST).is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise BadInput(_plain_adapter(directory))
         raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not to the end.")
     manifest = read_json(directory / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
@@ -244,6 +246,27 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
                 " Move it elsewhere."
             )
     return manifest
+
+
+def _plain_adapter(directory: Path) -> str:
+    """Why an adapter that peft alone wrote is refused, and what can be done with it."""
+    return (
+        f"{directory} is an adapter without {MANIFEST}, as peft alone writes it: the manifest has the hash of the "
+        "base that it was trained on, without which nothing shows that it fits this one. Only adapters of the kit's "
+        "runs (runs/NAME/adapters/v000010) are taken. To go on from this one, merge it with peft into the 16-bit "
+        "model that it was trained on (PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+        ".save_pretrained(out), the tokenizer beside it) and start a run with model.path out."
+    )
+
+
+def check_adapter_file(directory: Path, manifest: dict) -> None:
+    """`BadInput` unless an adapter's manifest lists its weights as safetensors."""
+    if "adapter_model.safetensors" not in manifest["files"]:
+        has = "its weights as adapter_model.bin" if "adapter_model.bin" in manifest["files"] else "no weights"
+        raise BadInput(
+            f"{directory} has {has}; merge, servers and init_adapter read adapter_model.safetensors. Save the adapter "
+            "again with peft's save_pretrained, which writes that unless safe_serialization is False."
+        )
 
 
 def base_directory(config: "Config") -> Path:

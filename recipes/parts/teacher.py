@@ -21,7 +21,7 @@ from recipes.parts.distill import is_own_model
 from recipes.parts.errors import BadInput
 from recipes.parts.lora import scale_of
 from recipes.parts.replica import tokenizer_hash
-from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest
+from recipes.parts.rundir import RunDir, base_directory, check_adapter_file, read_json, read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
 
     directory = Path(config.distill.teacher_adapter)
     manifest = read_manifest(directory, "adapter", deep=True)
+    check_adapter_file(directory, manifest)
     if known := _known_base(config, run):
         check_adapter_base(config, *known)
     layers = adapted_layers(config, model_config)

@@ -1,11 +1,16 @@
-"""Trackers of `watch.report_to`, which TRL feeds: installed before weights load, and writing where the run keeps it.
+"""Trackers of `watch.report_to`: installed before weights load, writing where the run keeps it, and sent what TRL does
+not know of: the other figures of metrics.jsonl and the sampled completions.
 
 transformers looks for them when the trainer is made, after the weights; and its TensorBoard files go below the output
 directory, which here is a staging directory that is removed at the end.
 """
 
+import importlib
 import importlib.util
+import math
 import os
+from collections.abc import Container
+from typing import Any
 
 from recipes.parts.config import Config
 from recipes.parts.errors import BadInput
@@ -13,6 +18,8 @@ from recipes.parts.rundir import RunDir
 
 # Tracker -> variable that says where it writes. Trackio's own place stays: its dashboard shows all runs from there.
 PLACES = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "wandb": "WANDB_DIR"}
+OF_THE_RUN = ("step", "total_steps", "time")  # what a tracker has itself
+GROUPS = ("sampler", "canary", "quant", "noise")  # of keys such as sampler_k3, which trackers show together
 
 
 def prepare_trackers(config: Config, run: RunDir) -> list[str]:
@@ -26,3 +33,66 @@ def prepare_trackers(config: Config, run: RunDir) -> list[str]:
         if name in config.watch.report_to:
             os.environ.setdefault(variable, str(run.path / name))
     return config.watch.report_to or ["none"]
+
+
+def figures(record: dict, sent: Container[str] = ()) -> dict[str, float]:
+    """The numbers of a line of metrics.jsonl by grouped names (`seconds/rollout`, `sampler/k3`), without those in
+    `sent` and what is null or not finite."""
+    found: dict[str, float] = {}
+
+    def visit(prefix: str, values: dict) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                visit(f"{prefix}{key}/", value)
+            elif type(value) in (int, float) and math.isfinite(value):
+                found[prefix + key] = value
+
+    visit("", {key: value for key, value in record.items() if key not in OF_THE_RUN})
+    named = {_grouped(key): value for key, value in found.items()}
+    return {key: value for key, value in named.items() if key not in sent}
+
+
+def _grouped(key: str) -> str:
+    group, _, rest = key.partition("_")
+    return f"{group}/{rest}" if group in GROUPS and rest and "/" not in key else key
+
+
+def send_figures(trainer: Any, record: dict, sent: Container[str] = ()) -> None:
+    """Give a step's line of metrics.jsonl to the trackers of `trainer`, as its own logs are."""
+    if trainer.config.watch.report_to and (found := figures(record, sent)):
+        trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, found)
+
+
+def send_completions(trainer: Any, step: int, rows: list[dict]) -> None:
+    """Give a table of a step's sampled completions to the trackers of `trainer`, in the main process."""
+    trackers = trainer.config.watch.report_to
+    if not rows or not trackers:
+        return
+    table = [_flat(row) for row in rows]
+    columns = list(table[0])
+    for callback in trainer.callback_handler.callbacks:
+        if (writer := getattr(callback, "tb_writer", None)) is not None:  # TensorBoardCallback's
+            writer.add_text("completions", _markdown(columns, table), step)
+    if "wandb" in trackers and (wandb := importlib.import_module("wandb")).run is not None:
+        data = [[row.get(column) for column in columns] for row in table]
+        wandb.log({"completions": wandb.Table(columns=columns, data=data), "train/global_step": step})
+    if "trackio" in trackers:
+        import pandas
+
+        trackio = importlib.import_module("trackio")
+        trackio.log({"completions": trackio.Table(dataframe=pandas.DataFrame(table))}, step=step)
+
+
+def _flat(row: dict) -> dict:
+    """A row of completions/step-*.jsonl with a column for each reward."""
+    rewards = {f"reward {name}": value for name, value in row["rewards"].items()}
+    return {key: value for key, value in row.items() if key != "rewards"} | rewards
+
+
+def _markdown(columns: list[str], rows: list[dict]) -> str:
+    def cell(value: Any) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return text.replace("|", "\\|").replace("\n", "<br>")
+
+    lines = [columns, ["---"] * len(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -58,7 +58,7 @@ from recipes.parts.recompute import use_recompute
 from recipes.parts.record import Recorder, add_counts, keep_traceback, unknown_so_far
 from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
-from recipes.parts.trackers import prepare_trackers
+from recipes.parts.trackers import prepare_trackers, send_completions, send_figures
 from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
 from recipes.parts.update import PackedUpdate
 from reward.own import RewardFailed
@@ -376,10 +376,13 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         self._step_started = None
         for tally in (self._seconds, self._counts, self._peak, self._sampler):
             tally.clear()
+        send_figures(self, record, logs)
         if self.recorder:
             self.recorder.step(record)
             if self.recorder.wants_completions(record["step"]) and record["completion_tokens"]:
-                self.recorder.completions(record["step"], self._completion_rows())
+                rows = self._completion_rows()
+                self.recorder.completions(record["step"], rows)
+                send_completions(self, record["step"], rows[: self.config.watch.completions_per_step])
         # DeepSpeed keeps the gradients to itself, so there FiniteGradients sees none and this is the first to know.
         if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
             raise CheckFailed(

@@ -30,6 +30,7 @@ from recipes.parts.adapter_dropout import SEED, adapter_dropouts, seed_of, seede
 from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import importance_ratio, measure
 from recipes.parts.packing import packed_logps, plan_micro_batches
+from recipes.parts.trackers import send_figures
 from recipes.parts.trl_fields import WHOLE_BATCH_FIELDS
 
 # What the first forward leaves with the rows, by TRL's names.
@@ -304,8 +305,10 @@ class PackedUpdate:
                 )
         else:
             return
+        record = self._record({}, step)
+        send_figures(self, record)
         if self.recorder:
-            self.recorder.step(self._record({}, step))
+            self.recorder.step(record)
         raise CheckFailed(f"step {step}: {problem}")
 
     def _log_sampler(self, figures: dict, policy: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> None:

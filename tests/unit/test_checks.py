@@ -297,7 +297,7 @@ def test_an_optimizer_that_steps_in_the_backward_pass_goes_with_one_backward_pas
 def test_the_names_of_optimizers_are_transformers_own():
     from transformers.training_args import OptimizerNames
 
-    assert set(optimizer.NAMES) == {one.value for one in OptimizerNames}
+    assert set(optimizer.OPTIMIZERS) == {one.value for one in OptimizerNames}
     with pytest.raises(BadInput, match=r"is adamw_tobch, .* Did you mean adamw_torch\?"):
         check_config(configuration(train__optimizer="adamw_tobch"), 1)
 

@@ -53,6 +53,28 @@ def test_every_file_type_gives_the_same_problems(tmp_path, suffix):
     assert len(set(ids)) == 3
 
 
+def test_what_save_to_disk_wrote_is_read_like_the_files(tmp_path):
+    from datasets import Dataset, DatasetDict, disable_progress_bars
+
+    disable_progress_bars()
+    train, test = Dataset.from_list(ROWS), Dataset.from_list(ROWS[2:])
+    train.save_to_disk(tmp_path / "one")
+    DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
+    expected = [("1+1?", "2"), ("2+2?", "4"), ("3+3?", "6")]
+    for folder in ("one", "both"):
+        problems = load_problems(config(tmp_path / folder), "train")
+        assert [(p.question, p.gold) for p in problems] == expected
+    assert problems[0].source == f"{tmp_path / 'both' / 'train'}:1"
+    assert [p.gold for p in load_problems(config(tmp_path / "both"), "eval")] == ["6"]
+    one = config(tmp_path / "one", eval_path=str(tmp_path / "both" / "test"))
+    assert [p.gold for p in load_problems(one, "eval")] == ["6"]
+    assert "Name the held-out problems with data.eval_path" in bad_input(config(tmp_path / "one"), "eval")
+    message = bad_input(config(tmp_path / "both", eval_split="tst"), "eval")
+    assert "it has test, train. Set data.eval_split to 'test'" in message
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"cut")
+    assert "is not a whole data set of save_to_disk: " in bad_input(config(tmp_path / "one"))
+
+
 def test_ids_depend_on_content_and_not_on_place(tmp_path):
     forward = load_problems(config(jsonl(tmp_path / "a.jsonl", ROWS)), "train")
     backward = load_problems(config(jsonl(tmp_path / "b.jsonl", ROWS[::-1])), "train")
@@ -111,7 +133,14 @@ BAD_ROWS = [
     ("plain", {"question": "  ", "answer": "5"}, "question"),
     ("plain", {"question": "", "answer": "5"}, "the question is empty"),
     ("plain", {"question": None, "answer": "5"}, "the question is empty"),
-    ("plain", {"question": ["q"], "answer": "5"}, "the question is ['q']"),
+    ("plain", {"question": ["q"], "answer": "5"}, "the question is ['q'], a list and not text"),
+    (
+        "plain",
+        {"question": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": "5"},
+        "the question is a conversation of 2 messages (TRL's conversational format), not text; write the user's",
+    ),
+    ("plain", {"question": {"text": "w" * 99}, "answer": "5"}, "www…, a dict and not text"),
+    ("plain", {"question": "q", "answer": ["word"] * 99}, "'word',…, not text"),
     ("plain", '{"question": "cut \\ud83d", "answer": "5"}', "half of a surrogate pair"),
     ("plain", '{"question": "q", "answer": "cut \\ud83d"}', "half of a surrogate pair"),
     ("plain", {"question": "q", "answer": None}, "the answer is None"),

@@ -1,12 +1,13 @@
 """An adapter's configuration: the rank and scale of a module are peft's, and what s·B·A does not describe is named."""
 
+import json
 import math
 import sys
 from pathlib import Path
 
 import pytest
 
-from recipes.parts.lora import OTHER_KINDS, rank_of, reasons, scale_of
+from recipes.parts.lora import OTHER_KINDS, UNDERSTOOD, rank_of, reasons, scale_of
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,68 @@ def test_a_plain_adapter_has_no_reason_against_it():
 def test_what_s_b_a_does_not_describe_is_named(changes, tied, reason):
     (found,) = reasons(PLAIN | changes, tied)
     assert reason in found
+
+
+def test_every_setting_of_peft_is_understood_or_refused_by_name():
+    from peft import LoraConfig
+
+    keys = set(LoraConfig(r=4).to_dict()) | {"runtime_config"}
+    assert keys == UNDERSTOOD | set(OTHER_KINDS), "look at what peft's new setting does to the weights"
+    (found,) = reasons(PLAIN | {"use_tomorrows_lora": {"groups": 2}})
+    assert found.startswith("use_tomorrows_lora ({'groups': 2}): this version does not know")
+    assert reasons(PLAIN | {"use_tomorrows_lora": None, "another": False}) == []
+
+
+LAYERS = {f"layers.{number}.{name}": (12, 8) for number in range(2) for name in ("q_proj", "up_proj")}
+RIGHT = [
+    {},
+    {"use_rslora": True},
+    {"init_lora_weights": "gaussian"},
+    {"init_lora_weights": False},
+    {"init_lora_weights": "orthogonal"},
+    {"rank_pattern": {"layers.1.q_proj": 2}, "alpha_pattern": {"up_proj": 3}},
+    {"rank_pattern": {r"layers\.0\..*": 6}, "use_rslora": True},
+    {"exclude_modules": ["up_proj"]},
+    {"layers_to_transform": [1], "layers_pattern": "layers"},
+    {"target_modules": ["up_proj"]},
+    {"lora_dropout": 0.5},
+]
+
+
+@pytest.mark.parametrize("settings", RIGHT, ids=repr)
+def test_what_is_not_refused_adds_what_peft_adds(settings, tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    from merge.merge import Factors
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                torch.nn.ModuleDict({name: torch.nn.Linear(8, 12) for name in ("q_proj", "up_proj")}) for _ in range(2)
+            )
+
+    torch.manual_seed(0)
+    given = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **settings}
+    model = get_peft_model(Model(), LoraConfig(**given))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    config, tensors = (
+        json.loads((tmp_path / "adapter_config.json").read_text()),
+        load_file(tmp_path / "adapter_model.safetensors"),
+    )
+    assert reasons(config) == []
+    adapted = {name for name in LAYERS if f"base_model.model.{name}.lora_A.weight" in tensors}
+    assert len(tensors) == 2 * len(adapted) > 0
+    for name in adapted:
+        a, b = (tensors[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+        assert len(a) == rank_of(config, name)
+        theirs = model.get_submodule(f"base_model.model.{name}").get_delta_weight("default")
+        torch.testing.assert_close(Factors(a, b, scale_of(config, name)).delta(), theirs)
 
 
 def test_every_reason_is_given_at_once():

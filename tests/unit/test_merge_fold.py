@@ -19,7 +19,7 @@ from merge.base import BaseCheckpoint, load_nf4
 from merge.merge import read_adapter, write_bf16, write_config
 from merge.quantize import retained_share
 from merge.shards import TensorFile
-from merge.verify import base_checkpoint, check_adapter_base
+from merge.verify import base_checkpoint, check_adapter_base, load_policy
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import RunDir, read_json, read_manifest, write_manifest
 from tests import processes
@@ -251,6 +251,39 @@ def test_adapter_tensors_that_fit_no_module_are_refused(tmp_path, rename, messag
     adapter = alter_adapter(run, tmp_path / "adapter", rename=rename)
     with pytest.raises(BadInput, match=message):
         read_adapter(adapter, base_checkpoint(run))
+
+
+@pytest.mark.filterwarnings("ignore:.*eva_config")
+@pytest.mark.parametrize("began", ["orthogonal", "eva", "gaussian", False])
+def test_how_the_factors_began_does_not_matter_to_the_policy_that_is_compared(tmp_path, began):
+    run = shared_run()
+    adapter = alter_adapter(run, tmp_path / "adapter", {"init_lora_weights": began})
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        found, expected = (load_policy(run, one)(ids).logits for one in (adapter, run.newest_adapter()))
+    assert found.equal(expected)
+
+
+def test_an_adapter_whose_weights_are_no_safetensors_is_refused_with_the_fix(tmp_path):
+    run = shared_run()
+    adapter = Path(shutil.copytree(alter_adapter(run, tmp_path / "whole"), tmp_path / "adapter"))
+    known = read_json(run.base_file)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(tensors, adapter / "adapter_model.bin")
+    write_manifest(adapter, "adapter", version=11, step=11, base_hash=known["hash"])
+    with pytest.raises(BadInput, match=r"its weights as adapter_model\.bin;.*safe_serialization"):
+        check_adapter_base(adapter, known)
+
+
+def test_an_adapter_of_peft_alone_is_refused_with_what_it_lacks_and_what_can_be_done(tmp_path):
+    run = shared_run()
+    adapter = alter_adapter(run, tmp_path / "adapter")
+    (adapter / "manifest.json").unlink()
+    with pytest.raises(
+        BadInput, match=r"an adapter without manifest\.json, as peft alone.*merge_and_unload.*model\.path"
+    ):
+        check_adapter_base(adapter, read_json(run.base_file))
 
 
 def test_adapter_of_another_base_is_refused(tmp_path):

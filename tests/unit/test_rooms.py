@@ -14,7 +14,12 @@ MOST_FUNCTION_LINES = 80  # a screen; a file has no limit: it splits by subject
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 FOUNDATION = ("recipes.parts.errors", "recipes.parts.rundir", "recipes.parts.config", "recipes.parts.lora")
-FOUNDATION += ("recipes.parts.config_types", "recipes.parts.quant_format", "recipes.parts.own_format")
+FOUNDATION += (
+    "recipes.parts.choices",
+    "recipes.parts.config_types",
+    "recipes.parts.quant_format",
+    "recipes.parts.own_format",
+)
 FOUNDATION += ("recipes.parts.served_format", "recipes.parts.recipe", "recipes.parts.modelopt_config")
 FOUNDATION += ("recipes.parts.stored_base", "recipes.parts.chat", "recipes.parts.runstate")
 # What both sides of the rollout server speak; part of the foundation, with two libraries more.

@@ -2,15 +2,18 @@
 
 import importlib.util
 import json
+import math
 import os
 import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
-from recipes.parts.trackers import PLACES, prepare_trackers
+from recipes.parts.trackers import PLACES, figures, prepare_trackers, send_completions
 from recipes.parts.trainer import trainer_arguments
 from tests.conftest import CONFIG
 
@@ -23,6 +26,7 @@ class Config(dict):
 config = Config()
 def init(**settings): write({"init": [settings["project"], settings["name"]]})
 def log(values, step=None): write(values)
+def Table(dataframe): return {"columns": list(dataframe.columns), "rows": len(dataframe)}
 def finish(): write({"finish": True})
 def write(value):
     with open(FILE, "a") as file:
@@ -59,22 +63,108 @@ def test_files_go_into_the_run_unless_the_user_says_otherwise(tmp_path, places):
     assert os.environ["WANDB_DIR"] == "elsewhere"
 
 
-def test_trl_feeds_a_tracker_with_every_step(build_trainer, recipe_arguments, tiny_model_dir, tmp_path, places):
-    log = tmp_path / "log.jsonl"
-    (tmp_path / "trackio.py").write_text(f"FILE = {str(log)!r}\n{TRACKIO}")
-    places.syspath_prepend(tmp_path)
-    places.delitem(sys.modules, "trackio", raising=False)
-    # trl's profiler imports it with trl, where it is installed.
-    places.setattr("trl.extras.profiling.trackio", importlib.import_module("trackio"), raising=False)
-    keys = {"watch.report_to": "[trackio]", "watch.eval_every": 1, "watch.eval_problems": 2, "train.max_steps": 2}
-    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run", keys))
-    try:
+class Writer:
+    """Stands in for tensorboard's SummaryWriter, which is not installed here."""
+
+    made: ClassVar[list["Writer"]] = []
+
+    def __init__(self, log_dir: str):
+        self.log_dir, self.scalars, self.texts = log_dir, {}, {}
+        self.made.append(self)
+
+    def add_scalar(self, tag, value, step):
+        assert tag == "train/epoch" or step not in self.scalars.get(tag, {}), "one point a step"
+        self.scalars.setdefault(tag, {})
+        self.scalars[tag][step] = value
+
+    def add_text(self, tag, text, step=None):
+        self.texts[tag, step] = text
+
+    def flush(self): ...
+
+    def close(self): ...
+
+
+@pytest.fixture(scope="module")
+def tracked(build_trainer, recipe_arguments, tiny_model_dir, tmp_path_factory):
+    """(lines of a run's metrics, its completions, what trackio got, what tensorboard got)."""
+    folder = tmp_path_factory.mktemp("tracked")
+    log = folder / "log.jsonl"
+    (folder / "trackio.py").write_text(f"FILE = {str(log)!r}\n{TRACKIO}")
+    (folder / "tensorboard.py").write_text("")
+    keys = {"watch.report_to": "[trackio, tensorboard]", "watch.eval_every": 1, "watch.eval_problems": 2}
+    keys |= {"train.max_steps": 2, "watch.completions_per_step": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in PLACES.values():
+            patch.setenv(variable, str(folder / variable))
+        patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "trackio", raising=False)
+        # trl's profiler imports it with trl, where it is installed.
+        patch.setattr("trl.extras.profiling.trackio", importlib.import_module("trackio"), raising=False)
+        patch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
+        patch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+        trainer = build_trainer(recipe_arguments(tiny_model_dir, folder / "run", keys))
         trainer.train_run(resume=False)
-    finally:
-        sys.modules.pop("trackio", None)
-    written = [json.loads(line) for line in log.read_text().splitlines()]
+    for name in ("trackio", "tensorboard"):
+        sys.modules.pop(name, None)
+    completions = (trainer.run.completions / "step-000001.jsonl").read_text().splitlines()
+    read = [[json.loads(line) for line in lines] for lines in (completions, log.read_text().splitlines())]
+    return [json.loads(line) for line in trainer.run.metrics_file.read_text().splitlines()], *read, Writer.made.pop()
+
+
+def test_trl_feeds_a_tracker_with_every_step(tracked):
+    rows, _, written, _ = tracked
     assert written[0] == {"init": ["huggingface", "tiny"]} and written[-1] == {"finish": True}
     steps = [values for values in written if "train/reward" in values]
-    rows = [json.loads(line) for line in trainer.run.metrics_file.read_text().splitlines()]
     for key in ("reward", "kl", "entropy", "heldout_accuracy"):
         assert [values[f"train/{key}"] for values in steps] == [row[key] for row in rows], key
+
+
+def test_a_tracker_gets_each_number_of_a_metrics_line_once_by_grouped_names(tracked):
+    rows, _, _, writer = tracked
+    assert writer.log_dir.endswith("TENSORBOARD_LOGGING_DIR")
+    for step, row in enumerate(rows, 1):
+        for group in ("seconds", "peak_gib"):
+            for name, value in row[group].items():
+                assert writer.scalars[f"train/{group}/{name}"][step] == value
+        for key in ("adapter_version", "policy_lag", "completion_tokens", "masked_fraction", "zero_spread_fraction"):
+            assert writer.scalars[f"train/{key}"][step] == row[key], key
+    assert not any(name in tag for tag in writer.scalars for name in ("total_steps", "sampler", "canary", "None"))
+
+
+def test_a_tracker_gets_a_table_of_the_sampled_completions(tracked):
+    _, completions, written, writer = tracked
+    assert len(completions) == 3
+    text = writer.texts["completions", 1]
+    names = "problem_id | prompt | completion | advantage | adapter_version | reward math"
+    assert text.splitlines()[0] == f"| {names} |" and len(text.splitlines()) == 2 + 3
+    assert all(one["problem_id"] in text for one in completions)
+    (table,) = [values["completions"] for values in written if "completions" in values][:1]
+    assert table == {"columns": names.split(" | "), "rows": 3}
+
+
+def test_what_is_null_or_sent_already_is_left_out_and_groups_share_a_name():
+    record = {"step": 1, "time": 2.0, "kl": 0.5, "loss": None, "grad_norm": math.nan, "sampler_k3": 0.1}
+    record |= {"canary_delta": 0.2, "quant_clip_fraction": 0.0, "sync_seconds": {"write": 1.5}, "noise_seed": 7}
+    record |= {"unknown_rewards": {"math": {"timeout": 2}}, "rewards": {"math": None}, "sampler_ess": 0.9}
+    expected = {"canary/delta": 0.2, "quant/clip_fraction": 0.0, "sync_seconds/write": 1.5, "noise/seed": 7}
+    expected |= {"unknown_rewards/math/timeout": 2, "sampler/ess": 0.9}
+    assert figures(record, {"kl": 0.5, "sampler/k3": 0.1}) == expected
+
+
+def test_wandb_gets_the_completions_as_a_table_at_the_step(monkeypatch):
+    logged = []
+    wandb = SimpleNamespace(run=object(), log=logged.append, Table=lambda columns, data: (columns, data))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    trainer = SimpleNamespace(config=config_of("wandb"), callback_handler=SimpleNamespace(callbacks=[]))
+    row = {"prompt": "a|b", "completion": "c\nd", "rewards": {"math": 1.0}, "advantage": None}
+    send_completions(trainer, 4, [row])
+    columns = ["prompt", "completion", "advantage", "reward math"]
+    assert logged == [{"completions": (columns, [["a|b", "c\nd", None, 1.0]]), "train/global_step": 4}]
+    writer = Writer("x")
+    trainer = SimpleNamespace(
+        config=config_of("tensorboard"),
+        callback_handler=SimpleNamespace(callbacks=[SimpleNamespace(tb_writer=writer)]),
+    )
+    send_completions(trainer, 4, [row])
+    assert writer.texts["completions", 4].splitlines()[2] == r"| a\|b | c<br>d | None | 1 |"

@@ -1,0 +1,23 @@
+"""Values that fields of the configuration are checked for later than their types, for `--help` to name them.
+
+Each is that of the module that checks it, which a test compares. Needs only the standard library.
+"""
+
+REFERENCES = ("adapter_off", "none")
+TRACKERS = ("trackio", "tensorboard", "wandb")
+# Those of transformers.training_args.OptimizerNames, which would import torch.
+OPTIMIZERS = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor"),
+    *("adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit"),
+    *("adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit"),
+    *("paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit"),
+    *("galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+    *("lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+    *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
+)
+# Names of reward/.
+REWARDS = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
+REWARDS += ("boxed_format", "think_format", "length", "repetition", "language")
+# Formats that a run can be trained for.
+TRAINED_FORMATS = ("fp8", "fp8_block", "fp8_static", "w4a16", "nvfp4a16", "nvfp4")

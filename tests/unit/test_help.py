@@ -1,0 +1,70 @@
+"""`--help` of a recipe: what a field takes stands in its line."""
+
+import dataclasses
+import typing
+
+from transformers.training_args import OptimizerNames
+
+from eval.tasks import scoring_of
+from recipes.parts import checks, quant_format
+from recipes.parts.checks import check_config
+from recipes.parts.config import FORMATS, Config, describe, load_config
+from recipes.parts.config_types import spell_type
+from recipes.parts.errors import KitError
+from reward import REWARDS, reward_functions
+from tests.conftest import CONFIG
+
+
+def leaves(kind=Config, prefix=""):
+    """(key, type) of every field that takes text."""
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(hint, f"{prefix}{name}.")
+        elif not isinstance(hint, type) or hint is str:
+            yield f"{prefix}{name}", hint
+
+
+def refusal(key, value):
+    """What a recipe says about `value` before it looks for model and data; empty when it says nothing."""
+    try:
+        config = load_config(CONFIG, [f"--{key}={value}"])
+        check_config(config, 1)
+        reward_functions(config.reward)
+        scoring_of(config)
+    except KitError as error:
+        return str(error)
+    return ""
+
+
+# No closed set: what a value must look like stands in the message.
+OPEN = {"rollout.server_urls": "http://127.0.0.1:8000", "policy.target_modules": "all-linear, or names"}
+
+
+def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
+    lines = {line.split()[0]: line for line in describe().splitlines()}
+    refused = {}
+    for key, hint in leaves():
+        value = "[made-up]" if typing.get_origin(hint) is list else "made-up"
+        if "text" in spell_type(hint) or "one of" in spell_type(hint):
+            refused[key] = refusal(key, value)
+    refused = {key: text for key, text in refused.items() if key in text or key.rpartition(".")[2] in text}
+    assert {"train.loss_type", "train.lr_scheduler", "rollout.correction", "server.weights"} <= refused.keys()
+    assert {"train.optimizer", "policy.reference", "watch.report_to", "eval.reward", "reward.functions"} <= set(
+        refused
+    )
+    silent = [key for key in refused if " of " not in lines[key].partition("):")[0] and key not in OPEN]
+    assert silent == [], "their lines name no choices"
+    assert all(text in lines[key] for key, text in OPEN.items())
+    for key, choices in {
+        "policy.quant_cfg": quant_format.FORMATS,
+        "server.quant_cfg": quant_format.FORMATS,
+        "reward.functions": REWARDS,
+        "eval.reward": REWARDS,
+        "eval.formats": FORMATS,
+        "train.optimizer": [name.value for name in OptimizerNames],
+        "train.loss_type": ("dr_grpo", "dapo", "grpo"),
+        "train.scale_rewards": ("group", "batch", "none"),
+        "watch.report_to": checks.TRACKERS,
+    }.items():
+        assert f" of {', '.join(choices)})" in lines[key], key
+    assert "longer: dropped, up to data.max_bad_fraction" in lines["rollout.max_prompt_length"]
