@@ -28,7 +28,7 @@ SMALLEST_PLANNED = 0.01  # problems are planned for an effect of at least one po
 def compare(
     records: Records, formats: Sequence[str], reference: str, samples: int, seed: int = 0, limits: Limits | None = None
 ) -> dict:
-    """{"gain", "gain_survival", "gain_survival_<format>", "quantization_loss", "hygiene", …}: README.md has all keys.
+    """{"gain", "gain_survival", "quantization_loss", "hygiene", …}: README.md has all keys.
 
     `records` holds one list per (policy, format), of the same problems in the same order with equally many completions
     each. `reference` is the format whose disagreement between base and GRPO the minimum detectable effect is computed
@@ -50,7 +50,6 @@ def compare(
         result["quantization_loss"][name] = _difference(
             *decided_scores(records, [("grpo", "bf16"), ("grpo", name)]), samples, seed
         )
-        result[f"gain_survival_{name}"] = result["gain_survival"][name]["difference"]
     _adjust(result["gain_survival"].values())
     _adjust(result["quantization_loss"].values())
     _judge(result, limits)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eval.compare import points
 from eval.document import printable
 from eval.naming import name_of, policy_name
+from launch.watching.metrics import SMOOTH, smooth, smoothing
 from recipes.parts.rundir import naming
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ FORMATS = {
 }
 OTHERS = (("#882255", "<"), ("#117733", ">"), ("#999933", "d"), ("#aa4499", "p"))
 LONGEST_LABEL = 28
-SMOOTH = 10  # steps of the running mean
 STYLE = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -137,16 +137,21 @@ def _forest(axes: Any, rows: list[tuple[float, float, list]], color: str, label:
                       ha="center", fontsize=8, bbox=behind)  # fmt: skip
 
 
-def training(steps: Sequence[int], curves: dict[str, tuple[str, Sequence[float]]]) -> "Figure":
-    """One panel per curve, {title: (unit, one value a step, NaN where unknown)}: raw in pale, running mean in full."""
+def training(steps: Sequence[int], curves: dict[str, tuple[str, str, Sequence[float]]]) -> "Figure":
+    """One panel per curve, {title: (key, unit, one value a step, NaN where unknown)}: each step in pale, smoothed in
+    full."""
     columns = min(3, len(curves))
     rows = math.ceil(len(curves) / columns)
     figure = _figure(3.7 * columns, 2.7 * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
-    for axes, (title, (unit, values)) in zip(grid.flat, curves.items(), strict=False):
-        axes.plot(steps, values, color="#b9cbe3", linewidth=1, marker="." if len(steps) < 3 else None)
-        axes.plot(steps, _running_mean(values), color="#0072b2", linewidth=1.8)
+    for axes, (title, (key, unit, values)) in zip(grid.flat, curves.items(), strict=False):
+        kind = smoothing(key)
+        axes.plot(
+            steps, values, color="#b9cbe3", linewidth=1, marker="." if len(steps) < 3 else None, label="each step"
+        )
+        axes.plot(steps, smooth(values, kind), color="#0072b2", linewidth=1.8, label=f"{kind} of {SMOOTH} steps")
         axes.set(title=title, ylabel=unit)
+        axes.legend(fontsize=8)
         axes.grid()
         if not any(map(math.isfinite, values)):
             axes.text(0.5, 0.5, "not logged", ha="center", color="gray", transform=axes.transAxes)
@@ -165,7 +170,7 @@ def reward_curves(panels: dict[str, dict[str, tuple[int, list[Sequence[float]]]]
     colors = ("#404040", "#0072b2", "#d55e00")
     for axes, (name, lines) in zip(grid, panels.items(), strict=True):
         for color, (label, (before, seeds)) in zip(colors, lines.items(), strict=False):
-            means = [_running_mean(rewards) for rewards in seeds]
+            means = [smooth(rewards) for rewards in seeds]
             for mean in means:
                 axes.plot(range(before + 1, before + 1 + len(mean)), mean, color=color, linewidth=0.8, alpha=0.35)
             shared = [sum(values) / len(values) for values in zip(*means, strict=False)]
@@ -175,14 +180,6 @@ def reward_curves(panels: dict[str, dict[str, tuple[int, list[Sequence[float]]]]
     grid[0].set_ylabel(f"reward, mean of {SMOOTH} steps")
     grid[-1].legend(loc="lower right")
     return figure
-
-
-def _running_mean(values: Sequence[float]) -> list[float]:
-    means = []
-    for end in range(1, len(values) + 1):
-        known = [value for value in values[max(0, end - SMOOTH) : end] if math.isfinite(value)]
-        means.append(sum(known) / len(known) if known else math.nan)
-    return means
 
 
 def layer_maps(layers: Sequence[dict], formats: Sequence[str], key: str, label: str) -> "Figure":

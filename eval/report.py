@@ -89,7 +89,7 @@ def print_summary(result: dict) -> None:
         test = f"{gain.get('test', 'McNemar')} p {value}, adjusted {adjusted}, {gained} gained, {lost} lost"
         print(f"gain {name:<9}  {_with_interval(gain)}  {test}")
     for name, survival in result["gain_survival"].items():
-        print(f"gain_survival_{name}  {_with_interval(survival)}")
+        print(f"survival {name:<9}  {_with_interval(survival)}")
     print(result["conclusion"], flush=True)
 
 

@@ -26,6 +26,7 @@ LONGEST_TEXT = 1200  # characters shown of a completion
 def sections(found: Found) -> list[Section]:
     """All parts of the report, what it says first and what is missing last."""
     made = [
+        verdict(found),
         conclusion(found),
         gate(found),
         accuracy(found),
@@ -51,6 +52,33 @@ def sections(found: Found) -> list[Section]:
 
 def _eval_command(found: Found) -> str:
     return eval_command(found.run, list(found.result["matrix"]["grpo"]) if found.result else None)
+
+
+def verdict(found: Found) -> Section:
+    """What the gate said, the gain and its survival in the deployed format, in one line."""
+    from eval.gate import PASS
+
+    name = (((found.config.get("config") or {}).get("eval") or {}).get("gate") or {}).get("format", "fp8")
+    who, rules = f"{policy_name('grpo', found.trained)} in {name}", _rules(found)
+    missed = [f"{rule.name} ({rule.verdict})" for rule in rules if rule.verdict != PASS]
+    if (found.manifests.get(("dequantized", "grpo", name)) or {}).get("promoted"):
+        line = f"Promoted: {who}."
+    elif missed:
+        line = f"Not promoted: {who} misses {len(missed)} of {len(rules)} rules of the gate: {', '.join(missed)}."
+    elif rules:
+        line = f"Not promoted yet: {who} meets the {len(rules)} rules that can be seen here."
+    else:
+        line = "Not promoted: no checkpoint was gated." if found.result else "Not promoted: nothing was evaluated."
+    if gain := ((found.result or {}).get("gain") or {}).get(name):
+        line += f" Gain {_with_interval(gain)} points on {gain['n']:,} problems"
+        kept = found.result["gain_survival"].get(name)
+        line += f", {_with_interval(kept)} against the gain in bf16." if kept else "."
+    return Section("Verdict", [Text(line)])
+
+
+def _with_interval(found: dict) -> str:
+    value, interval = _difference(found)
+    return f"{value} [{interval}]"
 
 
 def conclusion(found: Found) -> Section:
@@ -83,7 +111,9 @@ def gate(found: Found) -> Section:
         who = policy_name(policy, found.trained)
         blocks.append(Table(header, rows, f"{who} in {name}{where}: {verdict}, {date}{other}"))
     if not blocks:
-        blocks.append(Missing("No checkpoint is promoted.", f"python -m eval gate --run {found.run.as_argument}"))
+        first = "" if found.result else f"{_eval_command(found)} && "
+        command = f"{first}python -m eval gate --run {found.run.as_argument}"
+        blocks.append(Missing("No checkpoint is promoted.", command))
         if rules := _rules(found):
             rows = [[rule.name, rule.limit, rule.measured, rule.verdict] for rule in rules]
             blocks.append(

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from eval import plots
+from eval.artifacts import merge_command
 from eval.document import Block, Bullets, Missing, Picture, Section, Table, Text
 from eval.found import NONE, Found, number, rank, share
 from eval.naming import policy_name
-from launch.watching.metrics import mean, series
+from launch.watching.metrics import mean, median, series, smoothing
 
 CURVES = {
     "reward": ("reward", "mean reward of a step"),
@@ -26,11 +27,12 @@ def training(found: Found) -> Section:
         return Section("Training", [Missing("No step was logged (metrics.jsonl).", command)])
     steps = [row["step"] for row in found.rows]
     values = {key: series(found.rows, key) for key in CURVES}
-    curves = {CURVES[key][0]: (CURVES[key][1], values[key]) for key in CURVES}
+    curves = {CURVES[key][0]: (key, CURVES[key][1], values[key]) for key in CURVES}
     part = max(1, min(10, len(steps) // 2))
     rows = [
-        [CURVES[key][0], CURVES[key][1], number(mean(values[key][:part])), number(mean(values[key][-part:]))]
+        [*CURVES[key], smoothing(key), *(number(of(some)) for some in (values[key][:part], values[key][-part:]))]
         for key in CURVES
+        for of in [median if smoothing(key) == "median" else mean]
     ]
     return Section(
         "Training",
@@ -40,9 +42,9 @@ def training(found: Found) -> Section:
                 plots.svg(plots.training(steps, curves)),
                 "Reward, KL to the reference, entropy, share of groups without spread, cut completions and length of "
                 "completions by step",
-                f"Steps {steps[0]} to {steps[-1]}; pale: each step, full: mean of {plots.SMOOTH} steps",
+                f"Steps {steps[0]} to {steps[-1]}; pale: each step, full: smoothed over {plots.SMOOTH} steps",
             ),
-            Table(["", "unit", f"first {part} steps", f"last {part} steps"], rows),
+            Table(["", "unit", "", f"first {part} steps", f"last {part} steps"], rows),
         ],
     )
 
@@ -115,7 +117,7 @@ def _weakest(rows: Sequence[dict], names: Sequence[str]) -> Table:
 def tokens(found: Found) -> Section:
     """What the merge measured between the policy and every checkpoint: KL, agreement, share kept, size."""
     if not found.manifests:
-        command = f"python -m merge --run {found.run.as_argument} --format bf16 fp8"
+        command = merge_command(found.run, ["bf16", "fp8"])
         return Section("Checkpoints against the policy", [Missing("No checkpoint was merged.", command)])
     diagnosed = (found.diagnostics or {}).get("tokens") or {}
     rows, drawn = [], {}
@@ -147,7 +149,8 @@ def serving(found: Found) -> Section:
     """Throughput, latency and memory in vLLM by format."""
     data = found.serving
     if not data:
-        command = f"python -m eval.serving --run {found.run.as_argument}"
+        first = "" if found.manifests else f"{merge_command(found.run, ['bf16', 'fp8'])} && "
+        command = f"{first}python -m eval.serving --run {found.run.as_argument}"
         return Section("Serving", [Missing("No format was served.", command)])
     formats, failed, used = (data.get(key) or {} for key in ("formats", "failed", "versions"))
     blocks: list[Block] = [

@@ -86,8 +86,8 @@ def load_nf4(
     config = unquantized_config(path, revision)
     if block_size != BLOCK_SIZE:
         raise BadInput(
-            f"block_size {block_size}: transformers loads bitsandbytes NF4 with block size {BLOCK_SIZE} only. "
-            f"Set policy.block_size to {BLOCK_SIZE}."
+            f"block_size is {block_size}, and transformers loads bitsandbytes NF4 in blocks of {BLOCK_SIZE} only. "
+            f"Leave block_size out, or pass {BLOCK_SIZE}."
         )
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     device = device or _default_device()

@@ -28,7 +28,8 @@ Measured: the CPU recipe, 40 steps, divergence .00044 nats a token (first 10 ste
 seeds of four formats with the small model in eval/README.md.
 
 Every key can be given on the command line (`--distill.divergence js`); `--dry_run` checks everything and trains
-nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.
+nothing; `--resume` continues from the newest whole checkpoint, `--overwrite` starts the run anew. Exit code: 0 done,
+1 a check said no, 2 bad input.
 """
 
 import sys

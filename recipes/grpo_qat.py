@@ -37,8 +37,8 @@ Measured: the CPU recipe, 80 steps, reward .509 (first 10 steps) to .919 (last 1
 8B shape in recipes/PERFORMANCE.md, three seeds of four formats with the small model in eval/README.md.
 
 Every key can be given on the command line (`--policy.quant_cfg fp8`); `--dry_run` checks everything and trains
-nothing; `--resume` continues from the newest whole checkpoint, ranges included. Exit code: 0 done, 1 a check said no,
-2 bad input.
+nothing; `--resume` continues from the newest whole checkpoint, ranges included, `--overwrite` starts the run anew.
+Exit code: 0 done, 1 a check said no, 2 bad input.
 """
 
 import sys

@@ -35,7 +35,8 @@ seed 0; 2 cores of an AMD EPYC, 2026-11-21, torch 2.13.0+cpu, transformers 5.17.
 bitsandbytes 0.50.2. An 8B shape on GPUs: tests/gpu/README.md. The 1.5B recipe: not measured.
 
 Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dry_run` checks everything and trains
-nothing; `--resume` continues from the newest whole checkpoint. Exit code: 0 done, 1 a check said no, 2 bad input.
+nothing; `--resume` continues from the newest whole checkpoint, `--overwrite` starts the run anew. Exit code: 0 done,
+1 a check said no, 2 bad input.
 """
 
 import sys

@@ -439,7 +439,8 @@ def asleep_memory(parts: dict[str, float]) -> Estimate:
 
 
 def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """GiB of all cards together that GRPO without quantization would need beside activations: every weight trained
+    """GiB of all cards together that GRPO without quantization would need for weights, optimizer and activations,
+    without KV cache, contexts and CUDA graphs, and this configuration beside it: every weight trained
     (BF16 weights and gradients, float32 masters and Adam moments, a frozen reference), or a LoRA on a BF16 base; the
     BF16 weights of rollout server and teacher in both."""
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)

@@ -172,20 +172,24 @@ def largest(layout: Layout) -> dict[str, int | None]:
     return found
 
 
+def _most(what: str, largest: int | None, unit: str, now: int) -> str:
+    return f"{what} {largest}{unit} (now {now})" if largest else f"no {what} fits (now {now}{unit})"
+
+
 def _print_largest(console: Any, layout: Layout) -> None:
     found, config = largest(layout), layout.config
     if "micro_batch" in found:
-        micro = f"micro-batch {found['micro_batch'] or 'none'} (now {config.train.per_device_train_batch_size})"
+        micro = _most("micro-batch", found["micro_batch"], "", config.train.per_device_train_batch_size)
     else:
-        micro = f"pack {found['micro_batch_tokens'] or 'none'} tokens (now {config.train.micro_batch_tokens})"
+        micro = _most("pack", found["micro_batch_tokens"], " tokens", config.train.micro_batch_tokens)
     named = [
         micro,
-        f"completion {found['completion_tokens'] or 'none'} tokens (now {config.rollout.max_completion_length})",
+        _most("completion", found["completion_tokens"], " tokens", config.rollout.max_completion_length),
     ]
     if layout.server is not None:
         text = f"the KV cache holds {found['sequences_now']} sequences of full length"
         if found["sequences"] is not None and found["sequences"] != found["sequences_now"]:
-            text += f", the card's memory {found['sequences']}"
+            text += f", the card has memory for {found['sequences'] or 'none'}"
         named.append(f"{text} (server.max_num_seqs {config.server.max_num_seqs})")
     console.print("Largest that fits, the rest as it is: " + "; ".join(named) + ".")
 
@@ -252,7 +256,9 @@ def _seconds(time: cost.StepTime) -> list[str]:
 
 
 def _print_precision(console: Any, layout: Layout) -> None:
-    table = _table("Without quantization, GiB of all cards", "", "GiB", f"{layout.card.name} cards at least")
+    left_out = "weights, optimizer and activations; no KV cache, context or CUDA graphs"
+    title = f"Without quantization, GiB of all cards ({left_out})"
+    table = _table(title, "", "GiB", f"{layout.card.name} cards at least")
     for name, gib in memory.full_precision(layout.shape, layout.config, layout.card).items():
         table.add_row(name, f"{gib:.0f}", str(math.ceil(gib / layout.card.gib)))
     console.print(table)

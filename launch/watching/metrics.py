@@ -16,6 +16,7 @@ from recipes.parts.rundir import RunDir
 from recipes.parts.runstate import DONE, INTERRUPTED, End, last_end, trainer_pid
 
 RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary and in the health rules
+SMOOTH = 10  # steps that a drawn curve is smoothed over
 # A run is called silent after this many step times, and never before this many seconds.
 SILENT_STEPS, SILENT_S = 5, 60.0
 ENDED = ("finished", "stopped", "failed")
@@ -159,6 +160,19 @@ def median(values: Sequence[float]) -> float | None:
     """Median of the finite values, None when there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else None
+
+
+def smoothing(key: str) -> str:
+    """What a curve of `key` is smoothed by, mean or median: an estimate of a KL has single steps that are a hundred
+    times the rest, and a mean would show nothing else."""
+    return "median" if key in ("kl", "sampler_k3") else "mean"
+
+
+def smooth(values: Sequence[float], kind: str = "mean") -> list[float]:
+    """Mean or median of each value and the SMOOTH - 1 before it, NaN where none of them is known."""
+    of = median if kind == "median" else mean
+    found = (of(values[max(0, end - SMOOTH) : end]) for end in range(1, len(values) + 1))
+    return [math.nan if value is None else value for value in found]
 
 
 def total_steps(rows: Sequence[dict]) -> int | None:

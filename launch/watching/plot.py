@@ -4,6 +4,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -16,10 +17,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from launch.watching.compare import names
-from launch.watching.metrics import MetricsLog, group, mean, median, phases, series
+from launch.watching.health import JUDGES
+from launch.watching.metrics import SMOOTH, MetricsLog, group, phases, series, smooth, smoothing
+from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, naming
 
-SMOOTH = 10  # steps of the running mean drawn over the raw values
 LINE, FAINT, SECOND = "#1f5aa6", "#b9cbe3", "#e08214"
 # Distinguishable in gray and for the common color deficiencies.
 COLORS = ("#1f5aa6", "#e08214", "#4d9221", "#8e7cc3", "#7f7f7f", "#d6604d", "#35978f", "#b8860b")
@@ -39,25 +41,22 @@ COMPARED = {
     "seconds per step": "seconds.step",
 }
 
-# Estimates of a KL have single steps that are a hundred times the rest; a mean would show nothing else.
-SMOOTHED_BY = {"kl": median, "sampler_k3": median}
+# Least and largest value of the kit's reward functions.
+RANGES = dict.fromkeys((*JUDGES, "boxed_format", "think_format"), (0.0, 1.0))
+RANGES |= dict.fromkeys(("length", "repetition", "language"), (-1.0, 0.0))
 
 Panel = Callable[[Axes, list[int], Sequence[dict]], None]
 
 
-def smooth(values: Sequence[float], of: Callable[[Sequence[float]], float | None] = mean) -> list[float]:
-    """Mean (or median) of each value and the SMOOTH - 1 before it, NaN where none of them is known."""
-    found = (of(values[max(0, end - SMOOTH) : end]) for end in range(1, len(values) + 1))
-    return [math.nan if value is None else value for value in found]
-
-
 def _line(axes: Axes, steps: list[int], rows: Sequence[dict], key: str, title: str) -> None:
-    values = series(rows, key)
-    axes.plot(steps, values, color=FAINT, linewidth=1, marker="." if len(steps) < 3 else None)
-    axes.plot(steps, smooth(values, SMOOTHED_BY.get(key, mean)), color=LINE, linewidth=1.6)
+    values, kind = series(rows, key), smoothing(key)
+    axes.plot(steps, values, color=FAINT, linewidth=1, marker="." if len(steps) < 3 else None, label="each step")
+    axes.plot(steps, smooth(values, kind), color=LINE, linewidth=1.6, label=f"{kind} of {SMOOTH} steps")
     axes.set_title(title)
     _cut(axes, [values])
-    if not any(math.isfinite(value) for value in values):
+    if any(math.isfinite(value) for value in values):
+        axes.legend(fontsize=8, framealpha=0.85, loc="best")
+    else:
         _no_data(axes)
 
 
@@ -79,17 +78,33 @@ def _no_data(axes: Axes) -> None:
     axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
 
 
-def _reward(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
+def reward_range(run: RunDir) -> tuple[float, float]:
+    """The least and the largest reward that the run's functions can add up to, by their weights; infinite where one
+    of them is not of the kit."""
+    try:
+        reward = group(run.config(), "reward")
+        names = reward["functions"]
+        pairs = list(zip(names, reward.get("weights") or [1.0] * len(names), strict=True))
+        ends = [(weight * RANGES[name][0], weight * RANGES[name][1]) for name, weight in pairs]
+    except (BadInput, KeyError, TypeError, ValueError):
+        return -math.inf, math.inf
+    return sum(min(pair) for pair in ends), sum(max(pair) for pair in ends)
+
+
+def _reward(
+    axes: Axes, steps: list[int], rows: Sequence[dict], limits: tuple[float, float] = (-math.inf, math.inf)
+) -> None:
     reward, spread = series(rows, "reward"), series(rows, "reward_std")
-    low = [a - b for a, b in zip(reward, spread, strict=True)]
-    high = [a + b for a, b in zip(reward, spread, strict=True)]
-    axes.fill_between(steps, low, high, color=FAINT, alpha=0.45, linewidth=0)
-    _line(axes, steps, rows, "reward", "reward (band: ± standard deviation)")
+    # Rewards of 0 and 1 have a mean and a deviation whose sum lies above 1, where no reward is.
+    low = [max(a - b, limits[0]) for a, b in zip(reward, spread, strict=True)]
+    high = [min(a + b, limits[1]) for a, b in zip(reward, spread, strict=True)]
+    axes.fill_between(steps, low, high, color=FAINT, alpha=0.45, linewidth=0, label="± standard deviation of a step")
+    _line(axes, steps, rows, "reward", "reward")
     heldout = [(row["step"], value) for row in rows if math.isfinite(value := series([row], "heldout_accuracy")[0])]
     if heldout:
         axes.plot(*zip(*heldout, strict=True), "o-", color=SECOND, markersize=4, label="held-out accuracy")
-        axes.set_title("reward (band: ± standard deviation) and held-out accuracy")
-        axes.legend(fontsize=8, framealpha=0.85, loc="lower right")
+        axes.set_title("reward and held-out accuracy")
+        axes.legend(fontsize=8, framealpha=0.85, loc="best")
 
 
 def _kl(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
@@ -162,12 +177,18 @@ def _legend(axes: Axes, place: str) -> None:
         _no_data(axes)
 
 
-def panels(rows: Sequence[dict]) -> dict[str, Panel]:
+def panels(rows: Sequence[dict], run: RunDir) -> dict[str, Panel]:
     """The panels of one run by name, in reading order, an even number; of a teacher, a sampler and several rewards if
     any."""
     is_distillation = any(math.isfinite(value) for value in series(rows, "divergence"))
     second = {"divergence": _divergence} if is_distillation else {"kl": _kl}
-    found = {"reward": _reward, **second, "entropy": _entropy, "shares": _shares, "seconds": _seconds}
+    found = {
+        "reward": partial(_reward, limits=reward_range(run)),
+        **second,
+        "entropy": _entropy,
+        "shares": _shares,
+        "seconds": _seconds,
+    }
     found |= {"gradient": _gradient}
     has_parts = any(len(group(row, "rewards")) > 1 for row in rows)
     has_sampler = any(math.isfinite(value) for value in series(rows, "sampler_k3"))
@@ -186,7 +207,7 @@ def _style(axes: Axes) -> None:
 
 def draw(run: RunDir, rows: Sequence[dict], folder: Path | None = None) -> Path:
     """Write `health.png` into the run directory (or `folder`), whole or not at all, and return its path."""
-    steps, found = [row["step"] for row in rows], panels(rows)
+    steps, found = [row["step"] for row in rows], panels(rows, run)
     lines = len(found) // 2
     figure, grid = plt.subplots(lines, 2, figsize=(11, 3 * lines), sharex=True, layout="constrained")
     for axes, panel in zip(grid.flat, found.values(), strict=True):
@@ -227,16 +248,15 @@ def compare_panel(axes: Axes, runs: Sequence[RunDir], logs: Sequence[MetricsLog]
     for place, (name, log) in enumerate(zip(names(runs), logs, strict=True)):
         known = [(row["step"], value) for row in log.rows if math.isfinite(value := series([row], key)[0])]
         steps, values = zip(*known, strict=True) if known else ((), ())
-        is_sparse, of = key == "heldout_accuracy", SMOOTHED_BY.get(key, mean)
-        values = list(values) if is_sparse else smooth(values, of)
+        is_sparse = key == "heldout_accuracy"
+        values = list(values) if is_sparse else smooth(values, smoothing(key))
         look = {"color": COLORS[place % len(COLORS)], "linestyle": ("-", "--", ":")[place // len(COLORS) % 3]}
         axes.plot(steps, values, linewidth=1.6, label=name, marker="o" if is_sparse else None, markersize=3, **look)
         drawn.append(values)
     _cut(axes, drawn)
     if key in SHARES.values():
         axes.set_ylim(0, max(0.2, *(value for values in drawn for value in values if value == value), 0.0) * 1.05)
-    kind = "median" if key in SMOOTHED_BY else "mean"
-    axes.set_title(title if key == "heldout_accuracy" else f"{title}, {kind} of {SMOOTH} steps")
+    axes.set_title(title if key == "heldout_accuracy" else f"{title}, {smoothing(key)} of {SMOOTH} steps")
     axes.set_xlabel("step")
     _style(axes)
 

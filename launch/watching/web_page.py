@@ -65,7 +65,7 @@ def _text(value: object) -> str:
 
 def _run(run: RunDir, log: MetricsLog) -> str:
     rows = log.rows
-    found = [(name, plot.svg(plot.run_panel(panel, rows))) for name, panel in _panels(rows).items()]
+    found = [(name, plot.svg(plot.run_panel(panel, rows))) for name, panel in _panels(rows, run).items()]
     return "\n".join(
         [
             _state(progress(log)),
@@ -81,8 +81,8 @@ def _run(run: RunDir, log: MetricsLog) -> str:
     )
 
 
-def _panels(rows: Sequence[dict]) -> dict[str, plot.Panel]:
-    return plot.panels(rows) | {"speed": plot.speed}
+def _panels(rows: Sequence[dict], run: RunDir) -> dict[str, plot.Panel]:
+    return plot.panels(rows, run) | {"speed": plot.speed}
 
 
 def _state(state: dict) -> str:

@@ -27,16 +27,8 @@ LOCKS = Path("/proc/locks")
 DONE, FAILED, INTERRUPTED, KILLED = "done", "failed", "interrupted", "killed"
 LONGEST_ERROR = 2000  # characters
 # What a run writes that nothing is lost with: it is made again from the start, or says how a start failed.
-WORTHLESS = (
-    "config.json",
-    "base.json",
-    "data.json",
-    "metrics.jsonl",
-    "ledger.jsonl",
-    END,
-    "completions",
-    "not_finite",
-)
+WORTHLESS = ("config.json", "base.json", "data.json", "metrics.jsonl", "ledger.jsonl", "completions", "not_finite")
+WORTHLESS += ("sync", END)
 # Servers that are up already, and launch.up, write there; another start appends.
 STAYS = (LOCK, REPLACED, "logs")
 

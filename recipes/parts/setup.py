@@ -287,7 +287,8 @@ def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
         changes.append(f"raise train.max_gpu_gib ({train.max_gpu_gib:g})")
     what = "; or ".join(changes) or "use a larger card"
     return CheckFailed(
-        f"step {step}: out of GPU memory. To go on with --resume, {what}. `python -m launch.plan` says what fits. "
+        f"step {step}: out of GPU memory. To go on with --resume, {what}. `python -m launch.plan --config …` says "
+        "what fits. "
         f"{str(error).partition('. See documentation')[0].partition('. If reserved')[0]}"
     )
 

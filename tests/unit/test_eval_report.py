@@ -22,7 +22,7 @@ HOSTILE = (
     "</td><script>alert('x')</script><img src=x onerror=alert(1)> a|b ![p](http://evil.example/x) `c` \x00\x1b[31m $x$"
 )
 EMPTY_TAGS = {"meta", "img", "br", "hr", "link", "input"}
-PARTS = ["Conclusion", "Gate", "Accuracy", "Several completions a problem", "Problems that changed, in fp8"]
+PARTS = ["Verdict", "Conclusion", "Gate", "Accuracy", "Several completions a problem", "Problems that changed, in fp8"]
 PARTS += ["Other tasks", "Training", "Weights, layer by layer", "Checkpoints against the policy", "Serving"]
 PARTS += ["Deployed endpoint", "lm-eval beside ours", "Run", "Commands"]
 
@@ -235,6 +235,26 @@ def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
     markdown = (full.path / "report.md").read_text()
     assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == PARTS
     assert "- No loss is shown in fp8: -1.0 points." in markdown
+
+
+def test_the_verdict_comes_first_in_one_line(run, full):
+    def line(of: RunDir) -> str:
+        assert report.main(["--run", str(of.path)]) == 0
+        first, second = re.findall(r"^## .*$", markdown := (of.path / "report.md").read_text(), re.MULTILINE)[:2]
+        assert first == "## Verdict"
+        (said,) = markdown[markdown.index(first) + len(first) : markdown.index(second)].split("\n\n")[1:-1]
+        return said.replace("\\", "")
+
+    kept = "Gain +20.0 [10.0 to 30.0] points on 40 problems, -1.0 [-5.0 to 3.0] against the gain in bf16."
+    assert line(full) == f"Promoted: GRPO in fp8. {kept}"
+    assert line(run) == "Not promoted: nothing was evaluated."
+    groups = {"run": {"name": "tiny"}, "model": {"id": "m"}, "data": {"path": "nowhere"}, "train": {"max_steps": 1}}
+    limits = {"format": "fp8", "max_quantization_loss": 0.04}
+    write_json(run.config_file, {"config": {**groups, "eval": {"gate": limits}}})
+    write_json(run.eval_file, make_result("Nothing.", ("bf16", "fp8")))
+    write_checkpoint(run, "grpo", "fp8")
+    missed = "Not promoted: GRPO in fp8 misses 3 of 9 rules of the gate: gain lost against bf16 (NOT SHOWN), "
+    assert line(run) == f"{missed}cut at the token limit (FAIL), answers undecided (FAIL). {kept}"
 
 
 def test_rules_are_shown_before_a_gate_and_a_promotion_on_another_evaluation_is_told(run, full):

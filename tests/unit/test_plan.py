@@ -1,13 +1,14 @@
 """launch.plan: every shipped configuration gets a plan, its changes do what they say, bad input is named."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from launch.plan import best_split, choose_shape, main, make_layout
 from launch.plan import fits as plan_fits
-from launch.planning import fitting, memory
+from launch.planning import fitting, matrix, memory
 from launch.planning.fitting import changed, changes, lay_out, remedy
 from launch.planning.gpus import CARDS, own_gpus, parse_gpus, recognize
 from launch.planning.matrix import MODELS, SIZES, fits, longest, widest
@@ -82,7 +83,7 @@ def test_the_command_line_ends_with_0_1_and_2():
 def test_what_the_memory_of_a_cpu_does_not_hold_is_to_be_planned_for_gpus(monkeypatch, capsys):
     words = ["--gpu", "cpu", "--train.gpus", "null", "--server.gpus", "null", "--params", "32b"]
     code, out = command(monkeypatch, capsys, "--config", TWO, *words)
-    assert code == 1 and "Plan it for GPUs: python -m launch.plan --gpu" in " ".join(out.split())
+    assert code == 1 and "Plan it for GPUs with --gpu" in " ".join(out.split())
 
 
 def test_cards_are_named_together_only_when_they_follow_each_other(monkeypatch, capsys):
@@ -410,7 +411,43 @@ def test_the_matrix_says_the_largest_that_fits():
     assert fits(shape, card, "shared", 2048, micro) and not fits(shape, card, "shared", 2048, 2 * micro)
 
 
-def test_on_a_larger_card_and_for_a_smaller_model_the_matrix_never_says_less(monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def made_matrix() -> dict:
+    return matrix.matrix()
+
+
+def test_the_matrix_of_the_readme_is_the_one_that_the_plan_prints(made_matrix, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "matrix", lambda: made_matrix)
+    code, out = command(monkeypatch, capsys, "--matrix")
+    printed = [line for line in out.splitlines() if line.startswith("| qwen3")]
+    rows = re.findall(r"^\| Qwen3-.*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert code == 0 and len(rows) == len(MODELS)
+    assert [row.lower().replace("–", "-") for row in rows] == [line.lower() for line in printed]
+
+
+def test_the_24_gb_configuration_fits_as_the_documents_say(monkeypatch, capsys):
+    code, out = command(monkeypatch, capsys, "--config", ONE_CARD, "--gpu", "rtx4090")
+    said = " ".join(out.split())
+    (figures,) = re.findall(r"GPU 0: ([\d.]+ \([\d.]+ to [\d.]+\) of [\d.]+) GiB", said)
+    (longest,) = re.findall(r"completion (\d+) tokens \(now (\d+)\)", said)
+    assert code == 0 and longest[1] == "1024"
+    for file in ("README.md", ONE_CARD):
+        text = " ".join((ROOT / file).read_text().replace("\n#", "\n").replace(",", "").split())
+        assert f"{figures} GiB" in text and f"{longest[0]} tokens" in text, file
+
+
+def test_what_does_not_fit_at_all_is_said_in_words(monkeypatch, capsys):
+    keys = ("--gpu", "rtx4080:2", "--train.gpus", "[0]", "--server.gpus", "[1]", "--server.kv_cache_gib", "null")
+    keys += ("--rollout.server_urls", "['http://127.0.0.1:8000']", "--server.gpu_memory_utilization", "0.5")
+    code, out = command(monkeypatch, capsys, "--config", TWO, *keys)
+    said = " ".join(out.split())
+    assert code == 1 and "no pack fits (now 17408 tokens); no completion fits (now 1024 tokens)" in said
+    assert "pack none" not in said and "memory 0" not in said
+    assert "no KV cache, context or CUDA graphs" in said
+
+
+def test_on_a_larger_card_and_for_a_smaller_model_the_matrix_never_says_less(made_matrix, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "matrix", lambda: made_matrix)
     code, out = command(monkeypatch, capsys, "--matrix", "--json")
     found = json.loads(out)
     assert (code, list(found)) == (0, list(MODELS))

@@ -36,8 +36,8 @@ MAY_IMPORT = {
     # A policy that was trained for a format is scored with its quantizers.
     "merge": ("recipes.parts.data", "recipes.parts.fake_quant", "recipes.parts.qat"),
     "recipes.parts": ("reward", "merge"),
-    # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic; a run ends with
-    # the watcher's alerts.
+    # `train.recompute: auto`, and what a replica takes of a shared card, are the plan's arithmetic; the alerts at the
+    # end of a run are the watcher's.
     "recipes.parts.setup": (
         "recipes.parts",
         "reward",

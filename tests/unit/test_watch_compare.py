@@ -4,19 +4,24 @@ import base64
 import html.parser
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.cells import cell_len
 from rich.console import Console
 
+from eval import plots
 from launch import watch
 from launch.watching.compare import common_step, compared, frame_of_runs
-from launch.watching.metrics import MetricsLog
+from launch.watching.metrics import MetricsLog, series
+from launch.watching.plot import RANGES, panels, reward_range
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
+from reward import REWARDS
 from tests.unit.metric_rows import log_of, make_run, recorded, rows_of, step_row
 
 
@@ -177,3 +182,54 @@ def test_the_same_steps_give_the_same_page(tmp_path, capsys):
         run_watch(capsys, run, "--html")
         texts.append(re.sub(r"last line [^<]*", "", (run / "health.html").read_text()))
     assert texts[0] == texts[1]
+
+
+def drawn(panel, rows: list[dict]) -> tuple[dict[str, list[float]], list[float]]:
+    """{label: values} of a panel's curves with a legend, and the heights of its band."""
+    axes = Figure().subplots()
+    panel(axes, [row["step"] for row in rows], rows)
+    shown = {text.get_text() for text in axes.get_legend().get_texts()}
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines() if line.get_label() in shown}
+    heights = [y for band in axes.collections for path in band.get_paths() for _, y in path.vertices]
+    return lines, heights
+
+
+def test_a_curve_is_smoothed_alike_in_health_png_and_in_the_report_and_both_say_how(tmp_path):
+    rows = [step_row(step, kl=5.0 if step == 15 else 0.001 * step) for step in range(1, 31)]
+    run = RunDir(make_run(tmp_path / "run", rows))
+    steps, found = [row["step"] for row in rows], panels(rows, run)
+    keys = {"kl": "median of 10 steps", "entropy": "mean of 10 steps", "reward": "mean of 10 steps"}
+    values = {key: (key, "unit", series(rows, key)) for key in keys}
+    report = plots.training(steps, values)
+    for key, axes in zip(keys, report.axes, strict=False):
+        ours, _ = drawn(found[key], rows)
+        theirs = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+        assert set(theirs) == {"each step", keys[key]} == {text.get_text() for text in axes.get_legend().get_texts()}
+        assert {label: ours[label] for label in theirs} == theirs
+    assert max(drawn(found["kl"], rows)[0]["median of 10 steps"]) < 0.1, "one step is not the curve"
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "span"),
+    [
+        (["math"], None, (0.0, 1.0)),
+        (["math", "boxed_format"], [1.0, 0.5], (0.0, 1.5)),
+        (["math", "length"], [1.0, 0.2], (-0.2, 1.0)),
+        (["math", "repetition"], [1.0, -0.2], (0.0, 1.2)),
+        (["mine:reward"], None, (-math.inf, math.inf)),
+        ("math", [1.0, 2.0], (-math.inf, math.inf)),
+        (None, None, (-math.inf, math.inf)),
+    ],
+)
+def test_the_reward_band_stays_where_rewards_can_be(tmp_path, functions, weights, span):
+    rows = [step_row(step, reward=0.9 if step % 2 else 0.05, reward_std=0.4) for step in range(1, 9)]
+    run = RunDir(make_run(tmp_path / "run", rows))
+    run.config_file.write_text(json.dumps({"config": {"reward": {"functions": functions, "weights": weights}}}))
+    assert reward_range(run) == pytest.approx(span)
+    lines, heights = drawn(panels(rows, run)["reward"], rows)
+    assert set(lines) == {"each step", "mean of 10 steps"}
+    assert min(heights) == pytest.approx(max(span[0], -0.35)) and max(heights) == pytest.approx(min(span[1], 1.3))
+
+
+def test_the_range_of_every_function_of_the_kit_is_known():
+    assert set(RANGES) == set(REWARDS)
