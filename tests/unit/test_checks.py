@@ -183,7 +183,7 @@ def test_everything_wrong_is_reported_at_once():
         ("repetition_penalty: 1.1", "both"),
         ("generation_kwargs: {typical_p: 0.9}", "both"),
         ("cache_implementation: static", "server"),
-        ("use_transformers_paged: true", "server"),
+        ("use_transformers_paged: true", "both"),
         ("min_p: 0.0", "none"),
         ("repetition_penalty: 1.0", "none"),
         ("vllm_importance_sampling_clip_min: 0.5", "none"),
