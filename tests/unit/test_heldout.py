@@ -193,7 +193,7 @@ def test_the_judge_is_that_of_the_references_form_whatever_the_runs_reward_gives
 
 
 def test_code_that_may_not_run_is_not_judged():
-    with pytest.raises(BadInput, match=r"watch\.eval_every runs code"):
+    with pytest.raises(BadInput, match=r"reward\.allow_code_execution"):
         _judge(load_config(CONFIG, ["--data.answer_format=code"]))
 
 

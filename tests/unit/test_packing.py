@@ -155,11 +155,14 @@ def test_the_reference_pass(stub, share):
 
 def test_under_autocast_type_and_values_are_those_of_the_padded_pass():
     stub = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: torch.autocast("cpu", torch.bfloat16)))
-    model, data = tiny().eval(), batch(ROWS["groups"])
+    model, data, products = tiny().eval(), batch(ROWS["groups"]), set()
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(lambda module, args, out: products.add(out.dtype))
     with torch.no_grad():
         for ours, theirs in zip(packed_pass(stub, model, data, True), padded_pass(stub, model, data), strict=True):
             assert ours.dtype == theirs.dtype
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)
+    assert products == {torch.bfloat16}, "both passes are in autocast"
 
 
 def test_without_entropies_there_are_none(stub):

@@ -163,7 +163,7 @@ def test_micro_batches_take_all_rows_of_a_step_and_leave_their_number_as_it_is(t
 
 def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module.GRPOConfig, "n_gpu", 2)
-    with pytest.raises(BadInput, match="one process sees 2 GPUs"):
+    with pytest.raises(BadInput, match=r"\b2 GPUs"):
         trainer_arguments(load_config(CONFIG), RunDir(tmp_path))
 
 
@@ -219,7 +219,7 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     if served:
         assert made.vllm_importance_sampling_correction == (config.rollout.correction != "none")
     model.peft_config["ref"] = None
-    with pytest.raises(CheckFailed, match="a second reference was created"):
+    with pytest.raises(CheckFailed, match="reference"):
         make()
 
 
