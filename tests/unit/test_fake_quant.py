@@ -212,6 +212,29 @@ def test_dynamic_fp8_activations_have_a_scale_for_every_token_or_group(name, gro
     assert found.dtype == torch.bfloat16 and torch.equal(found, torch.from_numpy(expected).bfloat16())
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+@pytest.mark.parametrize("peak", [70.0, 11.3, 0.5])
+def test_fp4_activations_have_a_scale_for_every_16_values_and_end_at_the_calibrated_range(peak):
+    x = inputs()
+    found = (
+        fake_quantize_activation(x.float(), FORMATS["nvfp4"].activation, torch.tensor(peak)).numpy().reshape(-1, 16)
+    )
+    groups, by = x.float().numpy().reshape(-1, 16), np.float32(448 * 6) / np.float32(peak)
+    # In vLLM's order of operations; it ends at 448, so what is larger is cut off.
+    scale = e4m3(by * (np.abs(groups).max(1, keepdims=True) * np.float32(1 / 6)))
+    zero = scale[:, 0] == 0
+    assert not found[zero].any() and zero.any()
+    scale, groups, codes = scale[~zero], groups[~zero], found[~zero] * by / scale[~zero]
+    grid = np.concatenate([-E2M1, E2M1])
+    steps = np.clip(groups * by / scale, -6, 6)
+    assert np.allclose(np.abs(codes[..., None] - grid).min(-1), 0, atol=1e-4)
+    # What lies halfway between two numbers may go to either.
+    assert (np.abs(codes - steps) <= np.abs(steps[..., None] - grid).min(-1) + 1e-4).all()
+    assert np.abs(found).max() <= peak * 1.00001 and np.isfinite(found).all()
+
+
 def test_e2m1_has_the_nearest_of_its_numbers_and_ties_go_to_even():
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     value = np.linspace(-7, 7, 14 * 64 + 1)  # with every tie

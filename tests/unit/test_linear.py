@@ -246,11 +246,14 @@ def test_fp8_weight_has_the_bytes_that_vllm_and_for_rounded_scales_the_merge_mak
 
 
 def test_layers_that_16_does_not_divide_are_computed_as_fused_and_counted():
-    holder = torch.nn.ModuleDict({"good": make_layer(), "odd": make_layer(inputs=72, outputs=40)})
-    with pytest.warns(UserWarning, match=r"1 of 2 linear layers .* 16 does not divide .*first: odd"):
-        assert use_fused_linears(holder, "fp8") == 2
-    x = torch.randn(3, 72)
-    torch.testing.assert_close(holder["odd"](x), x @ dequantize(holder["odd"]).t())
+    odd = {"odd": (72, 40), "outputs": (128, 40), "inputs": (72, 96)}
+    layers = {name: make_layer(inputs=inputs, outputs=outputs) for name, (inputs, outputs) in odd.items()}
+    holder = torch.nn.ModuleDict({"good": make_layer(), **layers})
+    with pytest.warns(UserWarning, match=r"3 of 4 linear layers .* 16 does not divide .*first: odd"):
+        assert use_fused_linears(holder, "fp8") == 4
+    for name, (inputs, _) in odd.items():
+        x = torch.randn(3, inputs)
+        torch.testing.assert_close(holder[name](x), x @ dequantize(holder[name]).t())
 
 
 def test_an_adapter_with_dropout_is_refused():

@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import bnb as peft_bnb
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -192,6 +194,21 @@ def test_layers_with_different_scalings_compute_alone_and_rightly(monkeypatch):
     gradients = gradients_of()
     close(run(fuse(group), x, gradients), run(group, x, gradients))
     assert counts == [1, 1, 1]
+
+
+def test_layers_of_different_ranks_and_one_scaling_are_one_function(monkeypatch):
+    """As a rank_pattern makes them."""
+    group, x = make_group(), torch.randn(11, 128)
+    for name, rank in (("q_proj", 2), ("v_proj", 5)):
+        config = LoraConfig(r=rank, lora_alpha=3 * rank)
+        group[name] = peft_bnb.Linear4bit(
+            group[name].base_layer, "default", config=config, r=rank, lora_alpha=3 * rank
+        )
+        torch.nn.init.normal_(factors(group[name])[1], std=0.05)
+    counts = count_functions(monkeypatch)
+    gradients = gradients_of()
+    close(run(fuse(group), x, gradients), run(group, x, gradients))
+    assert counts == [3]
 
 
 def test_two_models_may_take_turns(monkeypatch):

@@ -165,7 +165,17 @@ def test_an_answer_that_is_not_of_the_protocol_is_final(fake, answer):
     assert not failed.value.retry
 
 
-@pytest.mark.parametrize("answer", [{"version": 2, "logprobs": ["AAAA"]}, {"version": 1, "logprobs": ["AAAAAAAA"]}])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"version": 2, "logprobs": [encode_floats([-1.0])]},
+        {"version": None, "logprobs": [encode_floats([-1.0])]},
+        {"version": 1, "logprobs": [encode_floats([-1.0, -2.0])]},
+        {"version": 1, "logprobs": [encode_floats([-1.0])] * 2},
+        {"version": 1, "logprobs": []},
+        {"version": 1, "logprobs": ["AAAA"]},
+    ],
+)
 def test_scores_of_another_version_or_length_are_refused(fake, answer):
     fake.before["score"] = lambda body: answer
     with pytest.raises(ReplicaError, match="not of protocol"):
