@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 import weakref
 from dataclasses import replace
@@ -454,3 +455,34 @@ def test_nf4_that_keeps_no_number_of_the_update_is_refused(tmp_path, monkeypatch
     base = SimpleNamespace(into="dequantized", storage="nf4")
     with pytest.raises(Refused, match="keeps nan% of the update"):
         quantize_checkpoint(tmp_path, tmp_path / "nf4", "nf4", base, {}, no_verify)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "fp8_static", "nvfp4a16", "nvfp4"])
+def test_a_scale_is_made_for_the_largest_value_of_either_sign(name):
+    torch.manual_seed(0)
+    weight = torch.randn(256, 256).abs().bfloat16()  # of which all largest values are positive
+    (stored, value), (mirrored, other) = (read_back(FORMATS[name], one) for one in (weight, -weight))
+    assert torch.equal(value, -other) and torch.equal(stored["weight_scale"], mirrored["weight_scale"])
+    assert (value - weight.float()).norm() < 0.12 * weight.float().norm()
+
+
+@pytest.mark.parametrize("peak", [1.0, 1.3, 1.9, 2.7, 0.011, 350.0])
+def test_the_global_scale_of_nvfp4_is_the_power_of_two_at_or_below_its_range(peak):
+    weight = torch.full((16, 32), -0.25 * peak).bfloat16()
+    weight[3, 5] = peak
+    most = 448 * 6 / weight.float().abs().max().item()
+    found = FORMATS["nvfp4"](weight, lambda *_: None)["weight_global_scale"].item()
+    assert found <= most < 2 * found and math.log2(found).is_integer()
+
+
+@pytest.mark.parametrize("largest", ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj"])
+def test_fused_layers_share_the_largest_weight_of_any_of_them(tmp_path, largest):
+    names = {
+        kind: f"model.layers.0.x.{kind}.weight" for kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    }
+    names["o_proj"] = "model.layers.0.x.o_proj.weight"
+    tensors = {name: torch.full((2, 2), -3.0 if kind == largest else 1.0) for kind, name in names.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = fused_peaks(tmp_path, set(names.values()))
+    groups = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+    assert found == {names[kind]: 3.0 if largest in group else 1.0 for group in groups for kind in group}

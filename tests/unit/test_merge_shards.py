@@ -1,5 +1,6 @@
 """Files of parts that come as they are made: readable, aligned, and a fault of the writing thread is never lost."""
 
+import json
 import threading
 import time
 
@@ -8,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from merge.checkpoint import checkpoint_shards
+from merge.checkpoint import INDEX, checkpoint_shards
 from merge.shards import Behind, PartsFile, TensorFile, write_parts
 from recipes.parts.errors import CheckFailed
 
@@ -124,3 +125,22 @@ def test_a_fault_of_the_caller_does_not_wait_for_what_has_not_begun():
             behind.run(1, begun.append, number)
         raise KeyboardInterrupt
     assert begun == []
+
+
+def test_a_call_that_has_no_room_beside_those_under_way_waits_for_them():
+    free, order = threading.Event(), []
+    with Behind(10) as behind:
+        behind.run(6, lambda: (free.wait(5), order.append("first")))
+        behind.run(4, order.append, "second")
+        timer = threading.Timer(0.1, free.set)
+        timer.start()
+        behind.run(1, order.append, "third")  # 11 with the others
+        assert order[:1] == ["first"] and free.is_set()
+    assert order == ["first", "second", "third"]
+
+
+def test_the_index_says_the_bytes_of_all_tensors(tmp_path):
+    made = {"a": torch.ones(3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.ones(2, 2)}
+    write_parts(tmp_path, {"model-1.safetensors": ["a", "b"], "model-2.safetensors": ["c"]}, lambda n: {n: made[n]})
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in made.values()) == 12 + 10 + 16

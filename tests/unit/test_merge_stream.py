@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from merge import export as merge_export
 from merge.base import dequantize, dequantized_tensors, hash_base, load_nf4
 from merge.export import export
+from merge.nf4 import block_maxima, quantize_weight
 from merge.stream import Original, TensorFile, plan_base
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import read_json, read_manifest
@@ -334,3 +335,10 @@ def test_layers_that_transformers_turns_before_quantizing_are_refused():
 
     with pytest.raises(BadInput, match="is a Conv1D"):
         plan_base(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=100))
+
+
+def test_the_size_of_the_nf4_copy_is_that_of_its_tensors():
+    plan = plan_base(AutoConfig.from_pretrained(shared_model()))
+    made = [quantize_weight(torch.ones(plan.shapes[name]), True, None) for name in plan.quantized]
+    assert plan.copy_bytes() == sum(packed.nbytes + block_maxima(state).nbytes for packed, state in made)
+    assert plan_base(AutoConfig.from_pretrained(shared_model()), "fp8").copy_bytes() == 0

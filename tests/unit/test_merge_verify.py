@@ -238,3 +238,23 @@ def test_the_bound_of_a_bf16_merge_is_what_rounding_and_half_of_the_update_allow
         monkeypatch.setattr(Verifier, "compare", lambda *_, kl=kl, **__: Comparison(kl, 0.1, 1.0, 9))
         with contextlib.nullcontext() if is_right else pytest.raises(CheckFailed, match="is not the policy"):
             assert verifier.check_bf16(policy, Path("merged")).mean_kl == kl
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_either_side_must_be_finite_to_be_compared(side, value):
+    scores = [torch.full((3, 4), 0.25).log() for _ in range(2)]
+    ids = torch.tensor([[0, 1, 2, 3]])
+    assert compare([scores[0]], [scores[1]], [ids]).mean_kl == 0
+    scores[side][1, 2] = value
+    with pytest.raises(CheckFailed, match="not finite"):
+        compare([scores[0]], [scores[1]], [ids])
+
+
+def test_log_probs_are_of_the_next_tokens():
+    model, ids = load_for_scoring(shared_model(), "cpu"), torch.arange(5, 40)[None]
+    (found,) = log_probs(model, [ids])
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    assert found.shape[0] == 34
+    assert -found.gather(1, ids[0, 1:, None]).mean().item() == pytest.approx(loss, rel=1e-5)

@@ -1,11 +1,13 @@
 """The code reward: which code is judged, what passes, and that no attempt is paid or does harm, at any isolation."""
 
 import dataclasses
+import importlib
 import json
 import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +19,7 @@ from reward import REWARDS, reward_functions
 from reward.attacks import code as attacks
 from reward.code import extract_code
 from reward.code_gold import gold_from_row, read_gold
-from reward.sandbox import Isolation, Job, Sandbox, shared_sandbox
+from reward.sandbox import Isolation, Job, Outcome, Sandbox, shared_sandbox
 from tests import processes
 
 # Parts of the isolation that are left out, and the level that this gives where the machine allows everything.
@@ -398,6 +400,17 @@ def test_what_could_not_be_judged_is_none_and_counted():
     assert function.unknown_counts == {"gold": 1}
     with pytest.raises(CheckFailed, match="no such file"):
         function(prompts=None, completions=[completion] * 3, gold=[broken] * 3)
+
+
+def test_every_completion_gets_its_own_outcome(monkeypatch):
+    def run(jobs):
+        return [Outcome(int("right" in job.code), 1, "tests") for job in jobs]
+
+    monkeypatch.setattr(importlib.import_module("reward.code"), "shared_sandbox", lambda *_: SimpleNamespace(run=run))
+    gold = json.dumps({"tests": ["assert f() == 3"]})
+    completions = [f"```python\n{text}\n```" for text in ("", "wrong", "right", "right", "wrong")]
+    golds = [gold, gold, gold, "no JSON", gold]
+    assert REWARDS["code"](None, completions, golds) == [0.0, 0.0, 1.0, None, 0.0]
 
 
 def test_a_sandbox_that_breaks_gives_none(monkeypatch):
