@@ -123,7 +123,8 @@ def test_all_1319_references_pay_and_all_their_corruptions_do_not(problems, prom
         assert not any(rewards), (kind, [golds[i] for i, reward in enumerate(rewards) if reward][:5])
         tried += len(rewards)
     assert tried > 10_000
-    assert shared_pool(2, 2.0).counts == asked_before, "plain numbers must not need a worker"
+    if form != "said":  # without a number in it, a sentence of the solution is read instead
+        assert shared_pool(2, 2.0).counts == asked_before, "plain numbers must not need a worker"
     assert time.perf_counter() - started < 10
 
 
