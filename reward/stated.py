@@ -123,7 +123,7 @@ def lenient_answer(text: str) -> str | None:
         if answer is not None:
             return answer
     if _is_bare(tail):
-        return _formula_answer(tail) or tail
+        return _formula_answer(tail) or tail or None
     return _last_value(tail)
 
 

@@ -83,6 +83,7 @@ def test_all_8792_problems_load_and_become_prompts(data):
     ("name", "form"),
     [
         ("math", "boxed"),
+        ("math", "said"),
         ("gsm8k_strict", "boxed"),
         ("gsm8k_strict", "hash"),
         ("gsm8k_lenient", "boxed"),
@@ -94,7 +95,9 @@ def test_all_1319_references_pay_and_all_their_corruptions_do_not(problems, prom
     golds = [problem.gold for problem in problems]
 
     def score(answers):
-        written = "\\boxed{{{}}}" if form == "boxed" else "#### {}"
+        written = {"boxed": "\\boxed{{{}}}", "hash": "#### {}", "said": "The answer is ${}$. I hope it is correct."}[
+            form
+        ]
         completions = [
             [{"role": "assistant", "content": f"{solutions[problem.question]}\n" + written.format(answer)}]
             for problem, answer in zip(problems, answers, strict=True)
@@ -108,24 +111,29 @@ def test_all_1319_references_pay_and_all_their_corruptions_do_not(problems, prom
     tables = [corruptions(gold) for gold in golds]
     tried = 0
     for kind in corruptions("12"):
-        # With no readable answer the lenient reward falls back on the last number of the solution, which is right.
-        if name == "gsm8k_lenient" and form == "hash" and kind in ("nothing", "not a number"):
+        # With no readable answer the lenient reward falls back on the last number of the solution, which is right, and
+        # a sentence may fall back on another of the solution.
+        falls_back = form == "said" or (name == "gsm8k_lenient" and form == "hash")
+        if falls_back and kind in ("nothing", "not a number"):
             continue
         chosen = [table.get(kind) for table in tables]
         rewards = score([answer or "" for answer in chosen])
-        if name == "gsm8k_lenient" and form == "hash":
+        if falls_back:
             rewards = [reward for reward, answer in zip(rewards, chosen, strict=True) if answer]
         assert not any(rewards), (kind, [golds[i] for i, reward in enumerate(rewards) if reward][:5])
         tried += len(rewards)
     assert tried > 10_000
-    assert shared_pool(2, 2.0).counts == asked_before, "plain numbers must not need a worker"
+    if form != "said":  # without a number in it, a sentence of the solution is read instead
+        assert shared_pool(2, 2.0).counts == asked_before, "plain numbers must not need a worker"
     assert time.process_time() - started < 10
 
 
-def test_math_pays_no_unboxed_reference(problems, prompts):
-    (function,), _ = reward_functions(RewardConfig(functions=["math"]))
-    completions = [f"#### {problem.gold}" for problem in problems]
-    assert not any(function(prompts=prompts, completions=completions, gold=[problem.gold for problem in problems]))
+def test_only_form_boxed_of_math_pays_no_unboxed_reference(problems, prompts):
+    completions, golds = [f"#### {problem.gold}" for problem in problems], [problem.gold for problem in problems]
+    for form in ("boxed", "stated", "lenient"):
+        (function,), _ = reward_functions(RewardConfig(functions=["math"], options={"math": {"form": form}}))
+        rewards = function(prompts=prompts, completions=completions, gold=golds)
+        assert rewards == [0.0 if form == "boxed" else 1.0] * len(golds)
 
 
 def test_lenient_pays_the_reference_as_the_last_number_and_strict_does_not(problems, prompts):

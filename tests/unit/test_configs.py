@@ -17,6 +17,12 @@ FOLDER = ROOT / "recipes/configs"
 CONFIGS = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_recipe_whose_figures_are_of_boxes_pays_boxes_only(path):
+    reward = load_config(path).reward
+    assert "math" not in reward.functions or reward.options["math"]["form"] == "boxed"
+
+
 def launches(path: Path) -> list[Command]:
     return [command for command in in_comments(path) if program(list(command.words)) == "accelerate"]
 

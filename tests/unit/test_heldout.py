@@ -128,6 +128,12 @@ def test_a_server_is_asked_once_a_problem_and_the_steps_own_report_stays(heldout
     assert (rollout.versions, rollout.report) == ([7] * 16, {"canary_delta": 0.1})
 
 
+def test_the_judge_reads_boxes_and_hashes_as_eval_does_whatever_form_the_reward_takes(heldout):
+    judge = heldout().judge
+    texts = ["so \\boxed{7}", "#### 7", "The answer is 7."]
+    assert judge(prompts=None, completions=texts, gold=["7"] * 3) == [1.0, 1.0, 0.0]
+
+
 def test_answers_that_could_not_be_judged_are_left_out(heldout, monkeypatch):
     made = heldout()
     monkeypatch.setattr(made, "judge", lambda **columns: [None, 1.0, None, 0.0, 1.0])

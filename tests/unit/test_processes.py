@@ -53,7 +53,8 @@ def limits(source: str) -> list[int]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             named = [key.value for key in node.keywords if key.arg == "timeout"]
             numbers = named and not (isinstance(named[0], ast.Constant) and named[0].value is None)
-            if numbers and node.func.attr in ("run", "communicate", "wait", "check_output"):
+            is_task = isinstance(node.func.value, ast.Name) and node.func.value.id == "asyncio"
+            if numbers and not is_task and node.func.attr in ("run", "communicate", "wait", "check_output"):
                 found.append(node.lineno)
             if node.func.attr == "timeout" and isinstance(node.func.value, ast.Attribute):  # pytest.mark.timeout(…)
                 found.append(node.lineno)

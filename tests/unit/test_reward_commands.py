@@ -204,6 +204,22 @@ def test_no_attempt_is_paid_and_every_control_is(task, capsys):
     assert main(["attack", "--task", task]) == 0, capsys.readouterr().out
 
 
+def test_a_bare_prediction_is_read_leniently_unless_the_form_is_given(write, capsys):
+    file = write([{"gold": "7", "prediction": "so 3 + 4 = 7."}, {"gold": "1/3", "prediction": "0.333333"}])
+    verdicts = []
+    for options in ("{}", '{"form": "boxed"}'):
+        assert main(["check", file, "--task", "math", "--json", "--options", options]) == 0
+        verdicts.append([json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()])
+    assert verdicts == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("form", ["boxed", "lenient"])
+def test_no_form_of_the_math_reward_pays_an_attempt_outside_the_comparison(monkeypatch, form, capsys):
+    cases = [case for case in attack.suite("math") if case.category in ("extraction", "prompt echo", "unicode")]
+    monkeypatch.setattr(attack, "suite", lambda task: cases)
+    assert main(["attack", "--task", "math", "--options", json.dumps({"form": form})]) == 0, capsys.readouterr().out
+
+
 def test_the_math_reward_pays_no_attempt_and_ends(capsys):
     started = time.perf_counter()
     assert main(["attack", "--task", "math"]) == 0, capsys.readouterr().out
