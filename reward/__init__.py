@@ -174,8 +174,12 @@ def checked_options(values: dict[str, Any], functions: list[str]) -> dict[str, d
     """Every function's given options as their types; `BadInput` names what is wrong and the nearest valid name."""
     for name in values:
         if name not in functions:
-            known = "is not in reward.functions" if name in REWARDS else "is no reward function"
-            raise BadInput(f"reward.options.{name}: {name!r} {known}.{_nearest(name, functions)}")
+            if name in REWARDS:
+                raise BadInput(
+                    f"reward.options.{name}: {name!r} is not in reward.functions, which are {', '.join(functions)}. "
+                    f"Remove its options, on the command line with --reward.options '{{}}', or add {name!r}."
+                )
+            raise BadInput(f"reward.options.{name}: {name!r} is no reward function.{_nearest(name, functions)}")
     return {name: _options_of(name, values.get(name)) for name in functions}
 
 

@@ -18,7 +18,6 @@ INSTEAD = {
     "chat_template_kwargs": "data.chat_template_kwargs sets them for training and evaluation alike",
     "eval_strategy": "watch.eval_every measures the held-out accuracy while training",
     "eval_on_start": "watch.eval_every measures the held-out accuracy while training, in step 1 too",
-    "fp16": "model.dtype is what policy, reference and samplers compute in",
     "log_completions": "watch.completions_every writes completions to the run's directory and to trackers",
     "neftune_noise_alpha": "policy and reference would not be one model with the adapter on and off",
     "push_to_hub": "python -m merge --push_to_hub uploads merged checkpoints",

@@ -16,9 +16,11 @@ import threading
 import time
 from pathlib import Path
 
-from tests import processes
-
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests import processes  # noqa: E402
+
 SRUN = """#!/usr/bin/env bash
 count=1 hosts=()
 while [[ $1 == --* ]]; do

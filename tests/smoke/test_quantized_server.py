@@ -56,6 +56,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir) -> Iterator[Se
         "server.kv_cache_gib": 1,
         "server.enforce_eager": "true",
         "reward.functions": "[boxed_format]",
+        "reward.options": "{}",
         "train.learning_rate": "1e-2",
         "policy.quant_cfg": FORMAT,
         "policy.quant_calib_size": 16,

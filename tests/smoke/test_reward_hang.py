@@ -73,7 +73,7 @@ def train(tmp_path, monkeypatch, recipe, recipe_arguments, learning_model_dir, r
         for label, function in functions.items():
             monkeypatch.setitem(REWARDS, label, function)
         output = RunDir(tmp_path / name)
-        keys = {"reward.functions": json.dumps([*functions]), **CHANGES, **changes}
+        keys = {"reward.functions": json.dumps([*functions]), "reward.options": "{}", **CHANGES, **changes}
         done = recipe(recipe_arguments(learning_model_dir, output.path, keys))
         assert done.code == 0, done.err
         steps = read_jsonl(output.metrics_file)
@@ -125,7 +125,7 @@ def test_more_hangs_than_allowed_stop_the_run_with_the_answers_that_hung(
     tmp_path, monkeypatch, recipe, recipe_arguments, learning_model_dir, pool
 ):
     monkeypatch.setitem(REWARDS, "judged", judged("hang", pool))
-    keys = {"reward.functions": '["judged"]', "reward.max_unknown_fraction": 0.005}
+    keys = {"reward.functions": '["judged"]', "reward.options": "{}", "reward.max_unknown_fraction": 0.005}
     run = RunDir(tmp_path / "run")
     done = recipe(recipe_arguments(learning_model_dir, run.path, keys))
     assert done.code == 1
@@ -147,7 +147,10 @@ def test_reasons_are_counted_over_all_processes_and_over_a_resume(
     gather = trainer.gather_object  # a second process with the same counts
     monkeypatch.setattr(trainer, "gather_object", lambda found: gather(found) * (1 + isinstance(found[0], dict)))
     monkeypatch.setitem(REWARDS, "judged", reward)
-    run, keys = RunDir(tmp_path / "run"), {"reward.functions": '["judged"]', "train.max_steps": 4, **CHANGES}
+    run, keys = (
+        RunDir(tmp_path / "run"),
+        {"reward.functions": '["judged"]', "reward.options": "{}", "train.max_steps": 4, **CHANGES},
+    )
     for flags in ((), ("--resume",)):
         done = recipe(recipe_arguments(learning_model_dir, run.path, keys, flags))
         assert done.code == 0, done.err

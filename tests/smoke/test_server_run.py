@@ -146,6 +146,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir, tiny_model_dir
             "server.enforce_eager": "true",
             "server.vllm": f"{{block_size: {BLOCK}}}",
             "reward.functions": "[boxed_format]",
+            "reward.options": "{}",
             "train.learning_rate": "1e-3",
             "policy.lora_rank": 16,
             "policy.lora_alpha": 32,

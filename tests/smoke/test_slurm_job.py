@@ -161,7 +161,7 @@ def test_a_real_server_on_one_host_and_the_real_trainer_on_another(tmp_path, lea
         },
     )
     job = cluster.submit(script, 2, OMP_NUM_THREADS="1")
-    out = finish(job, 550)
+    out = finish(job)
     logs = "\n".join(file.read_text() for file in sorted(cluster.folder.glob("job-42-*.log")))
     assert job.returncode == 0, f"{out}\n{logs}"
     run = cluster.folder / "runs/it"

@@ -155,7 +155,7 @@ def test_a_save_that_the_disk_refused_names_the_checkpoint_that_a_resume_takes(t
     if before:
         stage(run, 2)
         commit_checkpoint(run, 2, "00")
-    failed = saving_failed(run, 4, OSError(errno.ENOSPC, "No space left on device"))
+    failed = saving_failed(run, 4, OSError(errno.ENOSPC, "No space left on device"), 1 << 20)
     assert isinstance(failed, CheckFailed) and str(failed).startswith("saving step 4 failed: [Errno 28] No space left")
     assert ("step-000002 is whole" in str(failed)) == before
     assert ("no checkpoint was completed before" in str(failed)) != before

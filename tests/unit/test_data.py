@@ -359,7 +359,7 @@ def test_any_reference_is_kept_as_it_is(tmp_path, answer):
 
 def test_references_that_no_comparison_reads_are_bad_rows(tmp_path, monkeypatch):
     file = jsonl(tmp_path / "train.jsonl", [{"question": f"q{n}", "answer": str(n)} for n in range(4)])
-    monkeypatch.setattr("recipes.parts.data.check_golds", lambda golds: [(golds.index("2"), "unparseable")])
+    monkeypatch.setattr("recipes.parts.data.math_golds", lambda golds: [(golds.index("2"), "unparseable")])
     problems, report = read_problems(config(file, max_bad_fraction=0.25), "train")
     assert [problem.gold for problem in problems] == ["0", "1", "3"]
     assert report.bad == [(f"{file}:3", "unparseable")]

@@ -261,7 +261,7 @@ def test_quantized_checkpoint_is_refused_before_weights_are_read(tmp_path):
 def test_missing_checkpoint_and_other_block_sizes_are_bad_input(tmp_path):
     with pytest.raises(BadInput, match="no model config"):
         load_nf4(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match="block_size 128"):
+    with pytest.raises(BadInput, match="block_size is 128"):
         load_nf4(shared_model(), block_size=128)
     with pytest.raises(BadInput, match="--base"):
         find_checkpoint(tmp_path / "nowhere")

@@ -38,6 +38,7 @@ KEYS = {"data.max_train_problems": 16, "train.per_device_train_batch_size": 8, "
 KEYS |= {"train.max_steps": STEPS, "train.keep_checkpoints": 3, "watch.completions_every": 1}
 KEYS |= {"rollout.backend": "server", "rollout.canary_prompts": 0, "rollout.max_sampler_k3": 1e6}
 KEYS |= {"rollout.server_wait_s": 5, "server.base": "/none", "reward.functions": "[boxed_format]"}
+KEYS |= {"reward.options": "{}"}
 # What an overlapped run has of its own.
 OVERLAP_ONLY = ("adapter_version", "policy_lag", "sync_seconds")
 

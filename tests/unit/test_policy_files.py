@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from merge.base import hash_pairs, hash_tensor, load_frozen
 from recipes.parts import policy
@@ -243,14 +243,15 @@ def test_a_target_that_is_no_linear_layer_is_refused(target):
 
 
 def test_the_base_is_loaded_as_the_configuration_says(monkeypatch):
-    loaded = []
-    monkeypatch.setattr(policy, "load_frozen", lambda *names, **options: loaded.append((names, options)) or "model")
+    loaded, model = [], SimpleNamespace(generation_config=GenerationConfig(eos_token_id=[3, 4], min_p=0.5))
+    monkeypatch.setattr(policy, "load_frozen", lambda *names, **options: loaded.append((names, options)) or model)
     monkeypatch.setattr("recipes.parts.host_embedding.keep_embedding_on_host", lambda model: loaded.append(model))
     config = configuration(
         **{"policy.quantization": "fp8", "policy.double_quantization": False, "model.revision": "v1"}
     )
     config.model.path, config.model.id, config.model.dtype = None, "org/m", "bfloat16"
-    assert policy.load_policy_base(config) == "model"
+    assert policy.load_policy_base(config) is model
+    assert (model.generation_config.eos_token_id, model.generation_config.min_p) == ([3, 4], None)
     ((names, options),) = loaded
     assert names == ("org/m", "fp8")
     wanted = {"dtype": "bfloat16", "double_quantization": False, "revision": "v1", "quant_storage": torch.uint8}
@@ -258,7 +259,7 @@ def test_the_base_is_loaded_as_the_configuration_says(monkeypatch):
     assert options["attn_implementation"] == config.model.attn_implementation
     config.policy.embeddings = "host"
     policy.load_policy_base(config)
-    assert loaded[2:] == ["model"]
+    assert loaded[2:] == [model]
 
 
 def test_prompts_of_a_batch_are_padded_before_them(tiny_model_dir):

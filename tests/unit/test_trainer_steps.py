@@ -71,6 +71,9 @@ def policy(tmp_path):
             "heldout": None,
             "reward_funcs": [],
             "reward_func_names": ["math"],
+            "reward_weights": torch.ones(2),
+            "optimizer": SimpleNamespace(state={}),
+            "_dropouts": [],
             "_seconds": defaultdict(float),
             "_counts": defaultdict(float),
             "_peak": {},
@@ -187,7 +190,12 @@ def test_trl_finds_vllm_as_before_once_its_trainer_is_imported():
 def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     tmp_path, monkeypatch, changes, served, wanted
 ):
-    done, model = [], SimpleNamespace(peft_config={"default": None}, get_base_model=lambda: "the base")
+    done, model = (
+        [],
+        SimpleNamespace(
+            peft_config={"default": None}, get_base_model=lambda: "the base", named_modules=lambda: iter(())
+        ),
+    )
 
     def made_by_trl(self, **_) -> None:
         self.model, self.ref_model, self.accelerator, self.use_vllm = model, None, Accelerator(), False

@@ -33,7 +33,6 @@ from tests.unit.test_checks import configuration, refusal
         ("use_liger_kernel: true", "policy.kernels liger"),
         ("use_transformers_continuous_batching: true", "casts the adapter"),
         ("use_transformers_paged: true", "casts the adapter"),
-        ("fp16: true", "model.dtype"),
         ("logging_strategy: 'no'", "checked for NaN"),
         ("logging_strategy: epoch", "checked for NaN"),
         ("steps_per_generation: 4", "could not be resumed exactly"),

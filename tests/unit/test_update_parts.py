@@ -50,6 +50,7 @@ def update(*changes: str, **attributes):
         "accelerator": Accelerator(),
         "num_generations": GROUP,
         "reward_weights": torch.ones(1),
+        "_dropouts": [],
         "multi_objective_aggregation": "sum_then_normalize",
         "args": SimpleNamespace(vllm_importance_sampling_clip_min=None),
         "state": SimpleNamespace(global_step=6),
@@ -73,7 +74,7 @@ GROUPS = [
     ([1.0, 0.5], [[0, 1], [0.5, 0], [0, 1], [0.5, 0]], False, True),
     ([1.0, 0.5], [[0, 2], [1, 0], [1, 0], [0, 2]], False, True),
     ([1.0, -1.0], [[1, 1], [0, 0], [1, 1], [0, 0]], False, True),
-    ([1.0, 0.0], [[1, 0], [1, 1], [1, 2], [1, 3]], False, True),
+    ([1.0, 0.0], [[1, 0], [1, 1], [1, 2], [1, 3]], False, False),  # one of weight 0 is only measured
     ([1.0, 1.0], [[1, 3], [1, 3], [1, 3], [1, 2]], True, True),
     ([1.0, 1.0], [[1, 3], [2, 3], [1, 3], [1, 3]], True, True),
     ([1.0, 1.0], [[NAN, NAN], [1, 1], [NAN, NAN], [1, 1]], False, False),
