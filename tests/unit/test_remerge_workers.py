@@ -296,7 +296,7 @@ def test_a_version_is_folded_in_while_it_is_staged_and_no_longer(synced):
     worker = synced()
     before = worker.weights()
     assert worker.ask("discard", "s/2") == worker.ask("discard", "s/7") == {}
-    assert [*worker._remerge.staged] == ["s/1"], "its tensors are let go"
+    assert [*worker._remerge.staged] == ["s/1"], "its tensors are released"
     for key in ("s/2", "s/7"):
         assert worker.remerge_activate(key) == {"error": f"no adapter is staged as {key}"}
     assert all(torch.equal(weight, before[name]) for name, weight in worker.weights().items())

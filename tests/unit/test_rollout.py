@@ -282,7 +282,7 @@ def test_of_a_base_that_is_split_every_process_gathers_and_scores_each_version_o
     if is_main:
         found._sync(trainer)
         assert published == [(4, {"whole": 1}, found._scores)]
-    assert found._adapter is None, "the gathered tensors are let go"
+    assert found._adapter is None, "the gathered tensors are released"
     found._served = 4
     calls.clear()
     assert found._ask_policy(trainer, [[5, 6]]) is None and calls == []
