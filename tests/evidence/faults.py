@@ -2,6 +2,7 @@
 
     python tests/evidence/faults.py                      # every list in tests/evidence/fault_list
     python tests/evidence/faults.py --only sync canary   # the faults of files whose path contains one of these
+    python tests/evidence/faults.py --processes 16       # on that many cores
 
 A fault is one replacement of text in one file, with the tests that should fail because of it. The tests run once
 without any fault first, and must pass. torch and its friends are imported once; each run is a fork, so a fault takes
@@ -12,16 +13,17 @@ Not covered: faults that nobody thought of, and whether a test fails for the rea
 
 import argparse
 import importlib
+import multiprocessing
 import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,15 +57,11 @@ def read_faults(folder: Path = LISTS) -> list[Fault]:
     return sorted((Fault(**row | {"tests": tuple(row["tests"])}) for row in rows), key=lambda fault: fault.file)
 
 
-def copy_kit(folder: Path) -> Path:
-    """A copy of the files that git tracks or would track."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (source := ROOT / name).is_file():
-            (target := folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)
+def copy_kit(folder: Path, names: list[Path]) -> Path:
+    """A copy of the files of the kit that have these names."""
+    for name in names:
+        (target := folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
     return folder
 
 
@@ -121,9 +119,27 @@ def verdict(root: Path, fault: Fault, log: Path, passing: dict[tuple[str, ...], 
     return "missed" if code == 0 else "noticed"
 
 
+MINE: dict = {}  # of this process: its copy of the kit, its log, and which tests pass there without a fault
+
+
+def start(folder: str, names: list[Path], mark: str) -> None:
+    """Make this process's copy of the kit; `mark` is the variable by which pytest knows that it is one."""
+    own = Path(tempfile.mkdtemp(dir=folder)).resolve()
+    MINE.update(root=copy_kit(own / "kit", names), log=own / "log", passing={})
+    os.environ[mark] = str(MINE["root"])
+
+
+def check(fault: Fault) -> tuple[str, float]:
+    """The verdict on a fault, and its seconds."""
+    began = time.monotonic()
+    said = verdict(MINE["root"], fault, MINE["log"], MINE["passing"])
+    return said, time.monotonic() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of paths: the faults of these files")
+    parser.add_argument("--processes", type=int, default=1, help="faults at a time, each in a copy of its own")
     parser.add_argument("--verbose", action="store_true", help="a line for each fault, with its seconds")
     arguments = parser.parse_args()
     faults = [fault for fault in read_faults() if any(part in fault.file for part in arguments.only)]
@@ -132,22 +148,19 @@ def main() -> None:
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", **sandbox["SET"]}
     for name in PRELOADED:
         importlib.import_module(name)
-    counts, noticed, missed, passing = Counter(), Counter(), [], {}
+    counts, noticed, missed = Counter(), Counter(), []
     with tempfile.TemporaryDirectory() as folder:
-        root, log = copy_kit(Path(folder).resolve() / "kit"), Path(folder) / "log"
-        os.environ[sandbox["MARK"]] = str(root)  # where pytest would make a copy of its own
-        for fault in faults:
-            began = time.monotonic()
-            said = verdict(root, fault, log, passing)
-            counts[fault.file] += 1
-            noticed[fault.file] += said == "noticed"
-            if said != "noticed":
-                missed.append(f"{fault.file}: {fault.fault}: {said}")
-            if arguments.verbose:
-                print(
-                    f"{said.splitlines()[0][:60]:10} {time.monotonic() - began:5.1f} s  {fault.file}: {fault.fault}",
-                    flush=True,
-                )
+        context = multiprocessing.get_context("fork")  # with what is imported
+        shared = folder, sandbox["tracked_files"](ROOT), sandbox["MARK"]
+        with ProcessPoolExecutor(arguments.processes, context, start, shared) as pool:
+            # Faults of one file share tests, which are run without a fault once a process.
+            for fault, (said, seconds) in zip(faults, pool.map(check, faults, chunksize=8), strict=True):
+                counts[fault.file] += 1
+                noticed[fault.file] += said == "noticed"
+                if said != "noticed":
+                    missed.append(f"{fault.file}: {fault.fault}: {said}")
+                if arguments.verbose:
+                    print(f"{said.splitlines()[0][:60]:10} {seconds:5.1f} s  {fault.file}: {fault.fault}", flush=True)
     print("| file | faults | noticed |\n|---|---|---|")
     for file, count in sorted(counts.items()):
         print(f"| {file} | {count} | {noticed[file]} |")
