@@ -253,7 +253,7 @@ def test_rewards_that_could_not_be_computed_are_counted_over_processes_and_resum
     def judged() -> None: ...
 
     judged.unknown_counts = {"timeout": 2}
-    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, *_: torch.zeros(2, 1))
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, *_: torch.zeros(2, 2))
     monkeypatch.setattr(module, "gather_object", lambda one: [*one, {"judged": {"timeout": 1, "late": 4}}])
     made = policy(_unknown_before={"judged": {"timeout": 10}, "other": {"late": 1}}, reward_funcs=[judged, print])
     for _ in range(2):

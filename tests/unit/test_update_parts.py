@@ -241,7 +241,7 @@ def test_what_trl_reads_is_as_before_after_the_rollouts(monkeypatch, packs, fail
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", generate)
     keys = ["--train.micro_batch_tokens=104"] if packs else []
     made = Update.__new__(Update)
-    made.config = load_config(CONFIG, keys)
+    made.config, made._dropouts = load_config(CONFIG, keys), []
     made.vllm_importance_sampling_correction, made.num_iterations, made.beta = True, 3, 0.04
     made._drop_flat_groups = lambda output: seen.append(output)
     with pytest.raises(CheckFailed) if fails else contextlib.nullcontext():
