@@ -355,7 +355,8 @@ def test_a_default_system_message_may_be_the_runs_own(tmp_path):
     """As Qwen2.5's template, which puts in its own where there is none."""
     default = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
     folder = with_template(tmp_path / "model", default + CHAT_TEMPLATE)
-    load_tokenizer(load_config(CONFIG, [f"--model.path={folder}", "--data.system_prompt=Be brief."]))
+    tokenizer = load_tokenizer(load_config(CONFIG, [f"--model.path={folder}", "--data.system_prompt=Be brief."]))
+    assert tokenizer.chat_template == default + CHAT_TEMPLATE
 
 
 def test_a_stop_token_of_the_model_config_alone_is_enough(tmp_path):
