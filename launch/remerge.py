@@ -25,7 +25,7 @@ from typing import Any
 from launch import base_copy, quantized_fold
 from recipes.parts import lora
 from recipes.parts.noise import Noise, NoisyNorms
-from recipes.parts.quant_format import QuantFormat
+from recipes.parts.quant_format import QuantFormat, fitted
 
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
@@ -119,6 +119,7 @@ class Remerge:
         try:
             state.format = quantized_fold.format_of(self.vllm_config)
             if state.format is not None:
+                state.format = fitted(state.format, (linear.layer.input_size for linear in linears))
                 quantized_fold.check(linears, state.format)
                 _write_weights(self, state, Staged({}))
         except Exception as error:

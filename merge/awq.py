@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -24,6 +25,8 @@ def main(request: dict) -> None:
         # llm-compressor 0.14.0.1 pins memory for copies to an accelerator also where there is none, which raises.
         IntermediatesCache.pin_memory = lambda *_, **__: None
     model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.bfloat16)
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    scheme.weights.group_size = request["group"]
     sequences = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in request["sequences"]]
     oneshot(
         model=model,
@@ -31,8 +34,8 @@ def main(request: dict) -> None:
         recipe=[
             # The search by activations alone tries no scaling at all too, the one by activations and weights does not.
             AWQModifier(duo_scaling="both"),
-            # Symmetric INT4 in groups of 128: the layout of w4a16, so that the two differ by the scaling alone.
-            QuantizationModifier(targets=["Linear"], scheme="W4A16", ignore=request["ignore"]),
+            # Symmetric INT4 in the groups of w4a16, so that the two differ by the scaling alone.
+            QuantizationModifier(config_groups={"group_0": scheme}, ignore=request["ignore"]),
         ],
         max_seq_length=max(map(len, request["sequences"])),
         num_calibration_samples=len(sequences),

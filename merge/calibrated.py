@@ -21,7 +21,7 @@ import torch
 from merge.base import BaseCheckpoint
 from merge.checkpoint import checkpoint_shards
 from merge.merge import write_config
-from merge.quantize import Refused, quantization_config
+from merge.quantize import Refused, groups_of, quantization_config
 from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir, publish, write_manifest
@@ -156,17 +156,18 @@ def write_awq(
     llm-compressor loads the model whole, in host memory, and takes it to the GPU layer by layer where there is one.
     `Refused`, with the end of what it says, when it fails, and when it stored other tensors than asked for.
     """
-    ignore, compressor = base.unquantized_linears(), check_awq(python)
+    ignore, compressor, group = base.unquantized_linears(), check_awq(python), groups_of(base)
     with publish(final, overwrite) as partial:
         request = {"model": str(merged.absolute()), "out": str(partial.absolute()), "ignore": ignore}
-        _run_worker(python, {**request, "max_shard_size": SHARD, "sequences": calibration.sequences})
+        request |= {"max_shard_size": SHARD, "sequences": calibration.sequences, "group": group}
+        _run_worker(python, request)
         for file in partial.iterdir():
             if not file.name.startswith("model") or file.suffix not in (".safetensors", ".json"):
                 file.unlink()  # its configuration, tokenizer and recipe: ours come from the merged checkpoint
             else:
                 shutil.copymode(merged / "config.json", file)  # it leaves them readable by their owner alone
         _check_stored(merged, partial, base.quantized)
-        write_config(merged, partial, quantization_config("awq", ignore))
+        write_config(merged, partial, quantization_config("awq", ignore, group))
         facts = {"calibration": {**calibration.facts, "llmcompressor": compressor}}
         facts |= {"retained_update": None, "no_retained_update": NO_SHARE, "verify": verify(partial)}
         return write_manifest(partial, "checkpoint", format="awq", **manifest, **facts)

@@ -141,13 +141,13 @@ class Diagnosis:
         import torch
 
         from merge.quantize import FORMATS as COMPUTED
-        from merge.quantize import check_shapes
+        from merge.quantize import check_shapes, format_for
 
         if name == "bf16":
             return lambda module, policy, weight: weight.to(torch.bfloat16).float()
         if name in COMPUTED:
             check_shapes(self.base, name)
-            return computed(COMPUTED[name])
+            return computed(format_for(name, self.base))
         return self._checkpoint_reader(name)
 
     def _checkpoint_reader(self, name: str) -> "Reader":

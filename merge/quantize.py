@@ -3,7 +3,7 @@
 fp8        `float-quantized`: static per-channel weights, dynamic per-token activations.
 fp8_block  `float-quantized`: static weights in blocks of 128 x 128, activations dynamic in groups of 128.
 fp8_static `float-quantized`: one scale per weight, activations by one static scale per layer that calibration finds.
-w4a16      `pack-quantized`: symmetric INT4, groups of 128, round to nearest.
+w4a16      `pack-quantized`: symmetric INT4, groups of 128 (64 where 128 does not divide), round to nearest.
 nvfp4a16   `nvfp4-pack-quantized`: E2M1 in groups of 16 with E4M3 scales and a global scale; weights only.
 nvfp4      the same, and activations in FP4 by global scales that calibration finds (calibrated.py).
 nf4        bitsandbytes, blocks of 64, double quantization.
@@ -12,6 +12,7 @@ Only the layers that the run's base quantizes are quantized, so embeddings, norm
 awq is made by llm-compressor from the same checkpoint (calibrated.py). Not covered: GPTQ.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from merge.merge import Factors, Retained, write_config
 from merge.nf4 import quantize_weight
 from merge.shards import write_parts
 from recipes.parts.errors import BadInput, CheckFailed
+from recipes.parts.quant_format import INT4_GROUPS, int4_group
 from recipes.parts.rundir import publish, write_manifest
 
-GROUP = 128
 LEAST_RETAINED = 0.5  # of the update, for NF4 to be written without --force
 BLOCK = 128  # both sides of a block of fp8_block
 FP4_GROUP = 16
@@ -53,10 +54,12 @@ LAYOUTS = {
 }
 
 
-def _scheme(name: str) -> Any:
+def _scheme(name: str, group: int | None = None) -> Any:
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
     scheme = preset_name_to_scheme(name, ["Linear"])
+    if group is not None:
+        scheme.weights.group_size = group
     if name == "FP8":
         # With a single scale per weight vLLM 0.31 takes the largest of the layers that it fuses and quantizes the
         # others again, through FP16; repeated for every output channel it is kept as it is.
@@ -98,7 +101,8 @@ def _compress(
     from compressed_tensors.compressors.base import BaseCompressor
 
     preset, layout = LAYOUTS[name]
-    scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(layout)
+    group = block[1] if name == "w4a16" else None
+    scheme, compressor = _scheme(preset, group), BaseCompressor.get_value_from_registry(layout)
 
     def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         blocks = rows.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
@@ -150,9 +154,9 @@ def to_fp8_static(weight: torch.Tensor, use: Use) -> Parts:
     return _compress(weight, use, "fp8_static", (1, weight.shape[1]), weight.abs().max().float())
 
 
-def to_w4a16(weight: torch.Tensor, use: Use) -> Parts:
-    """INT4 codes, eight to an int32, and one scale per 128 inputs of an output channel."""
-    return _compress(weight, use, "w4a16", (1, GROUP))
+def to_w4a16(weight: torch.Tensor, use: Use, group: int = INT4_GROUPS[0]) -> Parts:
+    """INT4 codes, eight to an int32, and one scale per `group` inputs of an output channel."""
+    return _compress(weight, use, "w4a16", (1, group))
 
 
 def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
@@ -232,8 +236,25 @@ def fused_peaks(directory: Path, names: set[str]) -> dict[str, float]:
     return {name: peaks[group] for name, group in groups.items()}
 
 
-def quantization_config(format_name: str, ignore: list[str]) -> dict:
-    """The `quantization_config` that makes transformers and vLLM read a checkpoint of this format."""
+def groups_of(base: BaseCheckpoint) -> int:
+    """How many inputs share a scale in w4a16 and awq of this base."""
+    return int4_group(base.shape(name)[1] for name in base.quantized)
+
+
+def format_for(format_name: str, base: BaseCheckpoint) -> Format:
+    """What of `FORMATS` stores this base's layers; the same function for the same format and group."""
+    store = FORMATS[format_name]
+    return _in_groups(groups_of(base)) if store is to_w4a16 else store
+
+
+@functools.cache
+def _in_groups(group: int) -> Format:
+    return functools.partial(to_w4a16, group=group)
+
+
+def quantization_config(format_name: str, ignore: list[str], group: int = INT4_GROUPS[0]) -> dict:
+    """The `quantization_config` that makes transformers and vLLM read a checkpoint of this format; `group` is that of
+    INT4."""
     if format_name == "nf4":
         from transformers import BitsAndBytesConfig
 
@@ -248,7 +269,10 @@ def quantization_config(format_name: str, ignore: list[str]) -> dict:
 
     preset, layout = LAYOUTS[format_name]
     config = QuantizationConfig(
-        config_groups={"group_0": _scheme(preset)}, format=layout, ignore=ignore, quantization_status="compressed"
+        config_groups={"group_0": _scheme(preset, group if preset == "W4A16" else None)},
+        format=layout,
+        ignore=ignore,
+        quantization_status="compressed",
     )
     return config.model_dump(mode="json", exclude_none=True)
 
@@ -256,10 +280,12 @@ def quantization_config(format_name: str, ignore: list[str]) -> dict:
 def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
     """`BadInput` when a layer's shape does not fit the format; reads headers only."""
     shapes = {name: base.shape(name) for name in sorted(base.quantized)}
-    group = {"w4a16": GROUP, "awq": GROUP, "nvfp4a16": FP4_GROUP, "nvfp4": FP4_GROUP}.get(format_name)
+    int4 = int4_group(inputs for _, inputs in shapes.values())
+    group = {"w4a16": int4, "awq": int4, "nvfp4a16": FP4_GROUP, "nvfp4": FP4_GROUP}.get(format_name)
     if group and (odd := [name for name, shape in shapes.items() if shape[1] % group]):
+        known = group if group == FP4_GROUP else " or ".join(map(str, INT4_GROUPS))
         raise BadInput(
-            f"{format_name} packs groups of {group} inputs, and {len(odd)} of {len(shapes)} layers have a number of "
+            f"{format_name} packs groups of {known} inputs, and {len(odd)} of {len(shapes)} layers have a number of "
             f"inputs that {group} does not divide ({odd[0]}: {shapes[odd[0]][1]}). Leave {format_name} out; fp8 has "
             "no such limit."
         )
@@ -337,7 +363,7 @@ def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
 
 def _by_name(format_name: str, merged: Path, base: BaseCheckpoint) -> Callable[[str, torch.Tensor, Use], Parts]:
     """The format as a function of a weight's name and the weight."""
-    store = FORMATS[format_name]
+    store = format_for(format_name, base)
     if store is not to_nvfp4:
         return lambda _, weight, use: store(weight, use)
     peaks = fused_peaks(merged, base.quantized)
@@ -397,6 +423,6 @@ def quantize_checkpoint(
 
     with publish(final, overwrite) as partial:
         write_parts(partial, shards, parts)
-        write_config(merged, partial, quantization_config(format_name, base.unquantized_linears()))
+        write_config(merged, partial, quantization_config(format_name, base.unquantized_linears(), groups_of(base)))
         manifest |= {"format": format_name, "retained_update": retained.share(), "verify": verify(partial)}
         return write_manifest(partial, "checkpoint", **manifest)

@@ -70,8 +70,7 @@ def check_format(config: Config, model_config) -> QuantFormat | None:
     """What the student computes in, None for the numbers of the base; `BadInput` when model or machine do not fit."""
     if config.policy.quant_cfg is None:
         return None
-    fmt = read_quant_format(config.policy.quant_cfg)
-    quant_format.check_model(fmt, model_config)
+    fmt = quant_format.check_model(read_quant_format(config.policy.quant_cfg), model_config)
     quant_format.check_hardware(fmt, config.rollout.backend)
     return fmt
 

@@ -81,7 +81,7 @@ def main() -> None:
     from reward import reward_functions
 
     model_config = check_model(config, processes, flags.dry_run)
-    quant_format.check_model(fmt, model_config)
+    fmt = quant_format.check_model(fmt, model_config)
     quant_format.check_hardware(fmt, config.rollout.backend)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)

@@ -324,7 +324,8 @@ def quantize(
     dtype = torch.float8_e4m3fn if is_codes else source.dtype
     out = torch.empty(rows, columns, dtype=dtype, device=source.data.device)
     tensors, numbers, constants = _arguments(source, a, b, scaling, is_rounded)
-    tile = (128, 128) if kind == "block" else (ROWS, COLUMNS)
+    # What shares a scale is a row of a tile in INT4, the whole tile in FP8 by blocks.
+    tile = (128, 128) if kind == "block" else (ROWS, fmt.weight.block[1] if kind == "int4" else COLUMNS)
     grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
     with fp8_kernel._on(out):
         _quantize[grid](

@@ -43,7 +43,7 @@ from recipes.parts.fake_quant import (
     quantized_weight,
 )
 from recipes.parts.linear import Group, Settings, Waiting
-from recipes.parts.quant_format import QuantFormat, check_shapes
+from recipes.parts.quant_format import QuantFormat, check_shapes, fitted
 from recipes.parts.recompute import is_answered
 
 STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
@@ -319,8 +319,9 @@ def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
     plain LoRA and for a shape that the format does not divide.
     """
     layers = quantized_layers(model)
-    check_shapes(fmt, {plain_name(name): _shape(module) for name, module in layers.items()})
-    quantizers = Quantizers(fmt)
+    shapes = {plain_name(name): _shape(module) for name, module in layers.items()}
+    check_shapes(fmt, shapes)
+    quantizers = Quantizers(fitted(fmt, (inputs for _, inputs in shapes.values())))
     for name, module in layers.items():
         if hasattr(module, "lora_A"):
             linear.check_plain(name, module)

@@ -3,7 +3,7 @@
 fp8         weights FP8 (E4M3), a scale per output channel; activations FP8, a scale per token.
 fp8_block   weights FP8 in blocks of 128 x 128; activations FP8 in groups of 128, scales found as they come.
 fp8_static  weights FP8, one scale; activations FP8, one scale that calibration finds.
-w4a16       weights INT4, symmetric, groups of 128.
+w4a16       weights INT4, symmetric, groups of 128, or of 64 where 128 does not divide every layer's inputs.
 nvfp4a16    weights FP4 (E2M1) in groups of 16 with E4M3 scales under one global scale.
 nvfp4       the same, and activations in FP4 like them, under a global scale that calibration finds (W4A4).
 
@@ -13,8 +13,8 @@ nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ GROUPS = {"fp8": 128, "nvfp4": 16}  # values of an activation that share a scale
 # Keys of a model's configuration that only a mixture of experts sets.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 FP8_CAPABILITY = (8, 9)
+INT4_GROUPS = (128, 64)  # weights that share a scale, the first that divides; an NF4 base has blocks of 64
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,23 @@ FORMATS = {
         QuantFormat("nvfp4", WeightFormat("nvfp4", (1, 16)), ActivationFormat("nvfp4", "block", True)),
     )
 }
+
+
+def int4_group(inputs: Iterable[int]) -> int:
+    """How many INT4 weights share a scale in a checkpoint whose layers have these numbers of inputs: one number for
+    all of them, 128 where nothing fits."""
+    sizes = set(inputs)
+    return next((group for group in INT4_GROUPS if not any(size % group for size in sizes)), INT4_GROUPS[0])
+
+
+def fitted(fmt: QuantFormat, inputs: Iterable[int]) -> QuantFormat:
+    """`fmt` as a model stores it whose quantized layers have these numbers of inputs: INT4 with the group that divides
+    them."""
+    if fmt.weight.kind != "int4":
+        return fmt
+    return replace(fmt, weight=WeightFormat("int4", (1, int4_group(inputs))))
+
+
 # The merge's other formats: what to do in place of training for one.
 NOT_TRAINED = {
     "bf16": "training computes in 16 bits without quantizers. Leave policy.quant_cfg out.",
@@ -118,9 +136,11 @@ def _nearest(text: str, names: Mapping[str, str]) -> str:
     return did_you_mean(text, names, cutoff=0.4)
 
 
-def check_model(fmt: QuantFormat, model_config: Any) -> None:
-    """`BadInput` when a model with this configuration (transformers' object, or the content of a config.json) has no
-    checkpoint in `fmt`: a mixture of experts, or linear layers whose sizes the format's blocks do not divide."""
+def check_model(fmt: QuantFormat, model_config: Any) -> QuantFormat:
+    """`fmt` as a model with this configuration (transformers' object, or the content of a config.json) stores it.
+
+    `BadInput` when it has no checkpoint in `fmt`: a mixture of experts, or linear layers whose sizes the format's
+    blocks do not divide."""
     facts = model_config if isinstance(model_config, Mapping) else model_config.to_dict()
     kind = facts.get("model_type", "unknown")
     if experts := find_experts(facts):
@@ -131,7 +151,10 @@ def check_model(fmt: QuantFormat, model_config: Any) -> None:
         )
     facts = facts.get("text_config") or facts
     if facts.get("hidden_size") and facts.get("intermediate_size") and facts.get("num_attention_heads"):
-        check_shapes(fmt, _decoder_shapes(facts))
+        shapes = _decoder_shapes(facts)
+        check_shapes(fmt, shapes)
+        return fitted(fmt, (inputs for _, inputs in shapes.values()))
+    return fmt
 
 
 def find_experts(facts: Mapping[str, Any]) -> str:
@@ -159,6 +182,7 @@ def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
     """`BadInput` when `fmt` cannot store one of these linear layers, {name: (out, in)}."""
+    fmt = fitted(fmt, (size for _, size in shapes.values()))
     rows, columns = fmt.weight.block
     across = columns or 1
     odd = [name for name, (_, size) in shapes.items() if size % across]
@@ -168,7 +192,7 @@ def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> Non
     if not odd:
         return
     out, size = shapes[odd[0]]
-    needs = f"groups of {columns} inputs"
+    needs = f"groups of {' or '.join(map(str, INT4_GROUPS)) if fmt.weight.kind == 'int4' else columns} inputs"
     if fmt.name == "fp8_block":
         needs = f"whole blocks of {rows} x {columns}, and more than one across when there is more than one down"
     raise BadInput(

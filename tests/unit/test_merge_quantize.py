@@ -16,12 +16,25 @@ from safetensors.torch import load_file, save_file
 from merge import quantize as quantize_module
 from merge.base import BaseCheckpoint, dequantize
 from merge.merge import read_adapter, write_bf16
-from merge.quantize import FORMATS, Refused, check_shapes, fused_peaks, quantize_checkpoint, read_back, retained_share
+from merge.quantize import (
+    FORMATS,
+    Refused,
+    check_shapes,
+    format_for,
+    fused_peaks,
+    groups_of,
+    quantization_config,
+    quantize_checkpoint,
+    read_back,
+    retained_share,
+)
 from merge.shards import PartsFile
+from merge.stored import StoredWeights
 from merge.verify import base_checkpoint, load_for_scoring
 from recipes.parts.errors import BadInput
 from recipes.parts.fake_quant import fake_quantize_weight
 from recipes.parts.quant_format import FORMATS as QUANT_FORMATS
+from recipes.parts.quant_format import fitted
 from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.unit.test_merge_base import NF4
 from tests.unit.test_merge_fixture import make_model, make_run, shared_folder
@@ -421,8 +434,8 @@ class Shapes:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("w4a16", (384, 320), r"w4a16 packs groups of 128 .* 1 of 2 layers .*\(odd\.weight: 320\).*Leave w4a16 out"),
-        ("awq", (384, 320), r"awq packs groups of 128 .*\(odd\.weight: 320\)"),
+        ("w4a16", (384, 336), r"packs groups of 128 or 64 .* 1 of 2 layers .*\(odd\.weight: 336\).*Leave w4a16 out"),
+        ("awq", (384, 336), r"awq packs groups of 128 or 64 .*\(odd\.weight: 336\)"),
         ("nvfp4a16", (384, 40), r"nvfp4a16 packs groups of 16 .*\(odd\.weight: 40\)"),
         ("nvfp4", (384, 40), r"nvfp4 packs groups of 16 .*\(odd\.weight: 40\)"),
         ("fp8_block", (320, 384), r"blocks of 128 x 128.* 1 of 2 layers .*\(odd\.weight: 320 outputs, 384 inputs\)"),
@@ -435,6 +448,27 @@ def test_a_shape_that_a_format_cannot_store_is_bad_input(name, shape, message):
         check_shapes(Shapes(fine=(256, 256), odd=shape), name)
     check_shapes(Shapes(fine=(256, 256), odd=shape), "fp8")
     check_shapes(Shapes(fine=(256, 256)), name)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [((128, 384), 128), ((576, 1536), 64), ((64,), 64), ((336,), 128)])
+def test_int4_has_one_group_for_all_layers_and_the_largest_that_divides_them(inputs, group, tmp_path):
+    base = Shapes(**{f"layer{size}": (64, size) for size in inputs})
+    assert groups_of(base) == group
+    fmt = fitted(QUANT_FORMATS["w4a16"], inputs)
+    assert fmt.name == "w4a16" and fmt.weight.block == (1, group)
+    assert fitted(QUANT_FORMATS["nvfp4"], inputs) is QUANT_FORMATS["nvfp4"]
+    if any(size % group for size in inputs):
+        return
+    config = quantization_config("w4a16", [], groups_of(base))
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == group
+    weight = (torch.randn(64, inputs[0], generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
+    stored, value = read_back(format_for("w4a16", base), weight)
+    assert stored["weight_scale"].shape == (64, inputs[0] // group)
+    # What a policy trains in, and what a reader of the checkpoint's configuration computes with.
+    assert torch.equal(value, fake_quantize_weight(weight.float(), fmt))
+    save_file({f"m.q_proj.{key}": part for key, part in stored.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    assert torch.equal(StoredWeights(tmp_path).weight("m.q_proj"), value)
 
 
 @pytest.mark.parametrize("shape", [(320, 384), (384, 320), (256, 128)])

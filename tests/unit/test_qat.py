@@ -15,7 +15,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch.utils.checkpoint import checkpoint
 
 from merge.base import dequantize, hash_base, load_nf4
-from merge.quantize import read_back, to_nvfp4
+from merge.quantize import read_back, to_nvfp4, to_w4a16
 from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate
 from recipes.parts.errors import BadInput, CheckFailed
@@ -40,6 +40,7 @@ from tests.unit.test_plan_activations import nf4_policy, shape
 
 INPUTS, OUTPUTS = 256, {"q_proj": 256, "k_proj": 128, "v_proj": 128}
 PEAK = 2.5  # of the inputs, below their largest
+SIZES = {"odd": 192, "even": 256}  # inputs
 
 
 def make_group(kind="nf4", dtype=torch.float32, bias=False, adapted=tuple(OUTPUTS)) -> torch.nn.ModuleDict:
@@ -297,8 +298,8 @@ def test_merged_weights_and_shapes_that_a_format_cannot_store_are_refused():
     made["q_proj"].merged_adapters.append("default")
     with pytest.raises(CheckFailed, match="one adapter that is not merged"):
         made["q_proj"](x)
-    odd = torch.nn.ModuleDict({"layer": make_layer(inputs=192, outputs=64)})
-    with pytest.raises(BadInput, match="w4a16 needs groups of 128 inputs; 1 of 1"):
+    odd = torch.nn.ModuleDict({"layer": make_layer(inputs=160, outputs=64)})
+    with pytest.raises(BadInput, match="w4a16 needs groups of 128 or 64 inputs; 1 of 1"):
         use_quantized_linears(odd, FORMATS["w4a16"])
     group["q_proj"].forward = group["q_proj"].forward  # as use_recompute does
     with pytest.raises(ValueError, match="q_proj has a forward of its own"):
@@ -488,3 +489,12 @@ def test_every_recomputation_has_the_same_gradients_and_makes_no_weight_for_a_kn
         assert torch.equal(found[mode][key], found["none"][key]), (mode, key)
     # Forward and backward of 14 layers; a second run of all but down_proj; of none.
     assert made == {"none": 28, "full": 28 + 12, "selective": 28}
+
+
+def test_int4_groups_are_those_of_the_checkpoint():
+    layers = torch.nn.ModuleDict({name: make_layer(inputs=size, outputs=64) for name, size in SIZES.items()})
+    weights = {name: dequantize(layer).to(torch.bfloat16) for name, layer in layers.items()}
+    use_quantized_linears(layers, FORMATS["w4a16"])
+    for name, layer in layers.items():
+        _, stored = read_back(functools.partial(to_w4a16, group=64), weights[name])  # 192 is no multiple of 128
+        assert torch.equal(layer(torch.eye(SIZES[name])).T, stored)

@@ -256,8 +256,10 @@ def test_a_model_whose_text_part_is_nested_is_read_there():
     check_model(FORMATS["w4a16"], nested)
     with pytest.raises(BadInput, match=r"\(qwen3_5\) is a mixture of experts \(num_experts 256\)"):
         check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"num_experts": 256}})
-    with pytest.raises(BadInput, match="groups of 128 inputs"):
-        check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"intermediate_size": 12352}})
+    with pytest.raises(BadInput, match="groups of 128 or 64 inputs"):
+        check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"intermediate_size": 12320}})
+    narrow = check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"intermediate_size": 12352}})
+    assert narrow.weight.block == (1, 64) and check_model(FORMATS["w4a16"], nested).weight.block == (1, 128)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +267,8 @@ def test_a_model_whose_text_part_is_nested_is_read_there():
     [
         (
             "w4a16",
-            {"intermediate_size": 12352},
-            r"groups of 128 inputs; 1 of 7 .*down_proj: 4096 outputs, 12352 inputs",
+            {"intermediate_size": 12320},
+            r"groups of 128 or 64 inputs; 1 of 7 .*down_proj: 4096 outputs, 12320 inputs",
         ),
         ("nvfp4", {"head_dim": 100, "num_attention_heads": 33}, r"groups of 16 inputs; 1 of 7 .*o_proj"),
         (
