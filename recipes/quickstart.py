@@ -15,15 +15,16 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.parts.errors import CHECK_FAILED, CheckFailed, run_command
+from recipes.parts.errors import BAD_INPUT, CHECK_FAILED, BadInput, CheckFailed, run_command
 from recipes.parts.rundir import RunDir, read_json
 
 BASE = Path("models/tiny-base")
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+Step = tuple[str, list[str], tuple[int, ...]]  # name, arguments of python, accepted exit codes
 
 
 def step(name: str, command: list[str], seconds: dict[str, float], accepted: tuple[int, ...] = (0,)) -> int:
-    """Run one command of the path, timed; `CheckFailed` when its exit code is not accepted."""
+    """Run one command of the path, timed; `BadInput` or `CheckFailed` when its exit code is not accepted."""
     shown = " ".join(["python" if part == sys.executable else part for part in command])
     print(f"\n== {name}\n$ {shown}", flush=True)
     started = time.perf_counter()
@@ -32,7 +33,19 @@ def step(name: str, command: list[str], seconds: dict[str, float], accepted: tup
     code = subprocess.run(command, env=environment).returncode
     seconds[name] = time.perf_counter() - started
     if code not in accepted:
-        raise CheckFailed(f"{name} ended with exit code {code} after {seconds[name]:.0f} s. The command was: {shown}")
+        kind = BadInput if code == BAD_INPUT else CheckFailed
+        raise kind(f"{name} ended with exit code {code} after {seconds[name]:.0f} s. The command was: {shown}")
+    return code
+
+
+def walk(steps: list[Step], seconds: dict[str, float], dry_run: bool = False) -> int:
+    """Run the steps in order, timed, and return the last one's exit code; print them alone with `dry_run`."""
+    code = 0
+    for name, command, accepted in steps:
+        if dry_run:
+            print("$ python " + " ".join(command))
+        else:
+            code = step(name, [sys.executable, *command], seconds, accepted)
     return code
 
 
@@ -44,14 +57,15 @@ def free_run(name: str) -> Path:
     return path
 
 
-def judging_steps(path: Path) -> list[tuple[str, list[str], tuple[int, ...]]]:
-    """What follows training: name, arguments of python, accepted exit codes; the gate comes last."""
+def judging_steps(path: Path, formats: tuple[str, ...] = ("bf16", "fp8", "w4a16"), nf4: bool = True) -> list[Step]:
+    """What follows training, with a merge into `formats` and, with `nf4`, into the run's own; the gate comes last."""
     merge = ["-m", "merge", "--run", str(path), "--format"]
+    # Refused (exit 1) when quantizing to NF4 again would round more than half of the update away.
+    again = [("merge to nf4", [*merge, "nf4", "--policy", "grpo"], (0, CHECK_FAILED))] if nf4 else []
     return [
         ("plot", ["-m", "launch.watch", str(path), "--plot"], (0,)),
-        ("merge and quantize", [*merge, "bf16", "fp8", "w4a16"], (0,)),
-        # Refused (exit 1) when quantizing to NF4 again would round more than half of the update away.
-        ("merge to nf4", [*merge, "nf4", "--policy", "grpo"], (0, CHECK_FAILED)),
+        ("merge and quantize", [*merge, *formats], (0,)),
+        *again,
         ("eval", ["-m", "eval", "--run", str(path)], (0,)),
         ("gate", ["-m", "eval", "gate", "--run", str(path)], (0, CHECK_FAILED)),
     ]
@@ -65,8 +79,10 @@ def summary(run: RunDir, seconds: dict[str, float]) -> str:
     """What happened, from the files of the run directory."""
     rows = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     result = read_json(run.eval_file)
-    gain, matrix = result["gain"]["nf4"], result["matrix"]
+    matrix, ends = result["matrix"], min(10, -(-len(rows) // 2))
     cells = {name: (matrix["base"][name], matrix["grpo"][name]) for name in matrix["base"]}
+    judged = next(iter(cells))  # nf4, the policy as trained, where it was measured
+    gain = result["gain"][judged]
 
     def percent(cell: dict) -> str:
         low, high = cell["interval"]
@@ -75,8 +91,9 @@ def summary(run: RunDir, seconds: dict[str, float]) -> str:
     low, high = gain["interval"]
     lines = [
         "",
-        f"training reward     {mean_reward(rows[:10]):.3f} (first 10 steps) -> {mean_reward(rows[-10:]):.3f} (last)",
-        f"held-out accuracy   {percent(cells['nf4'][0])} -> {percent(cells['nf4'][1])}, 95 % Wilson, "
+        f"training reward     {mean_reward(rows[:ends]):.3f} (first {ends} steps) -> "
+        f"{mean_reward(rows[-ends:]):.3f} (last)",
+        f"held-out accuracy   {percent(cells[judged][0])} -> {percent(cells[judged][1])}, 95 % Wilson, "
         f"n = {result['n']}",
         f"gain                {gain['difference']:+.1%} [{low:+.1%}, {high:+.1%}], paired bootstrap",
         "",
@@ -100,7 +117,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the GRPO run")
     parser.add_argument("--dry_run", action="store_true", help="print the commands, run none")
     options = parser.parse_args()
-    python, seconds = sys.executable, {}
+    seconds: dict[str, float] = {}
     launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     path = free_run("tiny" if options.seed == 0 else f"tiny-seed{options.seed}")
     run = RunDir(path)
@@ -108,11 +125,7 @@ def main() -> int:
     steps = [("GRPO", [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *chosen], (0,)), *judging_steps(path)]
     if not BASE.exists():
         steps.insert(0, ("starting model", ["recipes/tiny_base.py", "--out", str(BASE)], (0,)))
-    for name, command, accepted in steps:
-        if options.dry_run:
-            print("$ python " + " ".join(command))
-            continue
-        code = step(name, [python, *command], seconds, accepted)
+    code = walk(steps, seconds, options.dry_run)
     if options.dry_run:
         return 0
     print(summary(run, seconds), flush=True)

@@ -37,7 +37,7 @@ SET = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
 }
-NOT_COPIED = ("runs", "models", "__pycache__")
+NOT_COPIED = ("runs", "models", "data", "__pycache__")
 
 
 def inside() -> bool:

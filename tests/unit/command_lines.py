@@ -31,7 +31,7 @@ OUTSIDE += ("ls", "mkdir", "mv", "nvidia-smi", "pip", "rm", "ruff", "sbatch", "s
 OUTSIDE += ("tmux", "wait", "watch")
 SHELLS = ("bash", "sh", "shell", "console")
 # Files that a command makes: not there in a fresh checkout.
-OUTPUTS = ("runs", "models")
+OUTPUTS = ("runs", "models", "data")
 FILE_TYPES = (".yaml", ".yml", ".py", ".txt", ".md", ".toml", ".sh")
 ELLIPSIS = "…"
 SOME_CONFIG = ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml"
