@@ -78,6 +78,7 @@ def trained(base, data, recipe, recipe_arguments, tmp_path_factory) -> tuple[Run
         "eval.max_problems": PROBLEMS,
         "eval.batch_size": PROBLEMS,
         "eval.formats": "[bf16]",
+        "eval.gate.format": "bf16",
         "eval.reward": "gsm8k_lenient",
     }
     return run, recipe(recipe_arguments(base, run.path, changes))
