@@ -1,6 +1,5 @@
 """Why the adapter is never merged into the NF4 base: what TRL 1.16's own sync does to it, and what ours does not."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from tests.evidence.stock_merge import (
     load_policy,
     measure_ours,
     measure_stock,
+    read_questions,
     read_weights,
     relative,
     stock_generation,
@@ -102,8 +102,8 @@ def on_training_problems(model, base: Path) -> Callable[[], float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
-    rows = [json.loads(line) for line in (base / "train.jsonl").read_text().splitlines()[:200]]
-    return lambda: greedy_accuracy(model, tokenizer, rows)
+    asked = read_questions(base / "train.jsonl", 200)
+    return lambda: greedy_accuracy(model, tokenizer, asked)
 
 
 def test_stock_syncs_of_a_growing_adapter_cost_the_accuracy_and_ours_do_not(learning_model_dir):
