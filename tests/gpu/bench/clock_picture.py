@@ -10,19 +10,20 @@ from launch.watching.metrics import SMOOTH, smooth
 from recipes.parts.rundir import write_json
 
 ENDS = 10  # steps at each end of a run
-LABELS = {
-    "stock_bf16": "stock TRL, BF16, vLLM on the same card",
-    "stock_nf4": "stock TRL, NF4, generates in process",
-    "kit": "this kit, NF4, FP8 server on the same card",
-    "kit+overlap": "this kit, NF4, FP8 server, overlapped",
+# Names in the picture; colors of Okabe and Ito (2008), told apart in gray and with a color deficiency.
+LOOKS = {
+    "stock_bf16": ("stock TRL, BF16, vLLM on the same card", "#404040"),
+    "stock_nf4": ("stock TRL, NF4, generates in process", "#cc79a7"),
+    "kit": ("this kit, NF4, FP8 server on the same card", "#0072b2"),
+    "kit+overlap": ("this kit, NF4, FP8 server, overlapped", "#d55e00"),
 }
-# Okabe and Ito (2008): told apart in gray and with a color deficiency.
-COLORS = ("#404040", "#cc79a7", "#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#332288")
+OTHERS = ("#009e73", "#e69f00", "#56b4e9", "#332288")
 
 
-def label(side: str) -> str:
-    """A side as a reader knows it."""
-    return LABELS.get(side, side)
+def looks(sides: list[str]) -> dict[str, tuple[str, str]]:
+    """(name, color) of every side."""
+    others = [side for side in sides if side not in LOOKS]
+    return {side: LOOKS.get(side) or (side, OTHERS[others.index(side) % len(OTHERS)]) for side in sides}
 
 
 def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -74,12 +75,11 @@ def picture(runs: list[dict[str, Any]], title: str) -> Any:
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
     drawn = [run for run in runs if run["steps"]]
-    sides = list(dict.fromkeys(run["side"] for run in drawn))
-    for color, side in zip(itertools.cycle(COLORS), sides, strict=False):
+    for side, (named, color) in looks(list(dict.fromkeys(run["side"] for run in drawn))).items():
         for place, run in enumerate(run for run in drawn if run["side"] == side):
             seconds = [one["seconds"] for one in run["rows"]]
             rewards = smooth([float("nan") if one["reward"] is None else one["reward"] for one in run["rows"]])
-            name = None if place else label(side)
+            name = None if place else named
             axes.plot(seconds, rewards, color=color, linewidth=1.7, alpha=0.9 if place == 0 else 0.5, label=name)
             axes.plot(seconds[-1], rewards[-1], "o" if not run["error"] else "x", color=color, markersize=6)
             if place == 0:
@@ -88,10 +88,7 @@ def picture(runs: list[dict[str, Any]], title: str) -> Any:
                 axes.annotate(
                     text, (seconds[-1], rewards[-1]), fontsize=8, color=color, annotation_clip=False, **where
                 )
-    axes.set_xlim(left=0)
-    axes.set_xmargin(0.12)
-    axes.autoscale(axis="x")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.14 * max(run["done_s"] for run in drawn))  # room for the last text
     axes.grid(True)
     axes.set_xlabel("seconds since the start of the process, loading and server included")
     axes.set_ylabel(f"mean training reward (mean of {SMOOTH} steps)")
