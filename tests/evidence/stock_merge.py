@@ -10,12 +10,11 @@ into the NF4 copy of a base directory, as a server's workers do.
     python tests/evidence/stock_merge.py --base models/tiny-base --adapter runs/tiny/adapters/v000080 --grow 80
     python tests/evidence/stock_merge.py --base models/smollm2-135m --dtype bfloat16 --adapter RUN/adapters/v000050 \\
         --grow 80 --syncs 0 1 5 20 80 --problems_file test.jsonl --prompt_suffix $'\\nEnd with: The answer is N.' \\
-        --problems 300 --max_new_tokens 64 --batch_size 300 --json stock_merge.json     # a pretrained model, a GPU
+        --form stated --problems 300 --max_new_tokens 64 --batch_size 300 --json found.json     # pretrained, on a GPU
 
 Columns: `update` |ΔW| / |W|; `kept` the share of it that the merged weights hold, <merged - W, ΔW> / <ΔW, ΔW> with W
 as it was before that sync; `drift` |W_k - W_0| / |W_0|; `outward` the share of the changed weights that moved away
-from zero; accuracies are greedy, on held-out problems, adapter on and off. Without --problems_file the problems are
-the base directory's heldout.jsonl and only a boxed answer counts; eval's scoring judges answers to other problems.
+from zero; accuracies are greedy, on held-out problems, adapter on and off, read by the `math` reward in --form.
 Completions come from dequantized copies of the NF4 layers: the same weights, not dequantized anew at every token.
 Left out: the training between two syncs. The adapter is the same in every sync, or with --grow N becomes larger by
 1/N of itself from sync to sync, as a run's does; it is never trained on the base that the syncs before it left.
@@ -39,7 +38,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from eval.generate import generate, set_threads
-from eval.score import score
 from eval.stats import wilson
 from eval.tasks import task_values
 from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
@@ -48,11 +46,12 @@ from merge.export import export
 from merge.quantize import Retained, read_back, to_fp8
 from merge.stream import NF4_FOLDER, Original
 from recipes.parts.adapter_file import AdapterFile
-from recipes.parts.config import DataConfig
+from recipes.parts.config import DataConfig, RewardConfig
 from recipes.parts.data import Problem, chat_messages, load_problems
 from recipes.parts.errors import BadInput, CheckFailed, run_command
 from recipes.parts.policy import load_adapter_weights
 from recipes.parts.rundir import write_json
+from reward import reward_functions
 
 Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32
 RANK, ALPHA = 16, 32
@@ -84,11 +83,11 @@ class Ours:
 
 @dataclass(frozen=True)
 class Questions:
-    """Held-out problems and how they are asked; with `is_boxed` an answer outside a box is wrong."""
+    """Held-out problems, how they are asked, and in which form (reward/README.md) `math` reads answers."""
 
     problems: list[Problem]
     conversations: list[list[dict]]
-    is_boxed: bool = True
+    form: str = "boxed"
     max_new_tokens: int = 40
     batch_size: int = 100
 
@@ -311,9 +310,9 @@ def read_questions(file: Path, most: int, task: str = "svamp", prompt_suffix: st
 def greedy_accuracy(model: torch.nn.Module, tokenizer: Any, asked: Questions) -> float:
     """Share of the problems whose greedy completion is right."""
     made = generate(model, tokenizer, asked.conversations, asked.max_new_tokens, asked.batch_size)
-    records = score(asked.problems, made, asked.conversations)
-    right = [record.correct_strict if asked.is_boxed else record.correct for record in records]
-    return sum(verdict is True for verdict in right) / len(right)
+    (judge,), _ = reward_functions(RewardConfig(functions=["math"], options={"math": {"form": asked.form}}))
+    gold = [problem.gold for problem in asked.problems]
+    return sum(one == 1.0 for one in judge(asked.conversations, [one.text for one in made], gold=gold)) / len(gold)
 
 
 def with_intervals(found: Stock | Ours, problems: int) -> dict[str, Any]:
@@ -332,7 +331,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grow", type=int, help="let the adapter grow from nothing to its size over so many syncs")
     parser.add_argument("--syncs", type=int, nargs="+", default=[0, 1, 5, 10, 20], help="after how many to look")
     parser.add_argument("--problems", type=int, default=200, help="held-out problems for the accuracies")
-    parser.add_argument("--problems_file", type=Path, help="default: heldout.jsonl of the base, boxed answers only")
+    parser.add_argument("--problems_file", type=Path, help="default: heldout.jsonl of the base")
+    parser.add_argument("--form", choices=("boxed", "stated", "lenient"), default="boxed", help="of a right answer")
     parser.add_argument("--task", choices=("svamp", "gsm8k", "math500"), default="svamp", help="columns of that file")
     parser.add_argument("--prompt_suffix", default="", help="appended to every question")
     parser.add_argument("--max_new_tokens", type=int, default=40)
@@ -364,7 +364,7 @@ def main() -> None:
         options.problems,
         options.task,
         options.prompt_suffix,
-        is_boxed=options.problems_file is None,
+        form=options.form,
         max_new_tokens=options.max_new_tokens,
         batch_size=options.batch_size,
     )
