@@ -74,8 +74,8 @@ def kit_keys(side: str, device: str) -> dict[str, str]:
 class Clock:
     """Options and runs of one call."""
 
-    def __init__(self, options: argparse.Namespace, overrides: list[str]):
-        self.options, self.overrides, self.started = options, overrides, time.time()
+    def __init__(self, options: argparse.Namespace, overrides: list[str], config: Config | None):
+        self.options, self.overrides, self.config, self.started = options, overrides, config, time.time()
         self.runs: list[dict[str, Any]] = earlier(options.earlier)
         self.watch = CardWatch()
         if options.device == "cuda":
@@ -103,7 +103,9 @@ class Clock:
         on_cpu = self.options.device == "cpu"
         words = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--main_process_port", str(MEETING_PORT)]
         words += ["--config_file", f"accelerate_configs/{'cpu' if on_cpu else 'one_gpu'}.yaml"]
-        words += [] if on_cpu else ["--gpu_ids", str(card(0))]  # the file names card 0
+        if not on_cpu:  # the file names card 0, and bf16
+            precision = "bf16" if self.config.model.dtype == "bfloat16" else "no"
+            words += ["--gpu_ids", str(card(0)), "--mixed_precision", precision]
         words += ["tests/gpu/bench/stock_clock.py", "--side", STOCK[side], "--device", self.options.device]
         words += ["--vllm_share", str(self.options.vllm_share)]
         words += ["--micro_batch", str(self.options.stock_micro_batch)] if self.options.stock_micro_batch else []
@@ -209,7 +211,7 @@ def earlier(files: list[Path]) -> list[dict[str, Any]]:
     return found
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
+def parse() -> tuple[argparse.Namespace, list[str], Config | None]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -228,12 +230,11 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--title", help="of the picture")
     parser.add_argument("--out", type=Path, required=True, help="JSON; the pictures get its name")
     options, overrides = parser.parse_known_args()
-    check(options, overrides)
-    return options, overrides
+    return options, overrides, check(options, overrides)
 
 
 def check(options: argparse.Namespace, overrides: list[str]) -> Config | None:
-    """`BadInput` for what no side could run with, before one starts."""
+    """The configuration of all sides, None without one; `BadInput` for what no side could run with."""
     if not options.out.resolve().parent.is_dir():
         raise BadInput(f"--out {options.out}: there is no directory {options.out.resolve().parent}. Make it first.")
     if not options.sides:
@@ -257,9 +258,9 @@ def check(options: argparse.Namespace, overrides: list[str]) -> Config | None:
 
 
 def main() -> None:
-    options, overrides = parse()
+    options, overrides, config = parse()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    clock = Clock(options, overrides)
+    clock = Clock(options, overrides, config)
     time.sleep(0.2)  # until the card was looked at
     empty = [*clock.watch.now]
     for seed in options.seeds if options.sides else []:

@@ -12,12 +12,13 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "gpu/bench"))
 import clock_picture
 import real_clock
 import stock_clock
+from servers import Child, Failed
 from workload import CONFIG, ROOT
 
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import RunDir
-from tests.processes import run
+from tests.processes import run, wait_until
 from tests.unit.metric_rows import make_run, rows_of
 
 SCRIPT = ROOT / "tests/gpu/real_clock.py"
@@ -103,6 +104,17 @@ def test_stock_learns_what_the_kit_learns_from_the_same_yaml(tmp_path, monkeypat
 def test_a_micro_batch_that_does_not_divide_the_step_is_refused():
     with pytest.raises(BadInput, match="--micro_batch 48 does not divide the 64 completions"):
         stock_clock.learned(load_config(ROOT / CONFIG), 48)
+
+
+def test_a_run_whose_time_is_over_is_asked_to_end_and_says_so(tmp_path):
+    script = (
+        "import time\nprint('began', flush=True)\ntry:\n    time.sleep(600)\nfinally:\n    print('ended', flush=True)"
+    )
+    child = Child("side", ["-c", script], tmp_path)
+    wait_until(lambda: "began" in child.log.read_text(), child.process)
+    with pytest.raises(Failed, match="stopped after 0 s"):
+        real_clock.child_ends(child, 0)
+    assert child.process.returncode is not None and "ended" in child.log.read_text()
 
 
 def test_rows_of_the_kit_have_the_names_of_stock(tmp_path):
