@@ -14,7 +14,7 @@ Sides, one after the other, each with the card to itself:
                   NF4 (tests/evidence/stock_merge.py), and packed bytes where vLLM expects a weight
     kit           `python -m launch.up`: base, checks, server, recipe, as the YAML says, on-policy
     kit+overlap   the same with rollout.overlap
-    kit+KEY=VALUE…  further keys of a run, joined by +
+    kit+KEY=VALUE…  further keys of a run, joined by +; those in --kit are for all of the kit's sides
 
 All take model, problems, prompts, reward functions, LoRA, batch, lengths, loss, learning rate, sampling and seed from
 the YAML; --group.key=value changes it for all. A run's clock starts with its process: what it imports, loads,
@@ -50,20 +50,26 @@ from recipes.parts.errors import BadInput, CheckFailed, run_command
 from recipes.parts.rundir import read_json
 
 STOCK = {"stock_bf16": "bf16", "stock_nf4": "nf4"}
-KIT = {"rollout.backend": "server", "rollout.overlap": "false"}
+# What stock does not do either: held-out problems in between, completions on the disk.
+KIT = {
+    "rollout.backend": "server",
+    "rollout.overlap": "false",
+    "watch.eval_every": "0",
+    "watch.completions_every": "0",
+}
 ON_GPU = {"train.gpus": "[0]", "server.gpus": "[0]"}
 SIDES = (*STOCK, "kit", "kit+overlap")
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 STOP_S, FREE_S, FREE_GIB = 40, 20, 1.0
 
 
-def kit_keys(side: str, device: str) -> dict[str, str]:
+def kit_keys(side: str, options: argparse.Namespace) -> dict[str, str]:
     """The configuration keys of one of the kit's sides; `BadInput` for another name."""
     name, *levers = side.split("+")
     if name != "kit":
         raise BadInput(f"--sides: there is no side {side!r}. Use {', '.join(SIDES)} or kit+KEY=VALUE.")
-    keys = KIT | (ON_GPU if device == "cuda" else {})
-    for lever in levers:
+    keys = KIT | (ON_GPU if options.device == "cuda" else {})
+    for lever in [*options.kit, *levers]:
         key, is_key, value = lever.partition("=")
         if not is_key and lever != "overlap":
             raise BadInput(f"--sides {side}: {lever!r} is neither overlap nor KEY=VALUE.")
@@ -99,7 +105,7 @@ class Clock:
     def command(self, side: str, seed: int, directory: Path) -> list[str]:
         """What starts a side."""
         if side not in STOCK:
-            return ["-m", "launch.up", *self.flags(directory, seed, kit_keys(side, self.options.device))]
+            return ["-m", "launch.up", *self.flags(directory, seed, kit_keys(side, self.options))]
         on_cpu = self.options.device == "cpu"
         words = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--main_process_port", str(MEETING_PORT)]
         words += ["--config_file", f"accelerate_configs/{'cpu' if on_cpu else 'one_gpu'}.yaml"]
@@ -142,6 +148,11 @@ class Clock:
         self.say(f"{side}, seed {seed}: {len(steps)} steps, {found['ended_s']:.0f} s{', ' + error if error else ''}")
         self.write()
 
+    def skip(self, side: str, seed: int) -> None:
+        """A run for which there was no time."""
+        found = {"side": side, "seed": seed, "error": "no time was left (--limit_s)", "card_gib": None, "rows": []}
+        self.runs.append(found | figures([]))
+
     def free(self, empty: list[float]) -> None:
         """Wait until the card has the memory of the run before again."""
         deadline = time.time() + FREE_S
@@ -155,7 +166,12 @@ class Clock:
         where = nvidia_smi("name") if options.device == "cuda" else "CPU"
         head = {"title": options.title or f"Reward against wall clock, {where}", "card": where}
         head |= {"date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv), "versions": versions()}
-        head |= {"config": options.config, "overrides": self.overrides, "warm_caches": options.warm_caches}
+        head |= {
+            "config": options.config,
+            "overrides": self.overrides,
+            "kit": options.kit,
+            "warm_caches": options.warm_caches,
+        }
         write(options.out, head, self.runs)
 
 
@@ -220,6 +236,7 @@ def parse() -> tuple[argparse.Namespace, list[str], Config | None]:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--kit", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all of the kit's sides")
     parser.add_argument("--vllm_share", type=float, default=0.3, help="of the card, for stock's colocated vLLM")
     parser.add_argument("--stock_micro_batch", type=int, help="stock's completions per forward; default the YAML's")
     parser.add_argument("--warm_caches", action="store_true", help="leave vLLM, Triton and inductor their caches")
@@ -250,9 +267,7 @@ def check(options: argparse.Namespace, overrides: list[str]) -> Config | None:
     config = load_config(options.config, overrides)
     for side in options.sides:
         if side not in STOCK:
-            load_config(
-                options.config, [*overrides, *(f"--{k}={v}" for k, v in kit_keys(side, options.device).items())]
-            )
+            load_config(options.config, [*overrides, *(f"--{k}={v}" for k, v in kit_keys(side, options).items())])
     config.model.check_path()
     return config
 
@@ -266,7 +281,10 @@ def main() -> None:
     for seed in options.seeds if options.sides else []:
         for side in options.sides:
             clock.free(empty)
-            clock.run(side, seed)
+            if clock.left > 0:
+                clock.run(side, seed)
+            else:
+                clock.skip(side, seed)
     clock.write()
     clock.watch.running = False
     table(clock.runs)

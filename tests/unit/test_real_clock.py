@@ -71,6 +71,7 @@ def test_the_table_and_the_picture_of_earlier_calls_are_made_anew(tmp_path):
         (["--sides", "kitt"], "there is no side 'kitt'"),
         (["--sides", "kit+fast"], "'fast' is neither overlap nor KEY=VALUE"),
         (["--sides", "kit+policy.computing=fp8"], "unknown key policy.computing"),
+        (["--sides", "kit", "--kit", "train.max_step=3"], "unknown key train.max_step"),
         (["--sides", "stock_bf16"], "stock_bf16 needs a GPU"),
         (["--sides", "kit", "--model.path=nowhere"], "model.path nowhere is no directory"),
         (["--sides"], "there is nothing to show"),
@@ -99,6 +100,32 @@ def test_stock_learns_what_the_kit_learns_from_the_same_yaml(tmp_path, monkeypat
     assert not {name for name in fields.keys() - of_stock if getattr(stock, name) != getattr(kit, name)}
     assert stock.generation_batch_size == kit.generation_batch_size == 256
     assert stock.vllm_mode == "colocate" and stock.vllm_max_model_length == 64 + 40 + 1
+
+
+def test_sides_without_time_are_not_started_and_are_told(tmp_path):
+    command = [sys.executable, SCRIPT, "--config", ROOT / CONFIG, "--device", "cpu", "--out", tmp_path / "x.json"]
+    done = run([*command, "--model.path", tmp_path, "--sides", "stock_nf4", "kit", "--limit_s", "0"])
+    assert done.returncode == 1 and "not all steps: stock_nf4, seed 0; kit, seed 0" in done.stderr, done.stderr
+    assert (
+        done.stdout.count("no time was left") == 2 and len(json.loads((tmp_path / "x.json").read_text())["runs"]) == 2
+    )
+
+
+def test_a_lever_of_the_kit_reaches_its_sides_and_not_stock(tmp_path, monkeypatch):
+    words = ["--config", str(ROOT / CONFIG), "--device", "cpu", "--out", str(tmp_path / "x.json"), "--sides", "kit"]
+    words += ["kit+overlap+policy.compute=fused", "stock_nf4", "--kit", "rollout.max_canary_delta=1"]
+    monkeypatch.setattr(sys, "argv", ["real_clock.py", *words, f"--model.path={tmp_path}", "--train.beta=0.1"])
+    clock = real_clock.Clock(*real_clock.parse())
+    kit, overlap, stock = (clock.command(side, 1, tmp_path) for side in clock.options.sides)
+    assert not any("canary" in word or "overlap" in word for word in stock)
+    for command in (kit, overlap, stock):
+        assert "--train.beta=0.1" in command and "--run.seed=1" in command and "--train.max_steps=50" in command
+    config, lagged = (
+        load_config(one[one.index("--config") + 1], one[one.index("--config") + 2 :]) for one in (kit, overlap)
+    )
+    assert (config.rollout.overlap, lagged.rollout.overlap) == (False, True)
+    assert (config.policy.compute, lagged.policy.compute) == ("plain", "fused")
+    assert config.rollout.max_canary_delta == lagged.rollout.max_canary_delta == 1 and lagged.train.beta == 0.1
 
 
 def test_a_micro_batch_that_does_not_divide_the_step_is_refused():
