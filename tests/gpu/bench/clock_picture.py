@@ -1,5 +1,6 @@
 """What real_clock.py makes of its runs: figures of each, the table, and the picture of reward against seconds."""
 
+import importlib.util
 import itertools
 import statistics
 from pathlib import Path
@@ -74,7 +75,7 @@ def picture(runs: list[dict[str, Any]], title: str) -> Any:
     matplotlib.rcParams.update(STYLE)
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
-    drawn = [run for run in runs if run["steps"]]
+    drawn, marks = [run for run in runs if run["steps"]], []
     for side, (named, color) in looks(list(dict.fromkeys(run["side"] for run in drawn))).items():
         for place, run in enumerate(run for run in drawn if run["side"] == side):
             seconds = [one["seconds"] for one in run["rows"]]
@@ -83,11 +84,11 @@ def picture(runs: list[dict[str, Any]], title: str) -> Any:
             axes.plot(seconds, rewards, color=color, linewidth=1.7, alpha=0.9 if place == 0 else 0.5, label=name)
             axes.plot(seconds[-1], rewards[-1], "o" if not run["error"] else "x", color=color, markersize=6)
             if place == 0:
-                text = f"{run['steps']} steps, {seconds[-1]:.0f} s"
-                where = {"xytext": (6, 4), "textcoords": "offset points"}
-                axes.annotate(
-                    text, (seconds[-1], rewards[-1]), fontsize=8, color=color, annotation_clip=False, **where
-                )
+                marks.append((seconds[-1], rewards[-1], f"{run['steps']} steps, {seconds[-1]:.0f} s", color))
+    for place, (x, y, text, color) in enumerate(sorted(marks)):
+        # Ends may lie side by side: the texts take turns in three heights.
+        where = {"xytext": (7, (8, -4, -16)[place % 3]), "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(text, (x, y), fontsize=8, color=color, **where)
     axes.set_xlim(0, 1.14 * max(run["done_s"] for run in drawn))  # room for the last text
     axes.grid(True)
     axes.set_xlabel("seconds since the start of the process, loading and server included")
@@ -98,9 +99,10 @@ def picture(runs: list[dict[str, Any]], title: str) -> Any:
 
 
 def write(out: Path, head: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    """`out` (JSON) and, once a run has a step, the pictures beside it with the endings png and svg."""
+    """`out` (JSON) and, once a run has a step, the pictures beside it with the endings png and svg. A host without
+    matplotlib makes none; `real_clock.py --sides --earlier` draws them elsewhere."""
     write_json(out, head | {"runs": runs})
-    if any(run["steps"] for run in runs):
+    if any(run["steps"] for run in runs) and importlib.util.find_spec("matplotlib"):
         figure = picture(runs, head["title"])
         png(figure, out.with_suffix(".png"))
         out.with_suffix(".svg").write_bytes(svg(figure))
