@@ -1,7 +1,6 @@
 """One GPU: a pretrained model's reward against wall clock, this kit beside stock TRL, load and server start included.
 
-    python tests/gpu/real_clock.py --config recipes/configs/grpo-smollm2_135m-nf4-svamp-1gpu.yaml --out clock.json \\
-        --model.path=models/smollm2-135m --data.path=data/svamp --steps 50
+    python tests/gpu/real_clock.py --config RUN.yaml --steps 50 --out clock.json
     python tests/gpu/real_clock.py --config RUN.yaml --sides kit kit+overlap+policy.compute=fused --out more.json
     python tests/gpu/real_clock.py --sides --earlier clock.json more.json --out both.json     # table and picture
     python tests/gpu/real_clock.py --config RUN.yaml --device cpu --steps 2 --sides stock_nf4 kit --out x.json

@@ -1,5 +1,6 @@
 """The bench of reward against wall clock, without its GPU: figures, picture, what both sides learn from one YAML."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -84,22 +85,48 @@ def test_bad_input_is_one_sentence_before_a_run_starts(tmp_path, words, said):
     assert not [*tmp_path.iterdir()]
 
 
+# None of these is a default of trl, so what does not reach stock differs.
+LEARNED = {
+    "train": "gradient_accumulation_steps=4 warmup_steps=3 lr_scheduler=cosine loss_type=dapo beta=0.03 epsilon=0.1 "
+    "epsilon_high=0.3 num_iterations=2 max_grad_norm=0.5 weight_decay=0.1 mask_truncated=true max_steps=7 "
+    "optimizer=adafactor recompute=none scale_rewards=batch",
+    "rollout": "temperature=0.6 top_p=0.9 top_k=7 correction=sequence_truncate correction_cap=1.5 group_size=4",
+    "run": "seed=5",
+    "data": 'chat_template_kwargs={"thinks":false}',
+}
+# What a run writes and where, and how its batch is cut: 16 x 16 completions, of the kit 64 x 4.
+OTHER = {"output_dir", "run_name", "use_cpu", "bf16", "report_to", "disable_tqdm", "reward_weights"}
+OTHER |= {"logging_steps", "logging_nan_inf_filter", "save_strategy", "save_steps", "ddp_find_unused_parameters"}
+OTHER |= {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
+
+
 def test_stock_learns_what_the_kit_learns_from_the_same_yaml(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     from trl import GRPOConfig
 
     from recipes.parts.trainer import trainer_arguments
 
-    overrides = ["--train.gradient_accumulation_steps=4", "--train.warmup_steps=3", "--rollout.correction_cap=1.5"]
+    overrides = [f"--{group}.{one}" for group, text in LEARNED.items() for one in text.split()]
     config = load_config(ROOT / CONFIG, [*overrides, f"--run.output_dir={tmp_path / 'run'}"])
     kit = trainer_arguments(config, RunDir(config.run.directory))
-    fields = stock_clock.learned(config, 16) | stock_clock.sampler("bf16", config, 0.3)
-    stock = GRPOConfig(**fields, output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[])
-    of_stock = {"use_vllm", "vllm_mode", "vllm_max_model_length", "per_device_train_batch_size"}
-    of_stock |= {"vllm_gpu_memory_utilization", "gradient_accumulation_steps"}  # 16 x 16 completions, of ours 64 x 4
-    assert not {name for name in fields.keys() - of_stock if getattr(stock, name) != getattr(kit, name)}
+    fixed = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": []}
+    stock = GRPOConfig(**stock_clock.learned(config, 16), **stock_clock.sampler("bf16", config, 0.3), **fixed)
+    default = GRPOConfig(**fixed)
+    names = {one.name for one in dataclasses.fields(kit) if not one.name.startswith("_")} - OTHER
+    changed = {name for name in names if getattr(kit, name, None) != getattr(default, name, None)}
+    assert len(changed) > 20
+    assert not {
+        name: (getattr(stock, name), getattr(kit, name))
+        for name in changed
+        if getattr(stock, name) != getattr(kit, name)
+    }
     assert stock.generation_batch_size == kit.generation_batch_size == 256
     assert stock.vllm_mode == "colocate" and stock.vllm_max_model_length == 64 + 40 + 1
+
+
+def test_a_micro_batch_that_does_not_divide_the_step_is_refused():
+    with pytest.raises(BadInput, match="--micro_batch 48 does not divide the 64 completions"):
+        stock_clock.learned(load_config(ROOT / CONFIG), 48)
 
 
 def test_sides_without_time_are_not_started_and_are_told(tmp_path):
@@ -126,11 +153,6 @@ def test_a_lever_of_the_kit_reaches_its_sides_and_not_stock(tmp_path, monkeypatc
     assert (config.rollout.overlap, lagged.rollout.overlap) == (False, True)
     assert (config.policy.compute, lagged.policy.compute) == ("plain", "fused")
     assert config.rollout.max_canary_delta == lagged.rollout.max_canary_delta == 1 and lagged.train.beta == 0.1
-
-
-def test_a_micro_batch_that_does_not_divide_the_step_is_refused():
-    with pytest.raises(BadInput, match="--micro_batch 48 does not divide the 64 completions"):
-        stock_clock.learned(load_config(ROOT / CONFIG), 48)
 
 
 def test_a_run_whose_time_is_over_is_asked_to_end_and_says_so(tmp_path):
