@@ -1,4 +1,5 @@
 # make quickstart   train, merge and evaluate a small model on this machine, from nothing
+# make real         the same on a pretrained model from the package registry; PROBLEMS=svamp/test.jsonl names local problems
 # make test         lint and every test that needs no GPU
 # make install      only the environment, in .venv (the two above call it)
 # make lint | make format | make llmcompressor | make lm_eval | make verl | make modelopt | make clean
@@ -8,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart test install lint format llmcompressor lm_eval verl modelopt clean
+.PHONY: quickstart real test install lint format llmcompressor lm_eval verl modelopt clean
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -22,6 +23,8 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 STARTED := $(VENV)/.installing
 NOT_IMPORTED := /tests/|/(anthropic|fontTools|numba|sentry_sdk|torch/testing|vllm/models)/|/transformers/models/(?!auto|qwen|llama)
 PYTEST_ARGS ?=
+PROBLEMS ?=
+STEPS ?=
 # A test file stays in one process, because its tests share servers and runs. Files go in the order of their names, not
 # those of most tests first: the long ones are in tests/chaos and tests/smoke, and tests/unit fills the cores at the end.
 # Three processes on two cores: servers and killed runs are waited for a fifth of the time.
@@ -31,6 +34,9 @@ TEST_PROCESSES ?= 3
 
 quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
+
+real: $(STAMP)
+	$(BIN)/python -m recipes.real $(if $(PROBLEMS),--problems "$(PROBLEMS)") $(if $(STEPS),--steps $(STEPS))
 
 test: lint
 	$(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile \

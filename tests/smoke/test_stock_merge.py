@@ -1,6 +1,7 @@
 """Why the adapter is never merged into the NF4 base: what TRL 1.16's own sync does to it, and what ours does not."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,18 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from eval.generate import Generation
 from merge.base import hash_base
+from tests.evidence import stock_merge
 from tests.evidence.stock_merge import (
+    dequantized,
     greedy_accuracy,
     layers,
     load_policy,
     measure_ours,
     measure_stock,
+    read_questions,
     read_weights,
     relative,
     stock_generation,
     trl_sync,
 )
+from tests.processes import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*4-bit linear may get different generations")
 
@@ -102,8 +108,8 @@ def on_training_problems(model, base: Path) -> Callable[[], float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
-    rows = [json.loads(line) for line in (base / "train.jsonl").read_text().splitlines()[:200]]
-    return lambda: greedy_accuracy(model, tokenizer, rows)
+    asked = read_questions(base / "train.jsonl", 200)
+    return lambda: greedy_accuracy(model, tokenizer, asked)
 
 
 def test_stock_syncs_of_a_growing_adapter_cost_the_accuracy_and_ours_do_not(learning_model_dir):
@@ -129,3 +135,68 @@ def test_our_syncs_leave_the_base_and_carry_the_whole_update(learning_model_dir)
     assert ours.kept_bf16 == pytest.approx(1.0, abs=0.01)
     # On layers of 64 inputs: one block a row, so few values that FP8 rounds alike. Wide layers keep 0.99 and more.
     assert ours.kept_fp8 > 0.97
+
+
+def test_dequantized_copies_are_the_same_policy_and_leave_the_base_as_it_was(learning_model_dir):
+    model = load_policy(learning_model_dir, size=0.1)
+    tokens = torch.randint(3, 100, (4, 32), generator=torch.Generator().manual_seed(0))
+    stored, before = log_probs(model, tokens), hash_base(model)["hash"]
+    with model.disable_adapter():
+        stored_off = log_probs(model, tokens)
+    with dequantized(model):
+        copied = log_probs(model, tokens)
+        with model.disable_adapter():
+            copied_off = log_probs(model, tokens)
+    assert torch.allclose(copied, stored, atol=1e-4) and torch.allclose(copied_off, stored_off, atol=1e-4)
+    assert (stored - stored_off).abs().max() > 0.01, "the adapter changes what the model says"
+    assert hash_base(model)["hash"] == before
+
+
+@pytest.mark.parametrize(("form", "right"), [("boxed", 1), ("stated", 2), ("lenient", 3)])
+def test_answers_count_in_the_form_that_was_asked_for(tmp_path, monkeypatch, form, right):
+    said = ["\\boxed{8}", "The answer is 8.", "So he has 3 + 5 = 8 apples.", "The answer is 9."]
+    rows = [{"Body": f"Tom has {n} hats and 3 apples", "Question": "And 5 more?", "Answer": 8.0} for n in range(4)]
+    file = tmp_path / "svamp.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = read_questions(file, 4, prompt_suffix="\nGo.", form=form)
+    assert asked.conversations[1] == [{"role": "user", "content": "Tom has 1 hats and 3 apples. And 5 more?\nGo."}]
+    monkeypatch.setattr(stock_merge, "generate", lambda *_: [Generation(text, text, 9, True, False) for text in said])
+    assert greedy_accuracy(None, None, asked) == right / 4
+
+
+def test_the_command_writes_every_number_with_intervals(learning_model_dir, tmp_path):
+    rows = [json.loads(line) for line in (learning_model_dir / "heldout.jsonl").read_text().splitlines()[:12]]
+    problems, out = tmp_path / "problems.jsonl", tmp_path / "found.json"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        sys.executable,
+        "tests/evidence/stock_merge.py",
+        "--base",
+        learning_model_dir,
+        "--problems_file",
+        problems,
+    ]
+    done = run([*command, "--device", "cpu", "--syncs", "0", "2", "--grow", "2", "--json", out, "--problems", "10"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["problems"] == 10 and found["ours"]["base_unchanged"] and found["ours"]["syncs"] == 2
+    start, end = found["stock"]
+    assert (start["syncs"], end["syncs"]) == (0, 2) and end["drift"] > start["drift"] == 0
+    assert start["accuracy_off"] == found["ours"]["accuracy_off"], "both begin with the same base"
+    for row in (found["ours"], start, end):
+        low, high = row["accuracy_on_interval"]
+        assert low <= row["accuracy_on"] <= high < 1.001 and high - low > 0.2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--adapter", "nowhere"], "--adapter nowhere holds no adapter_config.json"),
+        (["--json", "nowhere/x.json"], "there is no directory"),
+        (["--problems_file", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+    ],
+)
+def test_what_is_missing_is_said_before_a_weight_is_loaded(learning_model_dir, words, said):
+    command = [sys.executable, "tests/evidence/stock_merge.py", "--base", learning_model_dir, "--device", "cpu"]
+    done = run([*command, *words])
+    assert done.returncode == 2 and said in done.stderr, done.stderr
