@@ -79,12 +79,12 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
     """`Answers` of the model that `load` returns, in this process; its memory is let go at the end."""
     import torch
 
-    from recipes.parts.qat import keeping_weights
+    from recipes.parts.kept_weights import keeping_weights
 
     tokenizer = load_tokenizer(place, asking)
     model = load()
     set_threads(sum(parameter.numel() for parameter in model.parameters()))
-    with keeping_weights(model):  # of a policy with quantizers: they are not made again for every token
+    with keeping_weights(model):  # NF4 and quantized weights are not made again for every token
         made = generate(
             model,
             tokenizer,

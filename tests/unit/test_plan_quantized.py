@@ -159,7 +159,7 @@ def test_on_a_gpu_weights_are_kept_where_half_of_what_the_process_may_have_holds
 
 
 def test_generating_in_process_keeps_the_weights_where_half_of_the_free_memory_holds_them():
-    assert quantized.ROOM_FOR_KEPT == qat.ROOM_FOR_KEPT
+    assert memory.ROOM_FOR_KEPT == kept_weights.ROOM_FOR_KEPT
     whole = 2 * SHAPE.linear_weights / memory.GIB
     roomy, tight = (memory.generation_parts(SHAPE, update("w4a16"), CARDS[name]) for name in ("h200", "rtx4090"))
     assert roomy["quantized weights"] == pytest.approx(whole)

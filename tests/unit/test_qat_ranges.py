@@ -18,7 +18,8 @@ from recipes.parts.calibration import batches, calibrate, set_input_ranges
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import fake_quantize_activation, fake_quantize_weight
-from recipes.parts.qat import Quantizers, keeping_weights, quantizers_of, quantizers_off, use_quantized_linears
+from recipes.parts.kept_weights import keeping_weights
+from recipes.parts.qat import Quantizers, quantizers_of, quantizers_off, use_quantized_linears
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.rundir import write_manifest
 from tests.conftest import CONFIG
