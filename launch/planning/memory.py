@@ -31,6 +31,8 @@ STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base'
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
 RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
 CANARY_TOKENS = 256  # recipes/parts/scorer.py
+ROOM_FOR_KEPT = 0.5  # kept_weights.py: of the memory that generation leaves free
+KEPT = "kept weights"
 
 
 @dataclass(frozen=True)
@@ -165,10 +167,12 @@ def _teacher(shape: Shape, config: Config, narrow: int, adapter: int) -> dict[st
 
 
 def tile_gib(shape: Shape, tokens: int, narrow: int, card: Card) -> float:
-    """The tile of logits that TRL's log-prob head works on. It is as wide for a small vocabulary, but a CPU gives
-    memory only to what is written."""
-    columns = min(value("head_columns"), shape.vocabulary) if card.is_cpu else value("head_columns")
-    return min(tokens, value("head_rows")) * columns * narrow / GIB
+    """The tile of logits that TRL's log-prob head works on; on a CPU a smaller one (head_tiles.py) and what PyTorch
+    makes of it in float32. It is as wide for a small vocabulary, but a CPU gives memory only to what is written."""
+    if not card.is_cpu:
+        return min(tokens, value("head_rows")) * value("head_columns") * narrow / GIB
+    words = min(tokens, value("head_rows_cpu")) * min(value("head_columns"), shape.vocabulary)
+    return words * (narrow + 4 * value("head_copies_cpu")) / GIB
 
 
 def workspace_gib(card: Card) -> float:
@@ -288,11 +292,6 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     server the canary's logits."""
     narrow = 4 if config.model.dtype == "float32" else 2
     rollout, found = config.rollout, resident(shape, config, card) | {"workspace": workspace_gib(card)}
-    if config.policy.quant_cfg and rollout.backend == "in_process":
-        limit = config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
-        free = card.gib - value("trainer_context_gib") if limit is None else limit
-        free -= allocated(found)
-        found["quantized weights"] = quantized.generating_gib(shape, config, card, free)
     if rollout.backend == "server":
         length = min(CANARY_TOKENS, rollout.max_prompt_length + rollout.max_completion_length)
         logits = rollout.canary_prompts * length * shape.vocabulary * narrow
@@ -304,9 +303,32 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     cache = sequences * (rollout.max_prompt_length + rollout.max_completion_length) * token / GIB
     # Growing by one token copies a layer's cache.
     decode = cache * (1 + 1 / shape.layers) + sequences * shape.vocabulary * 4 * value("sampling_copies") / GIB
+    kept = kept_gib(shape, config, card, allocated(found) + decode)
+    found |= {KEPT: kept} if kept else {"weight": weight_gib(shape, config, card, 0)}
     if prefill > decode:
         return found | {"prompts' forward pass": prefill}
     return found | {"KV cache": cache, "sampling": decode - cache}
+
+
+def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> float:
+    """Weights that are made once for a rollout in process (`rollout.keep_weights`), where `taken_gib` are allocated
+    besides; 0 where each is made for its product, or stored as it is multiplied with."""
+    policy, mode = config.policy, config.rollout.keep_weights
+    made_once = policy.quantization == "nf4" or policy.quant_cfg is not None
+    # The FP8 codes of a format are made for every product.
+    if (
+        config.rollout.backend == "server"
+        or mode == "never"
+        or not made_once
+        or quantized.multiplies_fp8(config, card)
+    ):
+        return 0.0
+    width = 1 if policy.compute == "fp8" else 4 if config.model.dtype == "float32" else 2
+    needed = shape.linear_weights * width / GIB
+    limit = None if card.is_cpu else config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
+    context = value("cpu_process_gib" if card.is_cpu else "trainer_context_gib")
+    free = (card.gib - context if limit is None else limit) - taken_gib
+    return needed if mode == "always" or needed <= ROOM_FOR_KEPT * free else 0.0
 
 
 def trainer_phases(

@@ -376,8 +376,8 @@ def _kept_weights(config: Config, sharded: str | None) -> list[str]:
         return []
     if config.rollout.backend == "server":
         return [
-            "rollout.keep_weights is always and rollout.backend server: the trainer's process generates nothing. Leave "
-            "rollout.keep_weights out, or set rollout.backend to in_process."
+            "rollout.keep_weights is always and rollout.backend server: the trainer's process generates nothing. "
+            "Leave rollout.keep_weights out, or set rollout.backend to in_process."
         ]
     if sharded:
         return [

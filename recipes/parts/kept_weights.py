@@ -10,8 +10,8 @@ weight. On a CPU every sampled token and log-prob is bit for bit what it is with
 few rows by a kernel that dequantizes on its way and rounds otherwise; up to `linear.FEW_KEPT` rows are left to it, and
 more are computed as the update computes them. Packed bytes, quant states and the base's hash are not touched.
 
-Not covered: bases in FP8 or unquantized without `policy.quant_cfg` (nothing is kept), bases split over processes (FSDP,
-ZeRO-3: never kept; `always` is refused by checks.py).
+Not covered: bases in FP8 or unquantized without `policy.quant_cfg` (nothing is kept), bases split over processes by
+FSDP or ZeRO-3 (never kept; checks.py refuses `always`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from merge.nf4 import block_maxima
 from recipes.parts import linear, qat
 from recipes.parts.host_memory import available_gib
 
-ROOM_FOR_KEPT = 0.5  # of the memory still free; the KV cache grows in the rest
+ROOM_FOR_KEPT = 0.5  # of the memory that generation leaves free
 GIB = 2**30
 
 
@@ -40,20 +40,29 @@ class Room(NamedTuple):
 
     def __str__(self) -> str:
         verb = "keep" if self.is_kept else "do not keep"
-        return (
-            f"rollouts {verb} the weights they multiply with: {self.needed_gib:.2f} GiB of {self.free_gib:.1f} GiB free"
-        )
+        size = f"{self.needed_gib:.2f} GiB of {self.free_gib:.1f} GiB free"
+        return f"rollouts {verb} the weights they multiply with: {size} (rollout.keep_weights)"
 
 
-def room_for(model: torch.nn.Module, mode: str = "auto") -> Room | None:
+def decoding_gib(model: torch.nn.Module, rows: int, tokens: int) -> float:
+    """What generating `rows` sequences of at most `tokens` takes at its peak: the KV cache, which grows by a copy of a
+    layer's part, and four float32 copies of the last logits."""
+    facts = model.config.get_text_config()
+    heads = getattr(facts, "num_key_value_heads", None) or facts.num_attention_heads
+    size = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
+    cache = rows * tokens * 2 * (facts.num_hidden_layers + 1) * heads * size * model.dtype.itemsize
+    return (cache + rows * facts.vocab_size * 4 * 4) / GIB
+
+
+def room_for(model: torch.nn.Module, mode: str = "auto", reserved_gib: float = 0.0) -> Room | None:
     """What keeping the weights of `model` takes, and whether `mode` (`rollout.keep_weights`) keeps them; None where
-    there is nothing to keep."""
+    there is nothing to keep. `reserved_gib` are those that generation will take besides."""
     layers = _layers(model)
     if not layers:
         return None
     device = layers[0].weight.device
     needed = sum(_bytes(layer, qat.quantizers_of(model) is not None) for layer in layers) / GIB
-    free = free_gib(device)
+    free = max(0.0, free_gib(device) - reserved_gib)
     return Room(needed, free, mode == "always" or (mode == "auto" and needed <= ROOM_FOR_KEPT * free))
 
 
@@ -70,13 +79,13 @@ def free_gib(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def keeping_weights(model: torch.nn.Module, mode: str = "auto") -> Iterator[Room | None]:
+def keeping_weights(model: torch.nn.Module, mode: str = "auto", reserved_gib: float = 0.0) -> Iterator[Room | None]:
     """Keep the weights that `model` multiplies with until the block ends, however it ends; yields what was decided,
-    None where there is nothing to keep.
+    None where there is nothing to keep. Arguments as `room_for`.
 
     The weights of `model` may not change in the block, but for an adapter's under `policy.quant_cfg`.
     """
-    room = room_for(model, mode)
+    room = room_for(model, mode, reserved_gib)
     if room is None or not room.is_kept:
         yield room
         return
