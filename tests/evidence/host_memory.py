@@ -18,17 +18,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from recipes.parts.host_memory import peak_resident_gib, reset_peak_resident
 
+if TYPE_CHECKING:
+    import torch
+
 ROOT = Path(__file__).parents[2]
 SIDES = ("before", "after")
+LENGTHS = ("prompt", "completion")  # tokens of the longest row
 
 
 def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
-    """Run the recipe in this process and write {phase: peak resident GiB} to `out`."""
+    """Run the recipe in this process; write {phase: peak resident GiB} and the longest row's lengths to `out`."""
     from recipes.parts import trainer
 
     found: dict[str, float] = {}
@@ -51,7 +56,14 @@ def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
             turn()
             phases[:] = ["update"]
 
-    trainer.PolicyTrainer.timed = timed
+    scored = trainer.PolicyTrainer._compute_loss
+
+    def compute_loss(self: trainer.PolicyTrainer, model: Any, inputs: dict) -> "torch.Tensor":
+        for key in LENGTHS:
+            found[key] = max(found.get(key, 0), inputs[f"{key}_ids"].shape[1])
+        return scored(self, model, inputs)
+
+    trainer.PolicyTrainer.timed, trainer.PolicyTrainer._compute_loss = timed, compute_loss
     if side == "before":
         trainer.use_host_tiles = lambda device: None
         arguments = [*arguments, "--rollout.keep_weights", "never"]
@@ -63,8 +75,8 @@ def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
         Path(out).write_text(json.dumps(found))
 
 
-def planned(arguments: list[str]) -> dict[str, float]:
-    """What the plan expects of a CPU process, {phase: GiB}."""
+def planned(arguments: list[str], measured: dict[str, float]) -> dict[str, float]:
+    """What the plan expects of a CPU process with rows as long as the measured ones, {phase: GiB}."""
     from launch.planning import memory
     from launch.planning.gpus import parse_gpus
     from launch.planning.shapes import config_shape
@@ -72,6 +84,8 @@ def planned(arguments: list[str]) -> dict[str, float]:
 
     place = arguments.index("--config")
     config = load_config(arguments[place + 1], arguments[:place] + arguments[place + 2 :])
+    config.rollout.max_prompt_length = measured["prompt"]
+    config.rollout.max_completion_length = measured["completion"]
     card, _ = parse_gpus("cpu")
     phases = memory.trainer_phases(config_shape(config), config, card)
     return {name: memory.process_memory(parts, card).expected for name, parts in phases.items()}
@@ -84,7 +98,7 @@ def measure(side: str, recipe: str, arguments: list[str]) -> dict[str, float]:
         command = [sys.executable, __file__, "--child", side, str(out), "--recipe", recipe, "--", *arguments]
         subprocess.run([*command, "--run.output_dir", str(run)], cwd=ROOT, check=True, stdout=sys.stderr)
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-        return json.loads(out.read_text()) | {"seconds": last["seconds"], "loss": last["loss"], "kl": last["kl"]}
+        return json.loads(out.read_text()) | {key: last[key] for key in ("seconds", "loss", "grad_norm")}
 
 
 def main() -> None:
@@ -98,8 +112,8 @@ def main() -> None:
     if options.child:
         child(*options.child, options.recipe, arguments)
         return
-    plan = planned(arguments)
     found = {side: measure(side, options.recipe, arguments) for side in options.sides}
+    plan = planned(arguments, found[options.sides[-1]])
     if options.json:
         print(json.dumps({"threads": os.environ.get("OMP_NUM_THREADS"), "plan": plan, "measured": found}))
         return
@@ -111,7 +125,8 @@ def main() -> None:
         expected = plan.get(names.get(phase, phase))
         print(f"| {phase} | {' | '.join(row)} | {'' if expected is None else f'{expected:.2f}'} |")
     for side, one in found.items():
-        print(f"{side}: seconds {one['seconds']}, loss {one['loss']}, kl {one['kl']}")
+        lengths = " + ".join(str(one[key]) for key in LENGTHS)
+        print(f"{side}: {lengths} tokens, seconds {one['seconds']}, loss {one['loss']}, grad_norm {one['grad_norm']}")
 
 
 if __name__ == "__main__":

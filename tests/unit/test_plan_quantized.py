@@ -154,8 +154,8 @@ def test_generating_in_process_keeps_the_weights_where_half_of_the_free_memory_h
             made = update(fmt, rollout__keep_weights=mode)
             assert (memory.KEPT in memory.generation_parts(SHAPE, made, CARDS["h200"])) == is_kept
             assert (memory.KEPT in memory.generation_parts(SHAPE, made, CARDS["rtx4090"])) == is_kept
-    codes = memory.generation_parts(SHAPE, update("fp8"), H200)  # which are made for every product
-    assert memory.KEPT not in codes and codes["weight"] == pytest.approx(tight["weight"])
+    codes = memory.generation_parts(SHAPE, update("fp8", rollout__keep_weights="always"), H200)
+    assert memory.KEPT not in codes and 0 < codes["weight"] < 0.2  # codes are made for every product
     half = memory.generation_parts(SHAPE, update(None, compute="fp8"), H200)  # a byte each
     assert half[memory.KEPT] == pytest.approx(whole / 2)
     for base in ("fp8", "none"):
@@ -268,7 +268,7 @@ def test_a_teacher_leaves_less_room_and_auto_recomputes_more():
 
 
 def test_the_report_says_what_it_counted():
-    assert counted(lay_out(SHAPE, config(), H200, 1)) is None
+    assert counted(lay_out(SHAPE, config(rollout__keep_weights="never"), H200, 1)) is None
     text = counted(lay_out(SHAPE, config(**DISTILLED), H200, 2))
     assert text.startswith("Trained for nvfp4a16, served as bf16: each weight is made for its product")
     assert "Distilled from the base: an update has a pass of the teacher (" in text
