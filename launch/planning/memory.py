@@ -304,7 +304,10 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     # Growing by one token copies a layer's cache.
     decode = cache * (1 + 1 / shape.layers) + sequences * shape.vocabulary * 4 * value("sampling_copies") / GIB
     kept = kept_gib(shape, config, card, allocated(found) + decode)
-    found |= {KEPT: kept} if kept else {"weight": weight_gib(shape, config, card, 0)}
+    if kept:
+        found[KEPT] = kept
+    elif config.policy.quant_cfg:
+        found["weight"] = weight_gib(shape, config, card, 0)
     if prefill > decode:
         return found | {"prompts' forward pass": prefill}
     return found | {"KV cache": cache, "sampling": decode - cache}

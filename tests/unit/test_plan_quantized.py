@@ -147,9 +147,9 @@ def test_generating_in_process_keeps_the_weights_where_half_of_the_free_memory_h
     for fmt in ("w4a16", None):
         roomy, tight = (memory.generation_parts(SHAPE, update(fmt), CARDS[name]) for name in ("h200", "rtx4090"))
         assert roomy[memory.KEPT] == pytest.approx(whole)
-        assert memory.KEPT not in tight and 0 < tight["weight"] < 0.2
+        assert memory.KEPT not in tight and 0 <= tight.get("weight", 0.0) < 0.2 and ("weight" in tight) == bool(fmt)
         limited = memory.generation_parts(SHAPE, update(fmt, train__max_gpu_gib=24), H200)
-        assert memory.KEPT not in limited and limited["weight"] == tight["weight"]
+        assert memory.KEPT not in limited and limited.get("weight") == tight.get("weight")
         for mode, is_kept in (("never", False), ("always", True)):
             made = update(fmt, rollout__keep_weights=mode)
             assert (memory.KEPT in memory.generation_parts(SHAPE, made, CARDS["h200"])) == is_kept
