@@ -10,6 +10,7 @@ Bytes a token were counted by following every allocation of the recipe's own for
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.
 """
 
+import os
 from dataclasses import dataclass
 
 from launch.planning import quantized, teacher
@@ -329,7 +330,7 @@ def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> floa
     width = 1 if policy.compute == "fp8" else 4 if config.model.dtype == "float32" else 2
     needed = shape.linear_weights * width / GIB
     limit = None if card.is_cpu else config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
-    context = value("cpu_process_gib" if card.is_cpu else "trainer_context_gib")
+    context = value("cpu_trainer_gib" if card.is_cpu else "trainer_context_gib")
     free = (card.gib - context if limit is None else limit) - taken_gib
     return needed if mode == "always" or needed <= ROOM_FOR_KEPT * free else 0.0
 
@@ -355,14 +356,21 @@ def allocated(parts: dict[str, float]) -> float:
 def process_memory(parts: dict[str, float], card: Card, processes: int = 1) -> Estimate:
     """What a process takes of its card at the peak of a phase: allocated, fragmented, and the context."""
     moving = sum(gib for name, gib in parts.items() if name not in RESIDENT)
-    context = value("cpu_process_gib" if card.is_cpu else "trainer_context_gib")
+    context = value("cpu_trainer_gib" if card.is_cpu else "trainer_context_gib")
     if processes > 1 and not card.is_cpu:
         context += value("process_group_gib")
     low = allocated(parts) + context
     if card.is_cpu:  # no caching allocator
-        return Estimate(low, low, low * 1.2)
+        expected = low + (value("malloc_holes") - 1) * parts.get("activations", 0.0) * _has_holes()
+        return Estimate(low, expected, expected * 1.2)
     expected, high = (low + min(moving, value(name)) for name in ("fragmentation_gib", "fragmentation_high_gib"))
     return Estimate(low, expected, high)
+
+
+def _has_holes() -> bool:
+    """Whether glibc's malloc leaves holes between activations: it asks the system for each large tensor when this
+    variable says so, which takes no more than the tensor and longer."""
+    return "MALLOC_MMAP_THRESHOLD_" not in os.environ
 
 
 def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:

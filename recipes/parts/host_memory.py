@@ -13,7 +13,6 @@ GROUPS = Path("/sys/fs/cgroup")
 # The limit, what is used, and what of it is page cache that goes first: cgroup v2, and v1.
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-M_MMAP_THRESHOLD, LARGE = -3, 1 << 20  # of mallopt(3), and bytes
 
 
 def reset_peak_resident() -> None:
@@ -25,6 +24,13 @@ def reset_peak_resident() -> None:
 def peak_resident_gib() -> float:
     """This process's peak resident memory since the last reset, or since its start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def release_freed() -> None:
+    """Give freed memory back to the system, which glibc keeps where blocks behind it are used; a no-op with another C
+    library."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_gib() -> float:
@@ -71,13 +77,3 @@ def _group(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] |
         return most, int((folder / used).read_text()) - (int(cached[1]) if cached else 0)
     except (OSError, ValueError):
         return None
-
-
-def return_freed_tensors() -> None:
-    """Let the C library give memory of `LARGE` bytes and more back as soon as it is freed; a no-op but with glibc.
-
-    PyTorch asks for aligned memory, and glibc before 2.38 does not put an aligned block where one of the same size was
-    freed. A forward pass frees a tensor for every one that it keeps, so activations took twice their size.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)

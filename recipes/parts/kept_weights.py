@@ -25,7 +25,7 @@ import torch
 
 from merge.nf4 import block_maxima
 from recipes.parts import linear, qat
-from recipes.parts.host_memory import available_gib
+from recipes.parts.host_memory import available_gib, release_freed
 
 ROOM_FOR_KEPT = 0.5  # of the memory that generation leaves free
 GIB = 2**30
@@ -104,6 +104,8 @@ def keeping_weights(model: torch.nn.Module, mode: str = "auto", reserved_gib: fl
         for layer in layers:
             vars(layer).pop("kept", None)
             vars(layer).pop("forward", None)
+        if layers[0].weight.device.type == "cpu":
+            release_freed()  # else the weights' memory and the KV cache's stay taken during the update
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.parts import host_memory
-from recipes.parts.host_memory import available_gib, limit_gib, peak_resident_gib, reset_peak_resident
+from recipes.parts.host_memory import available_gib, limit_gib, peak_resident_gib, release_freed, reset_peak_resident
 
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   16777216 kB\n"  # 32 and 16 GiB
 
@@ -48,6 +48,21 @@ def test_the_older_interface_is_read_too(machine):
     groups = {"memory/a": (6 * 2**30, 4 * 2**30, 2 * 2**30), "memory": (2**63 - 4096, 9 * 2**30, 0)}
     machine("8:pids:/\n4:cpu,memory:/a\n0::/\n", groups, host_memory.VERSION_1)
     assert (available_gib(), limit_gib()) == (4, 6)
+
+
+def test_freed_memory_between_blocks_that_are_used_goes_back_to_the_system():
+    """Blocks below the size that glibc asks the system for each of, freed one and kept one."""
+    size, count = 64 * 2**10, 8192  # 512 MiB
+    blocks = [bytearray(size) for _ in range(count)]
+    for block in blocks:
+        block[::4096] = b"1" * len(block[::4096])
+    kept = blocks[::2]
+    del blocks, block
+    reset_peak_resident()
+    before = peak_resident_gib()
+    release_freed()
+    reset_peak_resident()
+    assert before - peak_resident_gib() > 0.2 and len(kept) == count // 2
 
 
 def test_a_peak_is_that_of_the_time_since_the_reset():
