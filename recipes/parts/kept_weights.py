@@ -54,15 +54,15 @@ def decoding_gib(model: torch.nn.Module, rows: int, tokens: int) -> float:
     return (cache + rows * facts.vocab_size * 4 * 4) / GIB
 
 
-def room_for(model: torch.nn.Module, mode: str = "auto", reserved_gib: float = 0.0) -> Room | None:
+def room_for(model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: int = 0) -> Room | None:
     """What keeping the weights of `model` takes, and whether `mode` (`rollout.keep_weights`) keeps them; None where
-    there is nothing to keep. `reserved_gib` are those that generation will take besides."""
+    there is nothing to keep. What is free is free besides generating `rows` sequences of at most `tokens`."""
     layers = _layers(model)
     if not layers:
         return None
     device = layers[0].weight.device
     needed = sum(_bytes(layer, qat.quantizers_of(model) is not None) for layer in layers) / GIB
-    free = max(0.0, free_gib(device) - reserved_gib)
+    free = max(0.0, free_gib(device) - (decoding_gib(model, rows, tokens) if rows else 0.0))
     return Room(needed, free, mode == "always" or (mode == "auto" and needed <= ROOM_FOR_KEPT * free))
 
 
@@ -79,13 +79,15 @@ def free_gib(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def keeping_weights(model: torch.nn.Module, mode: str = "auto", reserved_gib: float = 0.0) -> Iterator[Room | None]:
+def keeping_weights(
+    model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: int = 0
+) -> Iterator[Room | None]:
     """Keep the weights that `model` multiplies with until the block ends, however it ends; yields what was decided,
     None where there is nothing to keep. Arguments as `room_for`.
 
     The weights of `model` may not change in the block, but for an adapter's under `policy.quant_cfg`.
     """
-    room = room_for(model, mode, reserved_gib)
+    room = room_for(model, mode, rows, tokens)
     if room is None or not room.is_kept:
         yield room
         return

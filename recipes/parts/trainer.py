@@ -38,7 +38,7 @@ from recipes.parts.finite import FiniteAdapter, FiniteGradients
 from recipes.parts.head_tiles import use_host_tiles
 from recipes.parts.heldout import HeldOut
 from recipes.parts.host_memory import peak_resident_gib, reset_peak_resident
-from recipes.parts.kept_weights import decoding_gib, keeping_weights
+from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.kernels import use_kernels
 from recipes.parts.linear import check_compute, use_fused_linears
 from recipes.parts.mismatch import KEYS as MISMATCH
@@ -342,11 +342,11 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         if self.rollout is not None or self.sharding:
             yield
             return
-        rollout, args = self.config.rollout, self.args
-        rows = args.per_device_train_batch_size * args.steps_per_generation
-        length = rollout.max_prompt_length + rollout.max_completion_length
+        rollout, train = self.config.rollout, self.config.train
+        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        tokens = rollout.max_prompt_length + rollout.max_completion_length
         policy = self.accelerator.unwrap_model(self.model)
-        with keeping_weights(policy, rollout.keep_weights, decoding_gib(policy, rows, length)) as room:
+        with keeping_weights(policy, rollout.keep_weights, rows, tokens) as room:
             if self.recorder and room and room.is_kept != self._kept:
                 self._kept = room.is_kept
                 self.recorder.say(str(room))

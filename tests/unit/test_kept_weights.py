@@ -5,6 +5,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from launch.planning import memory
+from launch.planning.gpus import Card
+from launch.planning.shapes import find_shape
 from merge.base import hash_base, load_nf4
 from merge.verify import compute_in
 from recipes.parts import kept_weights
@@ -171,16 +174,25 @@ def test_automatic_is_half_of_what_generation_leaves_free(policy, monkeypatch):
         one.in_features * one.out_features for one in model.modules() if isinstance(one, bnb.nn.Linear4bit)
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(kept_weights, "decoding_gib", lambda model, rows, tokens: rows * tokens / 4)
     for free, is_kept in ((4.01, True), (3.99, False)):
         monkeypatch.setattr(kept_weights, "available_gib", lambda free=free: free * needed / 2**30 + 2 * 0.25)
-        room = room_for(model, "auto", reserved_gib=0.25)
+        room = room_for(model, "auto", 1, 1)
         assert room.needed_gib == pytest.approx(needed / 2**30) and room.is_kept == is_kept
         assert room.free_gib == pytest.approx(free / 2 * needed / 2**30)
-        assert room_for(model, "always", 0.25).is_kept and not room_for(model, "never", 0.25).is_kept
-        with keeping_weights(model, "auto", 0.25):
+        assert room_for(model, "always", 1, 1).is_kept and not room_for(model, "never", 1, 1).is_kept
+        with keeping_weights(model, "auto", 1, 1):
             sample(model)
             assert all(("kept" in vars(one)) == is_kept for one in model.modules() if type(one) is bnb.nn.Linear4bit)
     assert "keep" in str(room) and "do not" in str(room)
+
+
+def test_what_generation_is_taken_to_need_is_what_the_plan_counts(policy, folder):
+    made = load_config(CONFIG, ["--train.per_device_train_batch_size=16", "--rollout.max_prompt_length=30"])
+    shape = find_shape(str(folder))
+    parts = memory.generation_parts(shape, made, Card("roomy", 1000.0))
+    found = kept_weights.decoding_gib(policy(), 16, 30 + made.rollout.max_completion_length)
+    assert found == pytest.approx(parts["KV cache"] + parts["sampling"])
 
 
 @pytest.mark.parametrize(("free", "held", "limit", "found"), [(4, 0, 1, 4), (4, 1, 1, 5), (9, 0, 0.5, 5 - 1.5)])
