@@ -188,10 +188,10 @@ def test_automatic_is_half_of_what_generation_leaves_free(policy, monkeypatch):
 
 
 def test_what_generation_is_taken_to_need_is_what_the_plan_counts(policy, folder):
-    made = load_config(CONFIG, ["--train.per_device_train_batch_size=16", "--rollout.max_prompt_length=30"])
+    made = load_config(CONFIG, ["--train.per_device_train_batch_size=16", "--rollout.max_prompt_length=1"])
     shape = find_shape(str(folder))
     parts = memory.generation_parts(shape, made, Card("roomy", 1000.0))
-    found = kept_weights.decoding_gib(policy(), 16, 30 + made.rollout.max_completion_length)
+    found = kept_weights.decoding_gib(policy(), 16, 1 + made.rollout.max_completion_length)
     assert found == pytest.approx(parts["KV cache"] + parts["sampling"])
 
 
