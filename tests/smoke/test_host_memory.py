@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ALLOWED = 0.2  # of the measured peak
+ALLOWED = 0.3  # of the measured peak: how much glibc leaves unused between activations depends on their sizes
 
 
 def test_a_run_s_peak_is_what_the_plan_says(recipe_arguments, learning_model_dir, tmp_path):

@@ -130,19 +130,6 @@ def test_kept_weights_follow_the_adapter_and_are_let_go():
     assert all(one.product._kept is None for one in layers), "outside of the block none is kept"
 
 
-@pytest.mark.parametrize(("free", "allowed", "fits"), [(4, 4, True), (4, 1, False), (1, 4, False), (2, 9, True)])
-def test_weights_are_kept_where_they_take_half_of_what_is_free_and_allowed(monkeypatch, free, allowed, fits):
-    layer = SimpleNamespace(
-        out_features=1 << 9, in_features=1 << 10, weight=SimpleNamespace(device=torch.device("cuda"))
-    )
-    layer.product = SimpleNamespace(layer=layer)  # 1 MiB
-    monkeypatch.setattr(qat, "quantized_layers", lambda model: {"one": layer})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 20, 16 << 20))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.75)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: (12 - allowed) << 20)
-    assert qat._has_room(object()) == fits
-
-
 def test_what_lies_beyond_a_range_is_counted_over_all_calls_and_tokens():
     quantizers = Quantizers(FORMATS["nvfp4"])
     rows = torch.full((1024, 4), 0.5)
