@@ -1,9 +1,9 @@
 """Host memory of a training step on a CPU by phase, beside what the plan says: peak resident GiB of the real recipe.
 
-    OMP_NUM_THREADS=1 python tests/evidence/host_memory.py --sides before after -- \
+    OMP_NUM_THREADS=1 python tests/evidence/host_memory.py \
         --config recipes/configs/grpo-tiny-nf4-cpu.yaml --train.max_steps 2
 
-What follows `--` is the recipe's own command line, without a run directory. `after` is the kit as it is. `before` is
+Takes the recipe's own command line, without a run directory; --sides and --json are its own. `after` is the kit as it is. `before` is
 the same run with `rollout.keep_weights never` and TRL's own tiles in the log-prob head. Each side is a process of its
 own; a phase's figure is the largest of its steps. Linux only: the peak is reset at every phase.
 """
