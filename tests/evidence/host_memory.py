@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python tests/evidence/host_memory.py \
         --config recipes/configs/grpo-tiny-nf4-cpu.yaml --train.max_steps 2
 
-Takes the recipe's own command line, without a run directory; --sides and --json are its own. `after` is the kit as it is. `before` is
-the same run with `rollout.keep_weights never` and TRL's own tiles in the log-prob head. Each side is a process of its
-own; a phase's figure is the largest of its steps. Linux only: the peak is reset at every phase.
+Takes the keys of the recipe's command line, without a run directory. `after` is the kit as it is. `before` is the same
+run with `rollout.keep_weights never` and TRL's own tiles in the log-prob head. Each side is a process of its own; a
+phase's figure is the largest of its steps. Linux only: the peak is reset at every phase. MALLOC_MMAP_THRESHOLD_=1048576
+in the environment keeps glibc from leaving holes between activations; the plan then counts none.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def measure(side: str, recipe: str, arguments: list[str]) -> dict[str, float]:
     """{phase: peak resident GiB} of one run of the recipe, and its seconds by phase in the last step."""
     with tempfile.TemporaryDirectory() as folder:
         out, run = Path(folder) / "found.json", Path(folder) / "run"
-        command = [sys.executable, __file__, "--child", side, str(out), "--recipe", recipe, "--", *arguments]
+        command = [sys.executable, __file__, "--child", side, str(out), "--recipe", recipe, *arguments]
         subprocess.run([*command, "--run.output_dir", str(run)], cwd=ROOT, check=True, stdout=sys.stderr)
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         return json.loads(out.read_text()) | {key: last[key] for key in ("seconds", "loss", "grad_norm")}
@@ -103,12 +104,13 @@ def measure(side: str, recipe: str, arguments: list[str]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="YAML of the run")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--recipe", default="recipes/grpo_qlora.py")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options, arguments = parser.parse_known_args()
-    arguments = [one for one in arguments if one != "--"]
+    arguments = ["--config", options.config, *arguments]
     if options.child:
         child(*options.child, options.recipe, arguments)
         return
