@@ -4,7 +4,7 @@ configuration, GiB throughout. Imports no torch.
 Covers the base as it is stored, the adapter with gradients and optimizer, activations with every `train.recompute`,
 fused and FP8 linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of
 rows and of tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV
-cache, CUDA graphs, LoRA slots, the copy of the base. Not covered: experts, sharded bases, host memory.
+cache, CUDA graphs, LoRA slots, the copy of the base. Not covered: experts, sharded bases, host memory beside a GPU.
 
 Bytes a token were counted by following every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.

@@ -5,8 +5,8 @@
 
 Takes the keys of the recipe's command line, without a run directory. `after` is the kit as it is. `before` is the same
 run with `rollout.keep_weights never` and TRL's own tiles in the log-prob head. Each side is a process of its own; a
-phase's figure is the largest of its steps. Linux only: the peak is reset at every phase. MALLOC_MMAP_THRESHOLD_=1048576
-in the environment keeps glibc from leaving holes between activations; the plan then counts none.
+phase's figure is the largest of its steps. Linux only: the peak is reset at every phase. With
+MALLOC_MMAP_THRESHOLD_=1048576 in the environment glibc leaves no holes between activations; the plan then counts none.
 """
 
 import argparse
