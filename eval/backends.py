@@ -16,6 +16,7 @@ from recipes.parts.chat import check_template, end_of_turn_token, model_stop_tok
 from recipes.parts.errors import BadInput
 
 # vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).
+PROMPT_TOKENS = 512  # that a prompt is taken to have where memory for the KV cache is set aside
 LOWEST_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0  # of OpenAI's interface; vLLM's server holds to it
 
@@ -79,12 +80,15 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
     """`Answers` of the model that `load` returns, in this process; its memory is let go at the end."""
     import torch
 
-    from recipes.parts.qat import keeping_weights
+    from recipes.parts.kept_weights import keeping_weights
 
     tokenizer = load_tokenizer(place, asking)
     model = load()
     set_threads(sum(parameter.numel() for parameter in model.parameters()))
-    with keeping_weights(model):  # of a policy with quantizers: they are not made again for every token
+    tokens = PROMPT_TOKENS + asking.max_new_tokens
+    with keeping_weights(
+        model, "auto", asking.batch_size, tokens
+    ):  # NF4 and quantized weights are not made again for every token
         made = generate(
             model,
             tokenizer,

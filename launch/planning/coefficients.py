@@ -30,11 +30,23 @@ TABLE = {
     "process_group_gib": Coefficient(0.4, "GiB a process", "NCCL's buffers between two GPUs of one host; assumed"),
     "workspace_gib": Coefficient(0.07, "GiB", _CONFIRMED + ": cuBLAS on Hopper, through torch"),
     "head_rows": Coefficient(4096, "tokens", _READ_TRL + ": rows of a tile of logits"),
+    "head_rows_cpu": Coefficient(128, "tokens", "recipes/parts/head_tiles.py: rows of a tile of logits on a CPU"),
+    "head_copies_cpu": Coefficient(
+        7, "float32 copies of a tile", "counted in trl 1.16.0, kernels/chunked_logprob.py, _backward_tile"
+    ),
     "head_columns": Coefficient(32768, "logits", _READ_TRL + ": columns of a tile of logits"),
     "fragmentation_gib": Coefficient(0.6, "GiB", _POINTS + ": reserved over allocated, mean of 15, at most 0.96"),
     "fragmentation_high_gib": Coefficient(2.0, "GiB", "recipes/PERFORMANCE.md: enough with segments that grow"),
     "sampling_copies": Coefficient(4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": one point"),
-    "cpu_process_gib": Coefficient(1.0, "GiB", "resident memory of torch, transformers and trl, recipes/README.md"),
+    "cpu_trainer_gib": Coefficient(
+        0.75, "GiB", "tests/evidence/host_memory.py: torch, transformers, trl and peft loaded"
+    ),
+    "malloc_holes": Coefficient(
+        1.8,
+        "times what activations hold",
+        "tests/evidence/host_memory.py: glibc 2.36, 8 rows of SmolLM2-135M; 2.0 alone",
+    ),
+    "cpu_process_gib": Coefficient(1.0, "GiB", "a process of vLLM for CPUs, assumed"),
     # Server
     "server_context_gib": Coefficient(1.3, "GiB a GPU", _CONFIRMED + ": three servers"),
     "server_spread": Coefficient(0.08, "share", "assumed; three servers before a sync are within 3.3 %"),

@@ -49,6 +49,7 @@ def point_config(point: dict[str, Any]) -> Config:
             "max_prompt_length": point.get("prompt_tokens", 256),
             "max_completion_length": point.get("completion_tokens", 256),
             "sync": point.get("sync", "remerge"),
+            "keep_weights": point.get("keep_weights", "never"),  # as those were measured that do not say
         },
         "server": server,
         "train": {

@@ -13,6 +13,7 @@ from launch.planning.coefficients import value
 from launch.planning.gpus import Card
 from launch.planning.memory import (
     GIB,
+    KEPT,
     generation_parts,
     kv_token_bytes,
     kv_width,
@@ -229,10 +230,10 @@ def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> f
     bandwidth = value("decode_bandwidth") * card.gb_per_s * 1e9
     # The cache is read by attention, and read and written when it grows by a token.
     read = completions * length * kv_token_bytes(shape, 2) * 3
-    if config.policy.quant_cfg is None:
+    if kept := generation_parts(shape, config, card).get(KEPT):
+        read += kept * GIB  # made once
+    elif config.policy.quant_cfg is None:
         read += shape.linear_weights * 0.52
-    elif generation_parts(shape, config, card)["quantized weights"] >= 2 * shape.linear_weights / GIB:
-        read += 2 * shape.linear_weights  # made once and kept
     else:
         read += _weight_bytes(shape, config, card)
     decode = max(value("own_decode_s") * shape.layers, read / bandwidth)

@@ -4,12 +4,13 @@ configuration, GiB throughout. Imports no torch.
 Covers the base as it is stored, the adapter with gradients and optimizer, activations with every `train.recompute`,
 fused and FP8 linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of
 rows and of tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV
-cache, CUDA graphs, LoRA slots, the copy of the base. Not covered: experts, sharded bases, host memory.
+cache, CUDA graphs, LoRA slots, the copy of the base. Not covered: experts, sharded bases, host memory beside a GPU.
 
 Bytes a token were counted by following every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.
 """
 
+import os
 from dataclasses import dataclass
 
 from launch.planning import quantized, teacher
@@ -31,6 +32,8 @@ STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base'
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
 RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
 CANARY_TOKENS = 256  # recipes/parts/scorer.py
+ROOM_FOR_KEPT = 0.5  # kept_weights.py: of the memory that generation leaves free
+KEPT = "kept weights"
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,12 @@ def _teacher(shape: Shape, config: Config, narrow: int, adapter: int) -> dict[st
 
 
 def tile_gib(shape: Shape, tokens: int, narrow: int, card: Card) -> float:
-    """The tile of logits that TRL's log-prob head works on. It is as wide for a small vocabulary, but a CPU gives
-    memory only to what is written."""
-    columns = min(value("head_columns"), shape.vocabulary) if card.is_cpu else value("head_columns")
-    return min(tokens, value("head_rows")) * columns * narrow / GIB
+    """The tile of logits that TRL's log-prob head works on; on a CPU a smaller one (head_tiles.py) and what PyTorch
+    makes of it in float32. It is as wide for a small vocabulary, but a CPU gives memory only to what is written."""
+    if not card.is_cpu:
+        return min(tokens, value("head_rows")) * value("head_columns") * narrow / GIB
+    words = min(tokens, value("head_rows_cpu")) * min(value("head_columns"), shape.vocabulary)
+    return words * (narrow + 4 * value("head_copies_cpu")) / GIB
 
 
 def workspace_gib(card: Card) -> float:
@@ -288,11 +293,6 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     server the canary's logits."""
     narrow = 4 if config.model.dtype == "float32" else 2
     rollout, found = config.rollout, resident(shape, config, card) | {"workspace": workspace_gib(card)}
-    if config.policy.quant_cfg and rollout.backend == "in_process":
-        limit = config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
-        free = card.gib - value("trainer_context_gib") if limit is None else limit
-        free -= allocated(found)
-        found["quantized weights"] = quantized.generating_gib(shape, config, card, free)
     if rollout.backend == "server":
         length = min(CANARY_TOKENS, rollout.max_prompt_length + rollout.max_completion_length)
         logits = rollout.canary_prompts * length * shape.vocabulary * narrow
@@ -304,9 +304,35 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     cache = sequences * (rollout.max_prompt_length + rollout.max_completion_length) * token / GIB
     # Growing by one token copies a layer's cache.
     decode = cache * (1 + 1 / shape.layers) + sequences * shape.vocabulary * 4 * value("sampling_copies") / GIB
+    kept = kept_gib(shape, config, card, allocated(found) + decode)
+    if kept:
+        found[KEPT] = kept
+    elif config.policy.quant_cfg:
+        found["weight"] = weight_gib(shape, config, card, 0)
     if prefill > decode:
         return found | {"prompts' forward pass": prefill}
     return found | {"KV cache": cache, "sampling": decode - cache}
+
+
+def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> float:
+    """Weights that are made once for a rollout in process (`rollout.keep_weights`), where `taken_gib` are allocated
+    besides; 0 where each is made for its product, or stored as it is multiplied with."""
+    policy, mode = config.policy, config.rollout.keep_weights
+    made_once = policy.quantization == "nf4" or policy.quant_cfg is not None
+    # The FP8 codes of a format are made for every product.
+    if (
+        config.rollout.backend == "server"
+        or mode == "never"
+        or not made_once
+        or quantized.multiplies_fp8(config, card)
+    ):
+        return 0.0
+    width = 1 if policy.compute == "fp8" else 4 if config.model.dtype == "float32" else 2
+    needed = shape.linear_weights * width / GIB
+    limit = None if card.is_cpu else config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
+    context = value("cpu_trainer_gib" if card.is_cpu else "trainer_context_gib")
+    free = (card.gib - context if limit is None else limit) - taken_gib
+    return needed if mode == "always" or needed <= ROOM_FOR_KEPT * free else 0.0
 
 
 def trainer_phases(
@@ -330,14 +356,21 @@ def allocated(parts: dict[str, float]) -> float:
 def process_memory(parts: dict[str, float], card: Card, processes: int = 1) -> Estimate:
     """What a process takes of its card at the peak of a phase: allocated, fragmented, and the context."""
     moving = sum(gib for name, gib in parts.items() if name not in RESIDENT)
-    context = value("cpu_process_gib" if card.is_cpu else "trainer_context_gib")
+    context = value("cpu_trainer_gib" if card.is_cpu else "trainer_context_gib")
     if processes > 1 and not card.is_cpu:
         context += value("process_group_gib")
     low = allocated(parts) + context
     if card.is_cpu:  # no caching allocator
-        return Estimate(low, low, low * 1.2)
+        expected = low + (value("malloc_holes") - 1) * parts.get("activations", 0.0) * _has_holes()
+        return Estimate(low, expected, expected * 1.2)
     expected, high = (low + min(moving, value(name)) for name in ("fragmentation_gib", "fragmentation_high_gib"))
     return Estimate(low, expected, high)
+
+
+def _has_holes() -> bool:
+    """Whether glibc's malloc leaves holes between activations: it asks the system for each large tensor when this
+    variable says so, which takes no more than the tensor and longer."""
+    return "MALLOC_MMAP_THRESHOLD_" not in os.environ
 
 
 def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:

@@ -26,7 +26,6 @@ TORCH_WEIGHT, TORCH_INPUT = {"fp8": 15, "int4": 15, "nvfp4": 24}, {"fp8": 13, "n
 TORCH_WEIGHT_MOVES, TORCH_INPUT_MOVES = {"fp8": 97, "int4": 95, "nvfp4": 157}, {"fp8": 58, "nvfp4": 117}
 # FP8 codes become x̂ again in the backward pass, in float32: beyond the two gradients of the MLP that are there then.
 FP8_ROWS = 6
-ROOM_FOR_KEPT = 0.5  # qat.py: of the free memory, for weights that are kept while the policy generates
 
 
 @functools.cache
@@ -100,17 +99,6 @@ def weight_gib(shape: Shape, config: Config, card: Card) -> float:
     """One Ŵ, of the largest layer, and what it is made with."""
     fmt, narrow = format_of(config), 4 if config.model.dtype == "float32" else 2
     return shape.largest_linear * (narrow if has_kernels(card) else TORCH_WEIGHT[fmt.weight.kind]) / GIB
-
-
-def generating_gib(shape: Shape, config: Config, card: Card, free_gib: float) -> float:
-    """Weights that are kept while the policy generates in process, where they take at most half of what is free; else
-    one that is made for every product."""
-    narrow = 4 if config.model.dtype == "float32" else 2
-    if multiplies_fp8(config, card):  # whose codes are made for every product
-        return weight_gib(shape, config, card)
-    if card.is_cpu or 2 * shape.linear_weights / GIB <= ROOM_FOR_KEPT * free_gib:
-        return narrow * shape.linear_weights / GIB
-    return weight_gib(shape, config, card)
 
 
 def calibration_tokens(config: Config) -> int:

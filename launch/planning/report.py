@@ -51,7 +51,8 @@ def title(layout: Layout) -> str:
 
 
 def counted(layout: Layout) -> str | None:
-    """What of a format and of a teacher is in the figures, a sentence each; None without either."""
+    """What the figures hold of a format, of weights kept for a rollout and of a teacher, a sentence each; None without
+    any of them."""
     shape, config, card, found = layout.shape, layout.config, layout.card, []
     arguments = (shape, config, card, math.ceil(layout.completions / layout.processes))
     timed = layout.count and cost.can_estimate(card)
@@ -63,6 +64,8 @@ def counted(layout: Layout) -> str | None:
             f"Trained for {fmt.name}{served}: each weight is made for its product and let go (the largest takes "
             f"{size:.2f} GiB{seconds})."
         )
+    if kept := layout.trainer["rollout"].get(memory.KEPT):
+        found.append(f"Rollouts keep the weights they multiply with, made once each: {kept:.2f} GiB.")
     if who := teacher.describe(config):
         seconds = f" ({cost.teacher_seconds(*arguments):.2f} s)" if timed else ""
         own, theirs = teacher.head_products(config)

@@ -33,7 +33,7 @@ FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
     *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
-    *("rollout.max_canary_delta", "server", "train.max_gpu_gib", "train.gpus"),
+    *("rollout.max_canary_delta", "rollout.keep_weights", "server", "train.max_gpu_gib", "train.gpus"),
     *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
     *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
@@ -63,6 +63,7 @@ def check_config(config: Config, processes: int) -> None:
         *_lists(config),
         *_servers(config),
         *overlap.problems(config),
+        *_kept_weights(config, sharding.announced()),
         *optimizer.problems(config),
         *quant_format.problems(config),
         *served_format.problems(config),
@@ -368,6 +369,22 @@ def _compute(config: Config) -> list[str]:
             "layers know that their weights are new. Use accelerate_configs/ddp.yaml."
         )
     return found
+
+
+def _kept_weights(config: Config, sharded: str | None) -> list[str]:
+    if config.rollout.keep_weights != "always":
+        return []
+    if config.rollout.backend == "server":
+        return [
+            "rollout.keep_weights is always and rollout.backend server: the trainer's process generates nothing. "
+            "Leave rollout.keep_weights out, or set rollout.backend to in_process."
+        ]
+    if sharded:
+        return [
+            f"rollout.keep_weights is always under {sharded}, which leaves each process a part of the packed weights. "
+            "Leave rollout.keep_weights out, or use accelerate_configs/ddp.yaml."
+        ]
+    return []
 
 
 def check_run_directory(config: Config, resume: bool, processes: int, overwrite: bool = False) -> RunDir:

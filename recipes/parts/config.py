@@ -113,6 +113,11 @@ class RolloutConfig:
         512, "longest prompt in tokens, with chat template; longer: dropped, up to data.max_bad_fraction"
     )
     max_completion_length: int = _option(256, "longest completion in tokens; cut ones count as truncated")
+    keep_weights: Literal["auto", "always", "never"] = _option(
+        "auto",
+        "in process: make each weight once a rollout instead of for every token; auto, where the weights take at most "
+        "half of the free memory",
+    )
     overlap: bool = _option(False, "generate the next batch during the update: one step off-policy, corrected")
     temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature")
     top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy")

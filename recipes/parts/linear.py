@@ -42,6 +42,7 @@ from recipes.parts.errors import BadInput
 LEAST_GRADIENT_SCALE = 2.0**-80
 MULTIPLE = 16  # torch._scaled_mm takes no other sizes
 FEW_TOKENS = 64  # up to these bitsandbytes' own kernel multiplies with the packed bytes and dequantizes nothing
+FEW_KEPT = 4  # up to these it is faster than a product with a weight that is there already: it reads a quarter
 # Layers that are called with the same tensor, in the order of the calls.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 FP8_CAPABILITY = (8, 9)
@@ -169,7 +170,19 @@ def weight_of(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The dequantized weight (out, in) in its storage dtype; with `scale` (out, 1), FP8 codes of weight / scale,
-    stored as (in, out) when `transposed`. Written to `out` if given."""
+    stored as (in, out) when `transposed`. Written to `out` if given; not to be written to otherwise, because in
+    `kept_weights.keeping_weights` it is kept."""
+    kept = vars(layer).get("kept") if out is None and not transposed else None
+    if kept is None:
+        return _make_weight(layer, scale, transposed, out)
+    if (kind := "codes" if scale is not None else "weight") not in kept:
+        kept[kind] = _make_weight(layer, scale)
+    return kept[kind]
+
+
+def _make_weight(
+    layer: Layer, scale: torch.Tensor | None, transposed: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     packed, state = layer.weight.data, getattr(layer.weight, "quant_state", None)
     if packed.is_cuda and state is not None and state.quant_type == "nf4" and not state.shape[1] % state.blocksize:
         from recipes.parts import fp8_kernel
@@ -425,8 +438,13 @@ def output_of(module: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 def _takes_own_kernel(product: Product, x: torch.Tensor) -> bool:
     """Whether bitsandbytes multiplies a few tokens, as in generation, faster than after dequantizing all of W."""
-    few = x.is_cuda and x.numel() <= FEW_TOKENS * x.shape[-1] and isinstance(product.layer, bnb.nn.Linear4bit)
-    return few and not product.is_fp8 and not torch.is_grad_enabled()
+    few = is_few(x, FEW_TOKENS if vars(product.layer).get("kept") is None else FEW_KEPT)
+    return few and isinstance(product.layer, bnb.nn.Linear4bit) and not product.is_fp8 and not torch.is_grad_enabled()
+
+
+def is_few(x: torch.Tensor, tokens: int) -> bool:
+    """Whether x (…, in) is on a GPU and has at most so many rows."""
+    return x.is_cuda and x.numel() <= tokens * x.shape[-1]
 
 
 def compute_dtype(layer: Layer, x: torch.Tensor) -> torch.dtype:

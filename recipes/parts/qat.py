@@ -50,7 +50,6 @@ STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
 AMAX = ".input_amax"  # of a tensor's name in it, behind the layer's
 WATCHED = ("quant_clip_fraction", "quant_peak_ratio")  # keys of metrics.jsonl
 WATCHED_TOKENS = 256  # of a layer's call that the share beyond the range is counted in
-ROOM_FOR_KEPT = 0.5  # of the memory still free, for quantized weights while the policy generates
 
 
 class Quantizers:
@@ -392,15 +391,9 @@ def quantizers_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keeping_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Make every quantized weight once in the block instead of for every product: for generation, token by token.
-
-    On a GPU only where they take at most half of the memory that this process may still have, 2 bytes a weight.
-    """
-    quantizers = quantizers_of(model)
-    if quantizers is None or not _has_room(model):
-        yield
-        return
+def keeping_quantized(model: torch.nn.Module, quantizers: Quantizers) -> Iterator[None]:
+    """Make every quantized weight once in the block instead of for every product; `kept_weights.keeping_weights` asks
+    whether there is room."""
     quantizers.keeps_weights = True
     try:
         yield
@@ -408,17 +401,6 @@ def keeping_weights(model: torch.nn.Module) -> Iterator[None]:
         quantizers.keeps_weights = False
         for module in quantized_layers(model).values():
             module.product._kept = None
-
-
-def _has_room(model: torch.nn.Module) -> bool:
-    layers = quantized_layers(model).values()
-    device = next(iter(layers)).product.layer.weight.device
-    if device.type != "cuda":
-        return True
-    needed = 2 * sum(outputs * inputs for outputs, inputs in map(_shape, layers))
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = total * torch.cuda.get_per_process_memory_fraction(device) - torch.cuda.memory_allocated(device)
-    return needed <= ROOM_FOR_KEPT * min(free, allowed)  # train.max_gpu_gib is that fraction
 
 
 def forget_peaks(model: torch.nn.Module) -> None:

@@ -10,7 +10,6 @@ put together, and which advantages are exactly 0, is in `update.py`, what is gen
 import contextlib
 import math
 import os
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,7 +35,10 @@ from recipes.parts.config import Config
 from recipes.parts.data_order import DataOrder, passes_made
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.finite import FiniteAdapter, FiniteGradients
+from recipes.parts.head_tiles import use_host_tiles
 from recipes.parts.heldout import HeldOut
+from recipes.parts.host_memory import peak_resident_gib, reset_peak_resident
+from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.kernels import use_kernels
 from recipes.parts.linear import check_compute, use_fused_linears
 from recipes.parts.mismatch import KEYS as MISMATCH
@@ -47,7 +49,6 @@ from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adap
 from recipes.parts.qat import (
     WATCHED,
     forget_peaks,
-    keeping_weights,
     quantizers_of,
     restore_quantizers,
     use_quantized_linears,
@@ -183,6 +184,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
     `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
     """
 
+    _kept: bool | None = None  # what was printed of rollout.keep_weights
+
     def __init__(
         self,
         *,
@@ -195,6 +198,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
     ):
         super().__init__(**kwargs)
         self.sharding = prepare(self.accelerator, self.model)
+        use_host_tiles(self.accelerator.device)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
         if config.train.micro_batch_tokens is not None:
@@ -332,8 +336,21 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         self._peak["heldout"] = _peak_gib()
         _reset_peak()
 
-    def _keeping_weights(self) -> contextlib.AbstractContextManager:
-        return keeping_weights(self.model) if self.rollout is None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _keeping_weights(self) -> Iterator[None]:
+        """Around whatever generates: `rollout.keep_weights`, for generation in this process."""
+        if self.rollout is not None or self.sharding:
+            yield
+            return
+        rollout, train = self.config.rollout, self.config.train
+        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        tokens = rollout.max_prompt_length + rollout.max_completion_length
+        policy = self.accelerator.unwrap_model(self.model)
+        with keeping_weights(policy, rollout.keep_weights, rows, tokens) as room:
+            if self.recorder and room and room.is_kept != self._kept:
+                self._kept = room.is_kept
+                self.recorder.say(str(room))
+            yield
 
     def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
         if self.rollout is None:
@@ -477,10 +494,10 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
 def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak_resident()
 
 
 def _peak_gib() -> float:
-    """Peak GPU memory since the last reset; without a GPU, the process's peak resident memory so far."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    """Peak GPU memory since the last reset; without a GPU, the process's peak resident memory."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else peak_resident_gib()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
@@ -16,7 +15,7 @@ from launch.planning.gpus import CARDS
 from launch.planning.recompute import least
 from launch.planning.report import counted, summary
 from launch.planning.shapes import shape_by_size
-from recipes.parts import fake_quant, linear, qat
+from recipes.parts import fake_quant, kept_weights, linear, qat
 from recipes.parts.errors import BadInput
 from recipes.parts.quant_format import FORMATS
 from tests.unit.test_plan_activations import as_on_a_gpu  # noqa: F401
@@ -142,34 +141,30 @@ def test_a_format_with_input_ranges_has_a_calibration_and_others_have_none():
     assert quantized.calibration_tokens(prompts) == 8 * 100
 
 
-@pytest.mark.parametrize(("free", "limit", "is_kept"), [(4.1, 1.0, True), (3.9, 1.0, False), (9.0, 0.5, False)])
-def test_on_a_gpu_weights_are_kept_where_half_of_what_the_process_may_have_holds_them(
-    monkeypatch, free, limit, is_kept
-):
-    on_a_gpu = SimpleNamespace(layer=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-    layers = {"q": SimpleNamespace(product=on_a_gpu, shape=(48, 64)), "k": SimpleNamespace(shape=(16, 64))}
-    size = 2 * 64 * 64
-    cuda = {"mem_get_info": (free * size / 2, 10 * size / 2), "get_per_process_memory_fraction": limit}
-    cuda["memory_allocated"] = 1.5 * size / 2
-    for name, value in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(qat, "quantized_layers", lambda model: layers)
-    monkeypatch.setattr(qat, "_shape", lambda layer: layer.shape)
-    assert qat._has_room(None) == is_kept
-
-
 def test_generating_in_process_keeps_the_weights_where_half_of_the_free_memory_holds_them():
-    assert quantized.ROOM_FOR_KEPT == qat.ROOM_FOR_KEPT
+    assert memory.ROOM_FOR_KEPT == kept_weights.ROOM_FOR_KEPT
     whole = 2 * SHAPE.linear_weights / memory.GIB
-    roomy, tight = (memory.generation_parts(SHAPE, update("w4a16"), CARDS[name]) for name in ("h200", "rtx4090"))
-    assert roomy["quantized weights"] == pytest.approx(whole)
-    assert tight["quantized weights"] < 0.2
-    limited = memory.generation_parts(SHAPE, update("w4a16", train__max_gpu_gib=24), H200)
-    assert limited["quantized weights"] == tight["quantized weights"]
-    codes = memory.generation_parts(SHAPE, update("fp8"), H200)  # which are made for every product
-    assert codes["quantized weights"] == pytest.approx(tight["quantized weights"])
+    for fmt in ("w4a16", None):
+        roomy, tight = (memory.generation_parts(SHAPE, update(fmt), CARDS[name]) for name in ("h200", "rtx4090"))
+        assert roomy[memory.KEPT] == pytest.approx(whole)
+        assert memory.KEPT not in tight and 0 <= tight.get("weight", 0.0) < 0.2 and ("weight" in tight) == bool(fmt)
+        limited = memory.generation_parts(SHAPE, update(fmt, train__max_gpu_gib=24), H200)
+        assert memory.KEPT not in limited and limited.get("weight") == tight.get("weight")
+        for mode, is_kept in (("never", False), ("always", True)):
+            made = update(fmt, rollout__keep_weights=mode)
+            assert (memory.KEPT in memory.generation_parts(SHAPE, made, CARDS["h200"])) == is_kept
+            assert (memory.KEPT in memory.generation_parts(SHAPE, made, CARDS["rtx4090"])) == is_kept
+    codes = memory.generation_parts(SHAPE, update("fp8", rollout__keep_weights="always"), H200)
+    assert memory.KEPT not in codes and 0 < codes["weight"] < 0.2  # codes are made for every product
+    half = memory.generation_parts(SHAPE, update(None, compute="fp8"), H200)  # a byte each
+    assert half[memory.KEPT] == pytest.approx(whole / 2)
+    for base in ("fp8", "none"):
+        stored = update(None, policy__quantization=base, rollout__keep_weights="always")
+        assert memory.KEPT not in memory.generation_parts(SHAPE, stored, H200)
     slow = cost.own_seconds(SHAPE, update("w4a16"), CARDS["rtx4090"], 64)
     assert slow > cost.own_seconds(SHAPE, update(None), CARDS["rtx4090"], 64)
+    assert "Rollouts keep the weights they multiply with" in counted(lay_out(SHAPE, update(None), H200, 1))
+    assert counted(lay_out(SHAPE, update(None, rollout__keep_weights="never"), H200, 1)) is None
 
 
 def served(**keys):
@@ -273,7 +268,7 @@ def test_a_teacher_leaves_less_room_and_auto_recomputes_more():
 
 
 def test_the_report_says_what_it_counted():
-    assert counted(lay_out(SHAPE, config(), H200, 1)) is None
+    assert counted(lay_out(SHAPE, config(rollout__keep_weights="never"), H200, 1)) is None
     text = counted(lay_out(SHAPE, config(**DISTILLED), H200, 2))
     assert text.startswith("Trained for nvfp4a16, served as bf16: each weight is made for its product")
     assert "Distilled from the base: an update has a pass of the teacher (" in text

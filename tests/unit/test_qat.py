@@ -20,9 +20,9 @@ from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
+from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.qat import (
     STATE,
-    keeping_weights,
     load_quantizer_state,
     quantizer_state,
     quantizers_of,

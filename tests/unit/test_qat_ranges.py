@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -18,7 +17,8 @@ from recipes.parts.calibration import batches, calibrate, set_input_ranges
 from recipes.parts.config import load_config
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import fake_quantize_activation, fake_quantize_weight
-from recipes.parts.qat import Quantizers, keeping_weights, quantizers_of, quantizers_off, use_quantized_linears
+from recipes.parts.kept_weights import keeping_weights
+from recipes.parts.qat import Quantizers, quantizers_of, quantizers_off, use_quantized_linears
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.rundir import write_manifest
 from tests.conftest import CONFIG
@@ -127,19 +127,6 @@ def test_kept_weights_follow_the_adapter_and_are_let_go():
     with torch.no_grad(), model.disable_adapter():
         assert torch.equal(logits(model), reference)
     assert all(one.product._kept is None for one in layers), "outside of the block none is kept"
-
-
-@pytest.mark.parametrize(("free", "allowed", "fits"), [(4, 4, True), (4, 1, False), (1, 4, False), (2, 9, True)])
-def test_weights_are_kept_where_they_take_half_of_what_is_free_and_allowed(monkeypatch, free, allowed, fits):
-    layer = SimpleNamespace(
-        out_features=1 << 9, in_features=1 << 10, weight=SimpleNamespace(device=torch.device("cuda"))
-    )
-    layer.product = SimpleNamespace(layer=layer)  # 1 MiB
-    monkeypatch.setattr(qat, "quantized_layers", lambda model: {"one": layer})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 20, 16 << 20))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.75)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: (12 - allowed) << 20)
-    assert qat._has_room(object()) == fits
 
 
 def test_what_lies_beyond_a_range_is_counted_over_all_calls_and_tokens():

@@ -1,0 +1,150 @@
+"""`rollout.keep_weights`: a policy that generates multiplies with weights that are made once for the whole rollout.
+
+Decoding is one product per layer and token, and a layer in NF4 dequantizes its whole weight for each of them. In the
+block of `keeping_weights` every layer makes its weight at its first product and multiplies with that tensor until the
+block ends: the dequantized base, FP8 codes of it (`policy.compute: fp8`), or the weight with the adapter as a
+deployment format has it (`policy.quant_cfg`).
+
+Exact: the adapter stays unmerged, and the products are those that bitsandbytes, peft and linear.py take of the same
+weight. On a CPU every sampled token and log-prob is bit for bit what it is without. On a GPU bitsandbytes multiplies a
+few rows by a kernel that dequantizes on its way and rounds otherwise; up to `linear.FEW_KEPT` rows are left to it, and
+more are computed as the update computes them. Packed bytes, quant states and the base's hash are not touched.
+
+Not covered: bases in FP8 or unquantized without `policy.quant_cfg` (nothing is kept), bases split over processes by
+FSDP or ZeRO-3 (never kept; checks.py refuses `always`).
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import bitsandbytes as bnb
+import torch
+
+from merge.nf4 import block_maxima
+from recipes.parts import linear, qat
+from recipes.parts.host_memory import available_gib, release_freed
+
+ROOM_FOR_KEPT = 0.5  # of the memory that generation leaves free
+GIB = 2**30
+
+
+class Room(NamedTuple):
+    """GiB that keeping the weights takes, GiB that this process may still allocate, and whether they are kept."""
+
+    needed_gib: float
+    free_gib: float
+    is_kept: bool
+
+    def __str__(self) -> str:
+        verb = "keep" if self.is_kept else "do not keep"
+        size = f"{self.needed_gib:.2f} GiB of {self.free_gib:.1f} GiB free"
+        return f"rollouts {verb} the weights they multiply with: {size} (rollout.keep_weights)"
+
+
+def decoding_gib(model: torch.nn.Module, rows: int, tokens: int) -> float:
+    """What generating `rows` sequences of at most `tokens` takes at its peak: the KV cache, which grows by a copy of a
+    layer's part, and four float32 copies of the last logits."""
+    facts = model.config.get_text_config()
+    heads = getattr(facts, "num_key_value_heads", None) or facts.num_attention_heads
+    size = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
+    cache = rows * tokens * 2 * (facts.num_hidden_layers + 1) * heads * size * model.dtype.itemsize
+    return (cache + rows * facts.vocab_size * 4 * 4) / GIB
+
+
+def room_for(model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: int = 0) -> Room | None:
+    """What keeping the weights of `model` takes, and whether `mode` (`rollout.keep_weights`) keeps them; None where
+    there is nothing to keep. What is free is free besides generating `rows` sequences of at most `tokens`."""
+    layers = _layers(model)
+    if not layers:
+        return None
+    device = layers[0].weight.device
+    needed = sum(_bytes(layer, qat.quantizers_of(model) is not None) for layer in layers) / GIB
+    free = max(0.0, free_gib(device) - (decoding_gib(model, rows, tokens) if rows else 0.0))
+    return Room(needed, free, mode == "always" or (mode == "auto" and needed <= ROOM_FOR_KEPT * free))
+
+
+def free_gib(device: torch.device) -> float:
+    """GiB that this process may still allocate: of a GPU within `train.max_gpu_gib`, of a host its share of what is
+    available to all processes of the run on it."""
+    if device.type != "cuda":
+        return available_gib() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, total = torch.cuda.mem_get_info(device)
+    # What the allocator holds and does not use is free to this process too.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    limit = total * torch.cuda.get_per_process_memory_fraction(device)  # train.max_gpu_gib
+    return min(free, limit - torch.cuda.memory_allocated(device)) / GIB
+
+
+@contextlib.contextmanager
+def keeping_weights(
+    model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: int = 0
+) -> Iterator[Room | None]:
+    """Keep the weights that `model` multiplies with until the block ends, however it ends; yields what was decided,
+    None where there is nothing to keep. Arguments as `room_for`.
+
+    The weights of `model` may not change in the block, but for an adapter's under `policy.quant_cfg`.
+    """
+    room = room_for(model, mode, rows, tokens)
+    if room is None or not room.is_kept:
+        yield room
+        return
+    if (quantizers := qat.quantizers_of(model)) is not None:
+        with qat.keeping_quantized(model, quantizers):
+            yield room
+        return
+    layers = _layers(model)
+    try:
+        for layer in layers:
+            layer.kept = {}
+            if type(layer) is bnb.nn.Linear4bit:  # linear.py's own classes look at `kept` themselves
+                layer.forward = functools.partial(_forward, layer)
+        yield room
+    finally:
+        for layer in layers:
+            vars(layer).pop("kept", None)
+            vars(layer).pop("forward", None)
+        if layers[0].weight.device.type == "cpu":
+            release_freed()  # else the weights' memory and the KV cache's stay taken during the update
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    """The layers whose weight is made for every product."""
+    if qat.quantizers_of(model) is not None:
+        return [module.product.layer for module in qat.quantized_layers(model).values()]
+    found = [one for one in model.modules() if isinstance(one, bnb.nn.Linear4bit)]
+    # A layer whose forward something else replaced computes as that says.
+    return [one for one in found if "forward" not in vars(one) and one.weight.quant_state is not None]
+
+
+def _bytes(layer: Any, is_quantized: bool) -> int:
+    dtype = getattr(layer, "compute_dtype", None) or getattr(layer, "storage_dtype", None)
+    if dtype is None:
+        state = getattr(layer.weight, "quant_state", None)
+        dtype = layer.weight.dtype if state is None else state.dtype
+    product = getattr(layer, "product", None)
+    is_fp8 = not is_quantized and getattr(product, "is_fp8", False)
+    return layer.in_features * layer.out_features * (1 if is_fp8 else dtype.itemsize)
+
+
+def _forward(layer: bnb.nn.Linear4bit, x: torch.Tensor) -> torch.Tensor:
+    """As bitsandbytes' `Linear4bit.forward` (0.50), with the kept weight; the layer's own where a gradient is asked
+    for, and for a few rows on a GPU."""
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or getattr(layer.bias, "requires_grad", False))
+    if needs_gradient or not layer.compute_type_is_set or linear.is_few(x, linear.FEW_KEPT):
+        return type(layer).forward(layer, x)
+    dtype = layer.compute_dtype or x.dtype
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    return torch.nn.functional.linear(x.to(dtype), _weight(layer, dtype), bias).to(x.dtype)
+
+
+def _weight(layer: bnb.nn.Linear4bit, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (out, in), dequantized straight to `dtype` as bitsandbytes' product does."""
+    if dtype not in layer.kept:
+        state = layer.weight.quant_state
+        layer.kept[dtype] = torch.ops.bitsandbytes.dequantize_4bit.default(
+            layer.weight.data.view(-1, 1), block_maxima(state), state.blocksize, state.quant_type, state.shape, dtype
+        )
+    return layer.kept[dtype]

@@ -1,0 +1,22 @@
+"""The plan's memory of a CPU process beside what a real run takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = 0.3  # of the measured peak: how much glibc leaves unused between activations depends on their sizes
+
+
+def test_a_run_s_peak_is_what_the_plan_says(recipe_arguments, learning_model_dir, tmp_path):
+    keys = {"train.max_steps": 1, "train.per_device_train_batch_size": 512, "train.recompute": "none"}
+    arguments = recipe_arguments(learning_model_dir, tmp_path / "unused", keys)
+    script = [sys.executable, str(ROOT / "tests" / "evidence" / "host_memory.py"), "--sides", "after", "--json"]
+    done = subprocess.run([*script, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    measured, plan = found["measured"]["after"], found["plan"]
+    peak = max(measured[phase] for phase in ("rollout", "reference", "update"))
+    assert peak > 1.0, "the batch is larger than the process itself"
+    assert abs(max(plan.values()) / peak - 1) < ALLOWED, (plan, measured)
