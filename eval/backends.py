@@ -15,8 +15,8 @@ from eval.generate import Generation, check_sampling, generate, set_threads
 from recipes.parts.chat import check_template, end_of_turn_token, model_stop_tokens
 from recipes.parts.errors import BadInput
 
-# vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).
 PROMPT_TOKENS = 512  # that a prompt is taken to have where memory for the KV cache is set aside
+# vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).
 LOWEST_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0  # of OpenAI's interface; vLLM's server holds to it
 
@@ -86,9 +86,8 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
     model = load()
     set_threads(sum(parameter.numel() for parameter in model.parameters()))
     tokens = PROMPT_TOKENS + asking.max_new_tokens
-    with keeping_weights(
-        model, "auto", asking.batch_size, tokens
-    ):  # NF4 and quantized weights are not made again for every token
+    # Weights in NF4, or in a format that a policy was trained for, are not made again for every token.
+    with keeping_weights(model, "auto", asking.batch_size, tokens):
         made = generate(
             model,
             tokenizer,

