@@ -115,7 +115,8 @@ def is_trained(run: RunDir, steps: int) -> bool:
 
 
 def learn(work: Work) -> list[str]:
-    """Train what is not trained; the table. Bases are written first, since all runs of a kind share one."""
+    """Train what is not trained; the table. Bases are written first, since all runs of a kind share one, while the
+    recipe checks every arm, which costs less than runs that stop in their first second."""
     steps = load_config(work.config, work.overrides).train.max_steps
     kinds = {work.arms[arm].get("policy.quantization", "nf4"): arm for arm in reversed(work.arms)}
     bases = [arm for kind, arm in kinds.items() if not (work.folder / f"base-{kind}").exists()]
