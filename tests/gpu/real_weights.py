@@ -31,9 +31,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from eval.stats import cluster_interval, paired_difference, runs_interval
 from recipes.parts.config import FORMATS, load_config
 from recipes.parts.errors import BadInput, CheckFailed, run_command
+from recipes.parts.quant_format import FORMATS as TRAINED
+from recipes.parts.quant_format import check_model
 from recipes.parts.rundir import RunDir, read_json, write_json
 
 ROOT = Path(__file__).parents[2]
+RECIPE = "recipes/grpo_qlora.py"
 SERVED = "rollout.backend=server"
 ARMS = [
     f"nf4={SERVED}",
@@ -115,19 +118,23 @@ def is_trained(run: RunDir, steps: int) -> bool:
 
 
 def learn(work: Work) -> list[str]:
-    """Train what is not trained; the table. Bases are written first, since all runs of a kind share one, while the
-    recipe checks every arm, which costs less than runs that stop in their first second."""
+    """Train what is not trained; the table. Bases are written first, since all runs of a kind share one; the recipe
+    checks every arm meanwhile, which costs less than the servers of runs that end at their first problem."""
     steps = load_config(work.config, work.overrides).train.max_steps
     kinds = {work.arms[arm].get("policy.quantization", "nf4"): arm for arm in reversed(work.arms)}
     bases = [arm for kind, arm in kinds.items() if not (work.folder / f"base-{kind}").exists()]
-    failed = work.all((work.command, (f"base-{arm}", ["-m", "merge", "base", *work.flags(arm)])) for arm in bases)
+    checked = [arm for arm in work.arms if not work.run(arm, 0).path.exists()]
+    failed = work.all(
+        [(work.command, (f"base-{arm}", ["-m", "merge", "base", *work.flags(arm)])) for arm in bases]
+        + [(work.command, (f"check-{arm}", [RECIPE, *work.flags(arm), "--dry_run"])) for arm in checked]
+    )
     if failed:
         return failed
     wanted = [(arm, seed) for seed in range(work.seeds) for arm in work.arms]
 
     def train(arm: str, seed: int, place: int) -> None:
         run, flags = work.run(arm, seed), work.flags(arm, seed, place)
-        name, words = run.path.name, ["recipes/grpo_qlora.py", *flags, *(["--overwrite"] if run.path.exists() else [])]
+        name, words = run.path.name, [RECIPE, *flags, *(["--overwrite"] if run.path.exists() else [])]
         if work.arms[arm].get("rollout.backend") != "server":
             work.command(name, words)
             return
@@ -315,6 +322,7 @@ def survive(work: Work) -> list[str]:
     arm, options = next(iter(work.arms)), work.options
     steps = load_config(work.config, work.overrides).train.max_steps
     runs = [run for seed in range(work.seeds) if is_trained(run := work.run(arm, seed), steps)]
+    options.formats = storable(options.formats, load_config(work.config, work.overrides).model.source)
     merged = [name for name in options.formats if name != "nf4"]
     shared = ["--server.gpu_memory_utilization=0.06", "--server.kv_cache_gib=3", "--server.enforce_eager=true"]
 
@@ -356,6 +364,19 @@ def survive(work: Work) -> list[str]:
         for name in options.formats:
             print(row_of(name, [one for one in seeds if name in one.get("gain", {})]))
     return failed
+
+
+def storable(formats: list[str], model: str) -> list[str]:
+    """Those that the layers of a local model have a layout in; one that they have not ends a whole merge."""
+    facts, found = read_json(Path(model) / "config.json"), []
+    for name in formats:
+        try:
+            if name in TRAINED:
+                check_model(TRAINED[name], facts)
+            found.append(name)
+        except BadInput as error:
+            print(f"{name} is left out: {error}", flush=True)
+    return found
 
 
 def survival(run: RunDir, task: str) -> dict[str, Any]:
