@@ -18,5 +18,5 @@ def test_a_run_s_peak_is_what_the_plan_says(recipe_arguments, learning_model_dir
     found = json.loads(done.stdout.splitlines()[-1])
     measured, plan = found["measured"]["after"], found["plan"]
     peak = max(measured[phase] for phase in ("rollout", "reference", "update"))
-    assert peak > 1.0, "the batch is larger than the process itself"
+    assert peak > 1.5 * measured["load"], "the batch is small beside the process itself"
     assert abs(max(plan.values()) / peak - 1) < ALLOWED, (plan, measured)

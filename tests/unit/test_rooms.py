@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "eval": (
         "recipes.parts.data",
         "recipes.parts.leaks",
-        "recipes.parts.qat",
+        "recipes.parts.kept_weights",
         "reward",
         "merge",
         "launch.watching.metrics",

@@ -422,4 +422,5 @@ def test_padding_does_not_move_a_token_in_bfloat16(in_bfloat16, compute):
             for rows, real in ((ids, mask), (torch.cat([padding, ids], 1), torch.cat([padding, mask], 1)))
         )
     off = (alone - padded).double()
-    assert (off.exp() - 1 - off).mean() < 1e-6  # k3; with positions counted from the padding 6e-5
+    # k3; with positions counted from the padding 6e-5. Tiles of the head hold other rows then, which rounds otherwise.
+    assert (off.exp() - 1 - off).mean() < 1e-5
