@@ -77,7 +77,7 @@ def directory_stop_tokens(place: str | Path, tokenizer: Any, asking: Asking) -> 
 
 
 def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking) -> Answers:
-    """`Answers` of the model that `load` returns, in this process; its memory is let go at the end."""
+    """Generate `Answers` in this process with the model that `load` returns, then free its memory."""
     import torch
 
     from recipes.parts.kept_weights import keeping_weights
