@@ -3,23 +3,27 @@
     python -m eval.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --launcher accelerate_configs/cpu.yaml
     python -m eval.qat_study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --jobs 12 --cards 0 1 \\
         --model.dtype bfloat16                                                          # GPUs, several runs on each
+    python -m eval.qat_study --config recipes/configs/grpo-smollm2_135m-nf4-sums-1gpu.yaml --jobs 6 --cards 0 \\
+        --server.weights bf16 --server.gpu_memory_utilization 0.05                      # a server for every run
 
 Per seed: `ptq`, plain GRPO, merged into every format; per seed and format: `qat`, the same steps through the format's
 numbers (grpo_qat.py), and `qad`, --distill_steps of on-policy distillation into the format (distill_qat.py), which
 starts from plain GRPO's adapter and has it in full precision as its teacher. Each run is merged into its format and
 judged on the same held-out problems, sampled with the same random numbers. A difference is of the same problems and
 seeds: the mean over the seeds, with a 95 % bootstrap over the problems, and another interval over the seeds (Student's
-t), which also holds what another run would change. `kl` is that of the checkpoint to the policy
-that was trained, nats a token; `steps` counts those of the reward's curve until it is within .05 of its last ten.
+t), which also holds what another run would change. `kl` is that of the checkpoint to the policy that was trained, nats
+a token; `steps` counts those of the reward's curve until it is within .05 of its last ten.
 `k3` is the sampler's over the last ten steps (servers only), `step s` the median of a step's seconds, `GiB` the most
 memory that a step took on its GPU, without one that of the process; means of the seeds.
 
-Each step is the command a user would type; its output goes to <out>/logs. What is there already is kept, so the study
-goes on where it was interrupted. The table comes last; study.md and study.json in --out keep it, rewards.svg has the
-curves. Keys of the configuration can be given as --group.key value and hold for all runs.
+Each step is the command a user would type; its output goes to <out>/logs. Where rollouts come from a server, each run
+has one of its own, by `launch.up`. What is there already is kept, so the study goes on where it was interrupted. The
+table comes last; study.md and study.json in --out keep it, rewards.svg has the curves. Keys of the configuration can
+be given as --group.key value and hold for all runs.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -66,6 +70,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--launcher", default=launcher, help=f"accelerate configuration; default: {launcher}")
     parser.add_argument("--jobs", type=int, default=1, help="commands at once; default: 1")
     parser.add_argument("--cards", nargs="+", default=[], help="GPUs that runs are spread over, as CUDA names them")
+    parser.add_argument("--port", type=int, default=8700, help="of the first run's server; default: 8700")
     parser.add_argument("--out", type=Path, help="default: runs/<run.name>-qat-study")
     parser.add_argument("--dry_run", action="store_true", help="print the commands that are lacking, run none")
     return parser.parse_known_args(argv)
@@ -75,7 +80,7 @@ class Study:
     """The runs of one call and the commands that they lack."""
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
-        self.options, self.overrides = options, overrides
+        self.options, self.overrides, self.ports = options, overrides, itertools.count(options.port)
         self.config: Config = load_config(options.config, overrides, tuple(vars(options)))
         if not Path(options.launcher).is_file():
             raise BadInput(f"--launcher {options.launcher} does not exist. They are in accelerate_configs.")
@@ -103,11 +108,23 @@ class Study:
             keys |= {"train.max_steps": steps, "train.learning_rate": self.options.distill_rate}
         if not (run.adapter_dir(steps) / MANIFEST).is_file():
             keys |= {"run.name": run.path.name, "run.seed": seed, "run.output_dir": run.path}
-            words = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
-            words += ["--gpu_ids", "all"] if self.options.cards else []  # of CUDA_VISIBLE_DEVICES
-            words += [recipe, "--config", self.options.config, *self.overrides]
+            if self.config.rollout.backend == "server":
+                # A server that starts beside others cannot say whether it fits: the plan counts the card as empty.
+                words = ["-m", "launch.up", "--launcher", self.options.launcher, "--ignore_plan"]
+                keys |= {"rollout.server_urls": f"['http://127.0.0.1:{next(self.ports)}']"}
+                if self.options.cards:
+                    keys |= dict.fromkeys(("train.gpus", "server.gpus"), f"[{self.card(run)}]")
+            else:
+                words = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
+                words += ["--gpu_ids", "all"] if self.options.cards else []  # of CUDA_VISIBLE_DEVICES
+                words.append(recipe)
+            words += ["--config", self.options.config, *self.overrides]
             words += [f"--{key}={value}" for key, value in keys.items()]
             self.command(run, "train", words + continuing_flags(run))
+
+    def card(self, run: RunDir) -> str:
+        """The GPU of a run, the same for all of its commands."""
+        return self.options.cards[sum(map(ord, run.path.name)) % len(self.options.cards)]
 
     def judge(self, arm: str, seed: int, name: str | None) -> None:
         """Merge and evaluate a trained run, as far as it has not been."""
@@ -133,8 +150,8 @@ class Study:
         log.parent.mkdir(parents=True, exist_ok=True)
         print(f"{run.path.name}: {what}", flush=True)
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-        if cards := self.options.cards:
-            environment["CUDA_VISIBLE_DEVICES"] = cards[sum(map(ord, run.path.name)) % len(cards)]
+        if self.options.cards and "launch.up" not in words:  # which gives its processes their GPUs itself
+            environment["CUDA_VISIBLE_DEVICES"] = self.card(run)
         with open(log, "w") as file:
             code = subprocess.run([sys.executable, *words], env=environment, stdout=file, stderr=file).returncode
         if code != DONE:

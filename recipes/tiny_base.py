@@ -10,10 +10,12 @@ What it leaves out on purpose: pre-training, instruction data, anything a real b
 
     python recipes/tiny_base.py --out models/tiny-base            # about 2.5 minutes on two CPU cores
     python recipes/tiny_base.py --out models/untrained --steps 0  # random weights, seconds, for tests
+    python recipes/tiny_base.py --out data/sums-20 --problems_only --limit 20 --problems 4000 --heldout 600
 
 Deterministic from --seed for one machine and torch version. Writes the model, its tokenizer, and the problems as
 `train.jsonl` and `heldout.jsonl` (columns question, answer). A held-out problem's pair of numbers appears in no
-training problem in either order of the sum.
+training problem in either order of the sum. With --problems_only nothing but these two files is written, for another
+model that is to learn them.
 """
 
 import argparse
@@ -260,6 +262,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=20_000, help="training problems")
     parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel processes")
+    parser.add_argument("--problems_only", action="store_true", help="write the problems, make no model")
     parser.add_argument("--dry_run", action="store_true", help="check the options, make nothing")
     parser.add_argument("--overwrite", action="store_true")
     return parser.parse_args()
@@ -274,13 +277,20 @@ def main() -> None:
     if options.dry_run:
         print(f"would make {options.out}: {options.steps} steps on {options.problems:,} problems", flush=True)
         return
-    import torch
-
     with publish(Path(options.out), options.overwrite) as out:
         rng = random.Random(options.seed)
-        torch.manual_seed(options.seed)
         train = make_problems(options.problems, False, options.limit, rng)
         heldout = make_problems(options.heldout, True, options.limit, rng)
+        for name, rows in (("train", train), ("heldout", heldout)):
+            lines = [json.dumps({"question": row["question"], "answer": row["answer"]}) for row in rows]
+            (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        if options.problems_only:
+            write_manifest(out, "sums", options=vars(options))
+            print(f"wrote {options.out}: {len(train):,} problems, {len(heldout):,} held out", flush=True)
+            return
+        import torch
+
+        torch.manual_seed(options.seed)
         tokenizer = make_tokenizer(train[:3000], rng, options.context)
         model = make_model(tokenizer, options.hidden, options.layers, options.context)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
@@ -288,9 +298,6 @@ def main() -> None:
             supervise(model, encode(tokenizer, train, rng), options)
         model.to(torch.bfloat16).save_pretrained(out)
         tokenizer.save_pretrained(out)
-        for name, rows in (("train", train), ("heldout", heldout)):
-            lines = [json.dumps({"question": row["question"], "answer": row["answer"]}) for row in rows]
-            (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         write_manifest(out, "tiny-base", options=vars(options))
     print(f"wrote {options.out}", flush=True)
 

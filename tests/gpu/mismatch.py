@@ -1,11 +1,14 @@
 """How far the sampler is from the policy, for every way to serve it, on a small model trained here: mean |Δlogp|.
 
     python tests/gpu/mismatch.py --seeds 3 --out mismatch.json
+    python tests/gpu/mismatch.py --runs /tmp/real/nf4-0 /tmp/real/nf4-1 --out mismatch.json   # policies trained before
 
 For each seed: a Qwen3 of 25 M parameters is supervised on noisy sums, 30 steps of GRPO train an adapter on its NF4
 base, and vLLM samples 512 completions of that policy from {the original weights, the dequantized NF4 base} as {BF16,
 FP8 per tensor, channel, block, FP8 per channel with an FP8 KV cache}, with the adapter {unmerged, merged}. The trainer
-(NF4 base, adapter, BF16 autocast) scores the sampled tokens. Prints the table last. Needs CUDA, vllm, bitsandbytes.
+(NF4 base, adapter, BF16 autocast) scores the sampled tokens. With `--runs` each run stands for a seed: its model, its
+dequantized base, its last adapter, its held-out problems, its temperature and lengths. Prints the table last. Needs
+CUDA, vllm, bitsandbytes.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -64,18 +68,34 @@ def make_base(out: Path, seed: int, steps: int) -> None:
         (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def call(arguments: list[str], log: Path) -> None:
-    """Run a command line from the repository root; its output ends the script when it fails."""
+def call(arguments: list[str], log: Path, card: str | None = None) -> None:
+    """Run a command line from the repository root, on a card; its output ends the script when it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | ({} if card is None else {"CUDA_VISIBLE_DEVICES": card})
     with open(log, "w") as file:
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        words = [sys.executable, *arguments]
+        done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
     if done.returncode:
         print(log.read_text()[-3000:], flush=True)
         raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}")
 
 
 def prepare(work: Path, seed: int, steps: int) -> None:
-    """Everything that the cells of a seed need: original, dequantized base, adapter, the original merged."""
+    """Make and train the policy of a seed, then everything that its cells need."""
+    folder = work / f"seed{seed}"
+    make_base(folder / "original", seed, steps)
+    keys = {"model.path": folder / "original", "model.dtype": "bfloat16", "data.path": folder / "original"}
+    keys |= {"run.name": f"seed{seed}", "run.seed": seed, "run.output_dir": folder / "run"}
+    keys |= {"train.max_steps": 30, "train.save_steps": 30, "train.learning_rate": 3e-4}
+    keys |= {"rollout.max_completion_length": TOKENS}
+    flat = [f"--{key}={value}" for key, value in keys.items()]
+    call(["recipes/grpo_qlora.py", "--config", CONFIG, *flat], folder / "train.log")
+    call(["-m", "merge", "base", "--config", CONFIG, *flat, "--out", str(folder / "dequantized")], folder / "base.log")
+    prepare_run(folder, folder / "run")
+
+
+def prepare_run(folder: Path, directory: Path) -> None:
+    """What the cells of a run need: its dequantized base, the original with the adapter merged, and policy.json."""
     import shutil
 
     import torch
@@ -83,32 +103,43 @@ def prepare(work: Path, seed: int, steps: int) -> None:
 
     from merge.base import BaseCheckpoint
     from merge.merge import read_adapter
+    from recipes.parts.config import config_from_dict
+    from recipes.parts.data import chat_messages, load_problems
+    from recipes.parts.rundir import RunDir, base_directory
 
-    folder = work / f"seed{seed}"
-    make_base(folder / "original", seed, steps)
-    keys = {"model.path": folder / "original", "model.dtype": "bfloat16", "data.path": folder / "original"}
-    keys |= {"run.name": f"seed{seed}", "run.seed": seed, "run.output_dir": folder / "run"}
-    keys |= {"train.max_steps": 30, "train.save_steps": 30, "train.learning_rate": 3e-4}
-    flat = [f"--{key}={value}" for key, value in keys.items()]
-    call(["recipes/grpo_qlora.py", "--config", CONFIG, *flat], folder / "train.log")
-    call(["-m", "merge", "base", "--config", CONFIG, *flat, "--out", str(folder / "dequantized")], folder / "base.log")
-    adapter = folder / "run" / "adapters" / "v000030"
-    base = BaseCheckpoint(folder / "original", json.loads((folder / "run" / "base.json").read_text()))
+    run = RunDir(directory)
+    config = config_from_dict(run.config())
+    if not (folder / "dequantized").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "dequantized").symlink_to(base_directory(config).resolve())
+    original, adapter = Path(config.model.source), run.adapter_dir(config.train.max_steps)
     merged = folder / "original-merged"
-    shutil.copytree(folder / "original", merged)
-    weights = load_file(folder / "original" / "model.safetensors")
-    sizes = []
+    shutil.copytree(original, merged)
+    weights, sizes = load_file(original / "model.safetensors"), []
+    base = BaseCheckpoint(original, json.loads((directory / "base.json").read_text()))
     for name, update in read_adapter(adapter, base).items():
         delta = update.delta()
         sizes.append(delta.norm().item() / weights[name].float().norm().item())
         weights[name] = (weights[name].float() + delta).to(torch.bfloat16)
     save_file(weights, merged / "model.safetensors", {"format": "pt"})
-    rewards = [json.loads(line)["reward"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    problems = load_problems(config.data, "eval")[:PROBLEMS]
+    policy = {"original": str(original), "adapter": str(adapter), "config": run.config()}
+    policy |= {"asked": [chat_messages(config.data, problem) for problem in problems]}
+    (folder / "policy.json").write_text(json.dumps(policy))
+    rewards = [json.loads(line)["reward"] for line in run.metrics_file.read_text().splitlines()]
     print(
-        f"seed {seed}: reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}, "
+        f"{directory.name}: reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}, "
         f"|dW|/|W| {sum(sizes) / len(sizes):.2%}",
         flush=True,
     )
+
+
+def policy_of(folder: Path) -> tuple[Any, dict]:
+    """The configuration of a seed's run, and what `prepare_run` wrote beside it."""
+    from recipes.parts.config import config_from_dict
+
+    policy = json.loads((folder / "policy.json").read_text())
+    return config_from_dict(policy["config"]), policy
 
 
 def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
@@ -118,13 +149,18 @@ def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    adapter = folder / "run" / "adapters" / "v000030"
+    from eval.generate import render_prompts
+
+    config, policy = policy_of(folder)
+    adapter = Path(policy["adapter"])
     model = folder / ("original-merged" if merged and base == "original" else base)
+    if base == "original" and not merged:
+        model = policy["original"]
     remerge = merged and base == "dequantized"
     llm = LLM(
         model=str(model),
         dtype="bfloat16",
-        max_model_len=256,
+        max_model_len=config.rollout.max_prompt_length + config.rollout.max_completion_length + 16,
         max_num_seqs=256,
         enforce_eager=True,
         gpu_memory_utilization=0.1,
@@ -132,7 +168,7 @@ def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         enable_lora=not merged,
-        max_lora_rank=16,
+        max_lora_rank=config.policy.lora_rank,
         # Without this vLLM gives the output layer LoRA slots too, and 0.26 fails on a small tied vocabulary.
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         worker_extension_cls="launch.remerge.Remerge" if remerge else "",
@@ -144,16 +180,18 @@ def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
             (answer,) = llm.collective_rpc(method, args=tuple(arguments))
             if "error" in answer:
                 raise SystemExit(answer["error"])
-    tokenizer = AutoTokenizer.from_pretrained(folder / "original")
-    questions = [json.loads(line)["question"] for line in (folder / "original/heldout.jsonl").read_text().splitlines()]
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-        for text in questions[:PROBLEMS]
-    ]
-    prompts = [list(getattr(prompt, "input_ids", prompt)) for prompt in prompts]
+    tokenizer = AutoTokenizer.from_pretrained(policy["original"])
+    texts = render_prompts(tokenizer, policy["asked"], config.data.chat_template_kwargs)
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=TOKENS, logprobs=0, detokenize=False),
+        SamplingParams(
+            n=SAMPLES,
+            temperature=config.rollout.temperature,
+            max_tokens=config.rollout.max_completion_length,
+            logprobs=0,
+            detokenize=False,
+        ),
         lora_request=None if merged else LoRARequest("policy", 1, str(adapter)),
         use_tqdm=False,
     )
@@ -175,13 +213,12 @@ def score(folder: Path) -> dict[str, dict[str, float]]:
     from peft import get_peft_model
 
     from merge.base import load_nf4
-    from recipes.parts.config import load_config
     from recipes.parts.policy import load_adapter_weights, lora_config, set_adapter_dtype
 
-    config = load_config(ROOT / CONFIG, ["--run.name=score"])
-    model = get_peft_model(load_nf4(folder / "original", "bfloat16"), lora_config(config.policy))
+    config, policy = policy_of(folder)
+    model = get_peft_model(load_nf4(Path(policy["original"]), "bfloat16"), lora_config(config.policy))
     set_adapter_dtype(model, "float32")
-    load_adapter_weights(model, folder / "run" / "adapters" / "v000030")
+    load_adapter_weights(model, Path(policy["adapter"]))
     found = {}
     for base in BASES:
         for storage in STORAGE:
@@ -189,7 +226,7 @@ def score(folder: Path) -> dict[str, dict[str, float]]:
                 deltas = []
                 rows = torch.load(cell_file(folder, base, storage, way))
                 for start in range(0, len(rows), 64):
-                    deltas += _differences(model, rows[start : start + 64])
+                    deltas += _differences(model, rows[start : start + 64], config.rollout.temperature)
                 d = torch.tensor(deltas, dtype=torch.float64)  # log policy - log sampler
                 found[f"{base}|{storage}|{way}"] = {
                     "mean": d.abs().mean().item(),
@@ -201,7 +238,7 @@ def score(folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def _differences(model, rows: list[tuple]) -> list[float]:
+def _differences(model, rows: list[tuple], temperature: float) -> list[float]:
     import torch
 
     width = max(len(prompt) + len(ids) for prompt, ids, _ in rows)
@@ -211,7 +248,7 @@ def _differences(model, rows: list[tuple]) -> list[float]:
         tokens[index, width - len(prompt) - len(ids) :] = torch.tensor(prompt + ids)
         mask[index, width - len(prompt) - len(ids) :] = 1
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float()
+        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float() / temperature
     logps = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]  # (B, T - 1)
     found: list[float] = []
     for index, (_, ids, sampled) in enumerate(rows):
@@ -247,6 +284,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/mismatch"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600, help="supervised steps of the starting model")
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", default=[], help="run directories, instead of models made here"
+    )
+    parser.add_argument("--cards", nargs="+", default=[], help="GPUs that engines are spread over, as CUDA names them")
     parser.add_argument("--parallel", type=int, default=6, help="engines at once on the card")
     parser.add_argument("--out", type=Path, help="JSON with every number")
     parser.add_argument("--part", choices=("prepare", "sample", "score"), help=argparse.SUPPRESS)
@@ -254,6 +295,8 @@ def main() -> None:
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.work / f"seed{options.seed}"
+    if options.part == "prepare" and options.runs:
+        return prepare_run(folder, options.runs[options.seed].resolve())
     if options.part == "prepare":
         return prepare(options.work, options.seed, options.steps)
     if options.part == "sample":
@@ -262,12 +305,16 @@ def main() -> None:
         return folder.joinpath("score.json").write_text(json.dumps(score(folder))) and None
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     started, script = time.perf_counter(), [str(Path(__file__)), "--work", str(options.work)]
+    script += ["--runs", *map(str, options.runs)] if options.runs else []
+    options.seeds = len(options.runs) or options.seeds
 
     def parts(jobs: list[list[str]], at_once: int) -> None:
         with ThreadPoolExecutor(at_once) as pool:
             named = [(job, options.work / "logs" / f"{'-'.join(job).replace(' ', '_')}.log") for job in jobs]
             try:
-                for done in [pool.submit(call, [*script, "--part", *job], log) for job, log in named]:
+                cards = [options.cards[at % len(options.cards)] if options.cards else None for at in range(len(named))]
+                jobs = zip(named, cards, strict=True)
+                for done in [pool.submit(call, [*script, "--part", *job], log, card) for (job, log), card in jobs]:
                     done.result()
             except SystemExit:
                 pool.shutdown(cancel_futures=True)

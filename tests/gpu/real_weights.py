@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,10 +47,10 @@ ARMS = [
     f"adapter sync={SERVED},rollout.sync=adapter",
     "in process=rollout.backend=in_process",
 ]
-GSM8K = ["--max_problems", "1319", "--eval.max_new_tokens=256"]
+OTHER = ["--max_problems", "1319", "--eval.max_new_tokens=160"]  # of another task, all of it
 ENDS = 10  # steps at each end of a run
 # Servers that start beside others cannot measure how much of the card is theirs.
-SHARED = {"server.gpu_memory_utilization": 0.05, "server.kv_cache_gib": 2, "train.gpus": "[0]", "server.gpus": "[0]"}
+SHARED = {"server.gpu_memory_utilization": 0.05, "server.kv_cache_gib": 2}
 
 
 def read_arm(text: str) -> tuple[str, dict[str, str]]:
@@ -66,6 +67,7 @@ class Work:
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.folder = options, options.work
+        self.begun, self.lock = 0, threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
         stored = self.folder / "call.json"
         if options.config is not None:
@@ -86,16 +88,25 @@ class Work:
         """The command line of a run."""
         run = self.run(arm, seed).path
         keys: dict[str, Any] = {"run.name": run.name, "run.seed": seed, "run.output_dir": run} | SHARED
+        keys |= {"train.gpus": f"[{self.card(place)}]", "server.gpus": f"[{self.card(place)}]"}
         keys |= {"rollout.server_urls": f"['http://127.0.0.1:{self.options.port + place}']"}
         keys |= {"server.base": self.folder / f"base-{self.arms[arm].get('policy.quantization', 'nf4')}"}
         keys |= self.arms[arm]
         return ["--config", self.config, *self.overrides, *(f"--{key}={value}" for key, value in keys.items())]
 
-    def command(self, name: str, words: list[str], accepted: tuple[int, ...] = (0,)) -> int:
+    def card(self, place: int) -> str:
+        """The GPU of a run or a command, in turn."""
+        return self.options.cards[place % len(self.options.cards)]
+
+    def command(self, name: str, words: list[str], accepted: tuple[int, ...] = (0,), place: int | None = None) -> int:
         """One command line, its output in logs/<name>.log; `CheckFailed` with its end."""
+        with self.lock:
+            self.begun += 1
+            place = self.begun if place is None else place
         log, started = self.folder / "logs" / f"{name.replace('/', '-')}.log", time.time()
         log.parent.mkdir(exist_ok=True)
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+        environment["CUDA_VISIBLE_DEVICES"] = self.card(place)
         with open(log, "w") as file:
             words = [sys.executable, *words]
             code = subprocess.run(words, cwd=ROOT, env=environment, stdout=file, stderr=file).returncode
@@ -136,12 +147,13 @@ def learn(work: Work) -> list[str]:
         run, flags = work.run(arm, seed), work.flags(arm, seed, place)
         name, words = run.path.name, [RECIPE, *flags, *(["--overwrite"] if run.path.exists() else [])]
         if work.arms[arm].get("rollout.backend") != "server":
-            work.command(name, words)
+            work.command(name, words, place=place)
             return
         with ThreadPoolExecutor(1) as pool:  # the trainer loads its model while the server starts, and waits for it
-            server = pool.submit(work.command, f"{name}-server", ["-m", "launch.server", *flags, "--detach"])
+            words_of_server = ["-m", "launch.server", *flags, "--detach"]
+            server = pool.submit(work.command, f"{name}-server", words_of_server, place=place)
             try:
-                work.command(name, words)
+                work.command(name, words, place=place)
             finally:
                 server.exception()
                 work.command(f"{name}-stop", ["-m", "launch.server", "stop", *flags], (0, 1))
@@ -337,7 +349,9 @@ def survive(work: Work) -> list[str]:
         work.command(name, [*words, *task, *shared], accepted)
 
     failed = work.all((merge, (run,)) for run in runs if not (run.merged / "grpo").exists())
-    tasks = {"": [], **({"gsm8k": ["--task", "gsm8k", "--data", options.gsm8k, *GSM8K]} if options.gsm8k else {})}
+    tasks: dict[str, list[str]] = {"": []}
+    for task, _, file in (one.partition("=") for one in options.tasks):
+        tasks[task] = ["--task", task, "--data", file, *OTHER]
     jobs, final = [], []
     for task, words in tasks.items():
         for run in runs if not task else runs[:1]:
@@ -430,7 +444,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="of judge: sampled completions per problem; default: 4")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of survive")
     parser.add_argument("--awq_python", help="of survive: see python -m merge --help")
-    parser.add_argument("--gsm8k", help="of survive: GSM8K's test.jsonl, asked of the first seed's policy")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK=FILE", help="of survive: others, of the first seed's policy"
+    )
+    parser.add_argument("--cards", nargs="+", default=["0"], help="GPUs that commands are spread over; default: 0")
     parser.add_argument("--work", type=Path, default=Path("/tmp/real"), help="the folder of the runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON with every number")
     options, overrides = parser.parse_known_args()
