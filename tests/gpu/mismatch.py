@@ -313,8 +313,8 @@ def main() -> None:
             named = [(job, options.work / "logs" / f"{'-'.join(job).replace(' ', '_')}.log") for job in jobs]
             try:
                 cards = [options.cards[at % len(options.cards)] if options.cards else None for at in range(len(named))]
-                jobs = zip(named, cards, strict=True)
-                for done in [pool.submit(call, [*script, "--part", *job], log, card) for (job, log), card in jobs]:
+                placed = zip(named, cards, strict=True)
+                for done in [pool.submit(call, [*script, "--part", *job], log, card) for (job, log), card in placed]:
                     done.result()
             except SystemExit:
                 pool.shutdown(cancel_futures=True)
