@@ -207,7 +207,7 @@ def cell_file(folder: Path, base: str, storage: str, way: str) -> Path:
     return folder / f"{base}-{storage.replace(', ', '-').replace(' ', '-')}-{way}.pt"
 
 
-def score(folder: Path) -> dict[str, dict[str, float]]:
+def score(folder: Path, storages: list[str]) -> dict[str, dict[str, float]]:
     """{cell: mean, p99 and max |Δlogp|, k3} of a seed's samples against the trainer's own log-probs."""
     import torch
     from peft import get_peft_model
@@ -221,7 +221,7 @@ def score(folder: Path) -> dict[str, dict[str, float]]:
     load_adapter_weights(model, Path(policy["adapter"]))
     found = {}
     for base in BASES:
-        for storage in STORAGE:
+        for storage in storages:
             for way in WAYS:
                 deltas = []
                 rows = torch.load(cell_file(folder, base, storage, way))
@@ -256,11 +256,11 @@ def _differences(model, rows: list[tuple], temperature: float) -> list[float]:
     return found
 
 
-def table(results: dict[int, dict]) -> None:
+def table(results: dict[int, dict], storages: list[str]) -> None:
     seeds = sorted(results)
     print(f"mean |Δlogp| a token, mean of {len(seeds)} seeds (least, greatest)")
     print(f"{'weights':<26}" + "".join(f"{f'{base}, {way}':>32}" for base in BASES for way in WAYS))
-    for storage in STORAGE:
+    for storage in storages:
         line = f"{storage:<26}"
         for base in BASES:
             for way in WAYS:
@@ -272,7 +272,7 @@ def table(results: dict[int, dict]) -> None:
             ratios = [
                 sum(results[s][f"original|{storage}|{way}"][figure] for s in seeds)
                 / sum(results[s][f"dequantized|{storage}|{way}"][figure] for s in seeds)
-                for storage in STORAGE
+                for storage in storages
             ]
             print(f"{figure}, original / dequantized, {way}:", " ".join(f"{ratio:.1f}" for ratio in ratios))
             if min(ratios) <= 1:
@@ -287,6 +287,8 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=Path, nargs="+", default=[], help="run directories, instead of models made here"
     )
+    # Blocks of 128 x 128 need layers that are multiples of 128.
+    parser.add_argument("--storage", nargs="+", choices=STORAGE, default=[*STORAGE], help="of the server's weights")
     parser.add_argument("--cards", nargs="+", default=[], help="GPUs that engines are spread over, as CUDA names them")
     parser.add_argument("--parallel", type=int, default=6, help="engines at once on the card")
     parser.add_argument("--out", type=Path, help="JSON with every number")
@@ -302,9 +304,10 @@ def main() -> None:
     if options.part == "sample":
         return sample(folder, options.cell[0], options.cell[1], options.cell[2] == "remerge")
     if options.part == "score":
-        return folder.joinpath("score.json").write_text(json.dumps(score(folder))) and None
+        return folder.joinpath("score.json").write_text(json.dumps(score(folder, options.storage))) and None
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     started, script = time.perf_counter(), [str(Path(__file__)), "--work", str(options.work)]
+    script += ["--storage", *options.storage]
     script += ["--runs", *map(str, options.runs)] if options.runs else []
     options.seeds = len(options.runs) or options.seeds
 
@@ -325,13 +328,15 @@ def main() -> None:
     parts([["prepare", "--seed", seed, "--steps", str(options.steps)] for seed in seeds], options.seeds)
     for seed in seeds:
         print((options.work / "logs" / f"prepare---seed-{seed}---steps-{options.steps}.log").read_text()[-300:])
-    cells = [(seed, base, storage, way) for seed in seeds for base in BASES for storage in STORAGE for way in WAYS]
+    cells = [
+        (seed, base, storage, way) for seed in seeds for base in BASES for storage in options.storage for way in WAYS
+    ]
     parts([["sample", "--seed", seed, "--cell", *cell] for seed, *cell in cells], options.parallel)
     parts([["score", "--seed", seed] for seed in seeds], options.seeds)
     results = {int(s): json.loads((options.work / f"seed{s}" / "score.json").read_text()) for s in seeds}
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
-    table(results)
+    table(results, options.storage)
 
 
 if __name__ == "__main__":
