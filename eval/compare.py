@@ -176,9 +176,9 @@ def _adjust(found: Sequence[dict]) -> None:
 def _hygiene(records: Records, formats: Sequence[str], limits: Limits) -> dict:
     """{"limits", "cells": {policy: {format: findings}}, "refused": {"gain", "gain_survival": {format: [texts]}}}.
 
-    A GRPO cell out of range refuses the conclusions drawn from it. A base often runs to the token limit or answers in
-    no form, which GRPO is there to change: that refuses nothing and is told apart in `base_form`; only answers of the
-    base that could not be compared refuse, since those are a fault of the measurement.
+    A GRPO cell out of range refuses the conclusions drawn from it. A base often hits the token limit or gives no
+    readable answer, which GRPO is meant to change: such findings refuse nothing, and `base_form` reports them
+    separately. Answers of the base that could not be compared do refuse, because the measurement itself failed.
     """
     cells = {
         policy: {name: findings(rates(records[policy, name]), limits) for name in formats}
@@ -330,9 +330,9 @@ def _base_sentence(name: str, gain: dict, found: list[dict] | None) -> str | Non
     low, high = elsewhere["interval"]
     unshown = "; no gain beyond stopping and form is shown" if gain["verdict"] == GAIN and low <= 0 else ""
     return (
-        f"Caution: base in {name} has {'; '.join(shaped)}. Of the difference, {points(form['gain_there'], sign=True)} "
-        f"points lie where it gave no readable answer or did not end by itself, "
-        f"{points(elsewhere['difference'], sign=True)} elsewhere ({_interval(low, high)}){unshown}."
+        f"Caution: the {name} base has {'; '.join(shaped)}. Problems where it gave no readable answer or did not stop "
+        f"contribute {points(form['gain_there'], sign=True)} points to the difference, the others "
+        f"{points(elsewhere['difference'], sign=True)} ({_interval(low, high)}){unshown}."
     )
 
 

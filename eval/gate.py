@@ -286,9 +286,9 @@ def base_note(config: Config, result: dict) -> str | None:
     there, elsewhere = points(form["gain_there"], sign=True), form["elsewhere"]
     low, high = (points(end, sign=True) for end in elsewhere["interval"])
     return (
-        f"note: base in {name} has {'; '.join(one['text'] for one in found)}. Of the gain, {there} points lie where "
-        f"it gave no readable answer or did not end by itself, {points(elsewhere['difference'], sign=True)} "
-        f"[{low}, {high}] elsewhere."
+        f"note: the {name} base has {'; '.join(one['text'] for one in found)}. Problems where it gave no readable "
+        f"answer or did not stop contribute {there} points to the gain, the others "
+        f"{points(elsewhere['difference'], sign=True)} [{low}, {high}]."
     )
 
 

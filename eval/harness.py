@@ -424,7 +424,7 @@ def _rule(found: dict) -> str:
     return f"{which} {first.get('regex_pattern')}" if first.get("function") == "regex" else str(first.get("function"))
 
 
-# What of a generation_config.json changes greedy completions, and the value at which it does not.
+# Keys of generation_config.json that change greedy completions, each with the value that changes nothing.
 _ACTS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_length": 0, "num_beams": 1}
 
 

@@ -63,7 +63,7 @@ def holds(value: float, limit: float, floor: bool) -> bool:
 
 
 def findings(cell: dict[str, float], limits: Limits) -> list[dict[str, Any]]:
-    """What of a cell is out of range: [{"key", "value", "limit", "text"}], empty when all is in range."""
+    """The rates of a cell that are out of range: [{"key", "value", "limit", "text"}]."""
     found = []
     for key, name, floor, what in RATES:
         value, limit = cell[key], getattr(limits, name)

@@ -45,7 +45,7 @@ from recipes.parts.config import Config, load_config
 from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
 from recipes.parts.quant_format import FORMATS
 from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
-from recipes.parts.rundir import MANIFEST, RunDir, read_json, write_json
+from recipes.parts.rundir import MANIFEST, RunDir, base_directory, read_json, write_json
 from recipes.parts.runstate import continuing_flags
 
 ARMS = ("ptq", "qat", "qad")
@@ -162,6 +162,10 @@ class Study:
         """All runs; what failed. A distillation begins when the plain run that it starts from is trained, and is left
         out when that failed."""
         seeds, formats = self.options.seeds, self.options.formats
+        # All runs share the base's directory, and of two that write it at once the second is refused.
+        if self.config.rollout.backend == "server" and not base_directory(self.config).exists():
+            words = ["-m", "merge", "base", "--config", self.options.config, *self.overrides]
+            self.command(RunDir(self.out), "base", words)
         with ThreadPoolExecutor(1 if self.options.dry_run else self.options.jobs) as pool:
             plain = {pool.submit(self.train, "ptq", seed, None): seed for seed in seeds}
             runs = [pool.submit(self.train_and_judge, "qat", seed, name) for seed in seeds for name in formats]

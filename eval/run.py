@@ -405,7 +405,7 @@ def answer_pool(config: Config) -> Any:
 
 
 def measure(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
-    """One cell, every problem asked and scored; what generates is let go."""
+    """Ask and score every problem of one cell, then release its engine."""
     started, asking, place = time.perf_counter(), questions(plan), plan.place(policy, name)
     engine = plan.engine(policy, name)
     if engine == "server":

@@ -1,8 +1,8 @@
-"""What a worker keeps of a base that is not in NF4, to make its weights of with each adapter (`remerge.py`).
+"""The copy of a base not stored in NF4 that a worker keeps, to fold each adapter into (`remerge.py`).
 
-Read from the checkpoint that `python -m merge base` wrote. Of an unquantized base the copy is that BF16 weight, 2
-bytes a weight. Of a base in FP8 it is codes and scales, 1 byte: FP8 of the dequantized weight is the very codes and
-scales that the trainer stores (merge/fp8.py), if whole rows are looked at. Imports torch inside functions.
+Read from the checkpoint that `python -m merge base` wrote. An unquantized base is kept in BF16, 2 bytes a weight.
+An FP8 base is kept as codes and scales, 1 byte a weight: quantizing whole rows of the dequantized weight gives exactly
+the codes and scales that the trainer stores (merge/fp8.py). Imports torch inside functions.
 """
 
 import json

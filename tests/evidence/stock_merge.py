@@ -204,7 +204,8 @@ def dequantized(model: torch.nn.Module) -> Iterator[None]:
     stored = {name: layer.base_layer for name, layer in layers(model).items()}
     for name, layer in layers(model).items():
         plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        plain.weight = torch.nn.Parameter(dequantize(layer), requires_grad=False)
+        # A layer that peft merged dequantizes to float32; bitsandbytes casts that to the activations' dtype.
+        plain.weight = torch.nn.Parameter(dequantize(layer).to(model.dtype), requires_grad=False)
         plain.bias = stored[name].bias
         layer.base_layer = plain
     try:

@@ -156,7 +156,7 @@ class Clock:
         """Wait until the card has the memory of the run before again."""
         deadline = time.time() + FREE_S
         while time.time() < deadline and any(
-            now > before + FREE_GIB for now, before in zip(self.watch.now, empty, strict=False)
+            now > before + FREE_GIB for now, before in zip(self.watch.now, empty, strict=True)
         ):
             time.sleep(0.2)
 
@@ -275,7 +275,8 @@ def main() -> None:
     options, overrides, config = parse()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     clock = Clock(options, overrides, config)
-    time.sleep(0.2)  # until the card was looked at
+    while clock.watch.is_alive() and not clock.watch.now:
+        time.sleep(0.05)
     empty = [*clock.watch.now]
     for seed in options.seeds if options.sides else []:
         for side in options.sides:

@@ -152,6 +152,14 @@ def test_dequantized_copies_are_the_same_policy_and_leave_the_base_as_it_was(lea
     assert hash_base(model)["hash"] == before
 
 
+def test_a_bfloat16_base_can_be_judged_after_a_stock_sync(learning_model_dir):
+    model, tokens = load_policy(learning_model_dir, dtype="bfloat16"), torch.arange(3, 51)[None]
+    trl_sync(model, read=False)
+    stored = log_probs(model, tokens)
+    with dequantized(model):
+        assert torch.allclose(log_probs(model, tokens), stored, atol=1e-2)
+
+
 @pytest.mark.parametrize(("form", "right"), [("boxed", 1), ("stated", 2), ("lenient", 3)])
 def test_answers_count_in_the_form_that_was_asked_for(tmp_path, monkeypatch, form, right):
     said = ["\\boxed{8}", "The answer is 8.", "So he has 3 + 5 = 8 apples.", "The answer is 9."]

@@ -166,11 +166,11 @@ def test_a_gain_over_a_base_that_was_cut_off_is_said_to_be_one_in_stopping():
     assert found["gain"]["bf16"]["verdict"] == GAIN
     assert (form["share"], form["elsewhere"]["difference"]) == (0.5, 0.0)
     assert form["gain_there"] == pytest.approx(100 / 300) == pytest.approx(found["gain"]["bf16"]["difference"])
-    assert "Caution: base in bf16 has 50.0 % completions with a readable answer (at least 90 %)" in text
+    assert "Caution: the bf16 base has 50.0 % completions with a readable answer (at least 90 %)" in text
     assert "50.0 % completions cut at the token limit (at most 10 %)" in text
-    assert "Of the difference, +33.3 points lie where it gave no readable answer or did not end by itself" in text
+    assert "it gave no readable answer or did not stop contribute +33.3 points to the difference" in text
     assert "a gain in stopping and in form cannot be told from one in solving" in text
-    assert "by itself, +0.0 elsewhere" in text and "no gain beyond stopping and form is shown" in text
+    assert "the others +0.0" in text and "no gain beyond stopping and form is shown" in text
 
 
 def test_the_parts_of_a_gain_add_up_and_a_gain_elsewhere_is_not_denied():
@@ -184,7 +184,7 @@ def test_the_parts_of_a_gain_add_up_and_a_gain_elsewhere_is_not_denied():
     assert form["elsewhere"]["difference"] == pytest.approx((0.5 / 3 + 0.5625) / 2)
     assert form["gain_there"] + form["elsewhere"]["difference"] == pytest.approx(gain["difference"])
     assert form["share"] == 0.25
-    assert "no gain beyond stopping" not in text and "Caution: base in bf16" in text
+    assert "no gain beyond stopping" not in text and "Caution: the bf16 base" in text
 
 
 def changed(records: list[Record], lost: int, won: int = 0) -> list[Record]:

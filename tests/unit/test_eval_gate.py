@@ -185,9 +185,10 @@ def test_a_figure_at_its_limit_is_within_it(run):
 def test_a_base_out_of_range_is_noted_and_keeps_nothing_from_promotion(run, capsys):
     edit(run, "matrix", "base", "fp8", value={**read_json(run.eval_file)["matrix"]["base"]["fp8"], "parse_rate": 0.7})
     assert decide(run) == 0
-    note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: base in fp8"))
+    note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: the fp8 base"))
     assert "70.0 % completions with a readable answer (at least 90 %)" in note
-    assert "+5.0 points lie where it gave no readable answer" in note and "+14.0 [+9.0, +19.0] elsewhere" in note
+    assert "no readable answer or did not stop contribute +5.0 points" in note
+    assert "the others +14.0 [+9.0, +19.0]" in note
 
 
 def test_the_cell_that_misses_a_limit_is_named(run, capsys):

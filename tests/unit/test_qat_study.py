@@ -183,3 +183,23 @@ def test_a_difference_is_of_the_seeds_that_both_arms_have(study):
 def test_bad_input_is_refused_before_anything_runs(tmp_path, words, said):
     with pytest.raises(BadInput, match=said):
         qat_study.Study(*options(tmp_path, *words))
+
+
+def test_runs_with_servers_share_a_base_that_is_written_first_and_no_port(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    words = ["--seeds", "0", "1", "--formats", "w4a16", "--cards", "1", "0", "--dry_run", "--port", "8900"]
+    keys = ["--rollout.backend=server", f"--server.base={tmp_path / 'base'}", "--server.weights=bf16"]
+    made = qat_study.Study(*options(tmp_path / "study", *words, *keys))
+    assert made.everything() == []
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("python -m merge base --config")
+    trained = [line for line in lines if "-m launch.up" in line]
+    assert len(trained) == 6 and not any("accelerate.commands.launch" in line for line in lines)
+    for number, line in enumerate(trained):
+        assert f"127.0.0.1:{8900 + number}'" in line.replace("'\"'\"'", "'")
+        name = line.partition("--run.name=")[2].split()[0]
+        card = made.card(made.run(name[:3], int(name[-1]), name[4:-2] or None))
+        assert f"train.gpus=[{card}]" in line and f"server.gpus=[{card}]" in line
+    (tmp_path / "base").mkdir()
+    made.everything()
+    assert "merge base" not in capsys.readouterr().out

@@ -254,7 +254,7 @@ def test_a_wheel_that_is_no_file_and_a_model_that_is_there_are_refused(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def refused(tmp_path: Path, content: bytes, match: str, **wheel) -> None:
+def assert_refused(tmp_path: Path, content: bytes, match: str, **wheel) -> None:
     """The refusal of a wheel with this GGUF file; nothing is written."""
     file, source = wheel_of(content, tmp_path, **wheel)
     (out := tmp_path / "out").mkdir()
@@ -266,24 +266,26 @@ def refused(tmp_path: Path, content: bytes, match: str, **wheel) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.05, 0.3, 0.9, 0.999])
 def test_a_truncated_file_is_refused(gguf, tmp_path, share):
     content = gguf[0].read_bytes()
-    refused(tmp_path, content[: int(share * len(content))], "is truncated or no GGUF file: .*Fetch it again")
+    assert_refused(tmp_path, content[: int(share * len(content))], "is truncated or no GGUF file: .*Fetch it again")
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
-    refused(tmp_path, b"PK" * 5000, "is truncated or no GGUF file")
+    assert_refused(tmp_path, b"PK" * 5000, "is truncated or no GGUF file")
 
 
 def test_a_type_that_transformers_cannot_read_is_refused_by_name(tmp_path):
     write_gguf(path := tmp_path / "model.gguf", types={"blk.1.ffn_up": GGMLQuantizationType.I32})
-    refused(tmp_path, path.read_bytes(), r"stores blk\.1\.ffn_up\.weight as I32, which transformers cannot read")
+    assert_refused(
+        tmp_path, path.read_bytes(), r"stores blk\.1\.ffn_up\.weight as I32, which transformers cannot read"
+    )
 
 
 def test_weights_that_are_not_finite_or_not_there_are_refused(tmp_path):
     write_gguf(path := tmp_path / "model.gguf", weights={"output_norm": np.full(WIDTH, np.nan, np.float32)})
-    refused(tmp_path, path.read_bytes(), "model.norm.weight has values that are not finite")
+    assert_refused(tmp_path, path.read_bytes(), "model.norm.weight has values that are not finite")
     write_gguf(path, left_out="blk.1.ffn_up")
     (folder := tmp_path / "missing").mkdir()
-    refused(folder, path.read_bytes(), r"lacks 1 weights: model\.layers\.1\.mlp\.up_proj\.weight")
+    assert_refused(folder, path.read_bytes(), r"lacks 1 weights: model\.layers\.1\.mlp\.up_proj\.weight")
 
 
 def test_another_tokenizer_or_licence_is_refused(tmp_path):
@@ -295,9 +297,9 @@ def test_another_tokenizer_or_licence_is_refused(tmp_path):
     ):
         (folder := tmp_path / str(number)).mkdir()
         write_gguf(path := folder / "model.gguf", **fields)
-        refused(folder, path.read_bytes(), match)
+        assert_refused(folder, path.read_bytes(), match)
     (folder := tmp_path / "text").mkdir()
-    refused(folder, b"", "is not the Apache License 2.0: it begins 'All rights", licence="All rights reserved")
+    assert_refused(folder, b"", "is not the Apache License 2.0: it begins 'All rights", licence="All rights reserved")
 
 
 def test_a_wheel_with_another_file_inside_is_refused(gguf, tmp_path):

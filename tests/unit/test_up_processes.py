@@ -265,6 +265,7 @@ def test_nothing_stays_when_up_itself_is_killed_outright(tmp_path, port):
     with driven(tmp_path, port, {"server": SERVES, "trainer": WITH_WORKER}) as process:
         process.kill()
         processes.wait_until(lambda: gone(process.family))
+        assert gone(process.family)
 
 
 def test_a_leash_killed_outright_takes_its_command_along(tmp_path, port):
