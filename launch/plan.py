@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--model", help="a model directory or hub id instead of the YAML's model")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--matrix", action="store_true", help="models x cards: the longest completion that fits")
-    parser.add_argument("--check", metavar="JSON", help="compare with measured points (tests/gpu/memory_points.py)")
+    parser.add_argument("--check", metavar="JSON", help="compare with measured points (bench/memory_points.py)")
     flags, overrides = parser.parse_known_args()
     if flags.check is not None:
         from launch.planning.compare_points import check

@@ -32,7 +32,7 @@ Left out on purpose: a reward model, several turns, tools, a second model in mem
 
 Measured: the CPU recipe, 80 steps in 66 s, peak 1.21 GiB of memory, reward .492 (first 10 steps) to .922 (last 10),
 seed 0; 2 cores of an AMD EPYC, 2026-11-21, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2,
-bitsandbytes 0.50.2. An 8B shape on GPUs: tests/gpu/README.md. The 1.5B recipe: not measured.
+bitsandbytes 0.50.2. An 8B shape on GPUs: bench/README.md. The 1.5B recipe: not measured.
 
 Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, `--overwrite` starts the run anew. Exit code: 0 done,

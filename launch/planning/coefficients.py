@@ -15,12 +15,12 @@ class Coefficient(NamedTuple):
     source: str
 
 
-_POINTS = "tests/gpu/memory_points.json (H200)"
+_POINTS = "bench/memory_points.json (H200)"
 _CONFIRMED = "assumed, confirmed by " + _POINTS
-_ONE_CARD = "tests/gpu/README.md, trainer and server on one card"
+_ONE_CARD = "bench/README.md, trainer and server on one card"
 _READ_TRL = "read in trl 1.16.0, kernels/chunked_logprob.py and trainer/utils.py"
-_FORMATS = "tests/gpu/README.md, training for a format"
-_ROLLOUT_8B = "tests/gpu/README.md, rollout_8b.py --part speed, fit over 64, 256 and 512 sequences"
+_FORMATS = "bench/README.md, training for a format"
+_ROLLOUT_8B = "bench/README.md, rollout_8b.py --part speed, fit over 64, 256 and 512 sequences"
 
 TABLE = {
     # Trainer
@@ -97,8 +97,8 @@ TABLE = {
     "decode_efficiency_fp8": Coefficient(0.45, "share of the dense FP8 peak", _ROLLOUT_8B),
     "decode_efficiency_bf16": Coefficient(0.70, "share of the dense BF16 peak", _ROLLOUT_8B),
     "adapter_slowdown": Coefficient(1.33, "factor", _ROLLOUT_8B),
-    "sync_s": Coefficient(0.16, "s a step", "tests/gpu/README.md, split: 157 ms"),
-    "sleep_s": Coefficient(0.42, "s a step", "tests/gpu/README.md, one card: wake and sleep of an 8B shape"),
+    "sync_s": Coefficient(0.16, "s a step", "bench/README.md, split: 157 ms"),
+    "sleep_s": Coefficient(0.42, "s a step", "bench/README.md, one card: wake and sleep of an 8B shape"),
     "own_decode_s": Coefficient(
         3.8e-3, "s a layer and decode step", _POINTS + ": transformers' generate, 302 tokens/s"
     ),

@@ -1,4 +1,4 @@
-"""The plan's expected figures against measured ones (tests/gpu/memory_points.py writes them)."""
+"""The plan's expected figures against measured ones (bench/memory_points.py writes them)."""
 
 import json
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def check(path: str, as_json: bool) -> int:
     try:
         rows = compare(points)
     except (KeyError, TypeError) as error:
-        raise BadInput(f"{path} is not what tests/gpu/memory_points.py writes: {error!r}") from None
+        raise BadInput(f"{path} is not what bench/memory_points.py writes: {error!r}") from None
     if not rows:
         raise BadInput(f"{path} holds no measured point.")
     worst = max(rows, key=lambda row: abs(row.error))

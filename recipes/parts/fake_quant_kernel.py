@@ -2,7 +2,7 @@
 
 What each computes is defined in PyTorch in `recipes/parts/fake_quant.py`, bit for bit but for the order of the
 adapter's sums and the signs of zeros; blocks of weights with a scale below 2^-120 become 0.
-`tests/gpu/fake_quant_check.py` compares them. Written in Triton, for compute capability 8.9 and above. Imported on a
+`bench/fake_quant_check.py` compares them. Written in Triton, for compute capability 8.9 and above. Imported on a
 GPU only.
 
 A weight costs 0.5 bytes to read and 2 to write. Formats with a peak of a channel or of the whole weight need a pass

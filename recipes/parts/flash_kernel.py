@@ -1,6 +1,6 @@
 """GPU kernel of `flash_packed.merge`, defined there in PyTorch: one pass over the output instead of several.
 
-Written in Triton. Imported on a GPU only; `tests/gpu/packing_check.py` compares it.
+Written in Triton. Imported on a GPU only; `bench/packing_check.py` compares it.
 """
 
 import torch

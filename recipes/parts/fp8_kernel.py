@@ -2,7 +2,7 @@
 adapter's part of an output.
 
 What each computes is defined in PyTorch in `recipes/parts/linear.py`, bit for bit but for the order of the adapter's
-sums; `tests/gpu/linear_check.py` compares them. Written in Triton, for compute capability 8.9 and above (what is no
+sums; `bench/linear_check.py` compares them. Written in Triton, for compute capability 8.9 and above (what is no
 FP8: any). Imported on a GPU only.
 """
 

@@ -2,7 +2,7 @@
 
 liger-kernel's own `apply_liger_kernel_to_*` also put their kernels into transformers' modules, for every model of the
 process; here they go into the layers of one model. TRL's chunked log-prob head and the loss stay. Written for
-liger-kernel 0.8 and transformers 5.17; `tests/gpu/kernels_check.py` compares values and gradients with torch's.
+liger-kernel 0.8 and transformers 5.17; `bench/kernels_check.py` compares values and gradients with torch's.
 
 A norm's kernel writes its gradient over the one it is given, which nothing else reads: the answers of these norms go
 into linear layers or rotary embedding only. SwiGLU's does so with gate and up projections, after their last use. Both

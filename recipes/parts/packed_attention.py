@@ -4,7 +4,7 @@ A position sees itself and what is before it in its own segment and, behind a sh
 GPU this is torch's FlexAttention with a `BlockMask` or, in half precision, FlashAttention's or cuDNN's kernels
 (`flash_packed`; `train.packed_attention` says which), on a CPU sdpa with a dense boolean mask. Each travels through
 transformers as the attention mask, which a layer that is recomputed in the backward pass gets once more.
-`tests/gpu/packing_check.py` compares them and prints their times.
+`bench/packing_check.py` compares them and prints their times.
 """
 
 import functools

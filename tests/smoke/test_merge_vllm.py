@@ -44,7 +44,7 @@ SERVED = [name for name in BOUND if name not in REFUSAL]
 SERVE = """
 import json, sys
 from pathlib import Path
-from tests.gpu.merge_formats import serve
+from bench.merge_formats import serve
 for directory in sys.argv[2:]:
     try:
         serve(directory, sys.argv[1], directory + ".json")

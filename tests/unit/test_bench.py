@@ -1,4 +1,4 @@
-"""The benchmarks of tests/gpu without their GPU: what they count, and that their levers are the configuration's."""
+"""The benchmarks of bench without their GPU: what they count, and that their levers are the configuration's."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-sys.path.insert(1, str(Path(__file__).parents[1] / "gpu"))
-sys.path.insert(1, str(Path(__file__).parents[1] / "gpu/bench"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "bench/step"))
 
 import bench_lengths
 import bench_step

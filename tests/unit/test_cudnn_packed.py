@@ -1,6 +1,6 @@
 """cuDNN's kernels in the place of FlashAttention's: the same merge, sequences filled up with empty ones, few plans.
 
-The kernels run on a GPU only (`tests/gpu/cudnn_check.py`). Here cuDNN's package is a stand-in that reads the graph as
+The kernels run on a GPU only (`bench/cudnn_check.py`). Here cuDNN's package is a stand-in that reads the graph as
 it was declared, memory by its address, and computes in float64 what a graph of these tensors is documented to.
 """
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.linear_kernels import make_layer
 from merge import quantize as export
 from recipes.parts import fake_quant, linear
 from recipes.parts.errors import BadInput
@@ -22,7 +23,6 @@ from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from recipes.parts.quant_format import FORMATS
 from tests import processes, sandbox
 from tests.conftest import rehearse
-from tests.gpu.linear_kernels import make_layer
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(FORMATS)
@@ -298,4 +298,4 @@ def test_named_configurations_are_what_nvidia_modelopt_has_under_the_name(modelo
 
 
 def test_the_gpu_kernels_give_the_numbers_of_their_definitions_in_tritons_interpreter():
-    assert "ok      nvfp4a16 weight" in rehearse("tests/gpu/fake_quant_check.py", "bits")
+    assert "ok      nvfp4a16 weight" in rehearse("bench/fake_quant_check.py", "bits")

@@ -62,7 +62,7 @@ def third_party_imports() -> dict[str, str]:
 BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
 # merge/awq.py, launch/export/schema.py and tests/unit/modelopt_numbers.py run in environments of their own, pinned in
 # requirements-llmcompressor.txt, requirements-verl.txt and requirements-modelopt.txt.
-# tests/gpu/bench_update.py runs Unsloth beside the kit where it is installed.
+# bench/bench_update.py runs Unsloth beside the kit where it is installed.
 OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth", "modelopt"}
 # In requirements-cuda.txt alone: their kernels need a GPU.
 OF_GPUS = {"liger_kernel", "cudnn"}

@@ -1,5 +1,5 @@
 """policy.kernels: what is refused, and which modules of which model change. Stand-ins for liger's functions, as its
-Triton kernels need a GPU; tests/gpu/kernels_check.py compares those."""
+Triton kernels need a GPU; bench/kernels_check.py compares those."""
 
 import sys
 from types import ModuleType

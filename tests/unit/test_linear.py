@@ -397,4 +397,4 @@ def test_a_gpu_without_fp8_arithmetic_and_a_float32_model_are_refused_by_name(mo
 
 
 def test_the_gpu_kernels_give_the_bits_of_their_definitions_in_tritons_interpreter():
-    assert "ok      unpack to FP8, transposed" in rehearse("tests/gpu/linear_check.py", "kernels")
+    assert "ok      unpack to FP8, transposed" in rehearse("bench/linear_check.py", "kernels")

@@ -17,7 +17,7 @@ from recipes.parts.errors import BadInput
 from tests.conftest import ROOT
 
 H200, SHAPE = CARDS["h200"], shape_by_size("8b")
-POINTS = ROOT / "tests/gpu/memory_points.json"
+POINTS = ROOT / "bench/memory_points.json"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -40,7 +40,7 @@ def server_gib(shape=SHAPE, card=H200, **keys):
 
 
 # Peaks of an update of the 8B shape on an H200: GiB, prompt, completion, micro-batch, adapted layers, padded.
-# tests/gpu/README.md (one card), and the NF4 base with TRL's model path at 8 x and 1 x 2,048 tokens.
+# bench/README.md (one card), and the NF4 base with TRL's model path at 8 x and 1 x 2,048 tokens.
 MEASURED = [
     (7.5, 64, 2048, 1, "all-linear", False),
     (13.95, 1, 2047, 8, ATTENTION, False),
@@ -192,7 +192,7 @@ def test_full_precision_needs_more():
     assert found["full fine-tuning"] > 20 * SHAPE.parameters / memory.GIB
 
 
-# tests/gpu/README.md, 8B shape on one H200: sequences, sync, weights, tokens a second.
+# bench/README.md, 8B shape on one H200: sequences, sync, weights, tokens a second.
 SPEED = [
     (64, "remerge", "fp8_per_channel", 12094),
     (256, "remerge", "fp8_per_channel", 21995),
@@ -244,7 +244,7 @@ def test_updates_are_within_the_stated_range_of_measured_seconds():
 
 
 def one_card(**changes):
-    """The card's GiB with the trainer and server of tests/gpu/README.md."""
+    """The card's GiB with the trainer and server of bench/README.md."""
     keys = {"rollout__backend": "server", "rollout__max_prompt_length": 64, "rollout__max_completion_length": 2048}
     keys |= {"server__kv_cache": "fp8", "server__kv_cache_gib": 1.4, "server__max_num_seqs": 8}
     keys |= {"server__nf4_copy": "host", "server__enforce_eager": True, "train__max_gpu_gib": 9.0}

@@ -24,7 +24,7 @@ from tests.unit.test_plan_memory import SHAPE, config
 H200, A100 = CARDS["h200"], CARDS["a100-80g"]
 SERVED = {"rollout__backend": "server", "server__weights": "bf16", "policy__quant_cfg": "nvfp4a16"}
 DISTILLED = SERVED | {"distill__teacher": "base"}
-# tests/gpu/README.md, "Training for a format": 8 x 2,048 tokens, all linear layers, full recomputation, one H200.
+# bench/README.md, "Training for a format": 8 x 2,048 tokens, all linear layers, full recomputation, one H200.
 UPDATES = [
     (None, "plain", "torch", 7768, 14.48),
     (None, "fused", "liger", 12114, 13.29),

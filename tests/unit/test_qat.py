@@ -309,7 +309,7 @@ def test_merged_weights_and_shapes_that_a_format_cannot_store_are_refused():
 
 
 def test_the_check_for_a_gpu_can_be_rehearsed():
-    from tests.gpu import linear_kernels, qat_check
+    from bench import linear_kernels, qat_check
 
     qat_check.check_errors("cpu", qat_check.SMALL, 16)
     assert linear_kernels.missed == [] and len(qat_check.tables[-1].splitlines()) == 1 + len(FORMATS)

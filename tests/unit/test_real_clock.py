@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(1, str(Path(__file__).parents[1] / "gpu"))
-sys.path.insert(1, str(Path(__file__).parents[1] / "gpu/bench"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "bench/step"))
 
 import clock_picture
 import real_clock
@@ -22,7 +22,7 @@ from recipes.parts.rundir import RunDir
 from tests.processes import run, wait_until
 from tests.unit.metric_rows import make_run, rows_of
 
-SCRIPT = ROOT / "tests/gpu/real_clock.py"
+SCRIPT = ROOT / "bench/real_clock.py"
 
 
 def steps(count: int, first: float = 30.0, each: float = 2.0) -> list[dict]:

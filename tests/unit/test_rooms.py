@@ -78,12 +78,12 @@ MAY_IMPORT = {
     # What the doctor tries in child processes: the policy as the trainer loads it, and what the recipe refuses before.
     "launch.checks.steps": ("launch", "merge.base", "recipes.parts"),
 }
-NOT_ROOMS = {"tests", "runs", "models"}
+NOT_ROOMS = {"bench", "tests", "runs", "models"}
 
 
 def sources(root: Path, rooms_only: bool = True) -> list[Path]:
     """Every Python file of the rooms, or of the rooms and the tests."""
-    left_out = NOT_ROOMS if rooms_only else NOT_ROOMS - {"tests"}
+    left_out = NOT_ROOMS if rooms_only else NOT_ROOMS - {"bench", "tests"}
     folders = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
     return [file for folder in folders if folder.name not in left_out for file in sorted(folder.rglob("*.py"))]
 

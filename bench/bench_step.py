@@ -1,0 +1,499 @@
+"""Two cards: whole steps of GRPO, stock TRL against the recipe, lever by lever, on the same lengths.
+
+    python bench/bench_step.py --load A --variants plain fp8+liger+shared --out A.json
+    python bench/bench_step.py --loads B C --variants default default+both --out BC.json
+    python bench/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
+    python bench/bench_step.py --load A --stock_sides stock+one --variants default+one --out one.json  # one card
+    python bench/bench_step.py --variants both both+policy.quant_cfg=nvfp4a16+server.weights=bf16 --out qat.json
+    python bench/bench_step.py --part scaling --cards 4 --out scaling.json
+    python bench/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
+
+An 8B shape with random weights, 250-token prompts, groups of 8, beta .01, LoRA of rank 16 on all linear layers; the
+trainer on GPU 0, both servers on GPU 1. With `both` in a variant a trainer process and a replica are on either card:
+the replicas of GPU 0 and 1 then are there from the start, and other variants ask that of GPU 1 only. With `one` both
+are on GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at
+2,048. C: 128 of 4,096. D: 32 of 4,096. A plugin in all vLLM servers fixes the lengths (bench_lengths.py).
+
+Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
+defaults have it. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and of TRL's
+colocated mode, a process and its vLLM on either card or on GPU 0, not work B. Ratios are to `stock`, without it to the
+first of stock's rows. Ours: the recipe's main() under accelerate with a reward that random text can earn, NF4, FP8
+server with remerge. A variant is levers of workload.py joined by +, or written key=value; `plain` is every lever off,
+`default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only. A variant's
+server.* and policy.quant_cfg, which runs grpo_qat.py, are its servers' too: one with others waits for servers of its
+own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate, and
+a second table has medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and do not
+count, nor does one step more of `overlap`, whose batch was generated behind a slow first step. Figures are medians of
+the others. `step` is wall-clock from the end of a step to the end of the next, `gen` what the trainer waited for
+completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours all else; tok/s of
+rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the useful
+operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of TRL's colocated
+mode with vLLM in it, `card 0` what the driver saw of that card (with `both` or `one` in any variant, a replica too),
+`server` what a server took of its card when ready. Stock's rows come first; its server then ends in the last round,
+and in each where a variant needs its memory.
+
+It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent / "step"))
+
+from memory_child import SHAPES, nvidia_smi
+from servers import (
+    MEETING_PORT,
+    READY_S,
+    SHARE,
+    CardWatch,
+    Child,
+    Failed,
+    OurServer,
+    StockServer,
+    card,
+    run_flags,
+    server_flags,
+    write_lengths,
+    write_plugin,
+)
+from step_table import PHASES, efficiencies, figures, read_metrics, read_rows, table
+from workload import LEVERS, TINY_WORKS, WORKS, Work
+
+from recipes.parts.rundir import write_json
+
+OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
+OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
+VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}, "one": {}}
+SERVED = ("server.", "policy.quant_cfg=")  # keys that servers have in common with a run
+SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
+SCALING = {
+    2: [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])],
+    4: [(1, [1]), (2, [1, 2]), (4, [1, 2, 3]), (4, [0, 1, 2, 3])],
+}
+STOCK_SIDES = ("stock", "stock+none", "stock+both", "stock+one")
+SPARE_GIB = 3  # of a card that the trainer shares: its context, and what a replica needs while it syncs
+LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
+
+
+def levers(variant: str) -> dict[str, str]:
+    """The configuration keys of a variant."""
+    names = variant.split("+")
+    keys = {} if "default" in names else dict(OFF)
+    for name in names:
+        key, is_key, value = name.partition("=")
+        keys |= {key: value} if is_key else VARIANTS[name]
+    return keys
+
+
+def served_keys(variant: str) -> list[str]:
+    """The keys, KEY=VALUE, of a variant's servers."""
+    return [name for name in variant.partition("@")[0].split("+") if name.startswith(SERVED)]
+
+
+class Bench:
+    """Options, servers and rows of one call."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.started = options, time.time()
+        self.work: Path = options.work.resolve()
+        self.loads: dict[str, Work] = {
+            name: (TINY_WORKS if options.rehearse else WORKS)[name] for name in options.loads
+        }
+        self.shape = SHAPES["tiny" if options.rehearse else "8b"]
+        self.cpu, self.rows, self.children = options.rehearse, [], []
+        self.servers: dict[str, Any] = {}
+        self.served: list[str] = []  # what variants asked of our server
+        self.broken: dict[str, str] = {}  # sides that cannot run, and why; the other one goes on
+        self.server_gib: dict[str, float | None] = {}
+        self.watch = CardWatch()
+        self.runs, self.call = 0, int(self.started)  # the work directory holds the runs of other calls, too
+
+    @property
+    def cards(self) -> list[int]:
+        """Those of our replicas, whatever rows need: GPU 1, or GPU 0, or both. On a CPU the numbers of replicas."""
+        if self.options.part == "scaling":
+            return [*range(self.options.cards)]
+        return sorted({number for variant in self.options.variants for number in replicas_of(variant)}) or [1]
+
+    def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
+        """The command line of a run of ours that asks the replicas of some cards."""
+        served = server_flags(self.work, [*self.loads.values()], self.shape, cards or self.cards, self.cpu)
+        asked = dict(one.split("=", 1) for one in (*self.options.ours, *self.served))
+        return run_flags(self.work, load, name, served | asked)
+
+    def serve(self, keys: list[str]) -> None:
+        """Our server with these keys begins to start, in place of the one that is there."""
+        if "ours" in self.servers:
+            self.servers.pop("ours").stop()
+            self.server_gib.pop("ours", None)
+        self.served = keys
+        self.servers["ours"] = OurServer(self.work, self.flags("server", self.largest))
+
+    @property
+    def largest(self) -> Work:
+        return max(self.loads.values(), key=lambda load: load.prompt + load.longest)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it has to be over; ending the servers takes some, too."""
+        return self.started + self.options.limit_s - 25 - time.time()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.time() - self.started:.0f} s] {text}", flush=True)
+
+    def child(self, name: str, words: list, limit_s: float, **more: str) -> Child:
+        """Run a command to its end; `Failed` otherwise."""
+        child = Child(name, words, self.work, **more)
+        self.children.append(child)
+        try:
+            child.wait(min(limit_s, max(1.0, self.left)))
+        finally:
+            self.children.remove(child)
+        self.say(f"{name}: {time.time() - child.started:.0f} s")
+        return child
+
+    def prepare(self, with_stock: bool) -> None:
+        """The model, stock's server, beside it the dequantized base, then our server begins to start."""
+        write_plugin(self.work)
+        write_lengths(self.work, self.largest)
+        if not (self.work / "model" / "COMPLETE").is_file():
+            shape = "tiny" if self.cpu else "8b"
+            words = ["bench/step/model.py", "--out", self.work / "model", "--shape", shape]
+            self.child("model", [*words, "--prompt", self.largest.prompt], 200)
+        self.empty = [*self.watch.now]
+        asks = with_stock and not all(map(shared_cards, self.options.stock_sides))
+        if asks:
+            self.serve_stock()
+        if self.wants_ours and not (self.work / "base" / "manifest.json").is_file():
+            words = ["-m", "merge", "base", *self.flags("base", self.largest)]
+            with self.going_on("ours"):
+                self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else str(card(0)))
+        if asks:
+            self.wait_stock()
+        if self.wants_ours and "ours" not in self.broken and self.has_room:
+            # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
+            self.serve(served_keys((self.options.variants or [""])[0]))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether vLLM would start beside what is on our replicas' cards: so much has to be free."""
+        cards = [number for number in self.cards if number < len(self.watch.totals)]
+        return all(self.watch.totals[one] * (1 - SHARE) > self.watch.now[one] for one in cards)
+
+    def serve_stock(self) -> None:
+        self.servers["stock"] = StockServer(self.work, [*self.loads.values()], None if self.cpu else 1, self.shape)
+
+    def wait_stock(self) -> None:
+        with self.going_on("stock"):
+            self.servers["stock"].wait(min(READY_S, self.left))
+            # Of the first one: ours may be there when it comes back.
+            self.server_gib.setdefault("stock", self.grown(1))
+            self.say("the stock server is ready")
+
+    @contextlib.contextmanager
+    def going_on(self, side: str) -> Iterator[None]:
+        """A failure in the block breaks one side only."""
+        try:
+            yield
+        except Failed as error:
+            self.broken[side] = str(error)
+            self.say(f"{side}: {error}")
+
+    @property
+    def wants_ours(self) -> bool:
+        return bool(self.options.variants) or self.options.part == "scaling"
+
+    def grown(self, number: int) -> float | None:
+        """GiB of a card that are in use now and were not before the servers."""
+        now, before = self.watch.now, self.empty
+        return now[number] - before[number] if number < min(len(now), len(before)) else None
+
+    def wait_ours(self) -> None:
+        if "ours" not in self.server_gib:
+            self.servers["ours"].wait(min(READY_S, self.left))
+            self.note_ours()
+
+    def note_ours(self) -> None:
+        """What our server took, once it is ready and stock's, which takes more when weights arrive, has ended;
+        `Failed` when ours ended."""
+        if {"ours", "stock"} & self.servers.keys() != {"ours"} or "ours" in self.server_gib:
+            return
+        if self.servers["ours"].is_ready:
+            self.server_gib["ours"] = self.grown(self.cards[-1])
+            self.say("our server is ready")
+
+    def run(
+        self, side: str, load: str, trainers: int = 1, cards: list[int] | None = None, name: str | None = None
+    ) -> None:
+        """One row: a side's steps, or its error. What it leaves on the disk is in a directory of its own. Ours runs on
+        the first `trainers` cards and asks the replicas of `cards`."""
+        trainers, cards = shared_cards(side) or trainers, cards or replicas_of(side)
+        row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": len(cards)}
+        kind = "stock" if side.startswith("stock") else "ours"
+        try:
+            needs_server = kind == "ours" or not shared_cards(side)
+            if kind in self.broken and needs_server:
+                raise Failed(self.broken[kind])
+            if self.left < (0 if self.cpu else LEAST_S[kind]):
+                raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
+            if kind == "ours" and ("ours" not in self.servers or served_keys(side) != self.served):
+                self.serve(served_keys(side))
+            # Of an overlapped row the second one is long: a batch generated behind a short step is not hidden.
+            write_lengths(self.work, self.loads[load], self.options.warm, self.options.warm_tokens)
+            self.watch.reset()
+            steps = self.stock_steps(side, load) if kind == "stock" else self.our_steps(side, load, trainers, cards)
+            if not (counted := [one for one in steps if one["number"] > self.warm(side)]):
+                raise Failed(f"{len(steps)} steps, none after the first {self.warm(side)}")
+            row |= figures(counted, self.loads[load], self.shape, trainers)
+            server = self.server_gib.get(kind) if needs_server else None
+            row |= {"server_gib": server, "card_gib": self.watch.peak(0)}
+        except Failed as error:
+            row["error"] = str(error)
+            self.say(f"{side}: {error}")
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"
+            self.say(f"{side}: {row['error']}")
+        self.add(row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if "step" in row:
+            parts = ", ".join(f"{name} {row[name]:.2f}" for name in PHASES)
+            self.say(
+                f"{row['load']} {row['side']}: {parts} s; {row['update_tok_s']:,.0f} tok/s, {row['peak_gib']:.2f} GiB"
+            )
+        options = self.options
+        head = {"card": nvidia_smi("name"), "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
+        head |= {"lengths": {name: load.lengths for name, load in self.loads.items()}, "limit_s": options.limit_s}
+        write_json(options.out, head | {"rows": self.rows})
+
+    def warm(self, side: str) -> int:
+        """Steps of a row that do not count. The batch of an overlapped run's second step was generated behind the
+        first, which is slow, so that step would wait too little."""
+        return self.options.warm + ("overlap" in side.partition("@")[0].split("+"))
+
+    def steps(self, side: str, load: str) -> int:
+        """Steps of a row, those that do not count included."""
+        counted = self.options.steps
+        return self.warm(side) + (counted[self.options.loads.index(load)] if len(counted) > 1 else counted[0])
+
+    def stock_steps(self, side: str, load: str) -> list[dict[str, Any]]:
+        """Stock's rows, also those of a run that was cut short."""
+        name, steps = f"stock-{self.call}-{self.runs}", self.steps(side, load)
+        self.runs += 1
+        words = ["bench/step/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
+        words += ["--load", load, "--steps", steps, "--recompute", "none" if side == "stock+none" else "full"]
+        words += ["--rehearse"] if self.cpu else []
+        # TRL spreads a model over every GPU that it sees.
+        more = {} if self.cpu else {"CUDA_VISIBLE_DEVICES": str(card(0))}
+        if processes := shared_cards(side):
+            prefix, more = self.launcher(processes)
+            words = [*prefix, *words, "--colocate"]
+        return self.steps_of(name, words, steps, read_rows, **more)
+
+    def launcher(self, processes: int) -> tuple[list, dict[str, str]]:
+        """What starts a script in so many processes, on the first cards, and its environment."""
+        port, more = MEETING_PORT + self.runs % 20, {"GLOO_SOCKET_IFNAME": "lo"}
+        if self.cpu:
+            more["ACCELERATE_USE_CPU"] = "true"
+        if self.cpu and processes > 1:  # accelerate starts several processes on a CPU by MPI
+            return ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", port], more
+        name = "cpu" if self.cpu else "one_gpu" if processes == 1 else "ddp"
+        words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+        words += ["--gpu_ids", card(0)] if name == "one_gpu" else []  # that file names card 0
+        return [*words, "--num_processes", processes, "--main_process_port", port], more
+
+    def our_steps(self, variant: str, load_name: str, trainers: int, cards: list[int]) -> list[dict[str, Any]]:
+        """The rows of our metrics.jsonl, in stock's names."""
+        name, load = f"ours-{self.call}-{self.runs}", self.loads[load_name]
+        self.runs += 1
+        steps = self.steps(variant, load_name)
+        keys: dict[str, Any] = {"train.max_steps": steps, "train.save_steps": steps}
+        keys |= {"train.per_device_train_batch_size": load.group}
+        keys |= {"train.gradient_accumulation_steps": load.completions // load.group // trainers}
+        if shared := set(range(trainers)) & set(cards):
+            self.wait_ours()  # what it takes of the cards is known then
+            if not self.cpu:
+                # Not what is free now: the run before may still be letting go of its memory.
+                least = min(self.watch.totals[number] for number in shared)
+                keys["train.max_gpu_gib"] = int(least - self.server_gib["ours"] - SPARE_GIB)
+        words, more = self.launcher(trainers)
+        words += ["bench/step/recipe.py", *self.flags(name, load, cards)]
+        words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
+        metrics = self.work / f"run-{name}" / "metrics.jsonl"
+        return self.steps_of(name, words, steps, lambda log: read_metrics(metrics), self.note_ours, **more)
+
+    def steps_of(
+        self, name: str, words: list, wanted: int, read: Any, look: Any = lambda: None, **more: str
+    ) -> list[dict[str, Any]]:
+        """Run a side, looking every now and then; `Failed` only when no counted step was finished."""
+        child = Child(name, words, self.work, **more)
+        self.children.append(child)
+        deadline = time.time() + min(self.options.side_s, max(1.0, self.left))
+        try:
+            while child.process.poll() is None:
+                if self.options.cut and len(read(child.log)) >= wanted:
+                    break
+                if time.time() > deadline:
+                    raise Failed(f"{name} was still running after {time.time() - child.started:.0f} s")
+                look()
+                time.sleep(0.2)
+            else:
+                child.wait(1)
+        except Failed as error:
+            if len(read(child.log)) <= self.options.warm:
+                raise Failed(f"{error}\n{child.end_of_log()}") from None
+            self.say(f"cut short: {error}")
+        finally:
+            child.kill()
+            self.children.remove(child)
+        self.say(f"{name}: {time.time() - child.started:.0f} s")
+        return read(child.log)
+
+    def close(self) -> None:
+        """End everything that this call started."""
+        for child in [*self.children]:
+            child.kill()
+        for name, server in self.servers.items():
+            try:
+                server.stop()
+            except Exception as error:
+                self.say(f"stopping the {name} server: {type(error).__name__}: {error}")
+        self.watch.running = False
+
+
+def shared_cards(side: str) -> int:
+    """On how many cards, from the first, a side trains and samples in turn; 0 where each is on a card of its own."""
+    return max(SHARED.get(name, 0) for name in side.partition("@")[0].split("+"))
+
+
+def replicas_of(variant: str) -> list[int]:
+    """The cards of the replicas that a variant asks."""
+    return [*range(shared_cards(variant))] or [1]
+
+
+def compare(bench: Bench) -> int:
+    """Stock and the variants, in turn; the number of rows that were wanted."""
+    options = bench.options
+    with_stock = options.stock is None
+    bench.prepare(with_stock)
+    shares = any(map(shared_cards, options.variants))  # a trainer then needs the memory of stock's server
+    for number in range(options.rounds):
+        is_last = number == options.rounds - 1
+        if with_stock:
+            if "stock" not in bench.servers and stock_rows(options, colocated=False):
+                bench.serve_stock()
+                bench.wait_stock()
+            for side, load in stock_rows(options, colocated=False):
+                bench.run(side, load)
+            if (is_last or shares) and "stock" in bench.servers:
+                bench.servers.pop("stock").stop()
+            if is_last and "ours" in bench.servers:
+                with bench.going_on("ours"):
+                    time.sleep(1)  # until the card's memory was looked at again
+                    bench.wait_ours()
+            for side, load in stock_rows(options, colocated=True) if is_last else ():
+                bench.run(side, load)
+        for variant, load in rows(options):
+            bench.run(variant, load)
+    wanted = options.rounds * len(stock_rows(options, False)) + len(stock_rows(options, True)) if with_stock else 0
+    return options.rounds * len(rows(options)) + wanted
+
+
+def stock_rows(options: argparse.Namespace, colocated: bool) -> list[tuple[str, str]]:
+    """(side, load) of stock's rows, in their order: those with its server, or the ones that need the server's memory,
+    in which vLLM does not know of works with many lengths."""
+    sides = [side for side in options.stock_sides if bool(shared_cards(side)) == colocated]
+    return [(side, load) for load in options.loads for side in sides if not (colocated and WORKS[load].is_lognormal)]
+
+
+def rows(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """(variant, load) of our rows, in their order."""
+    named = [variant.partition("@") for variant in options.variants]
+    return [(variant, load) for variant, _, only in named for load in options.loads if load in (only or load)]
+
+
+def scale(bench: Bench) -> int:
+    """The first variant with more and more trainers, on the first cards, and replicas, beside them as far as cards
+    are there. A trainer's speed does not depend on the replicas, so a row shows two numbers."""
+    variant = (bench.options.variants or ["default"])[0]
+    bench.prepare(False)
+    bench.wait_ours()  # its start is no part of the first row's time
+    pairs = SCALING[bench.options.cards]
+    for load in bench.options.loads:
+        for trainers, cards in pairs:
+            bench.run(variant, load, trainers, cards, f"{trainers} trainers, {len(cards)} replicas")
+    efficiencies(bench.rows)
+    return len(pairs) * len(bench.options.loads)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--part", choices=("compare", "scaling"), default="compare")
+    parser.add_argument("--load", "--loads", dest="loads", nargs="+", choices=WORKS, default=["A"])
+    parser.add_argument("--variants", nargs="*", default=[], help=f"of {', '.join(VARIANTS)}, joined by +")
+    parser.add_argument("--stock", type=Path, help="an earlier --out with stock's rows, instead of running stock")
+    parser.add_argument("--stock_sides", nargs="+", choices=STOCK_SIDES, default=["stock"], help="its rows, a load")
+    parser.add_argument("--rounds", type=int, default=1, help="times that the sides alternate")
+    parser.add_argument("--warm", type=int, default=1, help="steps before those that count")
+    parser.add_argument("--warm_tokens", type=int, help="end the completions of these steps here")
+    parser.add_argument("--steps", type=int, nargs="+", default=[3], help="that count; one number, or one a load")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/bench_step"), help="kept: model, base, logs")
+    parser.add_argument("--limit_s", type=float, default=570, help="stop after this, with a table of what is there")
+    parser.add_argument("--side_s", type=float, default=300, help="longest time of one row")
+    parser.add_argument(
+        "--ours", nargs="+", default=[], metavar="KEY=VALUE", help="configuration of all our rows and of our server"
+    )
+    parser.add_argument("--cards", type=int, choices=SCALING, default=2, help="of --part scaling")
+    parser.add_argument("--cut", action="store_true", help="end a side after its last step: no checkpoint, no hash")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny shape on a CPU, weights not sent by stock")
+    parser.add_argument("--out", type=Path, required=True, help="JSON with every number, written after each row")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    if wrong := [one for one in options.ours if "=" not in one]:
+        parser.error(f"--ours {wrong[0]} is not KEY=VALUE, e.g. server.kv_cache=fp8")
+    for variant in options.variants:
+        names = variant.partition("@")[0].split("+")
+        if unknown := [name for name in names if "=" not in name and name not in VARIANTS]:
+            parser.error(f"unknown levers {', '.join(unknown)} in {variant}; there are {', '.join(VARIANTS)}")
+    if len(options.steps) not in (1, len(options.loads)):
+        parser.error(f"--steps names {len(options.steps)} numbers for {len(options.loads)} loads")
+    if options.stock and not options.stock.is_file():
+        parser.error(f"--stock {options.stock} does not exist")
+    return options
+
+
+def main() -> None:
+    options = read_options()
+    os.environ.setdefault("OMP_NUM_THREADS", "1" if options.rehearse else "4")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that what was started is ended
+    bench = Bench(options)
+    bench.work.mkdir(parents=True, exist_ok=True)
+    bench.watch.start()
+    time.sleep(1)
+    wanted = None
+    try:
+        wanted = compare(bench) if options.part == "compare" else scale(bench)
+    except Failed as error:
+        bench.say(f"stopped: {error}")
+    finally:
+        table(bench.rows, options.stock)
+        sys.stdout.flush()
+        bench.close()
+    good = sum("step" in row and not row["problem"] for row in bench.rows)
+    bench.say(f"{good} of {wanted if wanted is not None else '?'} rows, {options.out}")
+    raise SystemExit(good != wanted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The recipe's real command line on an 8B shape with random weights, generating in the trainer's process.
+
+Shows what a CPU cannot: that the NF4 path fits and runs at size, and what it costs. Random weights: no reward is
+learned. Rollouts from a server: rollout_8b.py.
+
+    python bench/path_8b.py --part local     # train in process, write the base, merge, quantize
+    python bench/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2, ZeRO-3, FSDP2
+    python bench/path_8b.py --part parallel --launchers ddp zero3 fsdp2  # the memory of each card, whole and split
+
+Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+LAUNCHERS = {"one_gpu": 1, "ddp": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}  # processes of each
+
+
+def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0) -> float:
+    """A Qwen3-8B shape with random BF16 weights and the small tokenizer; returns its parameters in billions.
+
+    `branches` scales what attention and MLP add to the residual stream: random branches amplify rounding, small ones
+    leave it about as visible as in a trained model.
+    """
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_(branches)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    model.save_pretrained(directory, max_shard_size="4GB")
+    tokenizer.save_pretrained(directory)
+    return sum(p.numel() for p in model.parameters()) / 1e9
+
+
+def command(name: str, arguments: list[str], logs: Path) -> tuple[float, str]:
+    """Run one command line from the repository root; (seconds, output). Ends the script when it fails."""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    (logs / f"{name}.log").write_text(done.stdout + done.stderr)
+    seconds = time.perf_counter() - started
+    print(f"{name}: exit {done.returncode}, {seconds:.0f} s", flush=True)
+    if done.returncode:
+        print((done.stdout + done.stderr)[-6000:], flush=True)
+        raise SystemExit(1)
+    return seconds, done.stdout
+
+
+def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", processes: int = 1) -> list[dict]:
+    """Steps of the recipe; the rows of its metrics.jsonl."""
+    overrides = {
+        "run.name": name,
+        "run.output_dir": work / name,
+        "model.path": work / "model",
+        "model.dtype": "bfloat16",
+        "data.path": work / "tiny",
+        "train.max_steps": 3,
+        "train.save_steps": 3,
+        "train.per_device_train_batch_size": 8,
+        "train.gradient_accumulation_steps": 8 // processes,
+        "train.recompute": "full",
+        "train.learning_rate": "1e-5",
+        "rollout.max_completion_length": 256,
+    }
+    flat = [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
+    launch += ["--num_processes", str(processes)]
+    command(name, [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *flat, *extra], work)
+    return [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def row(name: str, metrics: list[dict]) -> dict:
+    """The last step, when every kernel is warm."""
+    last = metrics[-1]
+    seconds, peak = last["seconds"], last["peak_gib"]
+    return {
+        "what": name,
+        "seconds": seconds,
+        "rollout_tok_s": last["rollout_tokens_per_s"],
+        "update_tok_s": last["update_tokens_per_s"],
+        "peak_rollout_gib": peak["rollout"],
+        "peak_update_gib": peak["update"],
+        "kl_step1": metrics[0]["kl"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/path8b"))
+    parser.add_argument("--part", choices=("local", "parallel"), required=True)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="of parallel")
+    parser.add_argument("--out", type=Path, help="JSON with every number")
+    options = parser.parse_args()
+    work = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    if options.part == "local":
+        rows, seconds = local_part(work, options.layers)
+    else:
+        rows, seconds = parallel_part(work, options.layers, options.launchers)
+    if options.out:
+        options.out.write_text(json.dumps({"rows": rows, "seconds": seconds}, indent=2))
+    print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  GiB in rollout, update")
+    for r in rows:
+        s = r["seconds"]
+        print(
+            f"{r['what']:<26} {s['step']:6.1f} {s['rollout']:7.1f} {s['update']:8.1f} {r['rollout_tok_s']:10.0f} "
+            f"{r['update_tok_s']:10.0f} {r['peak_rollout_gib']:8.1f} "
+            f"{r['peak_update_gib']:6.1f}"
+        )
+    print({name: round(value) for name, value in seconds.items()})
+
+
+def local_part(work: Path, layers: int) -> tuple[list[dict], dict]:
+    """Rows and seconds of what needs no server."""
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    print(f"model: {make_model(work / 'model', work / 'tiny', layers):.2f} B parameters", flush=True)
+    rows, seconds = [row("in process", train("inproc", work, []))], {}
+    config = ["--config", CONFIG, "--model.path", str(work / "model"), "--model.dtype", "bfloat16"]
+    seconds["merge base"], _ = command("base", ["-m", "merge", "base", *config, "--out", str(work / "deq")], work)
+    merge = ["-m", "merge", "--run", str(work / "inproc"), "--policy", "grpo", "--format", "bf16", "fp8", "w4a16"]
+    seconds["merge and verify 3 formats"], table = command("merge", merge, work)
+    print(table[-2500:])
+    return rows, seconds
+
+
+def parallel_part(work: Path, layers: int, launchers: list[str]) -> tuple[list[dict], dict]:
+    """Rows of the same steps on one GPU and on two, with the base whole on each and split over both."""
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    make_model(work / "model", work / "tiny", layers)
+    rows, seconds = [], {}
+    for launcher in launchers:
+        started, processes = time.perf_counter(), LAUNCHERS[launcher]
+        rows.append(row(f"{launcher} x {processes}", train(f"run-{launcher}", work, [], launcher, processes)))
+        seconds[launcher] = time.perf_counter() - started
+    return rows, seconds
+
+
+if __name__ == "__main__":
+    main()

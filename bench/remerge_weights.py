@@ -1,0 +1,174 @@
+"""Are the weights after a remerge those of a fresh load of the merged checkpoint? Per quantization, by hash.
+
+    python bench/remerge_weights.py                        # one GPU
+    python bench/remerge_weights.py --tensor_parallel 2    # two GPUs: every worker's shard
+
+Four layers of Qwen3-8B's shape with random weights, base by `python -m merge base`, CUDA graphs on. Compares hashes of
+every linear layer's parameters on every worker: fresh load of base + adapter against the base remerged, and the base
+again after the adapter is taken out, which must be equal to the bit. The update is a float32 sum in another order than
+a fresh load's, so a few weights land on the other side of a rounding. Prints a table last.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+
+from launch.remerge import Remerge, find_linears
+
+ROOT = Path(__file__).parents[1]
+WEIGHTS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "bf16")
+
+
+class Hashed(Remerge):
+    """The worker extension with a look at its weights."""
+
+    def weights_hash(self) -> dict:
+        """One hash per linear layer over all its parameters."""
+        import torch
+
+        found = {}
+        for linear in find_linears(self.model_runner.model):
+            digest = hashlib.blake2b(digest_size=8)
+            for name, value in sorted(linear.layer.named_parameters()):
+                digest.update(name.encode())
+                # Contiguous first: per-tensor weights lie transposed.
+                digest.update(value.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            found[linear.name] = digest.hexdigest()
+        return found
+
+
+def prepare(work: Path) -> None:
+    """Base, an adapter of 1 % of the weights, and base + adapter as one checkpoint."""
+    import shutil
+
+    import torch
+    from path_8b import CONFIG, command, make_model
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    make_model(work / "model", work / "tiny", 4)
+    keys = [f"--model.path={work / 'model'}", "--model.dtype=bfloat16", f"--server.base={work / 'base'}"]
+    command("base", ["-m", "merge", "base", "--config", CONFIG, *keys], work)
+    shutil.copytree(work / "base", work / "merged", ignore=shutil.ignore_patterns("nf4"))
+    generator, factors = torch.Generator("cuda").manual_seed(1), {}
+    linears = json.loads((work / "base" / "nf4" / "index.json").read_text())
+    for file in sorted((work / "base").glob("*.safetensors")):
+        with safe_open(file, "pt", device="cuda") as shard:
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}
+        for name in tensors.keys() & linears.keys():
+            rows, columns = tensors[name].shape
+            a = (torch.randn(16, columns, device="cuda", generator=generator) * 0.02).bfloat16()
+            b = (torch.randn(rows, 16, device="cuda", generator=generator) * 0.002).bfloat16()
+            tensors[name] = (tensors[name].float() + 2.0 * (b.float() @ a.float())).bfloat16()
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            factors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        save_file(tensors, work / "merged" / file.name, {"format": "pt"})
+    zero = {name: value * 0 if "lora_B" in name else value for name, value in factors.items()}
+    for place, tensors in (("adapter", factors), ("zero", zero)):
+        (work / place).mkdir()
+        save_file(tensors, work / place / "adapter_model.safetensors", {"format": "pt"})
+        (work / place / "adapter_config.json").write_text(json.dumps({"r": 16, "lora_alpha": 32}))
+
+
+def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int) -> None:
+    """One engine's hashes by worker, as one line of JSON."""
+    from vllm import LLM, SamplingParams
+
+    options = {} if weights == "bf16" else {"quantization": weights}
+    llm = LLM(
+        model=str(work / ("base" if remerged else "merged")),
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=1 << 30,
+        enable_prefix_caching=False,
+        tensor_parallel_size=tensor_parallel,
+        worker_extension_cls="remerge_weights.Hashed",
+        **options,
+    )
+    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 + 3 for j in range(64)]} for i in range(4)]
+
+    def tokens() -> list[list[int]]:
+        greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+        return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, greedy, use_tqdm=False)]
+
+    found = {"start": llm.collective_rpc("weights_hash"), "start tokens": tokens()}
+    if remerged:
+        calls = [("remerge_setup", str(work / "base"), "gpu")]
+        for key in ("adapter", "zero"):
+            calls += [("remerge_stage", key, str(work / key)), ("remerge_activate", key)]
+        for method, *arguments in calls:
+            for answer in llm.collective_rpc(method, args=tuple(arguments)):
+                if "error" in answer:
+                    raise SystemExit(answer["error"])
+            if method == "remerge_activate":
+                found[arguments[0]] = llm.collective_rpc("weights_hash")
+                found[f"{arguments[0]} tokens"] = tokens()
+    print("FOUND", json.dumps(found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/remergeweights"))
+    parser.add_argument("--tensor_parallel", type=int, default=1)
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        return engine(options.work, options.engine[0], options.engine[1] == "remerged", options.tensor_parallel)
+    options.work.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(Path(__file__).parent)])
+    )
+    if not (options.work / "zero").is_dir():
+        prepare(options.work)
+    script = [sys.executable, __file__, "--work", str(options.work), "--tensor_parallel", str(options.tensor_parallel)]
+    jobs = {}
+    for weights in options.weights:
+        for kind in ("fresh", "remerged"):
+            log = open(options.work / f"{weights}-{kind}.log", "w")
+            jobs[weights, kind] = subprocess.Popen([*script, "--engine", weights, kind], stdout=log, stderr=log)
+    found = {}
+    for job, process in jobs.items():
+        process.wait()
+        text = (options.work / f"{'-'.join(job)}.log").read_text()
+        lines = [line for line in text.splitlines() if line.startswith("FOUND ")]
+        if not lines:
+            print(f"{job} failed:\n{text[-2500:]}")
+            continue
+        found[job] = json.loads(lines[-1][6:])
+    print(
+        f"{'weights':<16} {'layers':>6} {'equal to a fresh load':>22} {'base again':>11} {'tokens: fresh, base':>20}"
+    )
+    good = len(found) == len(jobs)
+    for weights in options.weights:
+        if (weights, "fresh") not in found or (weights, "remerged") not in found:
+            continue
+        fresh, ours = found[weights, "fresh"], found[weights, "remerged"]
+        shards = zip(fresh["start"], ours["adapter"], strict=True)
+        pairs = [(one[name], other[name]) for one, other in shards for name in one]
+        same = sum(one == other for one, other in pairs)
+        # Greedy tokens that differ from a fresh load's: of the remerged weights and, for scale, of the base.
+        remerged, base = (
+            int((np.array(ours[key]) != np.array(fresh["start tokens"])).sum())
+            for key in ("adapter tokens", "start tokens")
+        )
+        again = ours["zero"] == ours["start"]
+        good &= again and remerged < base
+        print(f"{weights:<16} {len(pairs):>6} {same:>22} {again!s:>11} {f'{remerged}, {base} of 64':>20}")
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

