@@ -18,7 +18,7 @@ def main() -> int | None:
 
         return gate(sys.argv[2:])
     if command == "report":
-        from eval.report import main as redraw
+        from eval.page import main as redraw
 
         return redraw(sys.argv[2:])
     if command == "lm_eval":

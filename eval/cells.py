@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.score import Record, as_rows
+from eval.record import Record, as_rows
 from recipes.parts.errors import BadInput
 from recipes.parts.rundir import file_hash, read_json, write_json
 

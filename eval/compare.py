@@ -13,8 +13,8 @@ import numpy as np
 from eval import power, stats
 from eval.hygiene import UNDECIDED, Limits, findings, rates, well_formed
 from eval.naming import GRPO, in_sentence, policy_name
+from eval.record import Record
 from eval.samples import by_problem, majority_scores, pass_at_k_scores, powers, problem_means, score_table
-from eval.score import Record
 from recipes.parts.errors import BadInput, CheckFailed
 
 Cell = tuple[str, str]

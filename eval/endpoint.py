@@ -23,8 +23,10 @@ from eval.cells import Cell, meta_file, read_records, records_file, write_cell
 from eval.compare import decided_scores, points
 from eval.hygiene import findings, limits_of, rates
 from eval.problems import held_out, problems_hash
-from eval.run import add_problem_options, answer_pool, ask_settings, evaluation_config, measurement, versions
-from eval.score import Record, score, summarize
+from eval.record import Record
+from eval.result import measurement
+from eval.run import add_problem_options, answer_pool, ask_settings, evaluation_config, versions
+from eval.score import score, summarize
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from eval.tasks import scoring_of
 from recipes.parts.config import Config, DataConfig

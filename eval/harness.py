@@ -26,8 +26,7 @@ from eval.artifacts import POLICIES, artifact
 from eval.cells import read_records, records_file
 from eval.compare import points
 from eval.problems import held_out, problems_hash
-from eval.report import read_result
-from eval.run import run_config
+from eval.result import read_result, run_config
 from recipes.parts.config import DataConfig
 from recipes.parts.data import SUFFIXES, TEXT_FORMATS, chat_messages
 from recipes.parts.errors import DONE, BadInput, CheckFailed

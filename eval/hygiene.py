@@ -6,12 +6,10 @@ configuration that sets none has their defaults.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from eval.record import Record
 from recipes.parts.config import Config, GateConfig, RewardConfig
-
-if TYPE_CHECKING:
-    from eval.score import Record
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def limits_of(config: Config) -> Limits:
     return Limits(**{name: gate[name] for name in names}, max_undecided=undecided, margin=margin)
 
 
-def rates(records: Sequence["Record"]) -> dict[str, float]:
+def rates(records: Sequence[Record]) -> dict[str, float]:
     """The rates of one cell over all its completions, fractions in 0..1."""
     n = len(records)
     return {
@@ -73,6 +71,6 @@ def findings(cell: dict[str, float], limits: Limits) -> list[dict[str, Any]]:
     return found
 
 
-def well_formed(record: "Record") -> bool:
+def well_formed(record: Record) -> bool:
     """Whether a completion gave an answer that could be read and ended by itself."""
     return record.parsed and record.ended and not record.hit_max_tokens

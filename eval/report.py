@@ -1,73 +1,13 @@
-"""What was measured, for people: lines for the terminal, eval.md and eval.png after an evaluation, and with
-`python -m eval report --run …` one page over everything that lies in the run's directory, report.html and report.md.
-"""
+"""What was measured, for people: lines for the terminal, and eval.md and eval.png after an evaluation."""
 
-import argparse
 import os
 from pathlib import Path
 
 from eval import plots
-from eval.artifacts import eval_command
 from eval.compare import points
 from eval.found import p_values
-from eval.naming import GRPO, name_of, policy_name, trained_name
-from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import RunDir, publish, read_json
-from recipes.parts.stored_base import CALLED
-
-PICTURES = "report-pictures"  # report.md's, replaced whole
-
-
-def main(argv: list[str]) -> int:
-    """Write report.html and report.md from what is there, and eval.md and eval.png when there is an eval.json."""
-    parser = argparse.ArgumentParser(prog="python -m eval report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
-    parser.add_argument("--out", type=Path, help="folder that holds eval.json; default: the run directory")
-    arguments = parser.parse_args(argv)
-    run = RunDir.open(arguments.run)
-    folder = arguments.out or run.path
-    if not folder.is_dir():
-        raise BadInput(f"{folder} does not exist. --out names the folder that holds eval.json.")
-    result = read_result(folder / "eval.json", run) if (folder / "eval.json").is_file() else None
-    if result is not None:
-        write_report(result, folder)
-    missing = write_page(run, folder, result)
-    print(f"written: {folder / 'report.html'}, report.md{', eval.md, eval.png' if result is not None else ''}")
-    for what, command in missing:
-        print(f"not in it: {what} Make it with: {command}")
-    return DONE
-
-
-def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str, str]]:
-    """report.html, report.md and its pictures, each replaced whole; what is missing and the command that makes it."""
-    from eval.document import Document, Missing, to_html, to_markdown
-    from eval.found import find
-    from eval.sections import sections
-
-    found = find(run, folder, result)
-    made = sections(found)
-    name = ((found.config.get("config") or {}).get("run") or {}).get("name") or run.path.resolve().name
-    what = "GRPO run" if found.trained == GRPO else "Distillation"
-    document = Document(f"{what} {name}: did the gain survive?", f"From the files in {run.path}", made)
-    pictures = document.pictures()
-    with publish(folder / PICTURES, overwrite=True) as partial:
-        for picture in pictures:
-            (partial / f"{picture.name}.svg").write_bytes(picture.svg)
-    _replace(folder / "report.md", to_markdown(document, PICTURES))
-    _replace(folder / "report.html", to_html(document))
-    blocks = [block for section in made for block in section.blocks]
-    return [(block.what, block.command) for block in blocks if isinstance(block, Missing)]
-
-
-def read_result(file: Path, run: RunDir) -> dict:
-    """The content of an eval.json; `BadInput` names the command that makes it when it is missing or not one."""
-    if not file.is_file():
-        raise BadInput(f"{file} does not exist. Make it with: {eval_command(run)}")
-    result = read_json(file)
-    if not isinstance(result, dict) or not {"matrix", "gain", "gain_survival", "conclusion"} <= set(result):
-        raise BadInput(f"{file} is not the result of an evaluation. Make it with: {eval_command(run)}")
-    result.setdefault("trained_policy", trained_name(run.config()))
-    return result
+from eval.naming import name_of, policy_name
+from eval.result import column, engines
 
 
 def cell_line(policy: str, name: str, cell: dict) -> str:
@@ -95,11 +35,12 @@ def print_summary(result: dict) -> None:
 
 def write_report(result: dict, folder: Path) -> None:
     """eval.md and eval.png of a result, each replaced whole."""
-    _replace(folder / "eval.md", markdown(result))
+    write_whole(folder / "eval.md", markdown(result))
     plots.png(plots.matrix(result), folder / "eval.png")
 
 
-def _replace(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
+    """Write a file through a partial one, so that it is the old or the new."""
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text)
     os.replace(partial, file)
@@ -155,32 +96,6 @@ def markdown(result: dict) -> str:
     lines += [f"Engine: {engines(result['matrix'])}.", ""]
     lines += [f"Command: `{' '.join(result['command'])}`", ""]
     return "\n".join(lines)
-
-
-def engines(matrix: dict) -> str:
-    """Which engine computed which format in which dtype; the formats are named where there are several."""
-    found: dict[str, list[str]] = {}
-    for row in matrix.values():
-        for name, cell in row.items():
-            text = f"{cell.get('engine', 'unknown')}, computing in {cell.get('compute_dtype', 'unknown')}"
-            if cell.get("engine") == "transformers":
-                text += ", quantized weights dequantized as they load"
-            if name not in found.setdefault(text, []):
-                found[text].append(name)
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{text} ({', '.join(names)})" for text, names in found.items())
-
-
-def column(result: dict, name: str) -> str:
-    """A format's name, and of a run that was trained for one what the column is of it."""
-    own, storage = result.get("trained_for"), result.get("base_storage", "nf4")
-    if own is None and name == "nf4" and storage != "nf4":
-        return f"nf4 (policy on its {CALLED[storage]} base)"
-    if own is None or name not in ("nf4", "bf16", own):
-        return name
-    what = {"nf4": f"policy with the numbers of {own}", "bf16": "no quantizers"}
-    return f"{name} ({what.get(name, 'trained for')})"
 
 
 def _several(gains: dict, trained: str) -> list[str]:

@@ -19,11 +19,12 @@ from eval.hygiene import limits_of
 from eval.naming import DISTILLED, GRPO
 from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
+from eval.result import measurement, run_config
 from eval.score import MATH, Scoring, score, summarize
 from eval.stats import ALPHA
 from eval.tasks import TASKS, scoring_of, task_config
 from eval.vllm_backend import ask_vllm, missing_kernel, vllm_version
-from recipes.parts.config import Config, load_config, resolve
+from recipes.parts.config import Config
 from recipes.parts.errors import DONE, BadInput
 from recipes.parts.rundir import RunDir, write_json
 from recipes.parts.stored_base import CALLED
@@ -75,13 +76,6 @@ class Plan:
         return self.base if name == "nf4" else self.sources.artifacts[policy, name].path
 
 
-def measurement(config: Config) -> dict:
-    """How a configuration measures: its eval group without the gate, the length of completions resolved."""
-    values = dataclasses.asdict(config.eval)
-    del values["gate"]
-    return values | {"max_new_tokens": config.eval.max_new_tokens or config.rollout.max_completion_length}
-
-
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m eval",
@@ -115,17 +109,6 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow_code_execution", action="store_true", help="let mbpp and humaneval run in the sandbox"
     )
-
-
-def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Config:
-    """The run's own configuration (or that of a YAML) with command-line overrides; its gate's limits are possible."""
-    if file is not None:
-        config = load_config(file, overrides)
-    else:
-        config = resolve(run.config(), overrides, str(run.config_file))
-    if wrong := config.eval.gate.problems():
-        raise BadInput("\n".join(wrong))
-    return config
 
 
 def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, Any, Path]:

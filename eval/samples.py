@@ -14,7 +14,7 @@ import numpy as np
 from recipes.parts.errors import BadInput
 
 if TYPE_CHECKING:
-    from eval.score import Record
+    from eval.record import Record
 
 _LONGEST = 500  # characters of two answers that are compared other than as text; a program is longer
 

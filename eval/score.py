@@ -6,7 +6,6 @@ What could not be decided (a comparison beyond its limits, a sandbox that failed
 nor wrong: it is counted as undecided and left out of accuracies and of paired comparisons.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from eval.generate import Generation
 from eval.hygiene import rates
+from eval.record import Record
 from eval.samples import majority_scores, pass_at_k_scores, powers, problem_means, score_table
 from eval.stats import cluster_interval
 from recipes.parts.errors import BadInput, CheckFailed
@@ -31,29 +31,6 @@ _ROLE_MARKERS = re.compile(
     r"|^\s*(?:User|Human|Assistant|System):",
     re.MULTILINE,
 )
-
-
-@dataclass(frozen=True)
-class Record:
-    """One scored completion, number `sample` of its problem.
-
-    `correct` accepts every answer form, `correct_strict` a box only (of code: a fenced block); None is undecided.
-    `reward` is what a reward function said, None without one.
-    """
-
-    problem_id: str
-    completion: str
-    tokens: int
-    ended: bool
-    hit_max_tokens: bool
-    parsed: bool
-    answer: str | None
-    gold: str
-    correct: bool | None
-    correct_strict: bool | None
-    prompt_leak: bool
-    sample: int = 0
-    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -226,11 +203,6 @@ def over_samples(records: Sequence[Record], table: np.ndarray) -> dict:
     # Of k completions at a time, there are samples // k that have none in common.
     passed = {str(k): estimate(pass_at_k_scores(table, k), samples // k) for k in powers(samples)}
     return {"pass_at_k": passed, "maj_at_k": {str(samples): estimate(majority_scores(records), 1)}}
-
-
-def as_rows(records: Sequence[Record]) -> list[dict]:
-    """The records as dictionaries, one line each of the cell's jsonl."""
-    return [dataclasses.asdict(record) for record in records]
 
 
 def _flatten(text: str) -> str:

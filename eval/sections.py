@@ -56,7 +56,7 @@ def _eval_command(found: Found) -> str:
 
 def verdict(found: Found) -> Section:
     """What the gate said, the gain and its survival in the deployed format, in one line."""
-    from eval.gate import PASS
+    from eval.rules import PASS
 
     name = (((found.config.get("config") or {}).get("eval") or {}).get("gate") or {}).get("format", "fp8")
     who, rules = f"{policy_name('grpo', found.trained)} in {name}", _rules(found)
@@ -124,7 +124,7 @@ def gate(found: Found) -> Section:
 
 def _rules(found: Found) -> list[Any]:
     """The gate's rules on what was measured, empty where something that they need is not there or was made again."""
-    from eval.gate import judge
+    from eval.rules import judge
     from recipes.parts.config import resolve
 
     try:
@@ -142,7 +142,7 @@ def accuracy(found: Found) -> Section | None:
     result = found.result
     if result is None:
         return None
-    from eval.report import column, engines
+    from eval.result import column, engines
 
     temperature = result.get("temperature", 0)
     decoding = f"sampled at temperature {temperature:g}, seed {result.get('seed')}" if temperature else "greedy"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import report
+from eval import page
 from recipes.parts.rundir import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
 from tests import processes, sandbox
 from tests.unit.test_merge_fixture import byte_tokenizer
@@ -191,7 +191,7 @@ def test_one_line_per_cell_and_one_record_per_completion(made):
 def test_report_redraws_from_eval_json_alone(run):
     (run.path / "eval.md").unlink()
     (run.path / "eval.png").unlink()
-    assert report.main(["--run", str(run.path)]) == 0
+    assert page.main(["--run", str(run.path)]) == 0
     assert (run.path / "eval.md").is_file() and (run.path / "eval.png").is_file()
 
 

@@ -10,7 +10,7 @@ import pytest
 from eval import compare, stats
 from eval.compare import GAIN, LARGER, LOSS, NO_GAIN, NOT_SHOWN, PARTLY_LOST, REFUSED, SURVIVES
 from eval.hygiene import Limits, limits_of, well_formed
-from eval.score import Record
+from eval.record import Record
 from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput, CheckFailed
 

@@ -8,9 +8,10 @@ import shutil
 import pytest
 
 from eval import gate
+from eval import rules as gate_rules
 from eval.artifacts import artifact_hash, find_sources
 from eval.problems import held_out, problems_hash
-from eval.run import measurement
+from eval.result import measurement
 from recipes.parts.config import config_from_dict
 from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.rundir import (
@@ -161,7 +162,7 @@ def test_what_is_not_a_number_passes_no_rule(run):
     for row in result["matrix"].values():
         for cell in row.values():
             cell |= {key: nan for key in cell if key.endswith("_rate")}
-    rules = gate.judge(config, result, {"verify": {"mean_kl": nan}})
+    rules = gate_rules.judge(config, result, {"verify": {"mean_kl": nan}})
     assert len(rules) == 9 and "pass" not in {rule.verdict for rule in rules}
 
 
@@ -178,7 +179,7 @@ def test_a_figure_at_its_limit_is_within_it(run):
         "max_token_hit_rate": limits.max_token_hit_rate,
         "undecided_rate": config.reward.max_unknown_fraction,
     }
-    rules = gate.judge(config, result, {"verify": {"mean_kl": limits.max_policy_kl}})
+    rules = gate_rules.judge(config, result, {"verify": {"mean_kl": limits.max_policy_kl}})
     assert {rule.verdict for rule in rules} == {"pass"}
 
 

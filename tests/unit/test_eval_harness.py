@@ -10,7 +10,8 @@ import pytest
 
 from eval import harness
 from eval.harness import Measured, compare, differences, lines, newest_results, publish, read_results
-from eval.score import Record, as_rows, summarize
+from eval.record import Record, as_rows
+from eval.score import summarize
 from recipes.parts.config import DataConfig
 from recipes.parts.data import Problem
 from recipes.parts.errors import BadInput, CheckFailed

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eval import plots, report
+from eval import page as report_page
+from eval import plots
 from eval.artifacts import artifact_hash
 from eval.document import Bullets, Commands, Document, Missing, Section, Table, Text, to_html, to_markdown
 from recipes.parts.config import FORMATS
@@ -182,13 +183,13 @@ def full(tmp_path_factory) -> RunDir:
             for k in range(2)
         ]
         (run.path / "eval" / f"{policy}-fp8.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert report.main(["--run", str(run.path)]) == 0
+    assert report_page.main(["--run", str(run.path)]) == 0
     return run
 
 
 def page(run: RunDir) -> Page:
     if not (run.path / "report.html").exists():
-        assert report.main(["--run", str(run.path)]) == 0
+        assert report_page.main(["--run", str(run.path)]) == 0
     return Page((run.path / "report.html").read_text())
 
 
@@ -239,7 +240,7 @@ def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
 
 def test_the_verdict_comes_first_in_one_line(run, full):
     def line(of: RunDir) -> str:
-        assert report.main(["--run", str(of.path)]) == 0
+        assert report_page.main(["--run", str(of.path)]) == 0
         first, second = re.findall(r"^## .*$", markdown := (of.path / "report.md").read_text(), re.MULTILINE)[:2]
         assert first == "## Verdict"
         (said,) = markdown[markdown.index(first) + len(first) : markdown.index(second)].split("\n\n")[1:-1]
@@ -276,7 +277,7 @@ def test_checkpoints_that_were_merged_again_are_told_from_those_that_were_measur
     for digest, remade in ((measured, False), ("of the one before", True)):
         result["matrix"]["grpo"]["fp8"]["artifact_hash"] = digest
         write_json(run.eval_file, result)
-        assert report.main(["--run", str(run.path)]) == 0
+        assert report_page.main(["--run", str(run.path)]) == 0
         told = "measured on other checkpoints than lie here: grpo/fp8 came later."
         assert (told in page(run).text) == (told in capsys.readouterr().out) == remade
         assert ("KL(policy || artifact)" in page(run).text) != remade, "a rule of one on a figure of the other"
@@ -304,7 +305,7 @@ def test_hostile_text_breaks_no_table_and_starts_no_picture_in_markdown(full):
     outside = re.sub(r"^(`{3,})\n.*?\n\1$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert "<script" not in outside and "<img" not in outside
     assert set(re.findall(r"(?<!\\)!\[[^\]]*\]\(([^)]*)\)", outside)) == {
-        f"{report.PICTURES}/{file.name}" for file in (full.path / report.PICTURES).iterdir()
+        f"{report_page.PICTURES}/{file.name}" for file in (full.path / report_page.PICTURES).iterdir()
     }
     widths = None
     for line in outside.splitlines():
@@ -315,13 +316,13 @@ def test_hostile_text_breaks_no_table_and_starts_no_picture_in_markdown(full):
 
 def test_pictures_are_whole_svg_with_a_description_and_the_same_for_the_same_data(full):
     images = page(full).all("img")
-    assert len(images) == len(list((full.path / report.PICTURES).iterdir())) == 9
+    assert len(images) == len(list((full.path / report_page.PICTURES).iterdir())) == 9
     for image in images:
         root = ElementTree.fromstring(base64.b64decode(image["src"].partition(",")[2]))
         assert root.tag.endswith("svg") and len(image["alt"]) > 20
-    before = {file.name: file.read_bytes() for file in (full.path / report.PICTURES).iterdir()}
-    assert report.main(["--run", str(full.path)]) == 0
-    assert {file.name: file.read_bytes() for file in (full.path / report.PICTURES).iterdir()} == before
+    before = {file.name: file.read_bytes() for file in (full.path / report_page.PICTURES).iterdir()}
+    assert report_page.main(["--run", str(full.path)]) == 0
+    assert {file.name: file.read_bytes() for file in (full.path / report_page.PICTURES).iterdir()} == before
 
 
 def test_wide_tables_scroll_by_themselves(full):
@@ -335,11 +336,11 @@ def test_evaluations_of_another_folder_are_drawn_there(full, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     write_json(other / "eval.json", make_result("Nothing is shown.", ("bf16", "fp8")))
-    assert report.main(["--run", str(full.path), "--out", str(other)]) == 0
+    assert report_page.main(["--run", str(full.path), "--out", str(other)]) == 0
     assert "Nothing is shown." in (other / "report.html").read_text()
     assert (other / "eval.md").is_file() and "Nothing is shown." not in (full.path / "report.html").read_text()
     with pytest.raises(BadInput, match="does not exist"):
-        report.main(["--run", str(full.path), "--out", str(tmp_path / "nowhere")])
+        report_page.main(["--run", str(full.path), "--out", str(tmp_path / "nowhere")])
 
 
 def test_a_distilled_policy_is_never_called_grpo(full, tmp_path):
@@ -347,7 +348,7 @@ def test_a_distilled_policy_is_never_called_grpo(full, tmp_path):
     config = read_json(copied.config_file)
     config["config"]["distill"] = {"teacher_adapter": "runs/first/adapters/v000010"}
     write_json(copied.config_file, config)
-    assert report.main(["--run", str(copied.path)]) == 0
+    assert report_page.main(["--run", str(copied.path)]) == 0
     for name in ("report.html", "report.md", "eval.md"):
         text, before = ((run.path / name).read_text() for run in (copied, full))
         assert "GRPO" not in text and "GRPO" in before, name
@@ -358,7 +359,7 @@ def test_a_distilled_policy_is_never_called_grpo(full, tmp_path):
 def test_a_damaged_eval_json_is_bad_input_and_not_left_out_in_silence(run):
     write_json(run.eval_file, {"matrix": {}})
     with pytest.raises(BadInput, match="is not the result of an evaluation"):
-        report.main(["--run", str(run.path)])
+        report_page.main(["--run", str(run.path)])
 
 
 def test_an_evaluation_of_several_completions_is_in_eval_md(full):
@@ -390,4 +391,4 @@ def test_blocks_are_written_in_both_forms():
 
 def test_a_report_says_where_it_was_asked_for_a_run_that_is_none(tmp_path: Path):
     with pytest.raises(BadInput, match="no run directory"):
-        report.main(["--run", str(tmp_path / "x")])
+        report_page.main(["--run", str(tmp_path / "x")])

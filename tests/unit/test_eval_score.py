@@ -8,7 +8,8 @@ import pytest
 from eval import report
 from eval.generate import Generation
 from eval.problems import check_disjoint, problems_hash
-from eval.score import Record, score, summarize
+from eval.record import Record
+from eval.score import score, summarize
 from recipes.parts.data import Problem
 from recipes.parts.errors import CheckFailed
 from recipes.parts.leaks import find_leaks, normalized

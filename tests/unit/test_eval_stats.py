@@ -9,7 +9,8 @@ import pytest
 import scipy.stats
 
 from eval import power, samples, stats
-from eval.score import Record, summarize
+from eval.record import Record
+from eval.score import summarize
 from recipes.parts.errors import BadInput
 
 

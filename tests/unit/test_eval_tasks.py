@@ -11,7 +11,8 @@ import pytest
 from eval import tasks
 from eval.generate import Generation
 from eval.problems import held_out
-from eval.score import Record, Scoring, score, summarize
+from eval.record import Record
+from eval.score import Scoring, score, summarize
 from eval.tasks import TASKS, scoring_of, task_config, task_values
 from recipes.parts.config import Config, config_from_dict
 from recipes.parts.data import Problem, chat_messages, load_problems

@@ -1,0 +1,55 @@
+"""`python -m eval report --run …`: one page over everything that lies in a run's directory, report.html and report.md,
+and eval.md and eval.png once more.
+"""
+
+import argparse
+from pathlib import Path
+
+from eval.naming import GRPO
+from eval.report import write_report, write_whole
+from eval.result import read_result
+from recipes.parts.errors import DONE, BadInput
+from recipes.parts.rundir import RunDir, publish
+
+PICTURES = "report-pictures"  # report.md's, replaced whole
+
+
+def main(argv: list[str]) -> int:
+    """Write report.html and report.md from what is there, and eval.md and eval.png when there is an eval.json."""
+    parser = argparse.ArgumentParser(prog="python -m eval report", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
+    parser.add_argument("--out", type=Path, help="folder that holds eval.json; default: the run directory")
+    arguments = parser.parse_args(argv)
+    run = RunDir.open(arguments.run)
+    folder = arguments.out or run.path
+    if not folder.is_dir():
+        raise BadInput(f"{folder} does not exist. --out names the folder that holds eval.json.")
+    result = read_result(folder / "eval.json", run) if (folder / "eval.json").is_file() else None
+    if result is not None:
+        write_report(result, folder)
+    missing = write_page(run, folder, result)
+    print(f"written: {folder / 'report.html'}, report.md{', eval.md, eval.png' if result is not None else ''}")
+    for what, command in missing:
+        print(f"not in it: {what} Make it with: {command}")
+    return DONE
+
+
+def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str, str]]:
+    """report.html, report.md and its pictures, each replaced whole; what is missing and the command that makes it."""
+    from eval.document import Document, Missing, to_html, to_markdown
+    from eval.found import find
+    from eval.sections import sections
+
+    found = find(run, folder, result)
+    made = sections(found)
+    name = ((found.config.get("config") or {}).get("run") or {}).get("name") or run.path.resolve().name
+    what = "GRPO run" if found.trained == GRPO else "Distillation"
+    document = Document(f"{what} {name}: did the gain survive?", f"From the files in {run.path}", made)
+    pictures = document.pictures()
+    with publish(folder / PICTURES, overwrite=True) as partial:
+        for picture in pictures:
+            (partial / f"{picture.name}.svg").write_bytes(picture.svg)
+    write_whole(folder / "report.md", to_markdown(document, PICTURES))
+    write_whole(folder / "report.html", to_html(document))
+    blocks = [block for section in made for block in section.blocks]
+    return [(block.what, block.command) for block in blocks if isinstance(block, Missing)]

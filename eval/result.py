@@ -1,0 +1,66 @@
+"""An evaluation's result, read again: eval.json, what it measured, the names of its columns and engines."""
+
+import dataclasses
+from pathlib import Path
+
+from eval.artifacts import eval_command
+from eval.naming import trained_name
+from recipes.parts.config import Config, load_config, resolve
+from recipes.parts.errors import BadInput
+from recipes.parts.rundir import RunDir, read_json
+from recipes.parts.stored_base import CALLED
+
+
+def measurement(config: Config) -> dict:
+    """How a configuration measures: its eval group without the gate, the length of completions resolved."""
+    values = dataclasses.asdict(config.eval)
+    del values["gate"]
+    return values | {"max_new_tokens": config.eval.max_new_tokens or config.rollout.max_completion_length}
+
+
+def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Config:
+    """The run's own configuration (or that of a YAML) with command-line overrides; its gate's limits are possible."""
+    if file is not None:
+        config = load_config(file, overrides)
+    else:
+        config = resolve(run.config(), overrides, str(run.config_file))
+    if wrong := config.eval.gate.problems():
+        raise BadInput("\n".join(wrong))
+    return config
+
+
+def read_result(file: Path, run: RunDir) -> dict:
+    """The content of an eval.json; `BadInput` names the command that makes it when it is missing or not one."""
+    if not file.is_file():
+        raise BadInput(f"{file} does not exist. Make it with: {eval_command(run)}")
+    result = read_json(file)
+    if not isinstance(result, dict) or not {"matrix", "gain", "gain_survival", "conclusion"} <= set(result):
+        raise BadInput(f"{file} is not the result of an evaluation. Make it with: {eval_command(run)}")
+    result.setdefault("trained_policy", trained_name(run.config()))
+    return result
+
+
+def engines(matrix: dict) -> str:
+    """Which engine computed which format in which dtype; the formats are named where there are several."""
+    found: dict[str, list[str]] = {}
+    for row in matrix.values():
+        for name, cell in row.items():
+            text = f"{cell.get('engine', 'unknown')}, computing in {cell.get('compute_dtype', 'unknown')}"
+            if cell.get("engine") == "transformers":
+                text += ", quantized weights dequantized as they load"
+            if name not in found.setdefault(text, []):
+                found[text].append(name)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{text} ({', '.join(names)})" for text, names in found.items())
+
+
+def column(result: dict, name: str) -> str:
+    """A format's name, and of a run that was trained for one what the column is of it."""
+    own, storage = result.get("trained_for"), result.get("base_storage", "nf4")
+    if own is None and name == "nf4" and storage != "nf4":
+        return f"nf4 (policy on its {CALLED[storage]} base)"
+    if own is None or name not in ("nf4", "bf16", own):
+        return name
+    what = {"nf4": f"policy with the numbers of {own}", "bf16": "no quantizers"}
+    return f"{name} ({what.get(name, 'trained for')})"
