@@ -68,7 +68,7 @@ from servers import (
 from step_table import PHASES, efficiencies, figures, read_metrics, read_rows, table
 from workload import LEVERS, TINY_WORKS, WORKS, Work
 
-from recipes.parts.rundir import write_json
+from kit.core.run_directory import write_json
 
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}

@@ -36,7 +36,7 @@ from memory_child import make_directory, nvidia_smi
 from update_child import LEVERS, PLAIN, STOCK
 from workload import ROOT, TARGETS
 
-from recipes.parts.rundir import write_json
+from kit.core.run_directory import write_json
 
 CHILD = "bench/step/update_child.py"
 CASES = [

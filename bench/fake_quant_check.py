@@ -49,7 +49,7 @@ def factors(shape: tuple[int, int], device: str, rank: int = RANK, exact: bool =
 
 def formats_for(shape: tuple[int, int]) -> list[Any]:
     """Those whose blocks divide the shape; one of the two FP4 formats, whose weights are the same."""
-    from recipes.parts.quant_format import FORMATS
+    from kit.core.formats import FORMATS
 
     def fits(fmt: Any) -> bool:
         return not any(block and size % block for size, block in zip(shape, fmt.weight.block, strict=True))
@@ -162,8 +162,8 @@ def activations(fmt: Any, columns: int) -> bool:
 def check_activations(device: str, sizes: list[tuple[int, int]]) -> None:
     import torch
 
+    from kit.core.formats import FORMATS
     from recipes.parts import fake_quant, fake_quant_kernel
-    from recipes.parts.quant_format import FORMATS
 
     peak = torch.tensor(PEAK, device=device)
     for tokens, columns in sizes:
@@ -183,8 +183,8 @@ def check_against_vllm(device: str) -> None:
     """Shares of activations that vLLM's own kernels make another number of; printed, not judged."""
     import torch
 
+    from kit.core.formats import FORMATS
     from recipes.parts import fake_quant
-    from recipes.parts.quant_format import FORMATS
 
     try:
         from vllm import _custom_ops
@@ -238,8 +238,8 @@ def median_ms(run: Callable[[], Any], device: str, times: int = 10) -> float:
 def measure_weights(device: str, shapes: list[tuple[int, int]]) -> None:
     import torch
 
+    from kit.core.formats import FORMATS
     from recipes.parts import fake_quant, fake_quant_kernel
-    from recipes.parts.quant_format import FORMATS
 
     layers = [make_layer(shape, torch.bfloat16, device) for shape in shapes]
     adapters = [factors(shape, device, exact=False) for shape in shapes]
@@ -287,8 +287,8 @@ def measure_weights(device: str, shapes: list[tuple[int, int]]) -> None:
 def measure_activations(device: str, sizes: list[tuple[int, int]]) -> None:
     import torch
 
+    from kit.core.formats import FORMATS
     from recipes.parts import fake_quant
-    from recipes.parts.quant_format import FORMATS
 
     lines = ["activations, BF16 | size | ms | GB/s | PyTorch ms"]
     peak = torch.tensor(PEAK, device=device)

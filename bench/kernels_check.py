@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from recipes.parts.config import Config, config_from_dict
+from kit.core.config.load import config_from_dict
+from kit.core.config.schema import Config
 from recipes.parts.kernels import _with_rotary, check_kernels, use_kernels
 from recipes.parts.linear import use_fused_linears
 from recipes.parts.recompute import use_recompute

@@ -161,8 +161,8 @@ def random_reward(completions: list, **columns: Any) -> list[float]:
 
 def replace_parts() -> None:
     """Put the stand-ins where the recipe's main() imports its parts from."""
+    import kit.core.run_directory
     import recipes.parts.policy
-    import recipes.parts.rundir
     import recipes.parts.setup
     import recipes.parts.trainer
     import reward
@@ -175,7 +175,7 @@ def replace_parts() -> None:
     recipes.parts.policy.record_base = lambda *args, **keys: {"hash": "0" * 64}
     recipes.parts.policy.check_base_unchanged = lambda *args, **keys: None
     recipes.parts.trainer.PolicyTrainer._save_checkpoint = lambda *args, **keys: None
-    recipes.parts.rundir.RunDir.newest_adapter = lambda run: None
+    kit.core.run_directory.RunDir.newest_adapter = lambda run: None
     reward.reward_functions = lambda *args, **keys: ([random_reward], None)
 
 
@@ -221,7 +221,7 @@ def setting(point: dict[str, Any]) -> list:
 
 def add_point(file: Path, point: dict[str, Any]) -> None:
     """Add a point to the file, in place of an earlier one of the same setting."""
-    from recipes.parts.rundir import read_json, write_json
+    from kit.core.run_directory import read_json, write_json
 
     found = read_json(file)
     found["points"] = [one for one in found["points"] if setting(one) != setting(point)] + [point]

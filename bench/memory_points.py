@@ -41,12 +41,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from memory_child import CONFIG, SHAPES, add_point, card_used_gib, make_directory, nvidia_smi, parameters, setting
 
+from kit.core.config.load import load_config
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import read_json, write_json
 from launch.replicas import Replicas, stop_groups
 from launch.vllm_command import gpu_gib, installed_vllm, plans, visible_gpus
-from recipes.parts.config import load_config
-from recipes.parts.errors import CheckFailed
 from recipes.parts.record import git_revision, versions
-from recipes.parts.rundir import read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 # shape, micro-batch, completion tokens, recompute, beta, rank; most wanted first

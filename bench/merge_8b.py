@@ -59,7 +59,7 @@ def write_run(folder: Path, model: Path, base: Path, shapes: dict[str, tuple[int
     import torch
     from safetensors.torch import save_file
 
-    from recipes.parts.rundir import RunDir, publish, read_json, write_json, write_manifest
+    from kit.core.run_directory import RunDir, publish, read_json, write_json, write_manifest
 
     folder.mkdir()
     run, info = RunDir(folder), read_json(base / "base.json")

@@ -102,8 +102,8 @@ def compare_nf4_of_devices(model_dir: Path) -> None:
     """Print whether NF4 of the same checkpoint made on the CPU and on the GPU has the same bytes."""
     import torch
 
+    from kit.core.errors import CheckFailed
     from merge.base import BaseCheckpoint, hash_base, load_nf4
-    from recipes.parts.errors import CheckFailed
 
     for dtype in ("bfloat16", "float32"):
         infos = {device: hash_base(load_nf4(model_dir, dtype, device=device)) for device in ("cpu", "cuda")}
@@ -154,7 +154,7 @@ def measure(case: Case, merged: Path, status: int, result: Path, log_file: Path)
     """(a line of the table, whether vLLM loads the checkpoint and agrees with transformers)."""
     import torch
 
-    from recipes.parts.rundir import read_manifest
+    from kit.core.run_directory import read_manifest
 
     label, directory = case.label, merged / case.policy / case.format
     if status:
@@ -176,7 +176,7 @@ def measure(case: Case, merged: Path, status: int, result: Path, log_file: Path)
 
 def formats_here(command: Any) -> list[str]:
     """Every format, but awq only where its environment is."""
-    from recipes.parts.config import FORMATS
+    from kit.core.config.schema import FORMATS
 
     if (ROOT / command.AWQ_PYTHON).is_file():
         return list(FORMATS)

@@ -101,11 +101,11 @@ def prepare_run(folder: Path, directory: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
+    from kit.core.config.load import config_from_dict
+    from kit.core.run_directory import RunDir, base_directory
     from merge.base import BaseCheckpoint
     from merge.merge import read_adapter
-    from recipes.parts.config import config_from_dict
     from recipes.parts.data import chat_messages, load_problems
-    from recipes.parts.rundir import RunDir, base_directory
 
     run = RunDir(directory)
     config = config_from_dict(run.config())
@@ -136,7 +136,7 @@ def prepare_run(folder: Path, directory: Path) -> None:
 
 def policy_of(folder: Path) -> tuple[Any, dict]:
     """The configuration of a seed's run, and what `prepare_run` wrote beside it."""
-    from recipes.parts.config import config_from_dict
+    from kit.core.config.load import config_from_dict
 
     policy = json.loads((folder / "policy.json").read_text())
     return config_from_dict(policy["config"]), policy

@@ -124,7 +124,7 @@ def make_model(shape: dict, dtype: str) -> Any:
     from transformers import Qwen3Config
     from trl.trainer.utils import add_fused_lm_head
 
-    from recipes.parts.config import load_config
+    from kit.core.config.load import load_config
     from recipes.parts.packed_attention import use_packed_attention
     from recipes.parts.policy import lora_config, set_adapter_dtype
 
@@ -308,7 +308,7 @@ def measure_noise(model: Any, padded: Callable, data: tuple) -> float:
 
 def check_model(model: Any, device: str, rehearse: bool) -> None:
     """Differences from the padded pass, speed, and how often something is compiled."""
-    from recipes.parts.config import load_config
+    from kit.core.config.load import load_config
     from recipes.parts.recompute import use_recompute
 
     data, ways = make_batch(0, rehearse, device), passes(model, device == "cuda")

@@ -34,8 +34,8 @@ def first_step_difference(base: Path) -> None:
     import torch
     from peft import get_peft_model
 
+    from kit.core.config.load import load_config
     from merge.base import load_nf4
-    from recipes.parts.config import load_config
     from recipes.parts.policy import lora_config
 
     config = load_config(ROOT / CONFIG, ["--run.name", "probe"])

@@ -90,8 +90,8 @@ def found(held: Any, ys: list, x: Any) -> dict[str, Any]:
 def check_errors(device: str, shapes: dict, tokens: int) -> None:
     import torch
 
+    from kit.core.formats import FORMATS
     from recipes.parts.linear import SAME_INPUT
-    from recipes.parts.quant_format import FORMATS
 
     lines = ["relative error against full-size straight-through, float32 | y | dx | dA | dB"]
     for name, fmt in FORMATS.items():
@@ -118,8 +118,8 @@ def check_errors(device: str, shapes: dict, tokens: int) -> None:
 def check_block(device: str, shapes: dict, tokens: list[int]) -> None:
     import torch
 
+    from kit.core.formats import FORMATS
     from recipes.parts import qat
-    from recipes.parts.quant_format import FORMATS
 
     lines = ["seven linear layers, forward + backward | tokens | ms | x peft | peaks found anew, ms | peak GiB"]
     for number in tokens:

@@ -36,9 +36,9 @@ def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any
     import numpy as np
     import torch
 
+    from kit.core.formats import FORMATS as KNOWN
     from recipes.parts import qat
     from recipes.parts.calibration import calibrate
-    from recipes.parts.quant_format import FORMATS as KNOWN
     from tests.evidence.stock_merge import load_policy
 
     model = load_policy(model_dir, size=0.05, seed=1, dtype=dtype)
@@ -56,8 +56,8 @@ def trained_policy(path: Path, dtype: str) -> tuple[Any, list[Any]]:
     import torch
     from transformers import AutoTokenizer
 
+    from kit.core.run_directory import RunDir
     from merge import verify
-    from recipes.parts.rundir import RunDir
 
     run = RunDir.open(path)
     model = verify.load_policy(run, run.newest_adapter(), dtype=getattr(torch, dtype))
@@ -102,9 +102,9 @@ def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, i
     """served.json: the server's log-probs, seconds of folds and tokens a second."""
     from vllm import LLM, SamplingParams
 
+    from kit.core.config.format_rules import served_weights
+    from kit.core.formats import FORMATS as KNOWN
     from launch.versions import QUANTIZED_INPUTS, REMERGE
-    from recipes.parts.quant_format import FORMATS as KNOWN
-    from recipes.parts.served_format import served_weights
 
     fmt, options = KNOWN.get(name), {}
     prompts = [{"prompt_token_ids": ids} for ids in json.loads((work / "scores.json").read_text())["ids"]]
@@ -183,8 +183,8 @@ def sources(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
     """(label, format, where its policy comes from) of every row."""
     if not given.runs:
         return [(name, name, ["--model", str(given.model)]) for name in given.formats]
+    from kit.core.run_directory import RunDir, read_json
     from merge.trained import find_trained
-    from recipes.parts.rundir import RunDir, read_json
 
     runs = {path: RunDir.open(path) for path in given.runs}
     if len(hashes := {read_json(run.base_file)["hash"] for run in runs.values()}) > 1:
@@ -214,8 +214,8 @@ def main() -> int:
         (name,), work = given.formats, Path(given.work)
         serve(name, given.dtype, work, Path(given.base), given.tensor_parallel, given.eager)
         return 0
+    from kit.core.run_directory import RunDir
     from merge.export import main as merge_base
-    from recipes.parts.rundir import RunDir
 
     wanted = sources(given)
     with tempfile.TemporaryDirectory() as folder:

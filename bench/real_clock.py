@@ -43,10 +43,11 @@ from memory_child import nvidia_smi
 from servers import MEETING_PORT, CardWatch, Child, Failed, card
 from step_table import read_rows
 
-from launch.watching.metrics import MetricsLog
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import BadInput, CheckFailed, run_command
-from recipes.parts.rundir import read_json
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, CheckFailed, run_command
+from kit.core.metrics_log import MetricsLog
+from kit.core.run_directory import read_json
 
 STOCK = {"stock_bf16": "bf16", "stock_nf4": "nf4"}
 # What stock does not do either: held-out problems in between, completions on the disk.

@@ -30,11 +30,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from eval.stats import cluster_interval, paired_difference, runs_interval
-from recipes.parts.config import FORMATS, load_config
-from recipes.parts.errors import BadInput, CheckFailed, run_command
-from recipes.parts.quant_format import FORMATS as TRAINED
-from recipes.parts.quant_format import check_model
-from recipes.parts.rundir import RunDir, read_json, write_json
+from kit.core.config.load import load_config
+from kit.core.config.schema import FORMATS
+from kit.core.errors import BadInput, CheckFailed, run_command
+from kit.core.formats import FORMATS as TRAINED
+from kit.core.formats import check_model
+from kit.core.run_directory import RunDir, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/grpo_qlora.py"

@@ -25,8 +25,8 @@ def load(run_path: Path, file: Path) -> tuple:
     import torch
     from safetensors.torch import load_file
 
+    from kit.core.run_directory import RunDir
     from merge.verify import load_policy
-    from recipes.parts.rundir import RunDir
 
     run, kept = RunDir.open(run_path), load_file(file)
     model = load_policy(run, run.newest_adapter()).train()

@@ -111,9 +111,9 @@ def made_up_step(trainer: Any, step: int) -> None:
 
 def connect(work: Path, trainer: Any, changes: dict[str, Any]) -> Any:
     """The trainer's client of the server that runs now."""
-    from recipes.parts.config import load_config
+    from kit.core.config.load import load_config
+    from kit.core.run_directory import RunDir
     from recipes.parts.policy import check_base
-    from recipes.parts.rundir import RunDir
     from recipes.parts.setup import make_rollout
 
     config = load_config(CONFIG, flags(work, changes)[2:])

@@ -30,8 +30,8 @@ def main() -> int:
     options = parser.parse_args()
     from mismatch import make_base
 
+    from kit.core.config.schema import FORMATS
     from merge.command import AWQ_PYTHON
-    from recipes.parts.config import FORMATS
 
     started = time.perf_counter()
     formats = options.formats or [name for name in FORMATS if name != "awq" or (ROOT / AWQ_PYTHON).is_file()]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.merge_formats import SHAPE, TINY, Case, cases, served  # noqa: E402
-from recipes.parts.quant_format import FORMATS  # noqa: E402
+from kit.core.formats import FORMATS  # noqa: E402
 
 
 def make_and_merge(folder: Path, model: Path, name: str, device: str) -> Path:
@@ -36,8 +36,8 @@ def make_and_merge(folder: Path, model: Path, name: str, device: str) -> Path:
 def policy_log_probs(run_path: Path, rows: list[dict]) -> list[list[float]]:
     import torch
 
+    from kit.core.run_directory import RunDir
     from merge.verify import load_policy, log_probs
-    from recipes.parts.rundir import RunDir
 
     run, batch = RunDir.open(run_path), [torch.tensor(row["ids"])[None] for row in rows]
     scores = log_probs(load_policy(run, run.newest_adapter()), batch)
@@ -68,8 +68,8 @@ def main() -> int:
     import torch
     import transformers
 
+    from kit.core.run_directory import RunDir, read_manifest
     from merge.verify import fixed_batch
-    from recipes.parts.rundir import RunDir, read_manifest
     from tests.unit.test_merge_fixture import make_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,7 +6,7 @@
 import os
 import sys
 
-from recipes.parts.errors import run_command
+from kit.core.errors import run_command
 
 
 def main() -> int | None:

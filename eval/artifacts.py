@@ -8,15 +8,15 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kit.core.chat import arguments_of
+from kit.core.config import schema
+from kit.core.errors import BadInput
+from kit.core.run_directory import MANIFEST, RunDir, read_json, read_manifest, write_json
 from merge.trained import find_trained
-from recipes.parts import config
-from recipes.parts.chat import arguments_of
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import MANIFEST, RunDir, read_json, read_manifest, write_json
 
 POLICIES = ("base", "grpo")
 # nf4 first: with the adapter on it, it is the policy as trained, which the other columns are compared with.
-FORMATS = ("nf4", *(name for name in config.FORMATS if name != "nf4"))
+FORMATS = ("nf4", *(name for name in schema.FORMATS if name != "nf4"))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def merge_missing(run: RunDir, missing: list[tuple[str, str]]) -> str:
 def eval_command(run: RunDir, formats: list[str] | None = None) -> str:
     """The command line that evaluates the run in `formats` (default: its eval.formats), after a merge of those that
     are not there."""
-    default = (run.config().get("eval") or {}).get("formats") or config.EvalConfig().formats
+    default = (run.config().get("eval") or {}).get("formats") or schema.EvalConfig().formats
     formats = formats or default
     chosen = "" if set(formats) == set(default) else f" --formats {' '.join(formats)}"
     missing = unmerged(run, formats)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.generate import Generation, check_sampling, generate, set_threads
-from recipes.parts.chat import check_template, end_of_turn_token, model_stop_tokens
-from recipes.parts.errors import BadInput
+from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens
+from kit.core.errors import BadInput
 
 PROMPT_TOKENS = 512  # that a prompt is taken to have where memory for the KV cache is set aside
 # vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).

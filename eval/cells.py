@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.record import Record, as_rows
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import file_hash, read_json, write_json
+from kit.core.errors import BadInput
+from kit.core.run_directory import file_hash, read_json, write_json
 
 
 @dataclass(frozen=True)

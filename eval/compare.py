@@ -15,7 +15,7 @@ from eval.hygiene import UNDECIDED, Limits, findings, rates, well_formed
 from eval.naming import GRPO, in_sentence, policy_name
 from eval.record import Record
 from eval.samples import by_problem, majority_scores, pass_at_k_scores, powers, problem_means, score_table
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 
 Cell = tuple[str, str]
 Records = dict[Cell, Sequence[Record]]

@@ -29,9 +29,9 @@ from eval.run import add_problem_options, answer_pool, ask_settings, evaluation_
 from eval.score import score, summarize
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from eval.tasks import scoring_of
-from recipes.parts.config import Config, DataConfig
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
-from recipes.parts.rundir import RunDir, read_json, write_json
+from kit.core.config.schema import Config, DataConfig
+from kit.core.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.run_directory import RunDir, read_json, write_json
 
 NAME = "endpoint"
 PROMPT = ("system_prompt", "prompt_suffix", "chat_template_kwargs")  # keys of data that shape a problem's prompt

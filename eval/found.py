@@ -9,8 +9,8 @@ from eval import plots
 from eval.artifacts import artifact_hash
 from eval.compare import p_value, points
 from eval.naming import trained_name
-from launch.watching.metrics import MetricsLog
-from recipes.parts.rundir import MANIFEST, RunDir, read_json
+from kit.core.metrics_log import MetricsLog
+from kit.core.run_directory import MANIFEST, RunDir, read_json
 
 NONE = "–"
 

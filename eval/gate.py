@@ -35,9 +35,9 @@ from eval.hygiene import UNDECIDED, findings, limits_of
 from eval.problems import check_disjoint, held_out, problems_hash
 from eval.result import measurement, read_result, run_config
 from eval.rules import PASS, Rule, judge
-from recipes.parts.config import Config, DataConfig
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, file_hash
+from kit.core.config.schema import Config, DataConfig
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
+from kit.core.run_directory import RunDir, file_hash
 
 # Columns are looked for one by one, and how many prompts share a batch is a matter of speed.
 NOT_COMPARED = ("formats", "batch_size")

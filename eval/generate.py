@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.parts.chat import render, special_tokens, stop_tokens
-from recipes.parts.errors import BadInput
+from kit.core.chat import render, special_tokens, stop_tokens
+from kit.core.errors import BadInput
 
 SMALL_MODEL = 50_000_000  # parameters
 

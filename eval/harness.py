@@ -27,10 +27,10 @@ from eval.cells import read_records, records_file
 from eval.compare import points
 from eval.problems import held_out, problems_hash
 from eval.result import read_result, run_config
-from recipes.parts.config import DataConfig
+from kit.core.config.schema import DataConfig
+from kit.core.errors import DONE, BadInput, CheckFailed
+from kit.core.run_directory import MANIFEST, RunDir, file_hash, read_json, write_json
 from recipes.parts.data import SUFFIXES, TEXT_FORMATS, chat_messages
-from recipes.parts.errors import DONE, BadInput, CheckFailed
-from recipes.parts.rundir import MANIFEST, RunDir, file_hash, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("kit_gsm8k", "kit_problems")

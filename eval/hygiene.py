@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from eval.record import Record
-from recipes.parts.config import Config, GateConfig, RewardConfig
+from kit.core.config.schema import Config, GateConfig, RewardConfig
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from eval.naming import GRPO
 from eval.report import write_report, write_whole
 from eval.result import read_result
-from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import RunDir, publish
+from kit.core.errors import DONE, BadInput
+from kit.core.run_directory import RunDir, publish
 
 PICTURES = "report-pictures"  # report.md's, replaced whole
 

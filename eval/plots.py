@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from eval.compare import points
 from eval.document import printable
 from eval.naming import name_of, policy_name
-from launch.watching.metrics import SMOOTH, smooth, smoothing
-from recipes.parts.rundir import naming
+from kit.core.metrics_log import SMOOTH, smooth, smoothing
+from kit.core.run_directory import naming
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

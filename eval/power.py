@@ -10,7 +10,7 @@ from math import ceil, sqrt
 import numpy as np
 
 from eval.stats import ALPHA, pseudo_change
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 POWER = 0.8
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 from recipes.parts.leaks import find_leaks
 
 _SHOWN = 3

@@ -41,12 +41,13 @@ import numpy as np
 from eval import plots
 from eval.cells import read_records, records_file
 from eval.stats import cluster_interval, paired_difference, runs_interval
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
-from recipes.parts.quant_format import FORMATS
-from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
-from recipes.parts.rundir import MANIFEST, RunDir, base_directory, read_json, write_json
-from recipes.parts.runstate import continuing_flags
+from kit.core.config.load import load_config
+from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
+from kit.core.config.schema import Config
+from kit.core.errors import DONE, BadInput, CheckFailed, run_command
+from kit.core.formats import FORMATS
+from kit.core.run_directory import MANIFEST, RunDir, base_directory, read_json, write_json
+from kit.core.run_state import continuing_flags
 
 ARMS = ("ptq", "qat", "qad")
 NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; steps

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from eval.artifacts import eval_command
 from eval.naming import trained_name
-from recipes.parts.config import Config, load_config, resolve
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_json
-from recipes.parts.stored_base import CALLED
+from kit.core.config.base_rules import CALLED
+from kit.core.config.load import load_config, resolve
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_json
 
 
 def measurement(config: Config) -> dict:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eval.artifacts import POLICIES
 from eval.hygiene import RATES, UNDECIDED, holds, limits_of
-from recipes.parts.config import Config
+from kit.core.config.schema import Config
 
 PASS, FAIL, NOT_SHOWN = "pass", "FAIL", "NOT SHOWN"
 NAMES = {

@@ -24,10 +24,10 @@ from eval.score import MATH, Scoring, score, summarize
 from eval.stats import ALPHA
 from eval.tasks import TASKS, scoring_of, task_config
 from eval.vllm_backend import ask_vllm, missing_kernel, vllm_version
-from recipes.parts.config import Config
-from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import RunDir, write_json
-from recipes.parts.stored_base import CALLED
+from kit.core.config.base_rules import CALLED
+from kit.core.config.schema import Config
+from kit.core.errors import DONE, BadInput
+from kit.core.run_directory import RunDir, write_json
 
 PROBES = 3  # prompts that a server is checked with before anything is measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "compressed-tensors", "math-verify", "scipy", "numpy")

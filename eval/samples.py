@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     from eval.record import Record

@@ -19,7 +19,7 @@ from eval.hygiene import rates
 from eval.record import Record
 from eval.samples import majority_scores, pass_at_k_scores, powers, problem_means, score_table
 from eval.stats import cluster_interval
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 
 # A prompt part shorter than this (normalized characters) says too little to call its echo a leak.
 _SHORTEST_ECHO = 12

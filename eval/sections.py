@@ -16,8 +16,8 @@ from eval.document import Block, Bullets, Commands, Missing, Picture, Section, T
 from eval.found import NONE, Found, number, p_values, pair, share
 from eval.naming import in_sentence, name_of, policy_name
 from eval.sections_model import layers, serving, tokens, training
-from recipes.parts.errors import KitError
-from recipes.parts.rundir import file_hash, read_json
+from kit.core.errors import KitError
+from kit.core.run_directory import file_hash, read_json
 
 SHOWN_PROBLEMS = 3
 LONGEST_TEXT = 1200  # characters shown of a completion
@@ -125,7 +125,7 @@ def gate(found: Found) -> Section:
 def _rules(found: Found) -> list[Any]:
     """The gate's rules on what was measured, empty where something that they need is not there or was made again."""
     from eval.rules import judge
-    from recipes.parts.config import resolve
+    from kit.core.config.load import resolve
 
     try:
         config = resolve(found.run.config(), [], str(found.run.config_file))
@@ -310,7 +310,7 @@ def _first_samples(file: Path) -> Iterable[dict]:
 def _questions(found: Found) -> dict[str, str]:
     """{problem id: question} of the run's held-out problems when they lie on this machine."""
     from eval.problems import held_out
-    from recipes.parts.config import resolve
+    from kit.core.config.load import resolve
 
     try:
         config = resolve(found.run.config(), [], str(found.run.config_file))

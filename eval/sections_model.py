@@ -7,7 +7,7 @@ from eval.artifacts import merge_command
 from eval.document import Block, Bullets, Missing, Picture, Section, Table, Text
 from eval.found import NONE, Found, number, rank, share
 from eval.naming import policy_name
-from launch.watching.metrics import mean, median, series, smoothing
+from kit.core.metrics_log import mean, median, series, smoothing
 
 CURVES = {
     "reward": ("reward", "mean reward of a step"),

@@ -24,7 +24,7 @@ from urllib3.util import Retry
 
 from eval.backends import Answers, Asking, directory_stop_tokens, load_tokenizer
 from eval.generate import Generation, finish, render_prompts, sample_key, special_tokens
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 
 CONNECT_TIMEOUT_S = 10.0
 ATTEMPTS = 4  # at a request that was refused, cut off or answered with one of RETRIED

@@ -31,11 +31,11 @@ import yaml
 from eval.artifacts import merge_missing
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from eval.vllm_backend import missing_kernel
+from kit.core.config.schema import FORMATS
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from launch.replicas import ERROR, Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
-from recipes.parts.config import FORMATS
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
 
 POLICIES = ("base", "grpo")
 DECIDED = ("model", "served_model_name", "host", "port", "api_key", "uds")  # what the benchmark sets itself

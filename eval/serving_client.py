@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipes.parts.errors import CheckFailed
+from kit.core.errors import CheckFailed
 
 if TYPE_CHECKING:
     import aiohttp

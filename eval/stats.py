@@ -12,7 +12,7 @@ from math import sqrt
 
 import numpy as np
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 Interval = tuple[float, float]
 CONFIDENCE = 0.95

@@ -19,9 +19,9 @@ from typing import Any
 
 from eval.backends import Answers, Asking, directory_stop_tokens, load_tokenizer
 from eval.generate import finish, render_prompts, sample_key
-from recipes.parts.config import ServerConfig
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import read_json
+from kit.core.config.schema import ServerConfig
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = [sys.executable, "-m", "eval.vllm_worker"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.core import lora
 from launch.quantized_fold import QUANT_CFG
-from recipes.parts import lora
 
 NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 PREFIX = "base_model.model."

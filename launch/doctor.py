@@ -24,10 +24,10 @@ from typing import Any
 if sys.version_info < (3, 11):  # noqa: UP036  what is imported below does not load in older ones
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
 
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, Interrupted, run_command
 from launch.checks import gpu, host, packages, recipe, run
 from launch.checks.children import stopped
 from launch.checks.machine import Machine, Row, cores, fail
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, Interrupted, run_command
 
 Check = Callable[[Machine], Iterator[Row]]
 # In the order of the report. The second entry: it takes seconds (child processes, the network) and runs beside others.
@@ -120,7 +120,7 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
     config = None
     if flags.config:
         try:
-            from recipes.parts.config import load_config
+            from kit.core.config.load import load_config
         except ImportError as error:
             raise BadInput(f"--config cannot be read: {error}. Install the requirements: make install.") from None
         config = load_config(flags.config, overrides, tuple(vars(flags)))

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from kit.core.tokenizer_hash import tokenizer_hash
 from launch.adapter_file import Refused, read_header
 from launch.versions import COPIES, NF4_COPY, Problem, Version, Versions
-from recipes.parts.replica import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids, tokenizer_hash
+from recipes.parts.replica import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids
 
 WAYS = ("adapter", "remerge")
 SAMPLING = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int}

@@ -13,13 +13,14 @@ import argparse
 import json
 from typing import Any
 
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
 from launch.planning.cost import can_estimate
 from launch.planning.fitting import Layout, check_keys, lay_out
 from launch.planning.gpus import Card, parse_gpus
 from launch.planning.shapes import Shape, config_shape, find_shape, shape_by_size
 from launch.planning.splitting import splits
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
 
 
 def main() -> int:

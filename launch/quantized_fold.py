@@ -17,12 +17,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.quant_format import FORMATS, QuantFormat
-from recipes.parts.served_format import BY_VLLM, served_weights
+from kit.core.config.format_rules import BY_VLLM, served_weights
+from kit.core.formats import FORMATS, QuantFormat
+from kit.core.limits import FOLD_CHUNK
 
 QUANT_CFG = "quant_cfg"  # in vLLM's additional_config, which its compilation cache tells apart
 INPUT_PEAKS = "input_peaks"  # of the metadata of the adapter's file, as the trainer sends it: {layer: largest |input|}
-CHUNK = 1 << 24  # weights quantized at once: without a kernel that takes 20 bytes for each
 
 
 def format_of(vllm_config: Any) -> QuantFormat | None:
@@ -116,7 +116,7 @@ def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
     from recipes.parts.fake_quant import fake_quantize_weight
 
     step = fmt.weight.block[0] or 1
-    count = max(step, CHUNK // weight.shape[1] // step * step)
+    count = max(step, FOLD_CHUNK // weight.shape[1] // step * step)
     for start in range(0, len(weight), count):
         rows = slice(start, start + count)
         own = peak[rows] if peak is not None and peak.ndim == 2 else peak

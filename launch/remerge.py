@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kit.core import limits, lora
+from kit.core.formats import QuantFormat, fitted
 from launch import base_copy, quantized_fold
-from recipes.parts import lora
 from recipes.parts.noise import Noise, NoisyNorms
-from recipes.parts.quant_format import QuantFormat, fitted
 
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
@@ -419,7 +419,7 @@ def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtyp
 
 def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
     """weight (rows, columns) += scale · b · a, in place, some rows at a time: summed in float32, rounded once."""
-    step = max(1, quantized_fold.CHUNK // weight.shape[1])
+    step = max(1, limits.FOLD_CHUNK // weight.shape[1])
     for rows in (slice(at, at + step) for at in range(0, len(weight), step)):
         weight[rows] = weight[rows].float() + scale * (b[rows].float() @ a.float())
 

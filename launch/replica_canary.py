@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kit.core.config.schema import Config
+from kit.core.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.run_directory import base_directory, read_json
 from recipes.parts.canary import compare, read_canary
-from recipes.parts.config import Config
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
 from recipes.parts.replica import Replica, ReplicaError
-from recipes.parts.rundir import base_directory, read_json
 
 
 def check_replicas(config: Config) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from kit.core.errors import CheckFailed
 from launch.vllm_command import Plan
-from recipes.parts.errors import CheckFailed
 from recipes.parts.replica import Replica, ReplicaError
 
 POLL_S = 0.5

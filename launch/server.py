@@ -17,14 +17,15 @@ import sys
 import time
 from pathlib import Path
 
+from kit.core.config.base_rules import CALLED
+from kit.core.config.format_rules import served_format
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
+from kit.core.run_directory import base_directory, read_json, write_json
 from launch.replica_canary import check_replicas
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
 from launch.vllm_command import Installed, Plan, check_base, check_ports, gpu_gib, installed_vllm, plans, visible_gpus
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
-from recipes.parts.rundir import base_directory, read_json, write_json
-from recipes.parts.served_format import served_format
-from recipes.parts.stored_base import CALLED
 
 ACTIONS = ("start", "stop", "canary")
 

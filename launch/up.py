@@ -27,6 +27,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kit.core.config.checks import check_config, check_run_directory
+from kit.core.config.load import load_config
+from kit.core.config.recipe import recipe_of
+from kit.core.config.schema import Config
+from kit.core.errors import DONE, BadInput, CheckFailed, run_command
+from kit.core.health import alerts
+from kit.core.metrics_log import MetricsLog, mean, series
+from kit.core.run_directory import RunDir, base_directory
 from launch.plan import fits
 from launch.replicas import Replicas, Stopped, read_end
 from launch.server import differences
@@ -54,13 +62,6 @@ from launch.vllm_command import (
     plans,
     visible_gpus,
 )
-from launch.watching.health import alerts
-from launch.watching.metrics import MetricsLog, mean, series
-from recipes.parts.checks import check_config, check_run_directory
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import DONE, BadInput, CheckFailed, run_command
-from recipes.parts.recipe import recipe_of
-from recipes.parts.rundir import RunDir, base_directory
 
 POLL_S = 0.2
 FOLLOWED_S = 3.0  # a trainer that fails may follow a server whose end takes a moment

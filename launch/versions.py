@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kit.core.formats import FORMATS
 from launch.adapter_file import AdapterFile, Refused, Room, check, checkpoint_shapes, read_adapter
 from launch.base_copy import has_copy
 from launch.private_files import PrivateFiles
 from launch.quantized_fold import QUANT_CFG
-from recipes.parts.quant_format import FORMATS
 
 REMERGE = "launch.remerge.Remerge"
 QUANTIZED_INPUTS = "launch.quantized_inputs.RemergeQuantizedInputs"  # remerge too, for formats with static activations

@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kit.core import format_names
+from kit.core.config import format_rules
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.limits import FOLD_GIB, FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM
+from kit.core.run_directory import RunDir, base_directory, read_json, read_manifest, stored_as
 from launch.base_copy import copy_bytes, has_copy
 from launch.quantized_fold import QUANT_CFG
 from launch.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
-from recipes.parts import quant_format, served_format
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.replica import SERVED_RANKS, VLLM_BELOW, VLLM_FROM, is_loopback, is_tested_vllm, log_name
-from recipes.parts.rundir import RunDir, base_directory, read_json, read_manifest, stored_as
+from recipes.parts.replica import is_loopback, is_tested_vllm, log_name
 
 ROOT = Path(__file__).parents[1]
-# The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
-FOLD_GIB = 0.7
-# The same layer in float32, which vLLM's FP8 is given with a format (quantized_fold.py).
-FORMAT_GIB = 0.4
 CPU_WEIGHTS = ("fp8_per_channel", "bf16")
 # Flags that the configuration decides, and where.
 OWN_FLAGS = {
@@ -224,7 +222,7 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
 
     `gpus` are those that CUDA shows and `card_gib` is the memory of one, None when unknown.
     """
-    formats = [*quant_format.problems(config), *served_format.problems(config)]
+    formats = [*format_names.problems(config), *format_rules.problems(config)]
     problems = [*formats, *_unservable(config, vllm), *_flags(config)]
     memory, found = _memory(config, vllm, card_gib)
     problems += found
@@ -278,7 +276,7 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         # Without it vLLM gives the embeddings and the output layer slots too, which every step then computes.
         if targets := _targets(config):
             options["lora_target_modules"] = targets
-    elif fmt := served_format.served_format(config):
+    elif fmt := format_rules.served_format(config):
         options["worker_extension_cls"] = QUANTIZED_INPUTS if fmt.needs_calibration else REMERGE
         options["additional_config"] = {QUANT_CFG: fmt.name}
     else:
@@ -306,8 +304,8 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[di
         copy_gib = 0.0
         if server.nf4_copy == "gpu" and base_directory(config).is_dir():
             copy_gib = copy_bytes(base_directory(config)) / 2**30 / server.tensor_parallel
-        fmt = served_format.served_format(config) if config.policy.quant_cfg else None
-        fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.name in served_format.BY_VLLM else 0)
+        fmt = format_rules.served_format(config) if config.policy.quant_cfg else None
+        fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.name in format_rules.BY_VLLM else 0)
         share = round(share - (copy_gib + fold_gib) / card_gib, 3)
         if share <= 0:
             return {}, [

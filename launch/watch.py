@@ -21,13 +21,13 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
+from kit.core.health import alerts
+from kit.core.metrics_log import ENDED, RECENT, MetricsLog, mean, number, open_run, progress, series
+from kit.core.run_directory import RunDir
 from launch.watching.compare import common_step, frame_of_runs
-from launch.watching.health import alerts
-from launch.watching.metrics import ENDED, RECENT, MetricsLog, mean, number, open_run, progress, series
 from launch.watching.page import TRENDS, frame, how_it_ended, show
 from launch.watching.samples import latest_group
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
-from recipes.parts.rundir import RunDir
 
 PIPE_COLUMNS = 80
 # What a step's line in a pipe holds, in this order; that of a distillation its divergence in the place of the KL.

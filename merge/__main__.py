@@ -12,14 +12,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kit.core.config.schema import FORMATS
+from kit.core.errors import CHECK_FAILED, DONE, run_command
+from kit.core.run_directory import INTO
 from merge.bases import compare_bases
 from merge.card import add_hub_options, is_distilled, push_all, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
 from merge.options import base_parser, dequantize_parser
-from recipes.parts.config import FORMATS
-from recipes.parts.errors import CHECK_FAILED, DONE, run_command
-from recipes.parts.rundir import INTO
 
 
 @dataclass

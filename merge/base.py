@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kit.core.errors import BadInput, CheckFailed
 from merge import fp8
 from merge.checkpoint import read_shapes, read_tensor
 from merge.dropout import clear_dropout_rates, turn_off_dropout
@@ -29,7 +30,6 @@ from merge.model_files import (
 )
 from merge.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
 from merge.whole import is_split, whole
-from recipes.parts.errors import BadInput, CheckFailed
 
 
 def load_frozen(

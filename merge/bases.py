@@ -4,10 +4,10 @@ import argparse
 import time
 from dataclasses import asdict
 
+from kit.core.errors import DONE, BadInput
+from kit.core.run_directory import INTO, read_manifest, write_json
 from merge.card import write_card
 from merge.command import POLICIES, Merge
-from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import INTO, read_manifest, write_json
 
 RESULT = "compare_bases.json"
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, publish, write_manifest
 from merge.base import BaseCheckpoint
 from merge.checkpoint import checkpoint_shards
 from merge.merge import write_config
 from merge.quantize import Refused, groups_of, quantization_config
 from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, publish, write_manifest
 
 WORKER = Path(__file__).with_name("awq.py")
 SHARD = "5GB"
@@ -78,7 +78,7 @@ def _logged_rows(run: RunDir) -> Iterator[dict]:
 
 
 def _training_prompts(run: RunDir, tokenizer: Any) -> list[str]:
-    from recipes.parts.config import DataConfig
+    from kit.core.config.schema import DataConfig
     from recipes.parts.data import chat_messages, load_problems
 
     values = run.config()

@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kit.core.config.base_rules import CALLED
+from kit.core.config.schema import FORMATS
+from kit.core.errors import DONE, BadInput
+from kit.core.run_directory import INTO, MANIFEST, RunDir, read_json, read_manifest
 from merge import hub
 from merge.command import POLICIES
-from recipes.parts.config import FORMATS
-from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import INTO, MANIFEST, RunDir, read_json, read_manifest
-from recipes.parts.stored_base import CALLED
 
 CARD = "README.md"
 WINDOW = 10  # steps that a mean of the training metrics is over

@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from recipes.parts.chat import names_read, render
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.chat import names_read, render
+from kit.core.errors import BadInput, CheckFailed
 
 # Files with templates under a key; the others hold one template each, as transformers 5 writes them.
 IN_JSON = ("tokenizer_config.json", "chat_template.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

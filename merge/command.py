@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kit.core.chat import arguments_of, check_template
+from kit.core.config.schema import FORMATS
+from kit.core.errors import BadInput
+from kit.core.run_directory import INTO, RunDir, read_json, read_manifest
 from merge.trained import find_trained
-from recipes.parts.chat import arguments_of, check_template
-from recipes.parts.config import FORMATS
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import INTO, RunDir, read_json, read_manifest
 
 POLICIES = ("base", "grpo")
 # Of a quantized layer, scales included.

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from kit.core.errors import DONE, BadInput, CheckFailed
+from kit.core.formats import find_experts
+from kit.core.run_directory import MANIFEST, publish, read_json, write_manifest
 from merge.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
 from merge.export import check_space, recorded, sizes, source_facts
 from merge.merge import write_config
@@ -24,9 +27,6 @@ from merge.options import dequantize_parser
 from merge.shards import write_parts
 from merge.stored import StoredWeights
 from merge.stream import Plan
-from recipes.parts.errors import DONE, BadInput, CheckFailed
-from recipes.parts.quant_format import find_experts
-from recipes.parts.rundir import MANIFEST, publish, read_json, write_manifest
 
 # The types of codes, as a file's header names them: of quant_method fp8, and of compressed-tensors by its layout.
 CODES = {"fp8": "F8_E4M3", "float-quantized": "F8_E4M3", "int-quantized": "I8", "pack-quantized": "I32"}

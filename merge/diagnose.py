@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.parts.errors import DONE, BadInput
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
+from kit.core.errors import DONE, BadInput
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -110,8 +110,8 @@ class Diagnosis:
 
     def _readers(self) -> dict[str, "Reader"]:
         """How each format is computed or read; what cannot be is refused when asked for, noted otherwise."""
+        from kit.core.config.schema import FORMATS as KNOWN
         from merge.quantize import FORMATS as COMPUTED
-        from recipes.parts.config import FORMATS as KNOWN
 
         known = list(dict.fromkeys([*KNOWN, *COMPUTED]))
         asked = self.arguments.formats

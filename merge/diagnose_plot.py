@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from kit.core.run_directory import naming
 from merge.diagnose_verdict import change_text, depth, grouped, module_type, percent, pool
-from recipes.parts.rundir import naming
 
 MOST_MODULES = 12  # rows of a heatmap; a model of more kinds keeps the most frequent
 ANNOTATED = 60  # cells of a heatmap, above which the numbers in them would not be read

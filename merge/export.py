@@ -13,15 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from merge.base import unquantized_config
-from merge.checkpoint import INDEX, SINGLE, checkpoint_shards, find_checkpoint
-from merge.merge import COMPANIONS, write_config
-from merge.options import base_parser
-from merge.stream import NF4_FOLDER, Original, Plan, plan_base, write_base
-from merge.verify import default_device
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import DONE, BadInput, CheckFailed
-from recipes.parts.rundir import (
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import DONE, BadInput, CheckFailed
+from kit.core.run_directory import (
     MANIFEST,
     base_directory,
     file_hash,
@@ -32,6 +27,12 @@ from recipes.parts.rundir import (
     write_json,
     write_manifest,
 )
+from merge.base import unquantized_config
+from merge.checkpoint import INDEX, SINGLE, checkpoint_shards, find_checkpoint
+from merge.merge import COMPANIONS, write_config
+from merge.options import base_parser
+from merge.stream import NF4_FOLDER, Original, Plan, plan_base, write_base
+from merge.verify import default_device
 
 # A base by policy.quantization, in words.
 STORED = {"nf4": "dequantized NF4", "fp8": "dequantized FP8", "none": "it is"}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 
 NO_TOKEN = "Set HF_TOKEN, or run `hf auth login`."
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from kit.core import lora
+from kit.core.errors import BadInput
+from kit.core.run_directory import publish, read_json, write_manifest
 from merge.base import BaseCheckpoint, BaseTensor
 from merge.chat_template import check_defaults, set_defaults
 from merge.nf4 import PIECE
 from merge.shards import Behind, TensorFile, flush, name_files
-from recipes.parts import lora
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import publish, read_json, write_manifest
 
 # What makes a checkpoint usable beside its weights; the names that transformers 5 and earlier versions write.
 COMPANIONS = (

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.formats import INT4_GROUPS, int4_group
+from kit.core.run_directory import publish, write_manifest
 from merge.base import BaseCheckpoint
 from merge.checkpoint import checkpoint_shards, read_tensor
 from merge.merge import Factors, Retained, write_config
 from merge.nf4 import quantize_weight
 from merge.shards import write_parts
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.quant_format import INT4_GROUPS, int4_group
-from recipes.parts.rundir import publish, write_manifest
 
 LEAST_RETAINED = 0.5  # of the update, for NF4 to be written without --force
 BLOCK = 128  # both sides of a block of fp8_block

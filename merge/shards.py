@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from kit.core.errors import CheckFailed
 from merge.checkpoint import INDEX, SINGLE
-from recipes.parts.errors import CheckFailed
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",

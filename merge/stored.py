@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import read_json
 from merge.checkpoint import checkpoint_shards
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import read_json
 
 SWEEPS = 4  # of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import write_json
 from merge import fp8
 from merge.base import base_facts, nf4_facts, plain_facts
 from merge.checkpoint import checkpoint_shards, read_shapes, read_tensor
@@ -24,8 +26,6 @@ from merge.hashing import hash_fp8, hash_quantized, hash_tensor
 from merge.model_files import select_shards, unquantized_config
 from merge.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
 from merge.shards import TensorFile, write_index
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import write_json
 
 NF4_FOLDER = "nf4"
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import QuantFormat, read_quant_format
-from recipes.parts.rundir import RunDir, read_manifest
+from kit.core.errors import BadInput
+from kit.core.format_names import read_quant_format
+from kit.core.formats import QuantFormat
+from kit.core.run_directory import RunDir, read_manifest
 
 
 @dataclass(frozen=True)

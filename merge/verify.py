@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from kit.core.chat import arguments_of, render, special_tokens
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, check_adapter_file, read_json, read_manifest
 from merge.base import BaseCheckpoint, disable_cpu_repacking, load_base
 from merge.checkpoint import find_checkpoint
 from merge.fp8 import Fp8Linear
 from merge.trained import find_trained
-from recipes.parts.chat import arguments_of, render, special_tokens
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, check_adapter_file, read_json, read_manifest
 
 SEQUENCES = 12  # of each kind: held-out prompts, logged completions
 MAX_LENGTH = 512  # tokens of one sequence

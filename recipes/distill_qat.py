@@ -37,14 +37,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.parts import distill, quant_format
-from recipes.parts.checks import check_config, check_run_directory, world_size
-from recipes.parts.config import Config, parse_command
+from kit.core import formats
+from kit.core.config import distill_rules
+from kit.core.config.checks import check_config, check_run_directory, world_size
+from kit.core.config.load import parse_command
+from kit.core.config.recipe import DISTILLATION, check_recipe
+from kit.core.config.schema import Config
+from kit.core.config.shared_gpu import describe_split
+from kit.core.errors import run_command
+from kit.core.format_names import read_quant_format
+from kit.core.formats import QuantFormat
+from kit.core.run_directory import read_manifest
 from recipes.parts.data_order import check_problems, record_problems
-from recipes.parts.errors import run_command
-from recipes.parts.quant_format import QuantFormat, read_quant_format
-from recipes.parts.recipe import DISTILLATION, check_recipe
-from recipes.parts.rundir import read_manifest
 from recipes.parts.setup import (
     check_model,
     describe_adapter_type,
@@ -57,7 +61,6 @@ from recipes.parts.setup import (
     started,
     training,
 )
-from recipes.parts.shared_card import describe_split
 
 
 def check_distillation(config: Config, processes: int) -> None:
@@ -70,8 +73,8 @@ def check_format(config: Config, model_config) -> QuantFormat | None:
     """What the student computes in, None for the numbers of the base; `BadInput` when model or machine do not fit."""
     if config.policy.quant_cfg is None:
         return None
-    fmt = quant_format.check_model(read_quant_format(config.policy.quant_cfg), model_config)
-    quant_format.check_hardware(fmt, config.rollout.backend)
+    fmt = formats.check_model(read_quant_format(config.policy.quant_cfg), model_config)
+    formats.check_hardware(fmt, config.rollout.backend)
     return fmt
 
 
@@ -81,7 +84,7 @@ def describe_teacher(config: Config) -> str:
         trained = read_manifest(Path(adapter), "adapter").get("quant_cfg")
         note = f", which was trained for {trained}: the teacher computes without it" if trained else ""
         return f"the unquantized base with {adapter}{note}"
-    if distill.is_own_model(config):
+    if distill_rules.is_own_model(config):
         return "the unquantized base"
     return f"{config.distill.teacher} stored in {config.policy.quantization}, a second model in memory"
 
@@ -104,7 +107,7 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
             describe_step(config, problems, processes),
             f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
             *([f"memory    {split}"] if split else []),
-            f"rewards   {distill.without_effect(config)}",
+            f"rewards   {distill_rules.without_effect(config)}",
         ]
     )
 

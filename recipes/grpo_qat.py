@@ -46,13 +46,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.parts import quant_format
-from recipes.parts.checks import check_config, check_run_directory, world_size
-from recipes.parts.config import parse_command
+from kit.core import formats
+from kit.core.config.checks import check_config, check_run_directory, world_size
+from kit.core.config.load import parse_command
+from kit.core.config.recipe import QUANTIZED, check_recipe
+from kit.core.errors import run_command
+from kit.core.format_names import read_quant_format
 from recipes.parts.data_order import check_problems, record_problems
-from recipes.parts.errors import run_command
-from recipes.parts.quant_format import read_quant_format
-from recipes.parts.recipe import QUANTIZED, check_recipe
 from recipes.parts.setup import (
     check_model,
     describe_format,
@@ -81,8 +81,8 @@ def main() -> None:
     from reward import reward_functions
 
     model_config = check_model(config, processes, flags.dry_run)
-    fmt = quant_format.check_model(fmt, model_config)
-    quant_format.check_hardware(fmt, config.rollout.backend)
+    fmt = formats.check_model(fmt, model_config)
+    formats.check_hardware(fmt, config.rollout.backend)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)

@@ -44,11 +44,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.parts.checks import check_config, check_run_directory, world_size
-from recipes.parts.config import parse_command
+from kit.core.config.checks import check_config, check_run_directory, world_size
+from kit.core.config.load import parse_command
+from kit.core.config.recipe import PLAIN, check_recipe
+from kit.core.errors import run_command
 from recipes.parts.data_order import check_problems, record_problems
-from recipes.parts.errors import run_command
-from recipes.parts.recipe import PLAIN, check_recipe
 from recipes.parts.setup import (
     check_model,
     describe_plan,

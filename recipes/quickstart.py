@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.parts.errors import BAD_INPUT, CHECK_FAILED, BadInput, CheckFailed, run_command
-from recipes.parts.rundir import RunDir, read_json
+from kit.core.errors import BAD_INPUT, CHECK_FAILED, BadInput, CheckFailed, run_command
+from kit.core.run_directory import RunDir, read_json
 
 BASE = Path("models/tiny-base")
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"

@@ -14,9 +14,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import BAD_INPUT, BadInput, run_command
-from recipes.parts.rundir import RunDir
+from kit.core.config.load import load_config
+from kit.core.errors import BAD_INPUT, BadInput, run_command
+from kit.core.run_directory import RunDir
 from recipes.quickstart import Step, free_run, judging_steps, summary, walk
 
 BASE, DATA = Path("models/smollm2-135m"), Path("data/svamp")

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.parts.errors import BadInput, run_command
-from recipes.parts.rundir import publish, write_manifest
+from kit.core.errors import BadInput, run_command
+from kit.core.run_directory import publish, write_manifest
 
 if TYPE_CHECKING:  # imported late, so that --help and a refused file take no seconds
     from recipes.parts.gguf_file import Rounding

@@ -18,8 +18,8 @@ import json
 import random
 from pathlib import Path
 
-from recipes.parts.errors import BadInput, run_command
-from recipes.parts.rundir import publish, write_manifest
+from kit.core.errors import BadInput, run_command
+from kit.core.run_directory import publish, write_manifest
 
 COLUMNS = (("question", "answer"), ("Body+Question", "Answer"), ("problem", "answer"))
 NEAR = (0.4, 0.6, 0.8, 1.0)  # shares that `--against` counts
@@ -27,7 +27,7 @@ NEAR = (0.4, 0.6, 0.8, 1.0)  # shares that `--against` counts
 
 def read(options: argparse.Namespace, path: str | None) -> list:
     """The usable problems of a file or of the hub; `BadInput` as a recipe's, for the same faults."""
-    from recipes.parts.config import DataConfig
+    from kit.core.config.schema import DataConfig
     from recipes.parts.data import first_row, load_problems
 
     data = DataConfig(id=options.id, path=path, train_split=options.splits, answer_format=options.answer_format)

@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.config import FORMATS, Config, load_config
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput, run_command
-from recipes.parts.recipe import recipe_of
-from recipes.parts.rundir import MANIFEST, RunDir, read_json, write_json
-from recipes.parts.runstate import continuing_flags
+from kit.core.config.load import load_config
+from kit.core.config.recipe import recipe_of
+from kit.core.config.schema import FORMATS, Config
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
+from kit.core.run_directory import MANIFEST, RunDir, read_json, write_json
+from kit.core.run_state import continuing_flags
 from recipes.quickstart import mean_reward, step
 
 POLICIES = ("base", "grpo")

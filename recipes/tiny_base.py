@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recipes.parts.errors import BadInput, CheckFailed, run_command
-from recipes.parts.rundir import publish, write_manifest
+from kit.core.errors import BadInput, CheckFailed, run_command
+from kit.core.run_directory import publish, write_manifest
 
 if TYPE_CHECKING:  # imported late, so that --help and a refused option take no seconds
     import torch

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from recipes.parts.config import match_type, spell_type
-from recipes.parts.errors import BadInput
+from kit.core.config.load import match_type, spell_type
+from kit.core.errors import BadInput
 from reward.code import code
 from reward.countdown import arithmetic, countdown
 from reward.format import boxed_format, think_format
@@ -32,7 +32,7 @@ from reward.pool import UnknownBudget, Verdict, shared_pool
 from reward.text import language, repetition
 
 if TYPE_CHECKING:
-    from recipes.parts.config import Config, RewardConfig
+    from kit.core.config.schema import Config, RewardConfig
 
 RewardFunction = Callable[..., list[float | None]]
 

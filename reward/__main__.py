@@ -12,7 +12,7 @@ import argparse
 import importlib
 import sys
 
-from recipes.parts.errors import run_command
+from kit.core.errors import run_command
 
 COMMANDS = {
     "check": "verdicts about the rows of a file, with the rule that decided",

@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.config.load import load_config
+from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from reward import REWARDS, function_options, is_own
 from reward.attacks import Case
 from reward.check import Judgement, add_settings, explain, judges, settings, shown

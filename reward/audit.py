@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
-from recipes.parts.rundir import RunDir, read_json
+from kit.core.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.run_directory import RunDir, read_json
 from reward.answer import boxes, final_answer, own_text
 from reward.check import shown
 

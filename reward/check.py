@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.config import RewardConfig, load_config
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.config.load import load_config
+from kit.core.config.schema import RewardConfig
+from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from reward import REWARDS, function_of, function_options, reward_functions
 from reward.answer import final_answer
 from reward.pool import WorkerPool

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 QUESTIONS = {
     "countdown": "Using the numbers {numbers}, write an expression that equals {target}. You may use + - * / and "

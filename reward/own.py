@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.errors import BadInput, CheckFailed, KitError
+from kit.core.errors import BadInput, CheckFailed, KitError
 
 # What a run gives every reward by name; TRL's `trainer_state`, `log_extra` and `log_metric` come with them.
 COLUMNS = ("prompts", "completions", "gold", "problem_id", "completion_ids")

@@ -23,7 +23,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 120.0  # the server imports sympy first; on a loaded machine that takes seconds

@@ -47,7 +47,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 WALL_PER_CPU = 4.0  # waiting alone can use it up, so it costs only where code sleeps or the machine is loaded
 CHILD = Path(__file__).with_name("sandbox_child.py")

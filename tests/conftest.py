@@ -28,9 +28,9 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from recipes.parts.errors import run_command
-from recipes.parts.recipe import PLAIN
-from recipes.parts.rundir import RunDir
+from kit.core.config.recipe import PLAIN
+from kit.core.errors import run_command
+from kit.core.run_directory import RunDir
 from tests import processes, sandbox
 
 # What is imported stays, so no garbage collection goes through it: not now, nor later (`pytest_collection_finish`).

@@ -11,7 +11,7 @@ is given to float64, which no test process should live with. It takes what recip
 import torch
 
 if __name__ == "__main__":
-    from recipes.parts.errors import run_command
+    from kit.core.errors import run_command
     from recipes.tiny_base import main
 
     torch.set_default_dtype(torch.float64)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.plots import STYLE, png, svg
-from launch.watching.metrics import SMOOTH, smooth
-from recipes.parts.rundir import write_json
+from kit.core.metrics_log import SMOOTH, smooth
+from kit.core.run_directory import write_json
 
 ENDS = 10  # steps at each end of a run
 # Names in the picture; colors of Okabe and Ito (2008), told apart in gray and with a color deficiency.

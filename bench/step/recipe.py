@@ -8,8 +8,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import reward
+from kit.core.errors import run_command
 from recipes import grpo_qat, grpo_qlora
-from recipes.parts.errors import run_command
 
 
 def pay(completions: list, completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -18,8 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import BadInput, run_command
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, run_command
 from recipes.parts.policy import load_tokenizer, lora_config
 from recipes.parts.setup import load_data
 from reward import reward_functions

@@ -92,7 +92,7 @@ class Case:
         return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda")
 
     def read_config(self) -> Any:
-        from recipes.parts.config import load_config
+        from kit.core.config.load import load_config
 
         keys = {"model.path": self.work, "policy.lora_rank": RANK, "policy.lora_alpha": ALPHA}
         keys |= {"model.dtype": str(self.dtype).removeprefix("torch."), "policy.target_modules": TARGETS[self.targets]}
@@ -264,11 +264,11 @@ def put_on_levers(model: Any, config: Any) -> None:
     """What the trainer does to its model for the keys of LEVERS, in its order; input ranges are made up."""
     import torch
 
+    from kit.core.format_names import read_quant_format
     from recipes.parts.kernels import use_kernels
     from recipes.parts.linear import use_fused_linears
     from recipes.parts.packed_attention import use_packed_attention
     from recipes.parts.qat import quantized_layers, use_quantized_linears
-    from recipes.parts.quant_format import read_quant_format
     from recipes.parts.recompute import use_recompute
 
     if config.train.micro_batch_tokens is not None:

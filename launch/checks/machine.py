@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recipes.parts.config import Config
+    from kit.core.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 TOOL_LIMIT_S = 15.0

@@ -13,7 +13,7 @@ LIMIT_S = 120.0  # of a child that imports torch and transformers, on a cold dis
 
 def model(machine: Machine) -> Iterator[Row]:
     """Whether the recipe takes the run's model and this machine for it; from its config.json, in a child process."""
-    from recipes.parts.config import to_dict
+    from kit.core.config.load import to_dict
 
     name, config = "model", machine.config
     if config is None:

@@ -13,9 +13,9 @@ from launch.checks.children import reason, run_steps
 from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, warn
 
 if TYPE_CHECKING:
+    from kit.core.config.schema import Config
+    from kit.core.errors import KitError
     from launch.starting.trainer_command import Placement
-    from recipes.parts.config import Config
-    from recipes.parts.errors import KitError
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
 HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # of the request, and of the child process that makes it
@@ -31,8 +31,8 @@ ADAPTER_SHARE = 0.011
 
 def settings(machine: Machine) -> Iterator[Row]:
     """Keys that contradict each other, and what is in the run directory already."""
-    from recipes.parts.checks import check_config, check_run_directory
-    from recipes.parts.errors import BadInput
+    from kit.core.config.checks import check_config, check_run_directory
+    from kit.core.errors import BadInput
 
     name, config = "config", machine.config
     if config is None:
@@ -56,7 +56,7 @@ def settings(machine: Machine) -> Iterator[Row]:
 
 def planned_processes(machine: Machine) -> int:
     """Trainer processes over all machines, also when the GPUs do not suffice, which the check of them says."""
-    from recipes.parts.errors import BadInput
+    from kit.core.errors import BadInput
 
     try:
         return placed(machine)[1]
@@ -111,14 +111,14 @@ def _halves(text: str) -> tuple[str, str]:
 
 def servers(machine: Machine) -> Iterator[Row]:
     """The rollout servers of the run: keys, GPUs, API key, dequantized base."""
-    from recipes.parts.errors import BadInput
+    from kit.core.errors import BadInput
 
     name, config = "servers", machine.config
     if not machine.needs_server:
         yield skip(name, "no --config" if config is None else f"rollout.backend is {config.rollout.backend}")
         return
+    from kit.core.run_directory import base_directory
     from launch.vllm_command import check_base, installed_vllm, plans
-    from recipes.parts.rundir import base_directory
 
     try:
         kind = installed_vllm()
@@ -155,9 +155,9 @@ def servers(machine: Machine) -> Iterator[Row]:
 
 def gpus_needed(machine: Machine) -> Iterator[Row]:
     """Whether trainer and servers find their GPUs on this machine."""
+    from kit.core.config.shared_gpu import split_problem
+    from kit.core.errors import BadInput
     from launch.planning.replica import replica_gib
-    from recipes.parts.errors import BadInput
-    from recipes.parts.shared_card import split_problem
 
     name, config = "gpus", machine.config
     if config is None:
@@ -188,9 +188,9 @@ def gpus_needed(machine: Machine) -> Iterator[Row]:
 def placed(machine: Machine) -> tuple["Placement", int]:
     """(who gets which GPUs of this machine, trainer processes over all machines), as launch.up decides it; `BadInput`
     when they do not suffice."""
+    from kit.core.errors import BadInput
     from launch.starting.trainer_command import choose_launcher, place, process_count, read_launcher
     from launch.vllm_command import installed_vllm
-    from recipes.parts.errors import BadInput
 
     config, visible = machine.config, [one.index for one in machine.gpus]
     try:
@@ -414,7 +414,7 @@ def disk_needs(machine: Machine) -> dict[str, tuple[Path, float]]:
     if not is_here:
         places["hub cache"] = (places["hub cache"][0], size)
     if machine.needs_server:
-        from recipes.parts.rundir import base_directory
+        from kit.core.run_directory import base_directory
 
         base = base_directory(config)
         copy = NF4_COPY_SHARE if config.policy.quantization == "nf4" else 0.0

@@ -286,9 +286,9 @@ def hub_head(kind: str, identifier: str, revision: str | None, limit_s: float) -
 def recipe_checks(config: str, processes: int, directory: str) -> dict:
     """What the recipe refuses about the model of a configuration (JSON) and about this machine, seen from
     `directory`; `skipped` says why nothing was checked. No weight is read."""
-    from recipes.parts.checks import check_config
-    from recipes.parts.config import config_from_dict
-    from recipes.parts.errors import BadInput
+    from kit.core.config.checks import check_config
+    from kit.core.config.load import config_from_dict
+    from kit.core.errors import BadInput
 
     os.chdir(directory)
     made = config_from_dict(json.loads(config))
@@ -313,7 +313,8 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
 
 def _check_model(config: Any, processes: int) -> str:
     """As the recipe does between reading the configuration and loading the base; the kind of model."""
-    from recipes.parts import gpu_memory, kernels, quant_format, setup
+    from kit.core import format_names, formats
+    from recipes.parts import gpu_memory, kernels, setup
     from recipes.parts.policy import load_tokenizer
     from recipes.parts.trainer import check_card
 
@@ -321,9 +322,9 @@ def _check_model(config: Any, processes: int) -> str:
     if _has_tokenizer(config):
         load_tokenizer(config)
     if config.policy.quant_cfg is not None:
-        fmt = quant_format.read_quant_format(config.policy.quant_cfg)
-        quant_format.check_model(fmt, model_config)
-        quant_format.check_hardware(fmt, config.rollout.backend)
+        fmt = format_names.read_quant_format(config.policy.quant_cfg)
+        formats.check_model(fmt, model_config)
+        formats.check_hardware(fmt, config.rollout.backend)
     check_card(config)
     kernels.check_gpu(config)
     gpu_memory.limit_gpu_memory(config)

@@ -15,11 +15,11 @@ import shlex
 import sys
 from pathlib import Path
 
+from kit.core.config.load import load_config
+from kit.core.errors import DONE, run_command
 from launch.export.check import check
 from launch.export.files import write
 from launch.export.translate import Cluster, translate
-from recipes.parts.config import load_config
-from recipes.parts.errors import DONE, run_command
 
 
 def main() -> int:

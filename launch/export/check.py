@@ -5,8 +5,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from launch.vllm_command import ROOT
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
 
 FILES = ("run.sh", "overrides.yaml", "reward_function.py", "train.parquet", "test.parquet")
 PYTHON = ROOT / ".venv-verl/bin/python"

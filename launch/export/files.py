@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from kit.core.config.schema import Config
+from kit.core.run_directory import publish
 from launch.export.translate import Translation, epochs
 from launch.vllm_command import ROOT
-from recipes.parts.config import Config
 from recipes.parts.data import Problem, chat_messages, read_problems
-from recipes.parts.rundir import publish
 from reward import gold_checks, heldout_gold_checks, reward_functions
 
 PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]*[A-Za-z_./@%][A-Za-z0-9_./:@%+-]*")
@@ -153,7 +153,7 @@ KIT = {kit!r}
 if KIT not in sys.path:
     sys.path.insert(0, KIT)
 
-from recipes.parts.config import RewardConfig  # noqa: E402
+from kit.core.config.load import RewardConfig  # noqa: E402
 from reward import reward_functions  # noqa: E402
 
 SETTINGS = json.loads({settings})

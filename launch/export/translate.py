@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.checks import check_config
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.recipe import PLAIN, recipe_of
-from recipes.parts.replica import SERVED_RANKS
-from recipes.parts.rundir import base_directory
-from recipes.parts.stored_base import CALLED
-from recipes.parts.trl_fields import FLOOR_FIELD
+from kit.core.config.base_rules import CALLED
+from kit.core.config.checks import check_config
+from kit.core.config.recipe import PLAIN, recipe_of
+from kit.core.config.schema import Config
+from kit.core.config.trl_rules import FLOOR_FIELD
+from kit.core.errors import BadInput
+from kit.core.limits import SERVED_RANKS
+from kit.core.run_directory import base_directory
 from reward import is_own
 
 # TRL's losses by how verl sums them (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).

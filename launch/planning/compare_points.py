@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.core.config.load import config_from_dict
+from kit.core.config.schema import Config
+from kit.core.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.run_directory import read_json
 from launch.planning import memory
 from launch.planning.gpus import CARDS, recognize
 from launch.planning.shapes import Shape, shape_from_facts
-from recipes.parts.config import Config, config_from_dict
-from recipes.parts.errors import CHECK_FAILED, DONE, BadInput
-from recipes.parts.rundir import read_json
 
 LIMIT = 0.10
 AS_EVER = ("plain", "torch")  # what needs no word in a point's name

@@ -8,6 +8,7 @@ between machines, waiting for the longest completion of a step where lengths dif
 import math
 from dataclasses import dataclass, replace
 
+from kit.core.config.schema import Config
 from launch.planning import quantized, teacher
 from launch.planning.coefficients import value
 from launch.planning.gpus import Card
@@ -23,7 +24,6 @@ from launch.planning.memory import (
     stored_bytes,
 )
 from launch.planning.shapes import Shape
-from recipes.parts.config import Config
 
 MEASURED_CARD = "h200"
 

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kit.core.config.checks import check_config
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 from launch.planning import cost, memory, quantized
 from launch.planning.gpus import CARDS, Card
 from launch.planning.memory import Estimate
 from launch.planning.recompute import least, set_recompute
 from launch.planning.shapes import Shape
 from launch.starting.trainer_command import Placement, place
-from recipes.parts.checks import check_config
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
 
 STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched in multiples of them
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,15 @@ peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape var
 import os
 from dataclasses import dataclass
 
+from kit.core.config.base_rules import CALLED
+from kit.core.config.format_rules import BY_VLLM
+from kit.core.config.recompute_rules import recomputed_layers
+from kit.core.config.schema import Config
+from kit.core.limits import FOLD_CHUNK, FOLD_GIB, FORMAT_GIB, SERVED_RANKS
 from launch.planning import quantized, teacher
 from launch.planning.coefficients import value
 from launch.planning.gpus import Card
 from launch.planning.shapes import Shape
-from launch.quantized_fold import CHUNK
-from launch.vllm_command import FOLD_GIB, FORMAT_GIB
-from recipes.parts.config import Config
-from recipes.parts.recompute import recomputed_layers
-from recipes.parts.replica import SERVED_RANKS
-from recipes.parts.served_format import BY_VLLM
-from recipes.parts.stored_base import CALLED
 
 GIB = 2**30
 NF4_BLOCK, SCALE_BLOCK = 64, 256
@@ -413,7 +411,7 @@ def _format_gib(config: Config, card: Card, weights: float) -> float:
     card without the kernels what PyTorch makes of some rows."""
     if (fmt := quantized.format_of(config)) is None:
         return 0.0
-    made = 0 if quantized.has_kernels(card) else quantized.TORCH_WEIGHT[fmt.weight.kind] * min(weights, CHUNK)
+    made = 0 if quantized.has_kernels(card) else quantized.TORCH_WEIGHT[fmt.weight.kind] * min(weights, FOLD_CHUNK)
     return (4 * weights * (fmt.name in BY_VLLM) + made) / GIB
 
 

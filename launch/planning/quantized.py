@@ -11,13 +11,13 @@ of a weight were measured on an H200.
 
 import functools
 
+from kit.core.config import format_rules
+from kit.core.config.schema import TRAIN, Config
+from kit.core.errors import BadInput
+from kit.core.format_names import read_quant_format
+from kit.core.formats import QuantFormat, check_shapes
 from launch.planning.gpus import Card
 from launch.planning.shapes import Shape
-from recipes.parts import served_format
-from recipes.parts.calibration import TRAIN
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import QuantFormat, check_shapes, read_quant_format
 
 GIB = 2**30
 # Bytes at most while PyTorch makes a weight, and an input, of this kind; a value each.
@@ -53,12 +53,12 @@ def problems(shape: Shape, config: Config, card: Card) -> list[str]:
     """Why this shape, or a server on this card, does not compute in `policy.quant_cfg`."""
     if (fmt := format_of(config)) is None:
         return []
-    found = served_format.problems(config)
+    found = format_rules.problems(config)
     try:
         check_shapes(fmt, {name: (outs, ins) for name, (ins, outs) in shape.linears.items()})
     except BadInput as error:
         found.append(str(error))
-    if config.rollout.backend == "server" and fmt.name in served_format.BY_VLLM and card.bf16_tflops:
+    if config.rollout.backend == "server" and fmt.name in format_rules.BY_VLLM and card.bf16_tflops:
         if card.fp8_tflops is None:
             found.append(
                 f"A {card.name} has no FP8 arithmetic, so vLLM would not quantize activations as policy.quant_cfg "

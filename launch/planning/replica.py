@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 from launch.planning import memory
 from launch.planning.gpus import parse_gpus
 from launch.planning.shapes import config_shape
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
 
 
 def replica_gib(config: Config, facts: dict[str, Any] | None = None) -> float | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import find_experts
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.formats import find_experts
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ torch.
 
 import functools
 
+from kit.core.config.distill_rules import is_own_model
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 from launch.planning.coefficients import value
 from launch.planning.gpus import Card
 from launch.planning.shapes import Shape, find_shape
-from recipes.parts.config import Config
-from recipes.parts.distill import is_own_model
-from recipes.parts.errors import BadInput
 
 GIB = 2**30
 TILE_BYTES = 4 + 4 + 2  # logits of student and teacher in float32, and what is multiplied back in 16 bits

@@ -12,9 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from kit.core.config.load import load_config
+from kit.core.errors import DONE, BadInput, run_command
 from launch.slurm.script import Job, describe, write_script
-from recipes.parts.config import load_config
-from recipes.parts.errors import DONE, BadInput, run_command
 
 
 def main() -> int:

@@ -6,13 +6,13 @@ import shlex
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from kit.core.config.checks import check_config
+from kit.core.config.recipe import recipe_of
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.run_directory import base_directory
 from launch.starting.trainer_command import place
 from launch.vllm_command import Installed, is_loopback, plans
-from recipes.parts.checks import check_config
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.recipe import recipe_of
-from recipes.parts.rundir import base_directory
 
 # Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")

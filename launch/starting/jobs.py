@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from kit.core.errors import BAD_INPUT, CHECK_FAILED, KitError
 from launch.replicas import first_error, how_it_ended, log_end, mark_start, members, read_end
 from launch.starting.trainer_command import Command
 from launch.vllm_command import ROOT
-from recipes.parts.errors import BAD_INPUT, CHECK_FAILED, KitError
 
 STOP_S = 30.0  # what a job gets to end by itself after SIGINT
 KILL_S = 5.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from kit.core.config.recipe import recipe_of
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 from launch.vllm_command import ROOT
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.recipe import recipe_of
 
 CPU, ONE_GPU, DDP = (f"accelerate_configs/{name}.yaml" for name in ("cpu", "one_gpu", "ddp"))
 

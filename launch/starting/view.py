@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from launch.watching.metrics import MetricsLog
+from kit.core.metrics_log import MetricsLog
+from kit.core.run_directory import RunDir
 from launch.watching.page import frame
-from recipes.parts.rundir import RunDir
 
 REDRAW_S = 0.5
 STEP = re.compile(r"step \d+/\d+ ")

@@ -8,10 +8,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.watching.health import alerts
-from launch.watching.metrics import RECENT, MetricsLog, last_known, mean, median, progress, series
+from kit.core.health import alerts
+from kit.core.metrics_log import RECENT, MetricsLog, last_known, mean, median, progress, series
+from kit.core.run_directory import RunDir
 from launch.watching.page import SHARES, duration, held, percent, show, sparkline
-from recipes.parts.rundir import RunDir
 
 CURVES = {"reward": "reward", "held-out": "heldout_accuracy", "KL": "kl", "entropy": "entropy"}
 # Widest terminal that does without them, in the order in which they are left out on a narrower one.

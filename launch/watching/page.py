@@ -13,10 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.watching.health import alerts
-from launch.watching.metrics import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
+from kit.core.health import alerts
+from kit.core.metrics_log import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
+from kit.core.run_directory import RunDir
 from launch.watching.samples import latest_group, one_line
-from recipes.parts.rundir import RunDir
 
 TRENDS = {
     "reward": "reward",

@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from kit.core.errors import BadInput
+from kit.core.health import JUDGES
+from kit.core.metrics_log import SMOOTH, MetricsLog, group, phases, series, smooth, smoothing
+from kit.core.run_directory import RunDir, naming
 from launch.watching.compare import names
-from launch.watching.health import JUDGES
-from launch.watching.metrics import SMOOTH, MetricsLog, group, phases, series, smooth, smoothing
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, naming
 
 LINE, FAINT, SECOND = "#1f5aa6", "#b9cbe3", "#e08214"
 # Distinguishable in gray and for the common color deficiencies.

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launch.watching.metrics import group, number, read_json_line
-from recipes.parts.rundir import RunDir
+from kit.core.metrics_log import group, number, read_json_line
+from kit.core.run_directory import RunDir
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from kit.core.errors import BadInput
+from kit.core.health import alerts
+from kit.core.metrics_log import RECENT, MetricsLog, group, last_known, mean, number, progress, series
+from kit.core.run_directory import RunDir, read_json
 from launch.watching import plot
 from launch.watching.compare import Compared, common_step, compared
-from launch.watching.health import alerts
-from launch.watching.metrics import RECENT, MetricsLog, group, last_known, mean, number, progress, series
 from launch.watching.page import SHARES, TRENDS, duration, how_it_ended, percent, show
 from launch.watching.samples import latest_group
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_json
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff; margin: 0 auto; max-width: 1180px;

@@ -1,1 +1,0 @@
-from recipes.parts import errors  # noqa: F401  (first: Ctrl-C while a command imports the rest)

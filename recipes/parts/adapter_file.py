@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.parts.errors import CheckFailed
-from recipes.parts.rundir import write_json
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import write_json
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.chat import token_ids
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput, CheckFailed
-
-TRAIN = "train"
+from kit.core.chat import token_ids
+from kit.core.config.schema import TRAIN, Config
+from kit.core.errors import BadInput, CheckFailed
 
 
 def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: Any) -> list[list[int]]:
@@ -121,8 +119,8 @@ def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[
 def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> str:
     """Calibrate a policy as it starts over `prompts` (token ids), or take over the ranges of `policy.init_adapter`
     where that was trained for a format; what was done, in one line."""
+    from kit.core.run_directory import read_manifest
     from recipes.parts.qat import restore_quantizers
-    from recipes.parts.rundir import read_manifest
 
     start = config.policy.init_adapter
     if start and read_manifest(Path(start)).get("quant_cfg"):

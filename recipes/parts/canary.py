@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import read_json, write_json
+from kit.core.errors import BadInput
+from kit.core.run_directory import read_json, write_json
 
 # The adapter's own shift must be this many times the noise before a replica is told to be nearer to one side.
 DECISIVE = 2.0

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from recipes.parts.errors import BadInput, CheckFailed, is_failed_torch_save
+from kit.core.errors import BadInput, CheckFailed, is_failed_torch_save
+from kit.core.run_directory import RunDir, checkpoint_step, read_manifest, settle, write_manifest
 from recipes.parts.record import drop_steps_after
-from recipes.parts.rundir import RunDir, read_manifest, settle, write_manifest
 
 SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
@@ -87,11 +87,6 @@ def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> Chec
         f"saving step {step} failed: {reason} ({run.path} has {free:.1f} MiB free and needs about "
         f"{needed / 2**20:.1f} MiB for a checkpoint). Nothing half-written is kept; {left}"
     )
-
-
-def checkpoint_step(checkpoint: Path) -> int:
-    """The step that `checkpoints/step-000010` was written after."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def rewind(run: RunDir, checkpoint: Path) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 LARGEST_HEAD = 128
 OLDEST = 90600  # cuDNN 9.6 knows a log-sum-exp of sequences that lie one after the other, and empty ones

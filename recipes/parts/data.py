@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from recipes.parts.chat import token_ids
-from recipes.parts.errors import BadInput
+from kit.core.chat import token_ids
+from kit.core.errors import BadInput
 from reward import is_own
 from reward.answer import boxed_answer, hash_answer
 from reward.code_gold import FORMATS as CODE_FORMATS
@@ -29,7 +29,7 @@ from reward.gold import GoldCheck, math_golds
 if TYPE_CHECKING:
     import datasets
 
-    from recipes.parts.config import DataConfig
+    from kit.core.config.schema import DataConfig
 
 TEXT_FORMATS = ("gsm8k", "boxed", "plain")  # whose answers a parser compares
 ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS, "any")

@@ -11,9 +11,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.checks import is_main_process
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_json, write_json
+from kit.core.config.checks import is_main_process
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_json, write_json
 
 
 class DataOrder:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.parts.errors import CheckFailed, KitError
+from kit.core.errors import CheckFailed, KitError
 from recipes.parts.replica import CONTINUE, Replica, ReplicaError, Sample
 
 PROBE_EVERY_S, PROBE_TIMEOUT_S, PROBES = 5.0, 10.0, 2  # a replica that hangs is given up after at most 30 s

@@ -28,12 +28,12 @@ from trl.kernels import ChunkedLogProbFunction, chunked_divergence
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.models.utils import _ForwardRedirection
 
-from recipes.parts.config import Config, DistillConfig
-from recipes.parts.distill import settled
-from recipes.parts.errors import BadInput
+from kit.core.config.distill_rules import settled
+from kit.core.config.schema import Config, DistillConfig
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from recipes.parts.packed_attention import mask_kind, use_packed_attention
 from recipes.parts.packing import pack_rows, read_rows
-from recipes.parts.rundir import RunDir
 from recipes.parts.teacher import Teacher
 from recipes.parts.trainer import PolicyTrainer, trainer_arguments
 from recipes.parts.update import padded_positions, take_rows, takes_positions

@@ -18,9 +18,9 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 
+from kit.core.formats import FORMATS, ActivationFormat, QuantFormat
 from recipes.parts import linear
 from recipes.parts.linear import Layer
-from recipes.parts.quant_format import FORMATS, ActivationFormat, QuantFormat
 
 E4M3_MAX, E2M1_MAX, INT4_MAX = 448.0, 6.0, 7.5
 LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kit.core.formats import ActivationFormat, QuantFormat
 from recipes.parts import fp8_kernel
 from recipes.parts.fp8_kernel import BLOCK_SIZE, NESTED_BLOCK, TYPES, _peak, _to_e4m3
-from recipes.parts.quant_format import ActivationFormat, QuantFormat
 
 ROWS, COLUMNS = 64, 128
 FLAT, WIDEST = 4096, 4096  # values of a program

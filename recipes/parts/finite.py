@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from recipes.parts.errors import CheckFailed
+from kit.core.errors import CheckFailed
 
 
 class FiniteGradients(TrainerCallback):

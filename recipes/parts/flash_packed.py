@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 16  # of the tokens in a packed row; the kernels take any, products in FP8 like it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

@@ -5,8 +5,8 @@ import os
 
 import torch
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

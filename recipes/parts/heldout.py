@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from recipes.parts.config import Config
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 from recipes.parts.data import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems
-from recipes.parts.errors import BadInput
 from reward import BoundReward, checked_options
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 
 
 class HostEmbedding(torch.nn.Module):

@@ -13,8 +13,8 @@ import importlib.util
 import types
 from typing import Any
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 
 INSTALL = "pip install liger-kernel==0.8.5"
 # Models of RMSNorm as Llama casts it (product with the weight in 16 bits), rotary embedding of whole heads and SwiGLU.

@@ -33,9 +33,9 @@ from peft.tuners.lora import bnb as peft_bnb
 from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
+from kit.core.errors import BadInput
 from merge.base import stored_linears
 from merge.fp8 import LEAST_SCALE, Fp8Linear, row_scales, to_e4m3
-from recipes.parts.errors import BadInput
 
 # A gradient is smaller than any activation: with vLLM's limit most of it would be zero. Above this one the division by
 # the scale is exact in float32.

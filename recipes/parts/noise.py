@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.parts.config import Config
-from recipes.parts.errors import CheckFailed
+from kit.core.config.schema import Config
+from kit.core.errors import CheckFailed
 
 NORMS = re.compile(r"(?:^|\.)(layers\.\d+\.(?:input|post_attention)_layernorm)\.weight$")
 # Another prime than TRL and torch add to seeds, so that runs with neighbouring seeds share no draw.
@@ -119,29 +119,3 @@ def noisy(model: Any, noise: Noise | None) -> Iterator[None]:
 def facts(noise: Noise | None) -> dict[str, Any]:
     """What metrics.jsonl says of a step's noise; nothing when it is off in this run."""
     return {} if noise is None else {"noise_sigma": noise.sigma, "noise_seed": noise.seed}
-
-
-def problems(config: Config, sharding: str | None) -> list[str]:
-    """What of the configuration the noise does not go with. `sharding`: what splits the base over processes."""
-    policy, found = config.policy, []
-    start, end, stages = policy.quant_noise_start, policy.quant_noise_end, policy.quant_noise_stages
-    if not start and not end:
-        return found
-    if not 0 < end <= start < 1:
-        found.append(
-            f"policy.quant_noise_start ({start:g}) and quant_noise_end ({end:g}) must be above 0 and below 1, the end "
-            "at most the start: the noise falls by a factor. QeRL uses 1e-2 and 1e-4; 0 and 0 turn it off."
-        )
-    if stages < 2:
-        found.append(f"policy.quant_noise_stages ({stages}) must be 2 or more: there is no noise in the first stage.")
-    if config.rollout.backend == "server" and config.rollout.sync != "remerge":
-        found.append(
-            f"policy.quant_noise_start is {start:g} with rollout.sync {config.rollout.sync}: only the workers of "
-            "remerge put noise on their norms. Set rollout.sync to remerge."
-        )
-    if config.rollout.backend == "in_process" and sharding:
-        found.append(
-            f"policy.quant_noise_start is {start:g} under {sharding}, which splits the norms over processes. Use "
-            "rollout.backend server, or accelerate_configs/ddp.yaml."
-        )
-    return found

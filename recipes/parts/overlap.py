@@ -19,37 +19,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from recipes.parts.config import Config
-
-
-def problems(config: Config) -> list[str]:
-    """Why this configuration cannot generate ahead; nothing without `rollout.overlap`."""
-    rollout, found = config.rollout, []
-    if not rollout.overlap:
-        return found
-    if rollout.backend != "server":
-        found.append(
-            "rollout.overlap is true and rollout.backend in_process: the trainer's process would generate and update "
-            "with the same weights on the same device, so neither can run behind the other. Set rollout.backend to "
-            "server, or rollout.overlap to false."
-        )
-    if rollout.correction == "none":
-        found.append(
-            "rollout.overlap is true and rollout.correction none: every batch is sampled by the policy of one update "
-            "before, and nothing would correct for it. Set rollout.correction to token_truncate."
-        )
-    if config.train.num_iterations > 1:
-        found.append(
-            f"rollout.overlap is true and train.num_iterations {config.train.num_iterations}: a batch would be up to "
-            f"{config.train.num_iterations} updates old. Set train.num_iterations to 1, or rollout.overlap to false."
-        )
-    if config.server.sleep:
-        found.append(
-            "rollout.overlap is true and server.sleep too: a replica that sleeps during the update cannot generate "
-            "then. Set one of them to false."
-        )
-    return found
-
 
 class Ahead:
     """A batch that is generated in a background thread.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 from recipes.parts.flash_packed import MULTIPLE, TYPES, FlashMask, Kernels, flash_attention
 
 if TYPE_CHECKING:

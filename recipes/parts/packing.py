@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     import torch

@@ -7,14 +7,12 @@ Covers loading, the adapter's shape, publishing versioned adapters, and the proo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merge.base import hash_base, load_frozen, unquantized_config
-from merge.model_files import check_complete, check_names
-from recipes.parts.chat import check_template, model_stop_tokens
-from recipes.parts.config import Config, PolicyConfig
-from recipes.parts.data import Problem, chat_messages
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.quant_format import find_experts, read_quant_format
-from recipes.parts.rundir import (
+from kit.core.chat import check_template, model_stop_tokens
+from kit.core.config.schema import Config, PolicyConfig
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.format_names import read_quant_format
+from kit.core.formats import find_experts
+from kit.core.run_directory import (
     RunDir,
     check_adapter_file,
     publish,
@@ -23,6 +21,9 @@ from recipes.parts.rundir import (
     write_json,
     write_manifest,
 )
+from merge.base import hash_base, load_frozen, unquantized_config
+from merge.model_files import check_complete, check_names
+from recipes.parts.data import Problem, chat_messages
 from recipes.parts.sharding import quant_storage
 
 if TYPE_CHECKING:

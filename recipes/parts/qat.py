@@ -30,10 +30,11 @@ from peft.tuners.lora import bnb as peft_bnb
 from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.formats import QuantFormat, check_shapes, fitted
 from merge.base import plain_name
 from merge.fp8 import Fp8Linear
 from recipes.parts import linear
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import (
     E4M3_MAX,
     bf16_scale,
@@ -43,7 +44,6 @@ from recipes.parts.fake_quant import (
     quantized_weight,
 )
 from recipes.parts.linear import Group, Settings, Waiting
-from recipes.parts.quant_format import QuantFormat, check_shapes, fitted
 from recipes.parts.recompute import is_answered
 
 STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint

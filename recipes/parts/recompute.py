@@ -25,50 +25,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from recipes.parts.config import Config
+from kit.core.config.recompute_rules import recomputed_layers
+from kit.core.config.schema import Config
 
 # The layer's answer is a residual plus the MLP's: nothing between them would need down_proj's answer once more.
 ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
 ATTENTION = ("flash", "efficient", "cudnn")
 _now = threading.local()  # backward passes run in threads of their own
-
-
-def problems(config: Config, splits: str | None) -> list[str]:
-    """What of `train.recompute` cannot work; `splits` is how the base is split over processes (sharding.announced)."""
-    train, found = config.train, []
-    if not 0 < train.recompute_fraction <= 1:
-        found.append(
-            f"train.recompute_fraction ({train.recompute_fraction:g}) must be above 0 and at most 1. For no layer at "
-            "all set train.recompute to none."
-        )
-    elif train.recompute_fraction != 1 and train.recompute in ("none", "auto"):
-        why = "applies to no layer" if train.recompute == "none" else "chooses a share itself"
-        found.append(
-            f"train.recompute_fraction ({train.recompute_fraction:g}) has no effect: train.recompute is "
-            f"{train.recompute}, which {why}. Leave train.recompute_fraction out, or set train.recompute to full or "
-            "selective."
-        )
-    given = train.trl.get("gradient_checkpointing_kwargs") or {}
-    if not isinstance(given, dict):
-        return [*found, f"train.trl.gradient_checkpointing_kwargs must be a group of keys, it is {given!r:.60}."]
-    for key, ours in (("every_n_layers", "recompute_fraction"), ("offload", "recompute_offload")):
-        if key in given:
-            found.append(f"train.trl.gradient_checkpointing_kwargs.{key}: set train.{ours} instead.")
-    if given.get("use_reentrant") or splits == "ZeRO-3":
-        why = "ZeRO-3" if splits == "ZeRO-3" else "use_reentrant"
-        if train.recompute == "selective":
-            found.append(f"train.recompute is selective, and {why} takes the checkpoint that cannot choose. Use full.")
-        if train.recompute_offload:
-            found.append(f"train.recompute_offload was not tested with {why}. Remove it.")
-    if train.recompute_offload and train.recompute == "none":
-        found.append("train.recompute_offload moves what train.recompute keeps, which is none. Set it to full.")
-    return found
-
-
-def recomputed_layers(layers: int, fraction: float) -> list[int]:
-    """Which of the decoder layers are run again: the share `fraction` of them, rounded up, evenly spread."""
-    chosen = -int(-layers * fraction // 1)
-    return [n for n in range(layers) if (n + 1) * chosen // layers > n * chosen // layers]
 
 
 def use_recompute(model: Any, config: Config) -> int:

@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.config import Config, to_dict
-from recipes.parts.errors import CheckFailed
-from recipes.parts.rundir import RunDir, write_json
+from kit.core.config.load import to_dict
+from kit.core.config.schema import Config
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir, write_json
 from reward import function_of, is_own
 from reward.own import source_hash
 from reward.sandbox import isolation_level

@@ -6,9 +6,7 @@ arrives as one and no number is printed and parsed again. Needs requests and num
 
 import base64
 import binascii
-import hashlib
 import ipaddress
-import json
 import os
 import re
 import socket
@@ -22,21 +20,16 @@ import numpy as np
 import requests
 from requests.adapters import HTTPAdapter
 
-from recipes.parts.errors import KitError
+from kit.core.errors import KitError
+from kit.core.limits import VLLM_BELOW, VLLM_FROM
 
 PROTOCOL = 1
-# What was tested; the server's own check and the trainer's are this one.
-VLLM_FROM, VLLM_BELOW = (0, 26), (0, 32)
-# The ranks that vLLM 0.26 to 0.31 allocates LoRA slots for (vllm/config/lora.py).
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 PREFIX = "/v1/rollout"
 CONNECT_TIMEOUT_S, DISCARD_TIMEOUT_S = 10.0, 15.0
 # All but a generation takes seconds; a server gives its workers 120 s and then says so (launch/versions.py). Only the
 # first stage may have to wait until the server has read its NF4 copy.
 CHANGE_TIMEOUT_S, FIRST_STAGE_TIMEOUT_S = 130.0, 600.0
 CONTINUE = "Then continue with --resume."
-# Contains what tokenizers differ in: digits, spaces, a control token, another script.
-PROBE = "2 + 40 = 42 <|im_end|>\n\tf(x_1) = Ünï 日本"
 
 
 class ReplicaError(KitError):
@@ -90,12 +83,6 @@ def _decode(text: str, dtype: str) -> np.ndarray:
         return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
     except (binascii.Error, TypeError) as error:
         raise ValueError(f"not base64: {error}") from None
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of a tokenizer's vocabulary and of how it splits a fixed text: equal on both sides or the ids differ."""
-    facts = [sorted(tokenizer.get_vocab().items()), list(tokenizer.encode(PROBE, add_special_tokens=False))]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def is_tested_vllm(version: str) -> bool:

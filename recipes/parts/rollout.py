@@ -11,27 +11,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from kit.core.config.checks import is_main_process
+from kit.core.config.format_rules import served_format
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, CheckFailed, KitError
+from kit.core.limits import VLLM_BELOW, VLLM_FROM
+from kit.core.run_directory import RunDir, base_directory, read_json
+from kit.core.tokenizer_hash import tokenizer_hash
 from recipes.parts.adapter_file import AdapterFile
-from recipes.parts.checks import is_main_process
-from recipes.parts.config import Config
 from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
-from recipes.parts.errors import BadInput, CheckFailed, KitError
 from recipes.parts.gpu_memory import free_gpu_cache
 from recipes.parts.noise import facts, noise_of
 from recipes.parts.overlap import Ahead
-from recipes.parts.replica import (
-    PROTOCOL,
-    VLLM_BELOW,
-    VLLM_FROM,
-    Replica,
-    ReplicaError,
-    Sample,
-    is_tested_vllm,
-    tokenizer_hash,
-)
-from recipes.parts.rundir import RunDir, base_directory, read_json
+from recipes.parts.replica import PROTOCOL, Replica, ReplicaError, Sample, is_tested_vllm
 from recipes.parts.scorer import CanaryScorer
-from recipes.parts.served_format import served_format
 from recipes.parts.sharding import gather_adapter
 from recipes.parts.sync import START, AdapterSync, restart_hint, start_hint
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.parts.errors import CheckFailed
+from kit.core.errors import CheckFailed
 
 MOST_PROMPT_TOKENS, MOST_TOKENS = 128, 256
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from recipes.parts.checks import check_config, is_main_process, uses_deepspeed, world_size
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput, CheckFailed, Interrupted
-from recipes.parts.quant_format import QuantFormat
-from recipes.parts.rundir import RunDir, write_json
-from recipes.parts.runstate import drop_replaced, trains_in
-from recipes.parts.shared_card import describe_split, split_problem
-from recipes.parts.stored_base import describe_base
+from kit.core.config.base_rules import describe_base
+from kit.core.config.checks import check_config, is_main_process, uses_deepspeed, world_size
+from kit.core.config.schema import Config
+from kit.core.config.shared_gpu import describe_split, split_problem
+from kit.core.errors import BadInput, CheckFailed, Interrupted
+from kit.core.formats import QuantFormat
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_state import drop_replaced, trains_in
 
 
 def say(text: str) -> None:
@@ -128,7 +128,7 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
 
 def note_date(config: Config, tokenizer: Any, problems: list[Any]) -> None:
     """Warn when the chat template writes the current date into every prompt."""
-    from recipes.parts.chat import date_arguments
+    from kit.core.chat import date_arguments
     from recipes.parts.data import chat_messages
 
     arguments = config.data.chat_template_kwargs
@@ -308,8 +308,8 @@ def _may_change(config: Config, **keys: Any) -> bool:
 
 def say_alerts(run: RunDir) -> None:
     """Print the health rules that fire at the end of a run, a line each."""
-    from launch.watching.health import alerts
-    from launch.watching.metrics import MetricsLog
+    from kit.core.health import alerts
+    from kit.core.metrics_log import MetricsLog
 
     log = MetricsLog(run.metrics_file)
     log.poll()

@@ -6,114 +6,19 @@ loaded (`problems`), and what it made of it before the first step (`prepare`).
 """
 
 import contextlib
-import json
-import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
+from kit.core.config.sharding_rules import FSDP2, ZERO3, announced, offloading_problems, refused
+from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
 
-FSDP2, ZERO3 = "FSDP2", "ZeRO-3"
-# What `accelerate launch` announces of FSDP: the value that works, accelerate's default, and why no other does.
-FSDP_SETTINGS = {
-    "FSDP_VERSION": (
-        "2",
-        "1",
-        "FSDP1 makes a layer one flat parameter, so the base's tensors cannot be hashed by name",
-    ),
-    "FSDP_AUTO_WRAP_POLICY": (
-        *("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
-        "layers have to be groups of their own, else a forward gathers the whole base at once",
-    ),
-    "FSDP_STATE_DICT_TYPE": (
-        *("SHARDED_STATE_DICT", "SHARDED_STATE_DICT"),
-        "every checkpoint would gather the whole base in one process",
-    ),
-    "FSDP_OFFLOAD_PARAMS": (*("false", "false"), "4-bit layers whose bytes come from host memory were not tested"),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": (*("false", "false"), "only one process would load the base that each hashes"),
-    "FSDP_ACTIVATION_CHECKPOINTING": (
-        *("false", "false"),
-        "it renames the base's tensors, and train.recompute does the same",
-    ),
-}
-# The optimizers that step a part of a tensor as they step the whole.
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # What DeepSpeed sizes by the model's hidden size when told "auto"; its own defaults are a gradient buffer of 1 GiB,
 # and matrices of up to 100,000 entries that are never split.
 ZERO3_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-CONFIGS = "accelerate_configs/fsdp2.yaml"
-
-
-def announced() -> str | None:
-    """How the base will be split, as `accelerate launch` announces it; None: it is whole in every process."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        return FSDP2
-    return ZERO3 if _zero_optimization().get("stage") == 3 else None
-
-
-def problems(config: Config) -> list[str]:
-    """What of the announced settings would not train, each with its reason."""
-    kind, found = announced(), []
-    if kind == FSDP2:
-        for variable, (works, default, why) in FSDP_SETTINGS.items():
-            value = os.environ.get(variable, default)
-            if value.lower() != works.lower():
-                key = variable.lower()
-                found.append(
-                    f"{key} is {value} in the accelerate config: {why}. Set {key}: {works}, as {CONFIGS} does."
-                )
-    if kind == ZERO3:
-        found += _offloading(_zero_optimization())
-    if kind and config.train.optimizer not in OPTIMIZERS:
-        found.append(
-            f"train.optimizer is {config.train.optimizer} under {kind}, which gives it parts of tensors. Use "
-            f"{' or '.join(OPTIMIZERS)}."
-        )
-    if kind and config.policy.embeddings == "host":
-        found.append(f"policy.embeddings is host under {kind}, which splits that table already. Set it to gpu.")
-    if kind and config.train.trl.get("cast_lm_head_to_fp32"):
-        found.append(f"train.trl.cast_lm_head_to_fp32 under {kind} was not tested. Remove it.")
-    return found
-
-
-def _zero_optimization() -> dict[str, Any]:
-    """`zero_optimization` as `accelerate launch` announces it: by a DeepSpeed file, or in its own variables."""
-    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
-    found: dict[str, Any] = {"stage": int(stage) if stage.isdigit() else stage}
-    for name in ("offload_param", "offload_optimizer"):
-        found[name] = {"device": os.environ.get(f"ACCELERATE_DEEPSPEED_{name.upper()}_DEVICE", "none").lower()}
-    try:
-        facts = json.loads(Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")).read_text())
-        given = facts["zero_optimization"]
-        return found | {key: value for key, value in given.items() if not (key == "stage" and value == "auto")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # DeepSpeed says what is wrong with it
-        return found
-
-
-def _offloading(settings: dict[str, Any]) -> list[str]:
-    found = []
-    for name in ("offload_param", "offload_optimizer"):
-        device = (settings.get(name) or {}).get("device", "none")
-        if device not in ("none", None):
-            found.append(
-                f"ZeRO-3 with {name} to {device} was not tested: the optimizer's state of an adapter is small, and a "
-                f"base in host memory is copied in every forward. Set {name}_device: none."
-            )
-    return found
-
-
-def refused(name: str) -> str:
-    """Why the base cannot be split in this way."""
-    return (
-        f"{name} splits the base over the processes in a way that was not tested with 4-bit weights. Use accelerate "
-        f"launch with accelerate_configs/ddp.yaml, or split it with {CONFIGS} or zero3.yaml."
-    )
 
 
 def quant_storage() -> "torch.dtype":
@@ -162,7 +67,7 @@ def prepare(accelerator: Any, model: Any) -> str | None:
         raise BadInput(refused(kind))
     if kind == ZERO3:
         settings = plugin.deepspeed_config["zero_optimization"]
-        if offloading := _offloading(settings):
+        if offloading := offloading_problems(settings):
             raise BadInput("\n".join(offloading))
         for name in ZERO3_SIZES:
             settings.setdefault(name, "auto")

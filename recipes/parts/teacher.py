@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kit.core.config.distill_rules import is_own_model
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.lora import scale_of
+from kit.core.run_directory import RunDir, base_directory, check_adapter_file, read_json, read_manifest
+from kit.core.tokenizer_hash import tokenizer_hash
 from merge.base import load_frozen, unquantized_config
 from merge.model_files import check_complete
-from recipes.parts.config import Config
-from recipes.parts.distill import is_own_model
-from recipes.parts.errors import BadInput
-from recipes.parts.lora import scale_of
-from recipes.parts.replica import tokenizer_hash
-from recipes.parts.rundir import RunDir, base_directory, check_adapter_file, read_json, read_manifest
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ import os
 from collections.abc import Container
 from typing import Any
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 
 # Tracker -> variable that says where it writes. Trackio's own place stays: its dashboard shows all runs from there.
 PLACES = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "wandb": "WANDB_DIR"}

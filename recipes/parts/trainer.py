@@ -20,9 +20,12 @@ from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.format_names import read_quant_format
+from kit.core.run_directory import RunDir, checkpoint_step
 from recipes.parts.checkpoint import (
     SAVE_ERRORS,
-    checkpoint_step,
     commit_checkpoint,
     discard_staged,
     is_disk_error,
@@ -31,9 +34,7 @@ from recipes.parts.checkpoint import (
     saving_failed,
     staging_directory,
 )
-from recipes.parts.config import Config
 from recipes.parts.data_order import DataOrder, passes_made
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.finite import FiniteAdapter, FiniteGradients
 from recipes.parts.head_tiles import use_host_tiles
 from recipes.parts.heldout import HeldOut
@@ -54,10 +55,8 @@ from recipes.parts.qat import (
     use_quantized_linears,
     write_quantizer_state,
 )
-from recipes.parts.quant_format import read_quant_format
 from recipes.parts.recompute import use_recompute
 from recipes.parts.record import Recorder, add_counts, keep_traceback, unknown_so_far
-from recipes.parts.rundir import RunDir
 from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers, send_completions, send_figures
 from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields

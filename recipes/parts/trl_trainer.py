@@ -9,8 +9,8 @@ from typing import Any
 
 from trl import import_utils
 
-from recipes.parts.config_types import match_type, spell_type
-from recipes.parts.errors import BadInput
+from kit.core.config.field_types import match_type, spell_type
+from kit.core.errors import BadInput
 
 _asked = import_utils.is_vllm_available
 import_utils.is_vllm_available = lambda min_version=None: False

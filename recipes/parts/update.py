@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from trl.models.utils import disable_gradient_checkpointing
 
+from kit.core.config.trl_rules import WHOLE_BATCH_FIELDS
+from kit.core.errors import CheckFailed
 from recipes.parts.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded, turned_off
-from recipes.parts.errors import CheckFailed
 from recipes.parts.mismatch import importance_ratio, measure
 from recipes.parts.packing import packed_logps, plan_micro_batches
 from recipes.parts.trackers import send_figures
-from recipes.parts.trl_fields import WHOLE_BATCH_FIELDS
 
 # What the first forward leaves with the rows, by TRL's names.
 FROM_FORWARD = ("old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.rundir import RunDir, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
 
 
 class Disk:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from recipes.parts.rundir import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from tests import processes
 
 COMPARED = ("reward", "loss", "kl", "grad_norm", "entropy", "reward_std", "truncated_fraction", "completion_length")

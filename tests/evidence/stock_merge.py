@@ -40,17 +40,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from eval.generate import generate, set_threads
 from eval.stats import wilson
 from eval.tasks import task_values
+from kit.core.config.schema import DataConfig, RewardConfig
+from kit.core.errors import BadInput, CheckFailed, run_command
+from kit.core.run_directory import write_json
 from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
 from merge.base import dequantize, hash_base, load_nf4, plain_name
 from merge.export import export
 from merge.quantize import Retained, read_back, to_fp8
 from merge.stream import NF4_FOLDER, Original
 from recipes.parts.adapter_file import AdapterFile
-from recipes.parts.config import DataConfig, RewardConfig
 from recipes.parts.data import Problem, chat_messages, load_problems
-from recipes.parts.errors import BadInput, CheckFailed, run_command
 from recipes.parts.policy import load_adapter_weights
-from recipes.parts.rundir import write_json
 from reward import reward_functions
 
 Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32

@@ -84,7 +84,7 @@ def main() -> None:
 
     import recipes.grpo_qlora
     import recipes.parts.policy
-    from recipes.parts.errors import CheckFailed
+    from kit.core.errors import CheckFailed
 
     # A helper for CPUs that DeepSpeed compiles as it starts; GPUs have none.
     deepspeed.comm.torch.build_shm_op = lambda: None

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kit.core.config.load import config_from_dict
+from kit.core.run_directory import RunDir, read_json, write_json
 from launch import up
-from recipes.parts.config import config_from_dict
-from recipes.parts.rundir import RunDir, read_json, write_json
 from tests.unit.advice import commands
 
 FEW = {"formats": ["bf16", "fp8"], "max_problems": 6, "max_new_tokens": 4, "bootstrap_samples": 100}

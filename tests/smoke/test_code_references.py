@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.config import DataConfig, RewardConfig
+from kit.core.config.schema import DataConfig, RewardConfig
 from recipes.parts.data import chat_messages, read_problems
 from reward import reward_functions
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kit.core.config.recipe import DISTILLATION
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from recipes.parts.policy import publish_adapter
-from recipes.parts.recipe import DISTILLATION
-from recipes.parts.rundir import RunDir, read_json, read_manifest
 
 LOG_LINE = re.compile(
     r"step \d+/\d+ reward \S+ std \S+ divergence \d\S+ entropy \S+ truncated \S+ length \S+ grad_norm \S+ "

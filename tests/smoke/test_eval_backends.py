@@ -18,9 +18,9 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_json
 from merge.chat_template import with_defaults
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_json
 from tests import processes
 from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run, command
 from tests.unit.test_eval_server import Stub, choice, completion

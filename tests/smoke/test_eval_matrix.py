@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from eval import page
-from recipes.parts.rundir import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from kit.core.run_directory import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
 from tests import processes, sandbox
 from tests.unit.test_merge_fixture import byte_tokenizer
 
@@ -211,7 +211,7 @@ def test_the_gate_refuses_what_forty_problems_cannot_show_and_promotes_what_they
 def test_an_evaluation_made_with_other_settings_cannot_be_gated(run):
     from eval import gate
     from eval import run as eval_run
-    from recipes.parts.errors import BadInput
+    from kit.core.errors import BadInput
 
     other = ["--eval.seed", "7", "--eval.temperature", "0.5"]
     few = ["--run", str(run.path), "--formats", "bf16", "fp8", "--batch_size", "7"]
@@ -324,7 +324,7 @@ def _full_disk(*_: object) -> None:
 def assert_refused(monkeypatch, arguments: list[str], code: int, message: str) -> None:
     """The command's own main, without the seconds that a new process takes; loading weights would fail the test."""
     from eval import run as eval_run
-    from recipes.parts.errors import KitError
+    from kit.core.errors import KitError
 
     monkeypatch.setattr(eval_run, "load_cell", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(KitError) as caught:
@@ -350,7 +350,7 @@ def _edit(folder: Path, **fields: object) -> None:
 
 def test_another_task_is_measured_beside_the_runs_own_and_in_its_words(run, tmp_path):
     from eval import run as eval_run
-    from recipes.parts.errors import BadInput
+    from kit.core.errors import BadInput
 
     rows = [
         {"Body": f"In round {i} we draw", "Question": "Which digit?", "Answer": [7.0, 8.0][i % 2]} for i in range(6)

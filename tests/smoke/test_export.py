@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kit.core.config.load import load_config
 from launch.export.check import PYTHON
 from launch.export.files import write
 from launch.export.translate import Cluster, translate
-from recipes.parts.config import load_config
 from tests import processes, sandbox
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.parts.errors import CheckFailed
+from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir, read_json, write_manifest
 from recipes.parts.mismatch import KEYS as MISMATCH
-from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
-from recipes.parts.rundir import RunDir, read_json, write_manifest
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_a_typo_is_refused_with_exit_code_2_before_anything_heavy_is_imported(fi
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "unknown key train.bta. Did you mean train.beta?" in done.stderr
-    assert "Traceback" not in done.stderr and "recipes.parts.config" in done.stderr
+    assert "Traceback" not in done.stderr and "kit.core.config.load" in done.stderr
     assert not re.search(r"\| +(torch|transformers|trl)$", done.stderr, re.MULTILINE)
 
 
@@ -213,7 +213,7 @@ def test_every_loss_takes_a_step_and_they_differ_on_the_same_rollouts(
 def test_scale_rewards_of_the_configuration_wins_over_the_default_of_the_loss(
     tmp_path, recipe_arguments, scale, tiny_model_dir
 ):
-    from recipes.parts.config import parse_command
+    from kit.core.config.load import parse_command
     from recipes.parts.trainer import trainer_arguments
 
     for loss in ("dr_grpo", "grpo"):

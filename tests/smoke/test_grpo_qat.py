@@ -9,11 +9,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from kit.core.config.load import load_config
+from kit.core.config.recipe import PLAIN
+from kit.core.config.recipe import QUANTIZED as RECIPE
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from launch.starting.trainer_command import Placement, choose_launcher, trainer_command
-from recipes.parts.config import load_config
-from recipes.parts.recipe import PLAIN
-from recipes.parts.recipe import QUANTIZED as RECIPE
-from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.conftest import SMALL
 
 CONFIG = "recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml"

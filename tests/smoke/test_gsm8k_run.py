@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.config import load_config
+from kit.core.config.load import load_config
+from kit.core.run_directory import RunDir
 from recipes.parts.data import load_problems
-from recipes.parts.rundir import RunDir
 from tests import processes
 from tests.conftest import make_base
 

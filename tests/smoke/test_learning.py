@@ -3,7 +3,7 @@
 import json
 import re
 
-from recipes.parts.rundir import RunDir
+from kit.core.run_directory import RunDir
 
 
 def test_reward_climbs_within_twenty_five_steps(tmp_path, recipe, recipe_arguments, learning_model_dir):

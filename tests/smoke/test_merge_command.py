@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from merge import shards
 from merge.__main__ import main
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_manifest, write_manifest
 from tests.unit.test_merge_fixture import (
     alter_adapter,
     make_model,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from merge.__main__ import main
 from merge.base import BaseCheckpoint
 from merge.merge import read_adapter
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_manifest, write_manifest
 from tests.smoke.test_merge_command import copy_of_run, merge
 from tests.unit.test_merge_fixture import LINEARS, alter_adapter, shared_folder, shared_run
 

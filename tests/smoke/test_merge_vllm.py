@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from eval.vllm_backend import missing_kernel
+from kit.core.run_directory import read_manifest
 from merge.calibrated import calibration_set, write_awq
 from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
 from merge.verify import load_for_scoring, log_probs
-from recipes.parts.rundir import read_manifest
 from tests import sandbox
 from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, tensors_in, wide_run
 

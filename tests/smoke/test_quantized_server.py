@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from kit.core.config.recipe import QUANTIZED
+from kit.core.run_directory import RunDir
 from merge.verify import load_policy, log_probs
 from recipes.parts.canary import CanaryResult, compare, read_canary
 from recipes.parts.qat import quantizers_off
-from recipes.parts.recipe import QUANTIZED
-from recipes.parts.rundir import RunDir
 from tests.smoke.test_server_run import Server
 
 # A server and a run of three steps.

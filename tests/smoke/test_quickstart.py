@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.rundir import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from recipes.quickstart import judging_steps, summary
 from tests import processes
 from tests.conftest import make_base

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_json, read_manifest
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from recipes.real_base import SMOLLM2, fetch, sha256
 from tests import processes
 from tests.conftest import Finished

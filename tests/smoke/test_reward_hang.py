@@ -7,8 +7,8 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
+from kit.core.run_directory import RunDir
 from recipes.parts import trainer
-from recipes.parts.rundir import RunDir
 from reward import REWARDS
 from reward.answer import boxed_answer
 from reward.pool import WORKER, Verdict, WorkerPool

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import requests
 
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
 from recipes.parts.replica import Replica
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_manifest
 from tests import processes
 from tests.smoke.test_server import free_port
 

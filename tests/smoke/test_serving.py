@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.rundir import read_json
+from kit.core.run_directory import read_json
 from tests.unit.test_merge_fixture import shared_run
 
 pytestmark = pytest.mark.slow

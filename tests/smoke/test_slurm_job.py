@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.run_directory import read_json
 from launch.slurm.script import Job, write_script
-from recipes.parts.config import load_config
-from recipes.parts.rundir import read_json
 from tests import processes
 from tests.smoke.slurm_cluster import ROOT, Cluster, words_of
 from tests.smoke.test_server import free_port

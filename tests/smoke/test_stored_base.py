@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from merge.__main__ import main as merge
-from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
-from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.conftest import SMALL
 
 QAT_CONFIG = "recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml"

@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from kit.core.config.recipe import DISTILLATION
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.tokenizer_hash import tokenizer_hash
 from merge.__main__ import main
 from merge.base import hash_base, load_frozen, load_nf4
 from recipes.parts.canary import read_canary
 from recipes.parts.policy import load_adapter_weights
-from recipes.parts.recipe import DISTILLATION
-from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
-from recipes.parts.rundir import RunDir, read_manifest
+from recipes.parts.replica import decode_ids, encode_floats, encode_ids
 from recipes.parts.scorer import CanaryScorer
 from tests import processes
 from tests.unit.fake_replica import FakeReplica

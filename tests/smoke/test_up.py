@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.parts.rundir import RunDir, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
 from tests import processes
 from tests.smoke.test_server import free_port
 from tests.unit.test_up_processes import gone

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from recipes.parts.rundir import RunDir
+from kit.core.run_directory import RunDir
 
 # 16 completions a step, as in the plain run, of at most 88 tokens each.
 PACKED = {"train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 2}

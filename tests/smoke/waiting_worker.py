@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from torch import distributed
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import CheckFailed
+from kit.core.config.load import load_config
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir
 from recipes.parts.rollout import ServerRollout
-from recipes.parts.rundir import RunDir
 
 
 def long_work() -> str:

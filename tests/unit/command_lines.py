@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import KitError
+from kit.core.config.load import load_config
+from kit.core.errors import KitError
 
 ROOT = Path(__file__).parents[2]
 CHECKED = ("python", "accelerate", "make", "pytest", "vllm")

@@ -9,11 +9,11 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+from kit.core.config.load import load_config
 from launch import doctor
 from launch.checks import gpu, host, packages, run
 from launch.checks.children import Outcome
 from launch.checks.machine import GIB, Machine, Row
-from recipes.parts.config import load_config
 from tests.unit.command_lines import ROOT
 
 TINY = ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml"

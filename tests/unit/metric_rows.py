@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from launch.watching.metrics import MetricsLog
+from kit.core.metrics_log import MetricsLog
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from kit.core.errors import CheckFailed
 from recipes.parts.adapter_file import AdapterFile
-from recipes.parts.errors import CheckFailed
 from tests.unit.test_policy_files import BASE, small_model
 
 

@@ -23,7 +23,7 @@ from step_table import efficiencies, figures, read_rows, table
 from update_child import Batch
 from workload import CONFIG, LEVERS, ROOT, WORKS, Work, linear_weights, step_flops, update_flops
 
-from recipes.parts.config import load_config, to_dict
+from kit.core.config.load import load_config, to_dict
 
 
 @pytest.mark.parametrize("lever", bench_step.VARIANTS)

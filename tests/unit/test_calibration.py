@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
 from recipes.parts.calibration import calibration_prompts
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
 from tests.unit.test_linear import CONFIG
 
 LONG = "A farmer has 12 hens and 3 dogs; how many legs do they have all together?"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kit.core.errors import BadInput, CheckFailed
 from recipes.parts.canary import DECISIVE, compare, read_canary, write_canary
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.scorer import CanaryScorer
 
 NOISE, TOKENS = 0.03, 400

@@ -13,16 +13,18 @@ from transformers import AutoTokenizer, GenerationConfig
 from eval import generate, vllm_backend
 from eval.run import ask_settings
 from eval.server_backend import Endpoint, ask_server
+from kit.core import chat
+from kit.core.config.load import config_from_dict, load_config, to_dict
+from kit.core.config.schema import ServerConfig
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
+from kit.core.tokenizer_hash import tokenizer_hash
 from merge.chat_template import literal, set_defaults, with_defaults
 from merge.verify import as_prompt, fixed_batch
-from recipes.parts import chat
-from recipes.parts.config import ServerConfig, config_from_dict, load_config, to_dict
 from recipes.parts.data import Problem, chat_messages, load_problems, prompt_lengths
-from recipes.parts.errors import BadInput
 from recipes.parts.policy import load_tokenizer
-from recipes.parts.replica import decode_ids, tokenizer_hash
+from recipes.parts.replica import decode_ids
 from recipes.parts.rollout import ServerRollout
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
 from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_eval_server import Stub, choice

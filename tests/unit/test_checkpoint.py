@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from recipes.parts.checkpoint import (
-    checkpoint_step,
-    commit_checkpoint,
-    is_disk_error,
-    rewind,
-    rotate,
-    saving_failed,
-    staging_directory,
-)
-from recipes.parts.errors import CheckFailed
-from recipes.parts.rundir import RunDir, publish, read_manifest, write_json, write_manifest
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir, checkpoint_step, publish, read_manifest, write_json, write_manifest
+from recipes.parts.checkpoint import commit_checkpoint, is_disk_error, rewind, rotate, saving_failed, staging_directory
 
 
 def stage(run: RunDir, step: int) -> Path:

@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts import optimizer
-from recipes.parts.checks import (
-    FREE_ON_RESUME,
-    check_config,
-    check_run_directory,
-)
-from recipes.parts.config import Config, config_from_dict, load_config, to_dict
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, write_json, write_manifest
-from recipes.parts.runstate import lock_run
-from recipes.parts.shared_card import describe_split, replicas_beside_trainer, split_problem
+from kit.core.config import optimizer_rules
+from kit.core.config.checks import FREE_ON_RESUME, check_config, check_run_directory
+from kit.core.config.load import config_from_dict, load_config, to_dict
+from kit.core.config.schema import Config
+from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_problem
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, write_json, write_manifest
+from kit.core.run_state import lock_run
 from tests.unit.test_accelerate_configs import announces
 
 ROOT = Path(__file__).parents[2]
@@ -297,7 +294,7 @@ def test_an_optimizer_that_steps_in_the_backward_pass_goes_with_one_backward_pas
 def test_the_names_of_optimizers_are_transformers_own():
     from transformers.training_args import OptimizerNames
 
-    assert set(optimizer.OPTIMIZERS) == {one.value for one in OptimizerNames}
+    assert set(optimizer_rules.OPTIMIZERS) == {one.value for one in OptimizerNames}
     with pytest.raises(BadInput, match=r"is adamw_tobch, .* Did you mean adamw_torch\?"):
         check_config(configuration(train__optimizer="adamw_tobch"), 1)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.config import config_from_dict, load_config, parse_command, to_dict
-from recipes.parts.errors import BadInput
+from kit.core.config.load import config_from_dict, load_config, parse_command, to_dict
+from kit.core.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -213,7 +213,7 @@ def test_help_lists_every_key_with_its_default(capsys):
 
 def test_the_configuration_is_read_and_checked_without_torch():
     code = (
-        "import sys; from recipes.parts.config import load_config; from recipes.parts.checks import *\n"
+        "import sys; from kit.core.config.load import load_config; from kit.core.config.checks import *\n"
         f"config = load_config({str(CONFIG)!r}); check_config(config, 1)\n"
         "loaded = {'torch', 'transformers', 'trl'} & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     )

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, KitError
 from launch.vllm_command import Installed, plans
-from recipes.parts.checks import check_config
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import BadInput, KitError
 from reward import reward_functions
 from tests.unit.command_lines import ROOT, Command, in_comments, launch_arguments, problem, program
 from tests.unit.test_accelerate_configs import announces
@@ -92,7 +93,7 @@ def test_every_configuration_loads_passes_the_checks_and_can_be_launched(path, m
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_trl_takes_every_configuration_also_where_there_is_no_gpu(path, tmp_path):
-    from recipes.parts.rundir import RunDir
+    from kit.core.run_directory import RunDir
     from recipes.parts.trainer import trainer_arguments
 
     config = load_config(path)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
 from recipes.parts import cudnn_packed, packed_attention
-from recipes.parts.checks import check_config
-from recipes.parts.config import load_config
 from recipes.parts.cudnn_packed import attention, bucket_of, filled_up
-from recipes.parts.errors import BadInput
 from recipes.parts.flash_packed import FlashMask, flash_attention
 from recipes.parts.packed_attention import Sequences, dense_mask, mask_kind, row_length, segments_of
 from recipes.parts.packing import check_packing

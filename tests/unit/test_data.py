@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.config import DataConfig
+from kit.core.config.schema import DataConfig
+from kit.core.errors import BadInput
 from recipes.parts.data import chat_messages, drop_long, load_problems, read_problems, to_dataset
-from recipes.parts.errors import BadInput
 from tests import processes
 
 ROOT = Path(__file__).parents[2]

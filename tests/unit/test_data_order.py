@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from recipes.parts import data_order
 from recipes.parts.data_order import DataOrder, check_problems, passes_made, record_problems
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
 
 
 class Sampler:

@@ -6,14 +6,14 @@ import pytest
 import torch
 from trl.kernels import chunked_divergence
 
+from kit.core.config.distill_rules import problems, settled, without_effect
+from kit.core.config.load import load_config
+from kit.core.config.recipe import DISTILLATION
+from kit.core.errors import BadInput, CheckFailed
 from merge.base import plain_name
-from recipes.parts.config import load_config
-from recipes.parts.distill import problems, settled, without_effect
 from recipes.parts.distill_trainer import Head, divergence, last_states
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import publish_adapter
 from recipes.parts.qat import quantizer_state, quantizers_of
-from recipes.parts.recipe import DISTILLATION
 from recipes.parts.update import take_rows
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -89,7 +89,7 @@ def another(build, tmp_path_factory):
 def build_random(build: Any, keys: dict) -> Any:
     """A trainer whose student would equal its teacher, which only a test may have."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.parts.distill.problems", lambda config: [])
+        patch.setattr("kit.core.config.distill_rules.problems", lambda config: [])
         return build({key: value for key, value in keys.items() if value != "none"})
 
 

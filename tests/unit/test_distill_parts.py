@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.models.utils import _ForwardRedirection
 
-from recipes.parts.config import load_config
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from recipes.parts.distill_trainer import DistillTrainer, Head, beta_of, distill_arguments
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
 from tests.conftest import CONFIG
 from tests.unit.test_packing import SIZE, tiny
 

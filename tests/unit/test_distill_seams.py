@@ -70,7 +70,7 @@ def test_the_loss_is_that_of_trl_s_distillation_trainer_and_beta_means_the_same(
     weight = torch.randn(120, 16)
     head = Head(weight, None, 1.0, None)
     for kind, b in (("forward_kl", 0.0), ("reverse_kl", 1.0), ("js", 0.3)):
-        from recipes.parts.config import DistillConfig
+        from kit.core.config.schema import DistillConfig
 
         assert beta_of(DistillConfig(divergence=kind, js_beta=b or 0.5)) == b
         wanted, entropy, tokens = distillation_trainer._chunked_divergence_loss(

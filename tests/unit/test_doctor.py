@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.config.load import _all_keys, to_dict
+from kit.core.errors import BadInput
 from launch import doctor
 from launch.checks import children, gpu, host, packages, recipe, run
 from launch.checks.children import Outcome, run_steps
 from launch.checks.machine import GIB, Machine, Row
 from launch.checks.steps import recipe_checks
-from recipes.parts.config import _all_keys, to_dict
-from recipes.parts.errors import BadInput
 from tests import processes
 from tests.unit.command_lines import ROOT, Command, problem
 from tests.unit.doctor_faults import (

@@ -11,8 +11,8 @@ from eval import compare, stats
 from eval.compare import GAIN, LARGER, LOSS, NO_GAIN, NOT_SHOWN, PARTLY_LOST, REFUSED, SURVIVES
 from eval.hygiene import Limits, limits_of, well_formed
 from eval.record import Record
-from recipes.parts.config import config_from_dict
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.config.load import config_from_dict
+from kit.core.errors import BadInput, CheckFailed
 
 FINE = Record("", "", 1, True, False, True, "1", "1", True, True, False)
 

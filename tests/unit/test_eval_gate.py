@@ -12,9 +12,9 @@ from eval import rules as gate_rules
 from eval.artifacts import artifact_hash, find_sources
 from eval.problems import held_out, problems_hash
 from eval.result import measurement
-from recipes.parts.config import config_from_dict
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import (
+from kit.core.config.load import config_from_dict
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import (
     MANIFEST,
     RunDir,
     file_hash,

@@ -12,10 +12,10 @@ from eval import harness
 from eval.harness import Measured, compare, differences, lines, newest_results, publish, read_results
 from eval.record import Record, as_rows
 from eval.score import summarize
-from recipes.parts.config import DataConfig
+from kit.core.config.schema import DataConfig
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import MANIFEST, RunDir, read_json
 from recipes.parts.data import Problem
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import MANIFEST, RunDir, read_json
 
 RECORDED = Path(__file__).parent / "recorded"
 IDS = ["2b6dd2d24055888b", "48c10f8b4c462246", "7b64cc868f5ed200", "18b3ef76ae1511fa", "5f102698ed7ce111"]

@@ -15,9 +15,9 @@ from eval import page as report_page
 from eval import plots
 from eval.artifacts import artifact_hash
 from eval.document import Bullets, Commands, Document, Missing, Section, Table, Text, to_html, to_markdown
-from recipes.parts.config import FORMATS
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_json, write_json, write_manifest
+from kit.core.config.schema import FORMATS
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_json, write_json, write_manifest
 
 HOSTILE = (
     "</td><script>alert('x')</script><img src=x onerror=alert(1)> a|b ![p](http://evil.example/x) `c` \x00\x1b[31m $x$"

@@ -10,8 +10,8 @@ from eval.generate import Generation
 from eval.problems import check_disjoint, problems_hash
 from eval.record import Record
 from eval.score import score, summarize
+from kit.core.errors import CheckFailed
 from recipes.parts.data import Problem
-from recipes.parts.errors import CheckFailed
 from recipes.parts.leaks import find_leaks, normalized
 from reward.pool import Verdict
 

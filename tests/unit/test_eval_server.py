@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from eval import server_backend
 from eval.backends import Asking
 from eval.server_backend import Endpoint, ask_server, parse_cells
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 from tests import processes
 from tests.unit.test_eval_generate import ask
 from tests.unit.test_merge_fixture import byte_tokenizer

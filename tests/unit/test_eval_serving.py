@@ -11,10 +11,10 @@ import pytest
 
 from eval import serving
 from eval.serving_client import Timing, closed_loop, make_prompts, summarize, vocabulary
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import read_json, write_json, write_manifest
 from launch.replicas import started_at
 from launch.vllm_command import Installed, Plan
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import read_json, write_json, write_manifest
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +136,7 @@ def test_no_server_outlives_the_command(run):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_in_the_middle_leaves_no_server_and_keeps_what_is_measured(run, number):
     program = (
-        "import sys\nfrom tests.unit import test_eval_serving as t\nfrom recipes.parts.errors import run_command\n"
+        "import sys\nfrom tests.unit import test_eval_serving as t\nfrom kit.core.errors import run_command\n"
         "t.serving.Plan = t.FakePlan\nt.serving.installed_vllm = lambda: t.Installed('0.31.0', False)\n"
         "run_command(lambda: t.serving.main(sys.argv[1:]))"
     )

@@ -11,7 +11,7 @@ import scipy.stats
 from eval import power, samples, stats
 from eval.record import Record
 from eval.score import summarize
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 
 def test_the_interval_over_runs_is_students_t():

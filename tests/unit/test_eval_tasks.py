@@ -14,10 +14,11 @@ from eval.problems import held_out
 from eval.record import Record
 from eval.score import Scoring, score, summarize
 from eval.tasks import TASKS, scoring_of, task_config, task_values
-from recipes.parts.config import Config, config_from_dict
+from kit.core.config.load import config_from_dict
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, write_json
 from recipes.parts.data import Problem, chat_messages, load_problems
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, write_json
 from reward.code_gold import gold_from_row
 
 MBPP = {"prompt": "Write a function add.", "test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}

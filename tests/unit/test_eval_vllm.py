@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from eval import vllm_backend
 from eval.backends import Asking, check_backend
 from eval.vllm_backend import ask_vllm, engine_size, failure
-from recipes.parts.config import ServerConfig
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.config.schema import ServerConfig
+from kit.core.errors import BadInput, CheckFailed
 from tests import processes
 from tests.unit.test_eval_generate import QUESTIONS, ask
 from tests.unit.test_merge_fixture import byte_tokenizer
@@ -131,7 +131,7 @@ def test_an_evaluation_that_is_killed_takes_its_worker_with_it(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom eval import vllm_backend\n"
-        "from recipes.parts.config import ServerConfig\n"
+        "from kit.core.config.load import ServerConfig\n"
         "folder = Path(sys.argv[1])\n"
         "vllm_backend._run_worker({'size': {}}, folder, vllm_backend.environment(ServerConfig()), folder / 'log')\n"
     )

@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
 from launch.export.files import override, run_file, write
 from launch.export.translate import ACTOR, MODEL, ROLLOUT, Cluster, epochs, here, translate
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
 from reward import reward_functions
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from bench.linear_kernels import make_layer
+from kit.core.errors import BadInput
+from kit.core.formats import FORMATS
+from kit.core.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from merge import quantize as export
 from recipes.parts import fake_quant, linear
-from recipes.parts.errors import BadInput
 from recipes.parts.fake_quant import (
     effective_peak,
     effective_weight,
@@ -19,8 +21,6 @@ from recipes.parts.fake_quant import (
     quantized_weight,
     weight_peak,
 )
-from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
-from recipes.parts.quant_format import FORMATS
 from tests import processes, sandbox
 from tests.conftest import rehearse
 

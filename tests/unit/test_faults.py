@@ -51,4 +51,4 @@ def test_every_listed_fault_can_be_put_in_and_names_its_tests():
     ],
 )
 def test_a_row_that_went_stale_is_found(old, new, tests, complaint):
-    assert complaint in problem(Fault("recipes/parts/lora.py", "planted", old, new, tests))
+    assert complaint in problem(Fault("kit/core/lora.py", "planted", old, new, tests))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.parts.errors import CheckFailed
+from kit.core.errors import CheckFailed
 from recipes.parts.finite import FiniteAdapter, FiniteGradients, spoiled
 
 STATE = SimpleNamespace(global_step=4)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
 from recipes.parts import flash_packed, packed_attention
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
 from recipes.parts.flash_packed import FlashMask, flash_attention
 from recipes.parts.packed_attention import NAME, Sequences, dense_mask, mask_kind, register, row_length, segments_of
 from recipes.parts.packing import MODELS, check_packing

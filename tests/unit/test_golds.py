@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from eval.problems import held_out
-from recipes.parts.config import Config, load_config
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
 from recipes.parts.data import load_problems, read_problems
-from recipes.parts.errors import BadInput
 from recipes.parts.setup import load_data
 from reward import REWARDS, gold_checks, heldout_gold_checks
 from reward.gold import math_golds

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import BadInput
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from recipes.parts.gpu_memory import ALLOCATOR_VARIABLES, limit_gpu_memory, use_expandable_segments
-from recipes.parts.rundir import RunDir
 from recipes.parts.setup import check_shared_card, started
 
 

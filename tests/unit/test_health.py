@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.health import HELDOUT_FALL, JUDGES, RULES, alerts
+from kit.core.run_directory import RunDir
 from launch import up
-from launch.watching.health import HELDOUT_FALL, JUDGES, RULES, alerts
-from recipes.parts.config import load_config
-from recipes.parts.rundir import RunDir
 from recipes.parts.setup import training
 from reward import REWARDS
 from reward.check import judges

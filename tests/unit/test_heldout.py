@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from recipes.parts.heldout import HeldOut, _judge, _own_random_numbers
-from recipes.parts.rundir import RunDir
 from tests.conftest import CONFIG
 
 EVAL = {"watch.eval_every": 2, "watch.eval_problems": 10}

@@ -6,11 +6,13 @@ import typing
 from transformers.training_args import OptimizerNames
 
 from eval.tasks import scoring_of
-from recipes.parts import checks, quant_format
-from recipes.parts.checks import check_config
-from recipes.parts.config import FORMATS, Config, describe, load_config
-from recipes.parts.config_types import spell_type
-from recipes.parts.errors import KitError
+from kit.core import formats
+from kit.core.config import checks
+from kit.core.config.checks import check_config
+from kit.core.config.field_types import spell_type
+from kit.core.config.load import describe, load_config
+from kit.core.config.schema import FORMATS, Config
+from kit.core.errors import KitError
 from reward import REWARDS, reward_functions
 from tests.conftest import CONFIG
 
@@ -56,8 +58,8 @@ def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
     assert silent == [], "their lines name no choices"
     assert all(text in lines[key] for key, text in OPEN.items())
     for key, choices in {
-        "policy.quant_cfg": quant_format.FORMATS,
-        "server.quant_cfg": quant_format.FORMATS,
+        "policy.quant_cfg": formats.FORMATS,
+        "server.quant_cfg": formats.FORMATS,
         "reward.functions": REWARDS,
         "eval.reward": REWARDS,
         "eval.formats": FORMATS,

@@ -5,19 +5,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.formats import FORMATS
 from launch.planning import memory
 from launch.planning.gpus import Card
 from launch.planning.shapes import find_shape
 from merge.base import hash_base, load_nf4
 from merge.verify import compute_in
 from recipes.parts import kept_weights
-from recipes.parts.checks import check_config
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
 from recipes.parts.kept_weights import keeping_weights, room_for
 from recipes.parts.linear import use_fused_linears
 from recipes.parts.qat import use_quantized_linears
-from recipes.parts.quant_format import FORMATS
 from tests.unit.test_linear import CONFIG
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [2, 11, 12, 13]])

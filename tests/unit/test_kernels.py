@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from recipes.parts.config import config_from_dict
-from recipes.parts.errors import BadInput
+from kit.core.config.load import config_from_dict
+from kit.core.errors import BadInput
 from recipes.parts.kernels import MODELS, check_gpu, check_kernels, use_kernels
 from recipes.parts.recompute import ENDS_WITH_RESIDUAL
 

@@ -12,12 +12,12 @@ from peft.tuners.lora import bnb as peft_bnb
 from peft.tuners.lora import layer as peft_layer
 from torch.utils.checkpoint import checkpoint
 
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
 from merge.base import dequantize, hash_base, load_nf4
 from merge.quantize import to_fp8
 from recipes.parts import linear
-from recipes.parts.checks import check_config
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
 from recipes.parts.linear import FusedBase, FusedLora, quantize_rows, use_fused_linears, weight_of
 from tests.conftest import rehearse
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.lora import OTHER_KINDS, UNDERSTOOD, rank_of, reasons, scale_of
+from kit.core.lora import OTHER_KINDS, UNDERSTOOD, rank_of, reasons, scale_of
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_every_reason_is_given_at_once():
     assert len(reasons({**PLAIN, "use_dora": True, "bias": "all", "init_lora_weights": "olora"})) == 3
 
 
-@pytest.mark.parametrize("module", ["recipes.parts.lora", "launch.remerge", "launch.adapter_file"])
+@pytest.mark.parametrize("module", ["kit.core.lora", "launch.remerge", "launch.adapter_file"])
 def test_the_server_and_its_workers_import_neither_torch_nor_peft_for_it(module):
     program = f"import sys, {module}\nprint(sorted({{'torch', 'peft'}} & set(sys.modules)))"
     done = processes.run([sys.executable, "-c", program])

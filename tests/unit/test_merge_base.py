@@ -15,6 +15,8 @@ from bitsandbytes.functional import dequantize_4bit
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import read_json
 from merge import base as merge_base
 from merge import fp8
 from merge.base import (
@@ -32,8 +34,6 @@ from merge.base import (
 )
 from merge.checkpoint import find_checkpoint
 from merge.hashing import hash_fp8, hash_pairs, hash_tensor
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import read_json
 from tests.unit.test_merge_fixture import LINEARS, make_model, shared_model, shared_run
 
 # The NF4 values as published (QLoRA, appendix E), typed here so that the library's table is not its own witness.

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_manifest, write_json
 from merge.calibrated import Calibration, calibration_set, check_awq, input_peaks, write_awq
 from merge.quantize import Refused, quantize_checkpoint
 from merge.verify import load_for_scoring
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_manifest, write_json
 from tests.unit.test_merge_fixture import shared_model
 from tests.unit.test_merge_quantize import merged_run, no_verify, quantized, tensors_in, wide_run
 

@@ -7,11 +7,12 @@ import shutil
 import pytest
 import yaml
 
+from kit.core.config.load import config_from_dict, to_dict
+from kit.core.config.schema import FORMATS
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from merge.__main__ import main
 from merge.card import LOSS, READERS, RECIPE, code, render, write_card
-from recipes.parts.config import FORMATS, config_from_dict, to_dict
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
 from tests.unit.test_merge_fixture import shared_folder, shared_run
 
 CELL = {"accuracy": 0.5, "interval": [0.4, 0.6]}

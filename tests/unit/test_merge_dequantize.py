@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import read_json, read_manifest, write_json
 from merge import dequantize, shards
 from merge.__main__ import main
 from merge.model_files import dequantize_command, unquantized_config
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import read_json, read_manifest, write_json
 from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
 
 QWEN = {

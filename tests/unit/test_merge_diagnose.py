@@ -8,6 +8,7 @@ import pytest
 import scipy.stats
 import torch
 
+from kit.core.errors import BadInput
 from merge.base import BaseCheckpoint
 from merge.diagnose import Diagnosis, computed, parse_arguments
 from merge.diagnose_layer import distribution, measure_layer, ratio, shuffled
@@ -27,7 +28,6 @@ from merge.diagnose_verdict import (
 )
 from merge.quantize import FORMATS, read_back
 from merge.stored import StoredWeights, unscaled
-from recipes.parts.errors import BadInput
 from tests.unit.test_merge_fixture import alter_adapter, make_model, make_run, shared_model, shared_run
 
 NAME = "model.layers.3.self_attn.q_proj"
@@ -406,7 +406,7 @@ def test_an_update_of_a_layer_that_stays_unquantized_is_noted(tmp_path):
 
 
 def test_the_original_base_is_measured_only_when_it_is_the_run_s_own(tmp_path):
-    from recipes.parts.errors import CheckFailed
+    from kit.core.errors import CheckFailed
 
     other = make_model(tmp_path / "other", seed=9)
     arguments = ["--run", str(shared_run().path), "--formats", "fp8", "--into", "original"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 
+from kit.core.config.load import config_from_dict
+from kit.core.errors import BadInput
+from kit.core.run_directory import base_directory, read_json, read_manifest, write_json, write_manifest
 from launch.vllm_command import check_base
 from merge import export as merge_export
 from merge.__main__ import main
-from recipes.parts.config import config_from_dict
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import base_directory, read_json, read_manifest, write_json, write_manifest
 from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model, shared_run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kit.core.run_directory import RunDir, publish, write_json, write_manifest
 from merge.base import hash_base, load_nf4
-from recipes.parts.rundir import RunDir, publish, write_json, write_manifest
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHAT_TEMPLATE = (
@@ -138,9 +138,9 @@ def make_run(
 
 def add_quantizers(model: torch.nn.Module, name: str) -> None:
     """Quantizers of format `name` that were calibrated on some tokens."""
+    from kit.core.format_names import read_quant_format
     from recipes.parts.calibration import calibrate
     from recipes.parts.qat import use_quantized_linears
-    from recipes.parts.quant_format import read_quant_format
 
     use_quantized_linears(model, read_quant_format(name))
     ids = torch.arange(1, 257, device=next(model.parameters()).device).view(4, 64)

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
 from merge.base import BaseCheckpoint, load_nf4
 from merge.merge import read_adapter, write_bf16, write_config
 from merge.quantize import retained_share
 from merge.shards import TensorFile
 from merge.verify import base_checkpoint, check_adapter_base, load_policy
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_manifest
 from tests import processes
 from tests.unit.test_merge_base import dequantize_in_numpy
 from tests.unit.test_merge_fixture import (
@@ -335,7 +335,7 @@ from pathlib import Path
 from merge.merge import write_bf16
 from merge.shards import TensorFile
 from merge.verify import base_checkpoint
-from recipes.parts.rundir import RunDir
+from kit.core.run_directory import RunDir
 written, write = [], TensorFile.write
 
 def write_or_die(*arguments):

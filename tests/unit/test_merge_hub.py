@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir
 from merge import hub
 from merge.__main__ import main
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir
 from tests import processes
 from tests.unit.test_merge_fixture import shared_run
 
@@ -139,7 +139,7 @@ def test_the_token_is_taken_from_the_environment_and_asked_of_the_hub(tmp_path, 
     try:
         environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": token}
         environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-        program = "from recipes.parts.errors import run_command\nfrom merge.hub import check_access\n"
+        program = "from kit.core.errors import run_command\nfrom merge.hub import check_access\n"
         program += "run_command(lambda: check_access('me/tiny'))"
         command = [sys.executable, "-c", program]
         done = processes.run(command, env=environment)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from kit.core.run_directory import read_json
 from merge.stream import plan_base
-from recipes.parts.rundir import read_json
 from tests import processes
 from tests.unit.test_merge_fixture import shared_model
 

@@ -13,6 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput
+from kit.core.formats import FORMATS as QUANT_FORMATS
+from kit.core.formats import fitted
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from merge import quantize as quantize_module
 from merge.base import BaseCheckpoint, dequantize
 from merge.merge import read_adapter, write_bf16
@@ -31,11 +35,7 @@ from merge.quantize import (
 from merge.shards import PartsFile
 from merge.stored import StoredWeights
 from merge.verify import base_checkpoint, load_for_scoring
-from recipes.parts.errors import BadInput
 from recipes.parts.fake_quant import fake_quantize_weight
-from recipes.parts.quant_format import FORMATS as QUANT_FORMATS
-from recipes.parts.quant_format import fitted
-from recipes.parts.rundir import RunDir, read_json, read_manifest
 from tests.unit.test_merge_base import NF4
 from tests.unit.test_merge_fixture import make_model, make_run, shared_folder
 

@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import read_json, read_manifest
 from merge import export as merge_export
 from merge.base import dequantize, dequantized_tensors, hash_base, load_nf4
 from merge.export import export
 from merge.nf4 import block_maxima, quantize_weight
 from merge.stream import Original, TensorFile, plan_base
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import read_json, read_manifest
 from tests import processes
 from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
 

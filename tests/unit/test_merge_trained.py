@@ -10,6 +10,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import helpers
 from safetensors.torch import load_file, save_file
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.formats import FORMATS
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from merge import quantize
 from merge.__main__ import main
 from merge.merge import read_adapter, write_bf16
@@ -24,11 +27,8 @@ from merge.verify import (
     load_policy,
     log_probs,
 )
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import fake_quantize_activation
 from recipes.parts.qat import STATE, quantizers_off
-from recipes.parts.quant_format import FORMATS
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json
 from tests.unit.test_merge_fixture import make_model, make_run, shared_folder, shared_run
 
 # One layer that every format can store.

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, write_json
 from merge import verify as verify_module
 from merge.merge import read_adapter, write_bf16
 from merge.verify import (
@@ -25,8 +27,6 @@ from merge.verify import (
     load_policy,
     log_probs,
 )
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, write_json
 from tests.unit.test_merge_fixture import alter_adapter, make_run, shared_folder, shared_model, shared_run
 
 

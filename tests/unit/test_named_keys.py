@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.config import REPLACED, Config, TrainConfig
+from kit.core.config.load import REPLACED
+from kit.core.config.schema import Config, TrainConfig
 from tests.unit.test_rooms import sources
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +18,7 @@ GROUPS = "|".join(item.name for item in dataclasses.fields(Config))
 KEY = re.compile(rf"(?<![\w./-])(?:{GROUPS})\.[a-z_]+(?:\.[a-z_]+)*(?![\w/(])")
 # What has the form of a key and is a file, a module of a room, a layer, a key that was replaced, or one of verl's.
 OTHERS = re.compile(r"\.(json|jsonl|md|png|html|py|yaml|svg|sh|log|parquet|safetensors)$|^model\.layers")
-OTHERS_IN = {"recipes/parts/config.py": set(REPLACED)}
+OTHERS_IN = {"kit/core/config/load.py": set(REPLACED)}
 OTHERS_IN |= dict.fromkeys(("launch/export/schema.py", "launch/export/translate.py"))
 
 

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, Trainer, TrainerCallback
 
-from launch.watching.metrics import phases
-from recipes.parts.checks import check_config
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.metrics_log import phases
+from kit.core.run_directory import RunDir
+from kit.core.tokenizer_hash import tokenizer_hash
 from recipes.parts.overlap import Ahead, OverlappedRollouts
-from recipes.parts.replica import decode_ids, encode_floats, encode_ids, tokenizer_hash
-from recipes.parts.rundir import RunDir
+from recipes.parts.replica import decode_ids, encode_floats, encode_ids
 from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_heldout import learned

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
 from recipes.parts.packed_attention import BLOCK, NAME, Segments, block_mask, dense_mask, register
 from recipes.parts.packing import MODELS, check_packing, packed_logps, plan_micro_batches
 from tests.conftest import CONFIG

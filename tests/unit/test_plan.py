@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_problem
+from kit.core.errors import BadInput
 from launch.plan import best_split, choose_shape, main, make_layout
 from launch.plan import fits as plan_fits
 from launch.planning import fitting, matrix, memory
@@ -16,9 +19,6 @@ from launch.planning.report import spell, summary
 from launch.planning.shapes import KNOWN, UNGATED, find_shape, shape_by_size, shape_from_facts
 from launch.planning.splitting import splits
 from launch.starting.trainer_command import place
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.shared_card import describe_split, replicas_beside_trainer, split_problem
 from tests import processes
 from tests.conftest import ROOT
 

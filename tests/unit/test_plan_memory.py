@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.config.load import config_from_dict
+from kit.core.errors import BadInput
 from launch.planning import cost, memory
 from launch.planning.coefficients import TABLE
 from launch.planning.compare_points import LIMIT, check, compare, point_config, point_shape, rows_of
 from launch.planning.fitting import lay_out
 from launch.planning.gpus import CARDS
 from launch.planning.shapes import shape_by_size
-from recipes.parts.config import config_from_dict
-from recipes.parts.errors import BadInput
 from tests.conftest import ROOT
 
 H200, SHAPE = CARDS["h200"], shape_by_size("8b")

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import tests.unit.test_plan_activations as small
+from kit.core.errors import BadInput
+from kit.core.formats import FORMATS
 from launch.plan import make_layout
 from launch.planning import cost, memory, quantized, teacher
 from launch.planning.fitting import candidates, lay_out
@@ -16,8 +18,6 @@ from launch.planning.recompute import least
 from launch.planning.report import counted, summary
 from launch.planning.shapes import shape_by_size
 from recipes.parts import fake_quant, kept_weights, linear, qat
-from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import FORMATS
 from tests.unit.test_plan_activations import as_on_a_gpu  # noqa: F401
 from tests.unit.test_plan_memory import SHAPE, config
 

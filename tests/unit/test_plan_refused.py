@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, run_command
 from launch.plan import main, make_layout
 from launch.planning.fitting import changes, largest_completion, remedy, step_time, with_keys
 from launch.planning.gpus import parse_gpus
 from launch.planning.shapes import shape_by_size
 from launch.planning.splitting import splits
-from recipes.parts.checks import check_config
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput, run_command
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "recipes/configs"

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import read_json, read_manifest, write_manifest
 from merge.base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import check_base, check_base_unchanged, check_init_adapter, load_policy_base, load_tokenizer
-from recipes.parts.rundir import read_json, read_manifest, write_manifest
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"

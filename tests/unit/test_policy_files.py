@@ -12,11 +12,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config, PolicyConfig
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
 from merge.base import hash_pairs, hash_tensor, load_frozen
 from recipes.parts import policy
-from recipes.parts.config import Config, PolicyConfig, load_config
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_json, read_manifest, write_json, write_manifest
 from tests.conftest import CONFIG
 
 BASE, OTHER = "ab" * 32, "ab" * 31 + "cd"

@@ -14,11 +14,12 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import layer as peft_layer
 from torch.utils.checkpoint import checkpoint
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.formats import FORMATS
 from merge.base import dequantize, hash_base, load_nf4
 from merge.quantize import read_back, to_nvfp4, to_w4a16
 from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
 from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.qat import (
@@ -31,7 +32,6 @@ from recipes.parts.qat import (
     use_quantized_linears,
     write_quantizer_state,
 )
-from recipes.parts.quant_format import FORMATS
 from recipes.parts.recompute import use_recompute
 from tests import sandbox
 from tests.unit.test_linear import ROOT, add_adapter, factors, make_layer, relative

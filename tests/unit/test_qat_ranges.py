@@ -11,16 +11,16 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.formats import FORMATS
+from kit.core.run_directory import write_manifest
 from merge.base import disable_cpu_repacking
 from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate, set_input_ranges
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.fake_quant import fake_quantize_activation, fake_quantize_weight
 from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.qat import Quantizers, quantizers_of, quantizers_off, use_quantized_linears
-from recipes.parts.quant_format import FORMATS
-from recipes.parts.rundir import write_manifest
 from tests.conftest import CONFIG
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

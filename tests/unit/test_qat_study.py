@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from eval import plots, qat_study
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED
+from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
+from kit.core.errors import BadInput, CheckFailed
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 PROBLEMS = 60

@@ -8,14 +8,15 @@ import pytest
 import torch
 import yaml
 
+from kit.core import modelopt_config
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.config.schema import FORMATS as MERGED
+from kit.core.errors import BadInput
+from kit.core.format_names import problems, read_quant_format
+from kit.core.formats import FORMATS, check_hardware, check_model, check_shapes
+from kit.core.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from merge.quantize import FORMATS as STORED
-from recipes.parts import modelopt_config
-from recipes.parts.checks import check_config
-from recipes.parts.config import FORMATS as MERGED
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.modelopt_config import LAYOUTS, NO_LAYOUT, read
-from recipes.parts.quant_format import FORMATS, check_hardware, check_model, check_shapes, problems, read_quant_format
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -79,7 +80,7 @@ def test_every_format_is_one_that_merge_writes():
 
 
 def test_reading_a_format_imports_no_torch():
-    code = "import sys; from recipes.parts.quant_format import read_quant_format as read; read('NVFP4_DEFAULT_CFG')"
+    code = "import sys; from kit.core.format_names import read_quant_format as read; read('NVFP4_DEFAULT_CFG')"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kit.core.formats import FORMATS
 from launch import adapter_file, quantized_fold
 from launch.adapter_file import Refused, Room
 from launch.remerge import Linear, Part, State, merged_weight, nf4_code
 from merge.quantize import FORMATS as STORES
 from merge.quantize import read_back, to_fp8, to_nvfp4
-from recipes.parts.quant_format import FORMATS
 from tests.unit.fake_engine import CONFIG, adapter_tensors, write_adapter
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_a_weight_quantized_some_rows_at_a_time_is_the_whole_weights(name, monke
     linear, state, factors = worker_layer({"q_proj": weights()["q_proj"]})
     weight, fmt = merged(linear, state, factors), FORMATS[name]
     whole = quantized_fold.quantized(linear, weight, fmt, torch.bfloat16)
-    monkeypatch.setattr(quantized_fold, "CHUNK", 100 * COLUMNS)  # no whole number of blocks, nor of the rows
+    monkeypatch.setattr(quantized_fold, "FOLD_CHUNK", 100 * COLUMNS)  # no whole number of blocks, nor of the rows
     assert torch.equal(quantized_fold.quantized(linear, weight, fmt, torch.bfloat16), whole)
 
 

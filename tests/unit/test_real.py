@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.config import load_config
+from kit.core.config.load import load_config
 from recipes.real import CONFIGS
 from tests import processes
 from tests.conftest import ROOT

@@ -16,9 +16,9 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kit.core.errors import BadInput, run_command
+from kit.core.run_directory import read_manifest
 from recipes import real_base
-from recipes.parts.errors import BadInput, run_command
-from recipes.parts.rundir import read_manifest
 from recipes.real_base import SMOLLM2, Source, make
 from tests import processes
 from tests.conftest import ROOT

@@ -16,9 +16,9 @@ import stock_clock
 from servers import Child, Failed
 from workload import CONFIG, ROOT
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from tests.processes import run, wait_until
 from tests.unit.metric_rows import make_run, rows_of
 

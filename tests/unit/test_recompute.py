@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kit.core.config.load import config_from_dict
+from kit.core.config.recompute_rules import problems, recomputed_layers
+from kit.core.errors import BadInput
 from launch.planning import cost, memory
 from launch.planning.fitting import candidates, lay_out, with_keys
 from launch.planning.gpus import CARDS
 from launch.planning.recompute import least, resolve, set_recompute
 from launch.planning.shapes import shape_by_size
-from recipes.parts.config import config_from_dict
-from recipes.parts.errors import BadInput
 from recipes.parts.offload import HostInputs
-from recipes.parts.recompute import _product, problems, recomputed_layers, use_recompute
+from recipes.parts.recompute import _product, use_recompute
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import follow, nf4_policy, shape
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir, read_json
 from recipes.parts import record
 from recipes.parts.checkpoint import rewind
-from recipes.parts.config import load_config
-from recipes.parts.errors import CheckFailed
 from recipes.parts.record import (
     Recorder,
     add_counts,
@@ -21,7 +22,6 @@ from recipes.parts.record import (
     unknown_so_far,
     write_config,
 )
-from recipes.parts.rundir import RunDir, read_json
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"

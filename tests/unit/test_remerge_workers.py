@@ -18,12 +18,12 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import save_file
 from torch import nn
 
+from kit.core.formats import FORMATS
 from launch import remerge
 from launch.remerge import Remerge, find_linears
 from merge.quantize import FORMATS as STORES
 from merge.quantize import read_back
 from recipes.parts.noise import Noise, NoisyNorms, norms
-from recipes.parts.quant_format import FORMATS
 
 HEAD, HEADS, KV_HEADS, HIDDEN, INTERMEDIATE = 64, 8, 2, 512, 512
 SHAPES = {

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from kit.core.tokenizer_hash import tokenizer_hash
 from recipes.parts.replica import (
     Replica,
     ReplicaError,
@@ -14,7 +15,6 @@ from recipes.parts.replica import (
     encode_ids,
     is_loopback,
     is_tested_vllm,
-    tokenizer_hash,
 )
 from tests.unit.fake_replica import FakeReplica
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.run_directory import write_json
 from launch.replica_canary import check_replicas, newest_canary
 from recipes.parts.canary import write_canary
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import write_json
 from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica, log_probs
 

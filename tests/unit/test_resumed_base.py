@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, read_json, write_json
 from recipes.parts import policy, setup
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import check_base_unchanged, record_base
-from recipes.parts.rundir import RunDir, read_json, write_json
 from tests.conftest import CONFIG
 
 HASH = "0123456789abcdef" * 4

@@ -4,9 +4,9 @@ policy.quant_cfg has for it, to no fewer steps than it has made."""
 import pytest
 import yaml
 
-from recipes.parts.checks import check_run_directory
-from recipes.parts.errors import BadInput
-from recipes.parts.recipe import DISTILLATION, PLAIN, QUANTIZED, check_recipe
+from kit.core.config.checks import check_run_directory
+from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED, check_recipe
+from kit.core.errors import BadInput
 from tests.unit.test_checks import configuration, directory_refusal, run_with_checkpoint
 
 FP4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}

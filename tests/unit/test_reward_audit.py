@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from reward.__main__ import main
 from reward.audit import TEXTS, TRENDS, audit, is_loop, read_trace
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from recipes.parts.config import DataConfig
+from kit.core.config.schema import DataConfig
+from kit.core.errors import BadInput
 from recipes.parts.data import load_problems
-from recipes.parts.errors import BadInput
 from reward.answer import answers_equal, check_golds, judge
 from reward.exact import Policy, decide
 from reward.pool import WorkerPool

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.parts.config import Config, DataConfig, RewardConfig, config_from_dict
+from kit.core.config.load import config_from_dict
+from kit.core.config.schema import Config, DataConfig, RewardConfig
+from kit.core.errors import BadInput, CheckFailed
 from recipes.parts.data import read_problems
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.record import code_sandbox
 from reward import REWARDS, reward_functions
 from reward.attacks import code as attacks

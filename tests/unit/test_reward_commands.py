@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 from reward import REWARDS, attack, check
 from reward.__main__ import main
 from reward.attacks import Case

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 from reward import REWARDS
 from reward.arithmetic import evaluate
 from reward.countdown import read_gold

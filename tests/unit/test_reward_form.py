@@ -2,8 +2,8 @@
 
 import pytest
 
-from recipes.parts.config import RewardConfig
-from recipes.parts.errors import BadInput
+from kit.core.config.schema import RewardConfig
+from kit.core.errors import BadInput
 from reward import REWARDS, reward_functions
 
 THINK = [

@@ -7,8 +7,9 @@ from typing import Literal
 
 import pytest
 
-from recipes.parts.config import RewardConfig, match_type
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.config.load import match_type
+from kit.core.config.schema import RewardConfig
+from kit.core.errors import BadInput, CheckFailed
 from reward import REWARDS, function_options, reward_functions
 from reward.pool import UnknownBudget, Verdict
 from tests import processes

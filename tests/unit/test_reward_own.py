@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from recipes.parts.config import RewardConfig
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.config.schema import RewardConfig
+from kit.core.errors import BadInput, CheckFailed
 from reward import reward_functions
 from reward.attack import main as attack
 from reward.own import RewardFailed
@@ -31,7 +31,7 @@ def pairs(completions): return [torch.ones(2)] * len(completions)
 def broken(completions): raise KeyError("its own fault")
 def stopped(completions): raise KeyboardInterrupt
 def checked(completions):
-    from recipes.parts.errors import CheckFailed
+    from kit.core.errors import CheckFailed
     raise CheckFailed("said on purpose")
 def endless(completions): return [1.0, float("-inf"), 0.0]
 def huge(completions): return [1.0, 0.0, 1e30]

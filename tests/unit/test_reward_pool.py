@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.parts.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 from reward.pool import WORKER, UnknownBudget, Verdict, WorkerPool
 from tests import processes
 

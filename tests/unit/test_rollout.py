@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from recipes.parts.config import load_config
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir
+from kit.core.tokenizer_hash import tokenizer_hash
 from recipes.parts.dispatch import Dispatcher, GenerationFailed
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.noise import noise_of
-from recipes.parts.replica import Replica, ReplicaError, encode_floats, encode_ids, tokenizer_hash
+from recipes.parts.replica import Replica, ReplicaError, encode_floats, encode_ids
 from recipes.parts.rollout import ServerRollout
-from recipes.parts.rundir import RunDir
 from tests import processes
 from tests.unit.fake_replica import FakeReplica, samples
 

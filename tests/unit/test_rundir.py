@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from eval.artifacts import merge_command
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir, publish, read_json, read_manifest, stored_as, write_json, write_manifest
 from recipes.parts.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir, publish, read_json, read_manifest, stored_as, write_json, write_manifest
 from tests.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,7 @@ def test_publish_refuses_to_overwrite_unless_asked(tmp_path):
 
 def test_a_process_killed_while_publishing_leaves_no_artifact_and_no_obstacle(tmp_path):
     code = (
-        "import sys, time; from recipes.parts.rundir import publish, write_manifest\n"
+        "import sys, time; from kit.core.run_directory import publish, write_manifest\n"
         "with publish(sys.argv[1] + '/v000001') as partial:\n"
         "    (partial / 'weights').write_text('x'); write_manifest(partial, 'adapter')\n"
         "    print('inside', flush=True); time.sleep(60)\n"

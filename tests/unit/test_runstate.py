@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.watch import main as watch
-from launch.watching.metrics import progress
-from recipes.parts.checks import check_run_directory
-from recipes.parts.config import load_config, to_dict
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_json, write_json
-from recipes.parts.runstate import (
+from kit.core.config.checks import check_run_directory
+from kit.core.config.load import load_config, to_dict
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.metrics_log import progress
+from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_state import (
     REPLACED,
     continuing_flags,
     describe_overwrite,
@@ -24,6 +23,7 @@ from recipes.parts.runstate import (
     lock_run,
     trains_in,
 )
+from launch.watch import main as watch
 from tests.unit.metric_rows import log_of, make_run, rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_a_run_that_ended_is_shown_ended_with_its_last_error(tmp_path, monkeypat
 def test_a_killed_run_is_known_by_a_lock_whose_process_is_gone(tmp_path):
     run = RunDir(make_run(tmp_path / "run", rows_of(3)))
     code = (
-        "import sys, time; from recipes.parts.runstate import trains_in; from recipes.parts.rundir import RunDir\n"
+        "import sys, time; from kit.core.run_state import trains_in; from kit.core.run_directory import RunDir\n"
         "with trains_in(RunDir(sys.argv[1])):\n    print('in', flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(run.path)], cwd=ROOT, stdout=subprocess.PIPE)
@@ -179,7 +179,7 @@ def test_an_overwriting_start_that_is_killed_loses_nothing_and_can_be_repeated(t
     before = contents(run.path)
     again = check_run_directory(config_of(run.path), False, 1, overwrite=True)
     code = (
-        "import os, sys; from recipes.parts.runstate import trains_in; from recipes.parts.rundir import RunDir\n"
+        "import os, sys; from kit.core.run_state import trains_in; from kit.core.run_directory import RunDir\n"
         "run = RunDir(sys.argv[1]); run.replaces = True\n"
         "renames = [0]; rename = os.rename\n"
         "def counted(*arguments):\n"

@@ -2,13 +2,13 @@
 
 import pytest
 
+from kit.core.config.checks import check_config
+from kit.core.config.format_rules import BY_VLLM, problems, served_format
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.formats import FORMATS
 from launch import server
 from launch.vllm_command import plans
-from recipes.parts.checks import check_config
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import FORMATS
-from recipes.parts.served_format import BY_VLLM, problems, served_format
 from tests.conftest import CONFIG
 from tests.unit.test_server_command import CUDA, config, only
 

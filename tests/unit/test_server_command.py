@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kit.core.config.load import config_from_dict
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.run_directory import read_json, write_json, write_manifest
 from launch import server, vllm_command
 from launch.vllm_command import Installed, Plan, check_base, check_ports, installed_vllm, plans
-from recipes.parts.config import Config, config_from_dict
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import read_json, write_json, write_manifest
 
 CUDA, CPU = Installed("0.26.0", False), Installed("0.31.0", True)
 TWO = ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]

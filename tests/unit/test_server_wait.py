@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import write_json
 from launch import server
 from launch.replicas import Replicas, Stopped, members, started_at, stop_groups
 from launch.vllm_command import Plan
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import write_json
 from tests import processes
 
 ANSWERS = """

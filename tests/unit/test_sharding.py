@@ -13,11 +13,14 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
+from kit.core.config import sharding_rules
+from kit.core.config.checks import check_config
+from kit.core.config.load import load_config
+from kit.core.config.schema import Config
+from kit.core.config.sharding_rules import FSDP_SETTINGS, announced
+from kit.core.errors import BadInput
 from recipes.parts import sharding
-from recipes.parts.checks import check_config
-from recipes.parts.config import Config, load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.sharding import FSDP_SETTINGS, announced, loading_whole, prepare
+from recipes.parts.sharding import loading_whole, prepare
 from tests.unit.test_accelerate_configs import announces
 
 ROOT = Path(__file__).parents[2]
@@ -108,9 +111,9 @@ def test_zero_3_with_offloading_is_refused(announce, tmp_path, name, in_file, de
     ],
 )
 def test_what_a_split_base_was_not_tested_with_is_refused(announce, name, override, complaint):
-    assert not any(complaint in problem for problem in sharding.problems(configuration(*override)))
+    assert not any(complaint in problem for problem in sharding_rules.problems(configuration(*override)))
     announce(name)
-    assert any(complaint in problem for problem in sharding.problems(configuration(*override)))
+    assert any(complaint in problem for problem in sharding_rules.problems(configuration(*override)))
 
 
 def test_a_gathered_adapter_is_whole_and_stays_what_it_was():

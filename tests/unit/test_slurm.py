@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
 from launch.slurm.__main__ import main
 from launch.slurm.script import Job, describe, split_run, write_script
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 EIGHT = "recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from kit.core.config import base_rules
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import base_directory, read_json
 from launch import base_copy
 from launch.remerge import Linear, Part, State, merged_weight
 from merge.base import BaseCheckpoint, dequantize, dequantized_tensors, hash_base, load_base, load_frozen
 from merge.export import export
 from merge.fp8 import Fp8Linear, dequantize_with, quantize_weight, store_in_fp8
 from merge.stream import Original
-from recipes.parts import stored_base
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput, CheckFailed
 from recipes.parts.policy import check_base_unchanged
-from recipes.parts.rundir import base_directory, read_json
 from tests.unit.test_merge_fixture import LINEARS, shared_model
 from tests.unit.test_merge_stream import ORIGIN, read_all, single_model
 
@@ -202,9 +202,9 @@ def test_the_copys_size_is_told_before_it_is_read(tmp_path):
 
 @pytest.mark.parametrize("kind", ["fp8", "none"])
 def test_quantizers_see_the_dequantized_base(kind):
+    from kit.core.formats import FORMATS
     from recipes.parts.fake_quant import effective_weight, fake_quantize_weight
     from recipes.parts.qat import quantizers_off, use_quantized_linears
-    from recipes.parts.quant_format import FORMATS
 
     model = load_frozen(shared_model(), kind, "bfloat16", device="cpu")
     plain = load_frozen(shared_model(), "none", "bfloat16", device="cpu")
@@ -284,7 +284,7 @@ def test_fp8_products_are_taken_of_the_stored_codes():
     ],
 )
 def test_what_does_not_go_with_a_storage_is_named(words, sharded, complaint):
-    found = stored_base.problems(load_config(CONFIG, words), sharded)
+    found = base_rules.problems(load_config(CONFIG, words), sharded)
     assert (complaint is None and not found) or complaint in found[0], found
 
 

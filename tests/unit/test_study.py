@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.errors import BadInput
 from recipes import study
-from recipes.parts.errors import BadInput
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 FORMATS = ["bf16", "fp8", "nf4"]

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit.core.config.load import load_config
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir
 from recipes.parts.canary import read_canary
-from recipes.parts.config import load_config
-from recipes.parts.errors import CheckFailed
 from recipes.parts.noise import Noise
 from recipes.parts.replica import Replica, log_name
-from recipes.parts.rundir import RunDir
 from recipes.parts.sync import AdapterSync, restart_hint
 from tests.unit.fake_replica import FakeReplica, log_probs
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import read_manifest
+from kit.core.errors import BadInput
+from kit.core.run_directory import read_manifest
 from recipes.tiny_base import PEOPLE, STORIES, THINGS, main, make_problems
 from tests import processes
 
@@ -101,7 +101,7 @@ def test_every_possible_problem_can_be_asked_for():
     ],
 )
 def test_options_that_cannot_work_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch, options, message):
-    from recipes.parts.errors import run_command
+    from kit.core.errors import run_command
 
     monkeypatch.setattr(sys, "argv", ["tiny_base.py", "--out", str(tmp_path / "out"), *options])
     with pytest.raises(SystemExit) as ended:

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import pytest
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from recipes.parts.trackers import PLACES, figures, prepare_trackers, send_completions
 from recipes.parts.trainer import trainer_arguments
 from tests.conftest import CONFIG

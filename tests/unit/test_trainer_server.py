@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipes.parts.errors import CheckFailed
+from kit.core.errors import CheckFailed
 from recipes.parts.mismatch import KEYS
 
 TOKENS = 5

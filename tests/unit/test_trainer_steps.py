@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import Trainer
 from trl import GRPOTrainer, import_utils
 
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from recipes.parts import trainer as module
 from recipes.parts.checkpoint import staging_directory
-from recipes.parts.config import load_config
-from recipes.parts.errors import BadInput, CheckFailed
-from recipes.parts.rundir import RunDir, read_manifest, write_manifest
 from recipes.parts.trainer import METRICS, NewWeights, PolicyTrainer, trainer_arguments
 from tests.conftest import CONFIG
 

@@ -3,8 +3,8 @@
 import pytest
 from trl import GRPOConfig
 
-from recipes.parts.checks import check_config
-from recipes.parts.trl_fields import (
+from kit.core.config.checks import check_config
+from kit.core.config.trl_rules import (
     FLOOR_FIELD,
     INEXACT_ON_RESUME,
     INSTEAD,

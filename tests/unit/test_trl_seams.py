@@ -14,13 +14,13 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from recipes.parts.config import load_config
+from kit.core.config.load import load_config
+from kit.core.config.trl_rules import INEXACT_ON_RESUME
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
 from recipes.parts.data_order import DataOrder
-from recipes.parts.errors import BadInput
 from recipes.parts.finite import FiniteGradients
-from recipes.parts.rundir import RunDir
 from recipes.parts.trainer import METRICS, PolicyTrainer, trainer_arguments
-from recipes.parts.trl_fields import INEXACT_ON_RESUME
 from recipes.parts.trl_trainer import typed_fields
 from recipes.parts.update import FROM_FORWARD, PackedUpdate
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.config.load import load_config, to_dict
+from kit.core.errors import BadInput
+from kit.core.run_directory import write_json
 from launch import up
 from launch.starting.jobs import Job, message
 from launch.starting.trainer_command import (
@@ -22,9 +25,6 @@ from launch.starting.trainer_command import (
     trainer_command,
 )
 from launch.vllm_command import Installed
-from recipes.parts.config import load_config, to_dict
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import write_json
 from tests.unit.advice import commands
 from tests.unit.command_lines import Command as Written
 from tests.unit.command_lines import launch_arguments, problem

@@ -17,14 +17,14 @@ import psutil
 import pytest
 from rich.console import Console
 
+from kit.core.config.load import load_config
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir
 from launch import up
 from launch.starting import jobs, leash
 from launch.starting.trainer_command import CPU, Command, Placement, read_launcher
 from launch.starting.view import Status, StepLines, View, process_table
 from launch.vllm_command import Plan
-from recipes.parts.config import load_config
-from recipes.parts.errors import CheckFailed
-from recipes.parts.rundir import RunDir
 from tests import processes
 from tests.unit.test_server_wait import Program, answers
 
@@ -91,7 +91,7 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from launch.starting import jobs
-from recipes.parts.errors import run_command
+from kit.core.errors import run_command
 from tests.unit.test_up_processes import run
 folder, port, programs, jobs.STOP_S = json.loads(sys.argv[1])
 run_command(lambda: run(Path(folder), port, programs))

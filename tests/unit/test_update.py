@@ -15,7 +15,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from recipes.parts.errors import CheckFailed
+from kit.core.errors import CheckFailed
 from recipes.parts.finite import FiniteAdapter, FiniteGradients
 from recipes.parts.trainer import trainer_arguments
 from recipes.parts.update import PackedUpdate

@@ -10,8 +10,8 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from recipes.parts.config import load_config
-from recipes.parts.errors import CheckFailed
+from kit.core.config.load import load_config
+from kit.core.errors import CheckFailed
 from recipes.parts.mismatch import importance_ratio, measure
 from recipes.parts.update import PackedUpdate, join_rows, take_rows
 from tests.conftest import CONFIG

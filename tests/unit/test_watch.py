@@ -18,12 +18,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from kit.core.metrics_log import phases, progress
+from kit.core.run_directory import RunDir
+from kit.core.run_state import lock_run, trainer_pid
 from launch.watch import frame
-from launch.watching.metrics import phases, progress
 from launch.watching.page import duration, show, sparkline
 from launch.watching.samples import latest_group, one_line
-from recipes.parts.rundir import RunDir
-from recipes.parts.runstate import lock_run, trainer_pid
 from tests import processes
 from tests.unit.metric_rows import log_of, make_run, rows_of, step_row
 

@@ -15,12 +15,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from eval import plots
+from kit.core.errors import BadInput
+from kit.core.metrics_log import MetricsLog, series
+from kit.core.run_directory import RunDir
 from launch import watch
 from launch.watching.compare import common_step, compared, frame_of_runs
-from launch.watching.metrics import MetricsLog, series
 from launch.watching.plot import RANGES, panels, reward_range
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
 from reward import REWARDS
 from tests.unit.metric_rows import log_of, make_run, recorded, rows_of, step_row
 

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.parts.errors import BadInput
+from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
-    from recipes.parts.config import Config
+    from kit.core.config.schema import Config
 
 MANIFEST = "manifest.json"
 TAKEN = (".safetensors", ".bin", ".json", ".jinja")  # what a reader of a checkpoint takes by its name
@@ -363,3 +363,8 @@ def _newest_whole(
             "back, or start another run, from an adapter of this one with policy.init_adapter."
         )
     raise BadInput(f"no whole {kind} under {folder}. Train first, or name another run.")
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step that `checkpoints/step-000010` was written after."""
+    return int(checkpoint.name.removeprefix("step-"))

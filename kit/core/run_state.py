@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from recipes.parts.errors import BadInput, KitError
-from recipes.parts.rundir import RunDir, read_json, write_json
+from kit.core.errors import BadInput, KitError
+from kit.core.run_directory import RunDir, read_json, write_json
 
 LOCK = ".lock"
 END = "end.json"

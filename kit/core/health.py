@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch.watching.metrics import RECENT, group, mean, median, number, series
+from kit.core.metrics_log import RECENT, group, mean, median, number, series
 
 # The only place where a threshold stands. "Recent" is over the last RECENT steps, "before" over as many before those.
 # No paper gives a limit that holds for every model: where none is cited, the value is our default.

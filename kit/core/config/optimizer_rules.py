@@ -4,9 +4,9 @@ transformers 5.17: LOMO's step is its backward pass, and the layerwise ones step
 its gradient is there. Imports no torch.
 """
 
-from recipes.parts.choices import OPTIMIZERS
-from recipes.parts.config import Config
-from recipes.parts.errors import did_you_mean
+from kit.core.config.choices import OPTIMIZERS
+from kit.core.config.schema import Config
+from kit.core.errors import did_you_mean
 
 IN_BACKWARD = ("lomo", "adalomo")
 LAYERWISE = "_layerwise"

@@ -1,9 +1,9 @@
 """Which recipe trains a configuration, and for which format a run was trained. Imports no torch."""
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import read_quant_format
-from recipes.parts.rundir import RunDir, read_manifest
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.format_names import read_quant_format
+from kit.core.run_directory import RunDir, read_manifest
 
 PLAIN, QUANTIZED, DISTILLATION = "recipes/grpo_qlora.py", "recipes/grpo_qat.py", "recipes/distill_qat.py"
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from recipes.parts.errors import BadInput
-from recipes.parts.rundir import RunDir
-from recipes.parts.runstate import DONE, INTERRUPTED, End, last_end, trainer_pid
+from kit.core.errors import BadInput
+from kit.core.run_directory import RunDir
+from kit.core.run_state import DONE, INTERRUPTED, End, last_end, trainer_pid
 
 RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary and in the health rules
 SMOOTH = 10  # steps that a drawn curve is smoothed over

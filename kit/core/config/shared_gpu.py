@@ -4,7 +4,7 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from recipes.parts.config import Config
+from kit.core.config.schema import Config
 
 
 def replicas_beside_trainer(config: Config) -> int:

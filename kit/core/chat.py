@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from recipes.parts.errors import BadInput, did_you_mean
+from kit.core.errors import BadInput, did_you_mean
 
 KEY = "data.chat_template_kwargs"
 _SENTINEL = "The answer is 42"

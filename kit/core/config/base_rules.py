@@ -1,6 +1,6 @@
 """How the frozen base is stored (`policy.quantization`): what goes with it, and its name. Imports no torch."""
 
-from recipes.parts.config import Config
+from kit.core.config.schema import Config
 
 # What the base is, by policy.quantization, in words for a sentence.
 CALLED = {"nf4": "NF4", "fp8": "FP8", "none": "unquantized"}

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes.parts.errors import BadInput, did_you_mean
-from recipes.parts.quant_format import FORMATS, ActivationFormat, QuantFormat, WeightFormat
+from kit.core.errors import BadInput, did_you_mean
+from kit.core.formats import FORMATS, ActivationFormat, QuantFormat, WeightFormat
 
 # Configurations of nvidia-modelopt 0.47 that a layout stores, by the kit's name for it.
 LAYOUTS = {

@@ -8,8 +8,8 @@ kit sets are refused where it sets them (`trainer.trainer_arguments`). Imports n
 
 from typing import Any
 
-from recipes.parts import sharding
-from recipes.parts.config import Config
+from kit.core.config import sharding_rules
+from kit.core.config.schema import Config
 
 # Field -> what to do instead.
 INSTEAD = {
@@ -66,7 +66,7 @@ def _problem(config: Config, key: str, value: Any) -> str:
     if key in INEXACT_ON_RESUME and not is_off:
         return f"{key} ({value!r}) is not supported: a run with it could not be resumed exactly. Remove it."
     if key in SHARDING_FIELDS:
-        return f"{key} is not supported: {sharding.refused('it')}"
+        return f"{key} is not supported: {sharding_rules.refused('it')}"
     if key.startswith("vllm_") and key != FLOOR_FIELD:
         return (
             f"{key} belongs to trl's own vLLM client, which the kit does not use. Remove it; the keys of the groups "

@@ -6,26 +6,25 @@ import re
 import shlex
 from pathlib import Path
 
-from recipes.parts import (
-    distill,
-    noise,
-    optimizer,
-    overlap,
-    quant_format,
-    recompute,
-    served_format,
-    sharding,
-    stored_base,
-    trl_fields,
+from kit.core import format_names
+from kit.core.config import (
+    base_rules,
+    distill_rules,
+    format_rules,
+    optimizer_rules,
+    recompute_rules,
+    rollout_rules,
+    sharding_rules,
+    trl_rules,
 )
-from recipes.parts.checkpoint import checkpoint_step
-from recipes.parts.choices import TRACKERS
-from recipes.parts.config import FORMATS, Config, config_from_dict, to_dict
-from recipes.parts.errors import BadInput
-from recipes.parts.recipe import check_resumed_format
-from recipes.parts.replica import SERVED_RANKS
-from recipes.parts.rundir import RunDir, read_json
-from recipes.parts.runstate import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
+from kit.core.config.choices import TRACKERS
+from kit.core.config.load import config_from_dict, to_dict
+from kit.core.config.recipe import check_resumed_format
+from kit.core.config.schema import FORMATS, Config
+from kit.core.errors import BadInput
+from kit.core.limits import SERVED_RANKS
+from kit.core.run_directory import RunDir, checkpoint_step, read_json
+from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
 # A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
@@ -58,22 +57,22 @@ def check_config(config: Config, processes: int) -> None:
         *_batch(config, processes),
         *_reference(config),
         *_sampler(config),
-        *trl_fields.problems(config),
+        *trl_rules.problems(config),
         *_adapter(config),
         *_lists(config),
         *_servers(config),
-        *overlap.problems(config),
-        *_kept_weights(config, sharding.announced()),
-        *optimizer.problems(config),
-        *quant_format.problems(config),
-        *served_format.problems(config),
-        *noise.problems(config, sharding.announced()),
-        *recompute.problems(config, sharding.announced()),
+        *rollout_rules.overlap_problems(config),
+        *_kept_weights(config, sharding_rules.announced()),
+        *optimizer_rules.problems(config),
+        *format_names.problems(config),
+        *format_rules.problems(config),
+        *rollout_rules.noise_problems(config, sharding_rules.announced()),
+        *recompute_rules.problems(config, sharding_rules.announced()),
         *_parallelism(config),
-        *stored_base.problems(config, sharding.announced()),
+        *base_rules.problems(config, sharding_rules.announced()),
         *_compute(config),
         *_micro_batches(config),
-        *(distill.problems(config) if config.distill.is_given else []),
+        *(distill_rules.problems(config) if config.distill.is_given else []),
     ]
     if problems:
         raise BadInput("\n".join(problems))
@@ -291,7 +290,7 @@ def _parallelism(config: Config) -> list[str]:
             "model.dtype is float32 and the accelerate config says mixed_precision: bf16, which would compute in "
             "bfloat16. Set model.dtype to bfloat16, or pass --mixed_precision no to accelerate launch."
         ]
-    return sharding.problems(config)
+    return sharding_rules.problems(config)
 
 
 def uses_deepspeed() -> bool:
@@ -324,13 +323,13 @@ def _micro_batches(config: Config) -> list[str]:
             f"({rollout.max_prompt_length} + {rollout.max_completion_length} = {longest}): one completion may not "
             f"fit. Use {longest} or more."
         )
-    for key, nothing in trl_fields.WHOLE_BATCH_FIELDS.items():
+    for key, nothing in trl_rules.WHOLE_BATCH_FIELDS.items():
         if (value := config.train.trl.get(key, nothing[0])) not in nothing:
             found.append(
                 f"train.trl.{key} is {value!r} with train.micro_batch_tokens {budget}: it looks at a whole batch, so "
                 "micro-batches of different lengths do not add up to it. Remove one of them."
             )
-    kind = sharding.announced()
+    kind = sharding_rules.announced()
     if kind or uses_deepspeed():
         found.append(
             f"train.micro_batch_tokens ({budget}) under {kind or 'DeepSpeed'}: processes have different numbers of "
@@ -357,7 +356,7 @@ def _compute(config: Config) -> list[str]:
             f"policy.lora_dropout ({policy.lora_dropout}) with {key} {value}: its backward pass keeps the input of a "
             f"layer and no mask of it. Set policy.lora_dropout to 0, or {key} to {off}."
         )
-    if kind := sharding.announced():
+    if kind := sharding_rules.announced():
         found.append(
             f"{key} is {value} under {kind}, which leaves each process a part of the packed weights that it "
             f"multiplies with. Use {off}, or accelerate_configs/ddp.yaml."

@@ -1,8 +1,9 @@
 """How rollout servers serve the format of a policy (`policy.quant_cfg`): the same numbers, by `server.weights`."""
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput
-from recipes.parts.quant_format import QuantFormat, read_quant_format
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.format_names import read_quant_format
+from kit.core.formats import QuantFormat
 
 # Formats that vLLM's own quantization serves, and `server.weights`; others are BF16 weights that hold their numbers.
 BY_VLLM = {"fp8": "fp8_per_channel", "fp8_block": "fp8_per_block"}

@@ -1,4 +1,4 @@
-"""The deployment formats that a policy can be trained in, by the kit's name, a name of nvidia-modelopt, or its YAML.
+"""The deployment formats that a policy can be trained in, and which models and GPUs can have them.
 
 fp8         weights FP8 (E4M3), a scale per output channel; activations FP8, a scale per token.
 fp8_block   weights FP8 in blocks of 128 x 128; activations FP8 in groups of 128, scales found as they come.
@@ -7,19 +7,16 @@ w4a16       weights INT4, symmetric, groups of 128, or of 64 where 128 does not 
 nvfp4a16    weights FP4 (E2M1) in groups of 16 with E4M3 scales under one global scale.
 nvfp4       the same, and activations in FP4 like them, under a global scale that calibration finds (W4A4).
 
-Each is a layout that `python -m merge` writes, and fake_quant.py has its numbers. A configuration of
-nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no torch.
+Each is a layout that `python -m merge` writes, and kit/weights/quantize.py has its numbers. `format_names` reads their
+names. Imports no torch, but to look at a GPU.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from recipes.parts.config import Config
-from recipes.parts.errors import BadInput, did_you_mean
+from kit.core.errors import BadInput
 
 GROUPS = {"fp8": 128, "nvfp4": 16}  # values of an activation that share a scale, in formats per block
 # Keys of a model's configuration that only a mixture of experts sets.
@@ -88,52 +85,6 @@ def fitted(fmt: QuantFormat, inputs: Iterable[int]) -> QuantFormat:
     if fmt.weight.kind != "int4":
         return fmt
     return replace(fmt, weight=WeightFormat("int4", (1, int4_group(inputs))))
-
-
-# The merge's other formats: what to do in place of training for one.
-NOT_TRAINED = {
-    "bf16": "training computes in 16 bits without quantizers. Leave policy.quant_cfg out.",
-    "nf4": "it is how the frozen base is stored (policy.quantization). Leave policy.quant_cfg out.",
-    "awq": "its scales are found on the trained weights. Train for w4a16, which is stored the same way, or leave "
-    "policy.quant_cfg out and merge with --format awq.",
-}
-# What numbers are called elsewhere, and the format of the kit that has them or comes nearest.
-CALLED = {"int4": "w4a16", "fp4": "nvfp4a16", "int8": "fp8", "w4a4": "nvfp4", "w8a8": "fp8"}
-
-
-def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
-    """The format that `key` names: a format of the merge, a configuration of nvidia-modelopt, or a YAML file in its
-    form. `BadInput` for an unknown name, with the nearest, and for what no layout stores, with the reason.
-    """
-    from recipes.parts import modelopt_config
-
-    if text in FORMATS:
-        return FORMATS[text]
-    if text.endswith((".yaml", ".yml")) or "/" in text:
-        return modelopt_config.read_file(Path(text), key)
-    if (found := modelopt_config.by_name(text, key)) is not None:
-        return found
-    if text in NOT_TRAINED:
-        raise BadInput(
-            f"{key} ({text}) is a format of the merge that no run is trained for: {NOT_TRAINED[text]} "
-            f"Known: {', '.join(FORMATS)}."
-        )
-    names = {name: name for name in FORMATS} | modelopt_config.LAYOUTS
-    raise BadInput(
-        f"{key} ({text}) is no format, no configuration of nvidia-modelopt and no YAML file.{_nearest(text, names)} "
-        f"Known: {', '.join(names)}."
-    )
-
-
-def _nearest(text: str, names: Mapping[str, str]) -> str:
-    """Which of `names`, {name: format}, was meant: one with the same numbers before one that is spelled alike."""
-    folded = text.lower()
-    if folded in CALLED:
-        return f" Did you mean {CALLED[folded]}?"
-    kind = next((FORMATS[fmt].weight.kind for start, fmt in CALLED.items() if folded.startswith(start)), None)
-    if alike := [name for name, fmt in names.items() if FORMATS[fmt].weight.kind == kind]:
-        return did_you_mean(text, alike, cutoff=0)
-    return did_you_mean(text, names, cutoff=0.4)
 
 
 def check_model(fmt: QuantFormat, model_config: Any) -> QuantFormat:
@@ -219,27 +170,3 @@ def check_hardware(fmt: QuantFormat, backend: str) -> None:
             "does. Use fp8_static, w4a16, nvfp4a16 or nvfp4, whose numbers are served as BF16, or rollout.backend "
             "in_process."
         )
-
-
-def problems(config: Config) -> list[str]:
-    """Why this configuration cannot train in its format, beside what its servers need (served_format.py), which also
-    says that there is no such format; nothing without `policy.quant_cfg`."""
-    policy = config.policy
-    try:
-        fmt = read_quant_format(policy.quant_cfg) if policy.quant_cfg is not None else None
-    except BadInput:
-        return []
-    if fmt is None:
-        return []
-    counts = {
-        "policy.quant_calib_size": policy.quant_calib_size,
-        "policy.quant_batch_size": policy.quant_batch_size,
-        "policy.quant_sequence_length": policy.quant_sequence_length,
-    }
-    found = [f"{key} ({value}) must be at least 1." for key, value in counts.items() if value < 1]
-    if config.model.path and (file := Path(config.model.path) / "config.json").is_file():
-        try:
-            check_model(fmt, json.loads(file.read_text()))
-        except BadInput as error:
-            found.append(str(error))
-    return found

@@ -7,8 +7,8 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from recipes.parts import sharding
-from recipes.parts.config import Config
+from kit.core.config import sharding_rules
+from kit.core.config.schema import Config
 
 BASE = "base"  # distill.teacher: the student's own model
 MOST_CHUNK_TOKENS = 4096  # trl's own tile
@@ -64,7 +64,7 @@ def problems(config: Config) -> list[str]:
             f"policy.lora_dropout ({policy.lora_dropout:g}) in a distillation: student and teacher would differ by "
             "what is dropped. Set it to 0."
         )
-    if kind := sharding.announced() or _deepspeed():
+    if kind := sharding_rules.announced() or _deepspeed():
         found.append(
             f"a distillation under {kind} was not tested: the teacher is a second pass over the base that it splits "
             "or wraps. Use accelerate_configs/one_gpu.yaml or ddp.yaml."

@@ -1,0 +1,213 @@
+"""The configuration of a run: one YAML, strict, checked before any weight is loaded. Imports no torch.
+
+Precedence: default < YAML < command line (`--train.learning_rate 1e-4`). An unknown key, a wrong type or choice is an
+error that names the key, where it stands and the nearest valid key. Checks of several keys are in `checks.py`.
+"""
+
+import argparse
+import dataclasses
+import typing
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kit.core import chat
+from kit.core.config.field_types import StrictLoader, literals, match_type, spell_type
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, did_you_mean
+from kit.core.format_names import read_quant_format
+
+FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; what a misspelled argument may have meant
+# Keys that have a successor, and how each value is written there.
+REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
+
+
+def to_dict(config: Config) -> dict:
+    """The configuration as nested plain dictionaries, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def config_from_dict(values: dict, where: str = "config") -> Config:
+    """A checked `Config` from nested dictionaries; `BadInput` lists every wrong key, type and choice at once."""
+    problems: list[str] = []
+    config = _build(Config, values, "", where, problems)
+    if config is not None:
+        config.data.chat_template_kwargs = chat.arguments_of(values)
+        problems += [f"{where}: {problem}" for problem in chat.problems(config.data.chat_template_kwargs)]
+    if problems:
+        raise BadInput("\n".join(problems))
+    if config.policy.quant_cfg is not None:
+        judge_in_own_format(config, values.get("eval") or {})
+    return config
+
+
+def load_config(path: str | Path | None, overrides: list[str] = (), flags: tuple[str, ...] = FLAGS) -> Config:
+    """The configuration of a YAML file with command-line overrides (`--group.key value` or `--group.key=value`)."""
+    values: dict = {}
+    if path is not None:
+        try:
+            values = yaml.load(Path(path).read_text(), StrictLoader)
+        except FileNotFoundError:
+            raise BadInput(f"no config file at {path}.") from None
+        except OSError as error:
+            raise BadInput(f"{path} cannot be read as a config file: {error.strerror}.") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise BadInput(f"{path} is not YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise BadInput(f"{path} must hold the groups {', '.join(_names(Config))}; it holds {values!r:.60}.")
+    return resolve(values, overrides, str(path or "defaults"), flags)
+
+
+def resolve(values: dict, overrides: list[str], where: str, flags: tuple[str, ...] = FLAGS) -> Config:
+    """The checked configuration of nested dictionaries with command-line overrides; `where` names their source."""
+    for key, value in _split_overrides(list(overrides), flags):
+        *groups, leaf = key.split(".")
+        target = values
+        for group in groups:
+            if target.get(group) is None:  # a group left empty in the YAML
+                target[group] = {}
+            target = target[group]
+            if not isinstance(target, dict):
+                raise BadInput(f"--{key}: {group} is not a group of keys.")
+        target[leaf] = value
+    return config_from_dict(values, f"{where} and the command line" if overrides else where)
+
+
+def parse_command(description: str, arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
+    """The configuration and the flags (`dry_run`, `resume`, `overwrite`) of a recipe's command line."""
+    parser = argparse.ArgumentParser(
+        description=description.strip(),
+        epilog="Every key of the YAML can be given as --group.key value:\n" + describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
+    parser.add_argument("--dry_run", action="store_true", help="resolve and check everything, write and train nothing")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start the run anew; what its directory holds is named and deleted"
+    )
+    flags, overrides = parser.parse_known_args(arguments)
+    return load_config(flags.config, overrides), flags
+
+
+def describe() -> str:
+    """One line per key: name, default, choices, meaning."""
+    lines = []
+
+    def visit(kind: type, prefix: str) -> None:
+        hints = typing.get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            if dataclasses.is_dataclass(hints[item.name]):
+                visit(hints[item.name], f"{prefix}{item.name}.")
+                continue
+            default = item.default if item.default is not MISSING else None
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            required = item.default is MISSING and item.default_factory is MISSING
+            shown = "required" if required else f"default {default!r}"
+            if choices := item.metadata["choices"] or literals(hints[item.name]):
+                shown += f"; {'some' if isinstance(default, list) else 'one'} of {', '.join(map(str, choices))}"
+            lines.append(f"  {prefix}{item.name} ({shown}): {item.metadata['help']}")
+
+    visit(Config, "")
+    return "\n".join(lines)
+
+
+def _names(kind: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(kind)]
+
+
+def _all_keys(kind: type = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        keys += _all_keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{name}"]
+    return keys
+
+
+def _nearest(key: str, group: list[str]) -> str:
+    """The valid key meant by a misspelled one: in its own group first, then the same leaf name in any group."""
+    prefix, _, leaf = key.rpartition(".")
+    if hint := did_you_mean(leaf, group, f"{prefix}." if prefix else ""):
+        return hint
+    elsewhere = [name for name in _all_keys() if name.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return f" Did you mean {elsewhere[0]}?"
+    return f" Valid keys: {', '.join(group)}."
+
+
+def _build(kind: type, values: Any, prefix: str, where: str, problems: list[str]) -> Any:
+    if not isinstance(values, dict):
+        problems.append(f"{where}: {prefix.rstrip('.') or 'the file'} must be a group of keys, it is {values!r:.60}.")
+        return None
+    hints, known, arguments = typing.get_type_hints(kind), _names(kind), {}
+    for key in values:
+        if replaced := REPLACED.get(f"{prefix}{key}"):
+            now = replaced.get(values[key]) if isinstance(values[key], bool) else " or ".join(replaced.values())
+            problems.append(f"{where}: {prefix}{key} no longer exists. Write {now} in its place.")
+        elif key not in known:
+            problems.append(f"{where}: unknown key {prefix}{key}.{_nearest(f'{prefix}{key}', known)}")
+    for item in dataclasses.fields(kind):
+        name, hint = item.name, hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            group = values.get(name)
+            arguments[name] = _build(hint, {} if group is None else group, f"{prefix}{name}.", where, problems)
+        elif name in values:
+            arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where, problems)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            problems.append(f"{where}: {prefix}{name} is missing: {item.metadata['help']}.")
+    return None if problems else kind(**arguments)
+
+
+def _convert(value: Any, hint: Any, key: str, where: str, problems: list[str]) -> Any:
+    """`value` as the annotated type; only lossless conversions (int to float, "1e-4" to float) are made."""
+    matched, converted = match_type(value, hint)
+    if not matched:
+        problems.append(f"{where}: {key} must be {spell_type(hint)}, it is {value!r:.60} ({type(value).__name__}).")
+    return converted
+
+
+def _split_overrides(arguments: list[str], flags: tuple[str, ...]) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.startswith("--") or "." not in argument.split("=")[0]:
+            hint = did_you_mean(argument, {f"--{flag}" for flag in flags} - {argument})
+            raise BadInput(f"unknown argument {argument}.{hint or ' Keys are given as --group.key value.'}")
+        key, equals, text = argument[2:].partition("=")
+        if not equals:
+            if not arguments:
+                raise BadInput(f"--{key} needs a value.")
+            text = arguments.pop(0)
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        # Where text is expected, what was typed is the text: a name like 007, a prompt with a colon in it.
+        kind = _leaf_type(key)
+        pairs.append((key, text if kind is str or (kind == (str | None) and value is not None) else value))
+    return pairs
+
+
+def _leaf_type(key: str) -> Any:
+    hint: Any = Config
+    for part in key.split("."):
+        hint = typing.get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    return hint
+
+
+def judge_in_own_format(config: Config, given: dict) -> None:
+    """Make the run's own format that of its gate and a column of its matrix, unless `given`, its eval group, says
+    another; `BadInput` when there is no such format."""
+    gated = "format" in (given.get("gate") or {})
+    if gated and "formats" in given:
+        return
+    own = read_quant_format(config.policy.quant_cfg).name
+    if "formats" not in given:
+        config.eval.formats = ["nf4", "bf16", own]
+    if not gated:
+        config.eval.gate.format = own
+    if config.eval.gate.format not in config.eval.formats:
+        config.eval.formats.append(config.eval.gate.format)

@@ -1,0 +1,58 @@
+"""What of the configuration noise on the sampler and rollouts behind the update do not go with. Imports no torch."""
+
+from kit.core.config.schema import Config
+
+
+def noise_problems(config: Config, sharding: str | None) -> list[str]:
+    """What of the configuration the noise does not go with. `sharding`: what splits the base over processes."""
+    policy, found = config.policy, []
+    start, end, stages = policy.quant_noise_start, policy.quant_noise_end, policy.quant_noise_stages
+    if not start and not end:
+        return found
+    if not 0 < end <= start < 1:
+        found.append(
+            f"policy.quant_noise_start ({start:g}) and quant_noise_end ({end:g}) must be above 0 and below 1, the end "
+            "at most the start: the noise falls by a factor. QeRL uses 1e-2 and 1e-4; 0 and 0 turn it off."
+        )
+    if stages < 2:
+        found.append(f"policy.quant_noise_stages ({stages}) must be 2 or more: there is no noise in the first stage.")
+    if config.rollout.backend == "server" and config.rollout.sync != "remerge":
+        found.append(
+            f"policy.quant_noise_start is {start:g} with rollout.sync {config.rollout.sync}: only the workers of "
+            "remerge put noise on their norms. Set rollout.sync to remerge."
+        )
+    if config.rollout.backend == "in_process" and sharding:
+        found.append(
+            f"policy.quant_noise_start is {start:g} under {sharding}, which splits the norms over processes. Use "
+            "rollout.backend server, or accelerate_configs/ddp.yaml."
+        )
+    return found
+
+
+def overlap_problems(config: Config) -> list[str]:
+    """Why this configuration cannot generate ahead; nothing without `rollout.overlap`."""
+    rollout, found = config.rollout, []
+    if not rollout.overlap:
+        return found
+    if rollout.backend != "server":
+        found.append(
+            "rollout.overlap is true and rollout.backend in_process: the trainer's process would generate and update "
+            "with the same weights on the same device, so neither can run behind the other. Set rollout.backend to "
+            "server, or rollout.overlap to false."
+        )
+    if rollout.correction == "none":
+        found.append(
+            "rollout.overlap is true and rollout.correction none: every batch is sampled by the policy of one update "
+            "before, and nothing would correct for it. Set rollout.correction to token_truncate."
+        )
+    if config.train.num_iterations > 1:
+        found.append(
+            f"rollout.overlap is true and train.num_iterations {config.train.num_iterations}: a batch would be up to "
+            f"{config.train.num_iterations} updates old. Set train.num_iterations to 1, or rollout.overlap to false."
+        )
+    if config.server.sleep:
+        found.append(
+            "rollout.overlap is true and server.sleep too: a replica that sleeps during the update cannot generate "
+            "then. Set one of them to false."
+        )
+    return found

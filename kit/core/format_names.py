@@ -1,0 +1,82 @@
+"""The name of a deployment format read: the kit's own, a name of nvidia-modelopt, or its YAML.
+
+A configuration of nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no
+torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, did_you_mean
+from kit.core.formats import FORMATS, QuantFormat, check_model
+
+# The merge's other formats: what to do in place of training for one.
+NOT_TRAINED = {
+    "bf16": "training computes in 16 bits without quantizers. Leave policy.quant_cfg out.",
+    "nf4": "it is how the frozen base is stored (policy.quantization). Leave policy.quant_cfg out.",
+    "awq": "its scales are found on the trained weights. Train for w4a16, which is stored the same way, or leave "
+    "policy.quant_cfg out and merge with --format awq.",
+}
+# What numbers are called elsewhere, and the format of the kit that has them or comes nearest.
+CALLED = {"int4": "w4a16", "fp4": "nvfp4a16", "int8": "fp8", "w4a4": "nvfp4", "w8a8": "fp8"}
+
+
+def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
+    """The format that `key` names: a format of the merge, a configuration of nvidia-modelopt, or a YAML file in its
+    form. `BadInput` for an unknown name, with the nearest, and for what no layout stores, with the reason.
+    """
+    from kit.core import modelopt_config
+
+    if text in FORMATS:
+        return FORMATS[text]
+    if text.endswith((".yaml", ".yml")) or "/" in text:
+        return modelopt_config.read_file(Path(text), key)
+    if (found := modelopt_config.by_name(text, key)) is not None:
+        return found
+    if text in NOT_TRAINED:
+        raise BadInput(
+            f"{key} ({text}) is a format of the merge that no run is trained for: {NOT_TRAINED[text]} "
+            f"Known: {', '.join(FORMATS)}."
+        )
+    names = {name: name for name in FORMATS} | modelopt_config.LAYOUTS
+    raise BadInput(
+        f"{key} ({text}) is no format, no configuration of nvidia-modelopt and no YAML file.{_nearest(text, names)} "
+        f"Known: {', '.join(names)}."
+    )
+
+
+def _nearest(text: str, names: Mapping[str, str]) -> str:
+    """Which of `names`, {name: format}, was meant: one with the same numbers before one that is spelled alike."""
+    folded = text.lower()
+    if folded in CALLED:
+        return f" Did you mean {CALLED[folded]}?"
+    kind = next((FORMATS[fmt].weight.kind for start, fmt in CALLED.items() if folded.startswith(start)), None)
+    if alike := [name for name, fmt in names.items() if FORMATS[fmt].weight.kind == kind]:
+        return did_you_mean(text, alike, cutoff=0)
+    return did_you_mean(text, names, cutoff=0.4)
+
+
+def problems(config: Config) -> list[str]:
+    """Why this configuration cannot train in its format, beside what its servers need (served_format.py), which also
+    says that there is no such format; nothing without `policy.quant_cfg`."""
+    policy = config.policy
+    try:
+        fmt = read_quant_format(policy.quant_cfg) if policy.quant_cfg is not None else None
+    except BadInput:
+        return []
+    if fmt is None:
+        return []
+    counts = {
+        "policy.quant_calib_size": policy.quant_calib_size,
+        "policy.quant_batch_size": policy.quant_batch_size,
+        "policy.quant_sequence_length": policy.quant_sequence_length,
+    }
+    found = [f"{key} ({value}) must be at least 1." for key, value in counts.items() if value < 1]
+    if config.model.path and (file := Path(config.model.path) / "config.json").is_file():
+        try:
+            check_model(fmt, json.loads(file.read_text()))
+        except BadInput as error:
+            found.append(str(error))
+    return found
