@@ -3,7 +3,7 @@
     python bench/fake_quant_check.py               # about a minute on an H200; --part bits: no clock
     python bench/fake_quant_check.py --rehearse    # tiny shapes on a CPU, kernels in Triton's interpreter
 
-bits: recipes/parts/fake_quant_kernel.py against its definition in PyTorch, over all formats, bit for bit but for the
+bits: kit/weights/quantize_kernel.py against its definition in PyTorch, over all formats, bit for bit but for the
 signs of zeros. The adapter's factors are such that its sums are exact in any order; of others, the share of weights
 that the order changes is printed. Where vllm is installed, activations are also compared with its own kernels. speed:
 ms and GB/s of a Qwen3-8B decoder layer's seven weights, of the pass that finds their peaks, and of activations.
@@ -76,26 +76,26 @@ def same(found: Any, expected: Any) -> None:
 
 def check_layer(layer: Any, shape: tuple[int, int], name: str, names: list[str], a: Any, b: Any) -> None:
     """One layer's weight in the formats `names`, with these factors."""
-    from recipes.parts import fake_quant, fake_quant_kernel, linear
+    from kit.weights import fp8, quantize, quantize_kernel
 
-    source = fake_quant._source(layer)
-    exact = fake_quant.effective_weight_in_torch(layer, a, b, SCALING)
+    source = quantize._source(layer)
+    exact = quantize.effective_weight_in_torch(layer, a, b, SCALING)
     with case(f"effective weight {name}"):
-        same(fake_quant_kernel.quantize(source, a, b, SCALING, None, None), exact)
+        same(quantize_kernel.quantize(source, a, b, SCALING, None, None), exact)
     for fmt in formats_for(shape):
         if fmt.name not in names:
             continue
-        peak = fake_quant.weight_peak(exact, fmt)
+        peak = quantize.weight_peak(exact, fmt)
         if peak is not None:
             with case(f"{fmt.name} peak {name}"):
-                same(fake_quant_kernel.peak_of(source, a, b, SCALING, fmt), peak)
+                same(quantize_kernel.peak_of(source, a, b, SCALING, fmt), peak)
         with case(f"{fmt.name} weight {name}"):
-            found = fake_quant_kernel.quantize(source, a, b, SCALING, fmt, peak)
-            same(found, fake_quant.fake_quantize_weight_in_torch(exact, fmt, peak))
+            found = quantize_kernel.quantize(source, a, b, SCALING, fmt, peak)
+            same(found, quantize.fake_quantize_weight_in_torch(exact, fmt, peak))
         if fmt.name == "fp8":
-            codes = linear.to_e4m3(exact, fake_quant.bf16_scale(peak, fake_quant.E4M3_MAX))
+            codes = fp8.to_e4m3(exact, quantize.bf16_scale(peak, quantize.E4M3_MAX))
             with case(f"fp8 codes {name}"):
-                same(fake_quant_kernel.quantize(source, a, b, SCALING, fmt, peak, is_codes=True), codes)
+                same(quantize_kernel.quantize(source, a, b, SCALING, fmt, peak, is_codes=True), codes)
 
 
 def check_weights(device: str, shapes: list[tuple[int, int]]) -> None:
@@ -125,31 +125,31 @@ def check_weights(device: str, shapes: list[tuple[int, int]]) -> None:
 def check_nasty(shape: tuple[int, int], fmt: Any, device: str) -> None:
     import torch
 
-    from recipes.parts import fake_quant, fake_quant_kernel
+    from kit.weights import quantize, quantize_kernel
 
     weight = 0.02 * torch.randn(shape, device=device) * torch.logspace(-18, 3, shape[0], device=device)[:, None]
     weight[3], weight[5, :128], weight[7, 9], weight[9] = 0, 0, 3e4, -0.0
     weight = weight.bfloat16()
-    peak = fake_quant.weight_peak(weight, fmt)
-    source = fake_quant_kernel.Source(weight, None, shape, weight.dtype)
-    found = fake_quant_kernel.quantize(source, None, None, 1.0, fmt, peak, is_rounded=False)
-    same(found, fake_quant.fake_quantize_weight_in_torch(weight, fmt, peak))
+    peak = quantize.weight_peak(weight, fmt)
+    source = quantize_kernel.Source(weight, None, shape, weight.dtype)
+    found = quantize_kernel.quantize(source, None, None, 1.0, fmt, peak, is_rounded=False)
+    same(found, quantize.fake_quantize_weight_in_torch(weight, fmt, peak))
 
 
 def check_order(device: str, shape: tuple[int, int]) -> None:
     """The share of weights that the order of the adapter's sums changes."""
     import torch
 
-    from recipes.parts import fake_quant, fake_quant_kernel
+    from kit.weights import quantize, quantize_kernel
 
     layer = make_layer(shape, torch.bfloat16, device)
     a, b = factors(shape, device, exact=False)
-    exact, source = fake_quant.effective_weight_in_torch(layer, a, b, SCALING), fake_quant._source(layer)
+    exact, source = quantize.effective_weight_in_torch(layer, a, b, SCALING), quantize._source(layer)
     for fmt in (None, *formats_for(shape)[:: 4 if device == "cpu" else 1]):
         with case(f"{fmt.name if fmt else 'effective'} weight, {shape}, any adapter"):
-            peak = fake_quant.weight_peak(exact, fmt) if fmt else None
-            expected = fake_quant.fake_quantize_weight_in_torch(exact, fmt, peak) if fmt else exact
-            count = differing(fake_quant_kernel.quantize(source, a, b, SCALING, fmt, peak), expected)
+            peak = quantize.weight_peak(exact, fmt) if fmt else None
+            expected = quantize.fake_quantize_weight_in_torch(exact, fmt, peak) if fmt else exact
+            count = differing(quantize_kernel.quantize(source, a, b, SCALING, fmt, peak), expected)
             share = count / expected.numel()
             tables.append(f"{fmt.name if fmt else 'BF16'}: {share:.1e} of {shape} weights differ by the sums' order")
             assert share < MOST_CHANGED, f"{share:.1e}, bound {MOST_CHANGED}"
@@ -163,7 +163,7 @@ def check_activations(device: str, sizes: list[tuple[int, int]]) -> None:
     import torch
 
     from kit.core.formats import FORMATS
-    from recipes.parts import fake_quant, fake_quant_kernel
+    from kit.weights import quantize, quantize_kernel
 
     peak = torch.tensor(PEAK, device=device)
     for tokens, columns in sizes:
@@ -175,8 +175,8 @@ def check_activations(device: str, sizes: list[tuple[int, int]]) -> None:
             for fmt in FORMATS.values():
                 if activations(fmt, columns):
                     with case(f"{fmt.name} activations {tokens} x {columns}, {str(dtype)[6:]}"):
-                        expected = fake_quant.fake_quantize_activation_in_torch(rows, fmt.activation, peak)
-                        same(fake_quant_kernel.fake_quantize_activation(rows, fmt.activation, peak), expected)
+                        expected = quantize.fake_quantize_activation_in_torch(rows, fmt.activation, peak)
+                        same(quantize_kernel.fake_quantize_activation(rows, fmt.activation, peak), expected)
 
 
 def check_against_vllm(device: str) -> None:
@@ -184,7 +184,7 @@ def check_against_vllm(device: str) -> None:
     import torch
 
     from kit.core.formats import FORMATS
-    from recipes.parts import fake_quant
+    from kit.weights import quantize
 
     try:
         from vllm import _custom_ops
@@ -200,7 +200,7 @@ def check_against_vllm(device: str) -> None:
         return (codes.float().unflatten(1, (scale.shape[-1], -1)) * scale[..., None]).flatten(1).to(x.dtype)
 
     def static() -> Any:
-        scale = fake_quant.bf16_scale(peak, fake_quant.E4M3_MAX)
+        scale = quantize.bf16_scale(peak, quantize.E4M3_MAX)
         return of_codes(_custom_ops.scaled_fp8_quant(x, scale)[0], scale.expand(len(x), 1))
 
     theirs = {
@@ -211,7 +211,7 @@ def check_against_vllm(device: str) -> None:
     }
     for name, make in theirs.items():
         with case(f"{name} activations against vLLM's"):
-            count = differing(fake_quant.fake_quantize_activation(x, FORMATS[name].activation, peak), make())
+            count = differing(quantize.fake_quantize_activation(x, FORMATS[name].activation, peak), make())
             tables.append(f"{name} activations: {count / x.numel():.1e} of {x.numel()} are other numbers than vLLM's")
 
 
@@ -239,11 +239,11 @@ def measure_weights(device: str, shapes: list[tuple[int, int]]) -> None:
     import torch
 
     from kit.core.formats import FORMATS
-    from recipes.parts import fake_quant, fake_quant_kernel
+    from kit.weights import quantize, quantize_kernel
 
     layers = [make_layer(shape, torch.bfloat16, device) for shape in shapes]
     adapters = [factors(shape, device, exact=False) for shape in shapes]
-    sources = [fake_quant._source(layer) for layer in layers]
+    sources = [quantize._source(layer) for layer in layers]
     count = sum(out * in_ for out, in_ in shapes)
     bits = sum(
         layer.weight.numel() + layer.weight.quant_state.absmax.numel() + 4 * (a.numel() + b.numel())
@@ -258,22 +258,22 @@ def measure_weights(device: str, shapes: list[tuple[int, int]]) -> None:
     for name, fmt, is_codes in kinds:
         with case(f"speed of {name}"):
             peaks = [None] * len(sources)
-            if fmt is not None and fake_quant._has_peak(fmt):
+            if fmt is not None and quantize._has_peak(fmt):
                 pairs = zip(sources, adapters, strict=True)
-                peaks = [fake_quant_kernel.peak_of(source, a, b, SCALING, fmt) for source, (a, b) in pairs]
+                peaks = [quantize_kernel.peak_of(source, a, b, SCALING, fmt) for source, (a, b) in pairs]
 
             def write(fmt: Any = fmt, peaks: list = peaks, is_codes: bool = is_codes) -> None:
                 for source, (a, b), peak in zip(sources, adapters, peaks, strict=True):
-                    fake_quant_kernel.quantize(source, a, b, SCALING, fmt, peak, is_codes=is_codes)
+                    quantize_kernel.quantize(source, a, b, SCALING, fmt, peak, is_codes=is_codes)
 
             def find(fmt: Any = fmt) -> None:
                 for source, (a, b) in zip(sources, adapters, strict=True):
-                    fake_quant_kernel.peak_of(source, a, b, SCALING, fmt)
+                    quantize_kernel.peak_of(source, a, b, SCALING, fmt)
 
             def define(fmt: Any = fmt, peaks: list = peaks) -> None:
                 for layer, (a, b), peak in zip(layers, adapters, peaks, strict=True):
-                    weight = fake_quant.effective_weight_in_torch(layer, a, b, SCALING)
-                    fake_quant.fake_quantize_weight_in_torch(weight, fmt, peak)
+                    weight = quantize.effective_weight_in_torch(layer, a, b, SCALING)
+                    quantize.fake_quantize_weight_in_torch(weight, fmt, peak)
 
             ms = median_ms(write, device)
             peak_ms = median_ms(find, device) if peaks[0] is not None and not is_codes else 0.0
@@ -288,7 +288,7 @@ def measure_activations(device: str, sizes: list[tuple[int, int]]) -> None:
     import torch
 
     from kit.core.formats import FORMATS
-    from recipes.parts import fake_quant
+    from kit.weights import quantize
 
     lines = ["activations, BF16 | size | ms | GB/s | PyTorch ms"]
     peak = torch.tensor(PEAK, device=device)
@@ -298,9 +298,9 @@ def measure_activations(device: str, sizes: list[tuple[int, int]]) -> None:
             if activations(fmt, columns):
                 with case(f"speed of {name} activations, {tokens} x {columns}"):
                     one = fmt.activation
-                    ms = median_ms(lambda one=one, x=x: fake_quant.fake_quantize_activation(x, one, peak), device)
+                    ms = median_ms(lambda one=one, x=x: quantize.fake_quantize_activation(x, one, peak), device)
                     slow = median_ms(
-                        lambda one=one, x=x: fake_quant.fake_quantize_activation_in_torch(x, one, peak), device, 3
+                        lambda one=one, x=x: quantize.fake_quantize_activation_in_torch(x, one, peak), device, 3
                     )
                     lines.append(
                         f"{name} | {tokens} x {columns} | {ms:.3f} | {4 * x.numel() / ms / 1e6:.0f} | {slow:.3f}"

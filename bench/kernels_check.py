@@ -58,7 +58,7 @@ def make(sizes: dict[str, int], device: str) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from merge.base import disable_cpu_repacking
+    from kit.weights.frozen_base import disable_cpu_repacking
 
     torch.manual_seed(0)
     head = sizes["hidden_size"] // sizes["num_attention_heads"]

@@ -3,7 +3,7 @@
     python bench/linear_check.py               # about a minute on an H200; --part kernels errors: no clock
     python bench/linear_check.py --rehearse    # tiny shapes on a CPU, kernels in Triton's interpreter
 
-kernels: recipes/parts/fp8_kernel.py against its definition in PyTorch, bit for bit, and against vLLM's own kernel
+kernels: kit/weights/fp8_kernel.py against its definition in PyTorch, bit for bit, and against vLLM's own kernel
 where vllm is installed (linear_kernels.py). errors: output and gradients of one layer, and of q, k and v as one
 function, against float64. conversion: ms for all 252 linear layers of a Qwen3-8B shape. pieces: ms of each operation
 of one layer, and of two layers with one input. block: the seven linear layers of one decoder layer, forward and
@@ -99,19 +99,28 @@ def check_products(shapes: list[tuple[int, int]], tokens: int, device: str) -> N
     """The FP8 products of layers with one input against the same FP8 numbers multiplied in float64."""
     import torch
 
+    from kit.weights import stored_weight
     from recipes.parts import linear
 
     held = torch.nn.ModuleList(make_layer(shape, torch.bfloat16, device) for shape in shapes)
     linear.use_fused_linears(held, "fp8")
     products = [one.product for one in held]
     scales = [product.scale() for product in products]
-    weights = [linear.weight_in_torch(one, scale).double() for one, scale in zip(held, scales, strict=True)]
+    weights = [stored_weight.weight_in_torch(one, scale).double() for one, scale in zip(held, scales, strict=True)]
     x = torch.randn(tokens, shapes[0][1], device=device).bfloat16()
     gs = [torch.randn(tokens, out, device=device).bfloat16() for out, _ in shapes]
-    rows = linear.quantize_rows_in_torch(x)
-    gradient = linear.quantize_rows_in_torch(torch.cat(gs, 1), linear.LEAST_GRADIENT_SCALE, torch.cat(scales))
+    rows = stored_weight.quantize_rows_in_torch(x)
+    gradient = stored_weight.quantize_rows_in_torch(
+        torch.cat(gs, 1), stored_weight.LEAST_GRADIENT_SCALE, torch.cat(scales)
+    )
     for name, found, value, right, by in (
-        ("forward", products[0].forward(x, linear.quantize_rows(x)), rows, weights[0].t(), scales[0].view(1, -1)),
+        (
+            "forward",
+            products[0].forward(x, stored_weight.quantize_rows(x)),
+            rows,
+            weights[0].t(),
+            scales[0].view(1, -1),
+        ),
         ("backward", linear.input_gradient(products, gs), gradient, torch.cat(weights), 1.0),
     ):
         with case(f"FP8 product, {name}, {shapes}, {tokens} tokens"):
@@ -164,7 +173,7 @@ def results(module: Any, x: Any, g: Any) -> tuple:
 
 def exact_results(module: Any, x: Any, g: Any) -> tuple:
     """Of the numbers that the layer computes with: the dequantized weight, the adapter in bfloat16."""
-    from merge.base import dequantize
+    from kit.weights.frozen_base import dequantize
 
     weight, s = dequantize(module).double(), module.scaling["default"]
     a, b = (part["default"].weight.detach().bfloat16().double() for part in (module.lora_A, module.lora_B))
@@ -202,10 +211,10 @@ def check_conversion(device: str, shapes: dict) -> None:
     import torch
     from bitsandbytes.functional import dequantize_4bit
 
-    from recipes.parts import fp8_kernel, linear
+    from kit.weights import fp8, fp8_kernel, stored_weight
 
     layers = [make_layer(shape, torch.bfloat16, device) for shape in shapes.values()]
-    scales = [linear.row_scales(linear.weight_in_torch(layer), linear.LEAST_SCALE) for layer in layers]
+    scales = [fp8.row_scales(stored_weight.weight_in_torch(layer), fp8.LEAST_SCALE) for layer in layers]
     pairs = list(zip([(one.weight.data, one.weight.quant_state) for one in layers], scales, strict=True))
     ways = {
         "to BF16, bitsandbytes": lambda: [dequantize_4bit(*packed) for packed, _ in pairs * 4],
@@ -225,6 +234,7 @@ def check_conversion(device: str, shapes: dict) -> None:
 def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
     import torch
 
+    from kit.weights import stored_weight
     from recipes.parts import linear
 
     (out, in_), bf16 = shape, torch.bfloat16
@@ -233,9 +243,12 @@ def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
     layer, scale = holder["layer"], holder["layer"].product.scale()
     x, g = (torch.randn(tokens, n, device=device).to(bf16) for n in (in_, out))
     a, b = torch.randn(RANK, in_, device=device).to(bf16), torch.randn(out, RANK, device=device).to(bf16)
-    weight, y, dx = linear.weight_of(layer), torch.empty_like(g), torch.empty_like(x)
-    codes, turned = linear.weight_of(layer, scale), linear.weight_of(layer, scale, True)
-    (xq, xs), (gq, gs) = linear.quantize_rows(x), linear.quantize_rows(g, linear.LEAST_GRADIENT_SCALE, scale)
+    weight, y, dx = stored_weight.weight_of(layer), torch.empty_like(g), torch.empty_like(x)
+    codes, turned = stored_weight.weight_of(layer, scale), stored_weight.weight_of(layer, scale, True)
+    (xq, xs), (gq, gs) = (
+        stored_weight.quantize_rows(x),
+        stored_weight.quantize_rows(g, stored_weight.LEAST_GRADIENT_SCALE, scale),
+    )
     ones, xa, gb = scale.new_ones(1, in_), x @ a.t(), g @ b
     h, gb2, a2, product = torch.randn_like(g), torch.cat([gb, gb], 1), torch.cat([a, a]), holder["layer"].product
 
@@ -244,16 +257,16 @@ def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
 
     ways = {
         "x Wᵀ, BF16": lambda: x @ weight.t(),
-        "x Wᵀ, FP8": lambda: linear.scaled_product(xq, codes, xs, scale.view(1, -1), bf16),
+        "x Wᵀ, FP8": lambda: stored_weight.scaled_product(xq, codes, xs, scale.view(1, -1), bf16),
         "x Wᵀ, FP8, slow accumulation": lambda: slow(xq, codes, xs, scale.view(1, -1)),
         "g W, BF16": lambda: g @ weight,
-        "g W, FP8": lambda: linear.scaled_product(gq, turned, gs, ones, bf16),
+        "g W, FP8": lambda: stored_weight.scaled_product(gq, turned, gs, ones, bf16),
         "g W, FP8, slow accumulation": lambda: slow(gq, turned, gs, ones),
-        "W to BF16": lambda: linear.weight_of(layer),
-        "W to FP8": lambda: linear.weight_of(layer, scale),
-        "W to FP8, transposed": lambda: linear.weight_of(layer, scale, True),
-        "x to FP8": lambda: linear.quantize_rows(x),
-        "g to FP8": lambda: linear.quantize_rows(g, linear.LEAST_GRADIENT_SCALE, scale),
+        "W to BF16": lambda: stored_weight.weight_of(layer),
+        "W to FP8": lambda: stored_weight.weight_of(layer, scale),
+        "W to FP8, transposed": lambda: stored_weight.weight_of(layer, scale, True),
+        "x to FP8": lambda: stored_weight.quantize_rows(x),
+        "g to FP8": lambda: stored_weight.quantize_rows(g, stored_weight.LEAST_GRADIENT_SCALE, scale),
         "x Aᵀ": lambda: x @ a.t(),
         "y += (x Aᵀ) Bᵀ": lambda: linear.add_low_rank(y, xa, b.t(), 2.0),
         "y += (x Aᵀ) Bᵀ, addmm": lambda: y.addmm_(xa, b.t(), alpha=2.0),
@@ -263,7 +276,7 @@ def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
         "dx += (g B) A, two layers": lambda: linear.add_low_rank(dx, gb2, a2, 2.0),
         "x Aᵀ, two layers": lambda: x @ a2.t(),
         "dA, two layers": lambda: linear.gradient(gb2.t(), x, torch.float32),
-        "g to FP8, two layers": lambda: linear.quantize_gradients([g, h], [scale, scale]),
+        "g to FP8, two layers": lambda: stored_weight.quantize_gradients([g, h], [scale, scale]),
         "dX of two layers, FP8, with all conversions": lambda: linear.input_gradient([product] * 2, [g, h]),
         "dX of one layer, FP8, with all conversions": lambda: linear.input_gradient([product], [g]),
         "dA": lambda: linear.gradient(gb.t(), x, torch.float32),

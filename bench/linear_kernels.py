@@ -1,4 +1,4 @@
-"""The kernels part of `linear_check.py`: recipes/parts/fp8_kernel.py against its definition in PyTorch."""
+"""The kernels part of `linear_check.py`: kit/weights/fp8_kernel.py against its definition in PyTorch."""
 
 import contextlib
 import time
@@ -76,7 +76,7 @@ def interpret() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from recipes.parts import fp8_kernel
+    from kit.weights import fp8_kernel
 
     plain = interpreter._convert_float
     types = {tl.float8e4nv: (torch.float8_e4m3fn, np.uint8), tl.bfloat16: (torch.bfloat16, np.uint16)}
@@ -96,7 +96,7 @@ def check_kernels(device: str, shapes: list[tuple[int, int]]) -> None:
     """`shapes`: (out, in) of the weights."""
     import torch
 
-    from recipes.parts import fp8_kernel, linear
+    from kit.weights import fp8, fp8_kernel, stored_weight
 
     cpu = device == "cpu"
     shapes = [(128, 128), (200, 320)] if cpu else [*shapes, (200, 320), (16, 64), (40, 27648)]
@@ -107,14 +107,14 @@ def check_kernels(device: str, shapes: list[tuple[int, int]]) -> None:
                 layer = make_layer(shape, dtype, device, double)
                 packed, state = layer.weight.data, layer.weight.quant_state
                 packed.view(torch.uint8).view(shape[0], -1)[3] = 0x77  # a row of zeros
-                scale = linear.row_scales(linear.weight_in_torch(layer), linear.LEAST_SCALE)
+                scale = fp8.row_scales(stored_weight.weight_in_torch(layer), fp8.LEAST_SCALE)
                 with case(f"unpack {name}"):
-                    same_bits(fp8_kernel.unpack(packed, state), linear.weight_in_torch(layer))
+                    same_bits(fp8_kernel.unpack(packed, state), stored_weight.weight_in_torch(layer))
                 with case(f"unpack to FP8 {name}"):
-                    same_bits(fp8_kernel.unpack(packed, state, scale), linear.weight_in_torch(layer, scale))
+                    same_bits(fp8_kernel.unpack(packed, state, scale), stored_weight.weight_in_torch(layer, scale))
                 with case(f"unpack to FP8, transposed, {name}"):
                     turned = fp8_kernel.unpack(packed, state, scale, transposed=True)
-                    same_bits(turned, linear.weight_in_torch(layer, scale, transposed=True))
+                    same_bits(turned, stored_weight.weight_in_torch(layer, scale, transposed=True))
                 with case(f"unpack to FP8, transposed, beside others, {name}"):
                     wide = turned.new_zeros(shape[1], shape[0] + 96)
                     fp8_kernel.unpack(packed, state, scale, True, wide[:, 32 : 32 + shape[0]])
@@ -136,24 +136,24 @@ def check_kernels(device: str, shapes: list[tuple[int, int]]) -> None:
 def check_rows(tokens: int, columns: int, device: str) -> None:
     import torch
 
-    from recipes.parts import fp8_kernel, linear
+    from kit.weights import fp8, fp8_kernel, stored_weight
 
     x = torch.randn(tokens, 2 * columns, device=device) * torch.logspace(-9, 2, tokens, device=device)[:, None]
     x = x.bfloat16()[:, :columns]  # rows that do not follow each other in memory
     x[tokens // 2] = 0
     by_column = 1e-4 * torch.rand(columns, device=device)
     for by in (None, by_column):
-        for floor in (linear.LEAST_SCALE, linear.LEAST_GRADIENT_SCALE):
+        for floor in (fp8.LEAST_SCALE, stored_weight.LEAST_GRADIENT_SCALE):
             kind = "plain" if by is None else "by column"
             with case(f"rows {tokens} x {columns}, {kind}, floor {floor:.1e}"):
                 codes, scale = fp8_kernel.quantize_rows([x], floor, None if by is None else [by])
-                expected = linear.quantize_rows_in_torch(x, floor, by)
+                expected = stored_weight.quantize_rows_in_torch(x, floor, by)
                 same_bits(scale, expected[1])
                 same_bits(codes, expected[0])
     with case(f"rows {tokens} x {columns}: what is not a number stays none"):
         for bad in (torch.nan, torch.inf):
             x[0, columns // 3] = bad
-            codes, scale = fp8_kernel.quantize_rows([x], linear.LEAST_SCALE)
+            codes, scale = fp8_kernel.quantize_rows([x], fp8.LEAST_SCALE)
             assert not torch.isfinite((codes.float() * scale)[0].sum()), f"{bad} became a number"
             assert tokens == 1 or torch.isfinite((codes.float() * scale)[1:].sum()), f"{bad} reached another row"
 
@@ -161,7 +161,7 @@ def check_rows(tokens: int, columns: int, device: str) -> None:
 def check_rows_together(tokens: int, widths: tuple[int, ...], device: str) -> None:
     import torch
 
-    from recipes.parts import fp8_kernel, linear
+    from kit.weights import fp8_kernel, stored_weight
 
     size = torch.logspace(-9, 2, tokens, device=device)[:, None]
     parts = [(10.0**-n * torch.randn(tokens, 2 * width, device=device) * size) for n, width in enumerate(widths)]
@@ -169,9 +169,9 @@ def check_rows_together(tokens: int, widths: tuple[int, ...], device: str) -> No
     by = [1e-4 * torch.rand(width, 1, device=device) for width in widths]
     for order in (slice(None), slice(None, None, -1)):
         with case(f"rows {tokens} x {widths[order]}, by column, one scale"):
-            codes, scale = fp8_kernel.quantize_rows(parts[order], linear.LEAST_GRADIENT_SCALE, by[order])
-            expected = linear.quantize_rows_in_torch(
-                torch.cat(parts[order], 1), linear.LEAST_GRADIENT_SCALE, torch.cat(by[order])
+            codes, scale = fp8_kernel.quantize_rows(parts[order], stored_weight.LEAST_GRADIENT_SCALE, by[order])
+            expected = stored_weight.quantize_rows_in_torch(
+                torch.cat(parts[order], 1), stored_weight.LEAST_GRADIENT_SCALE, torch.cat(by[order])
             )
             same_bits(scale, expected[1])
             same_bits(codes, expected[0])
@@ -181,7 +181,7 @@ def check_low_rank(tokens: int, columns: int, rank: int, device: str) -> None:
     """y += s · left · right against float64, and no worse than torch's; right as the adapter's B and as its A."""
     import torch
 
-    from recipes.parts import fp8_kernel
+    from kit.weights import fp8_kernel
 
     dtype = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no products of BF16
     y, left = (torch.randn(tokens, n, device=device).to(dtype) for n in (columns, 3 * rank))
@@ -200,7 +200,7 @@ def check_far_offsets(device: str) -> None:
     import torch
     from bitsandbytes.functional import QuantState, get_4bit_type
 
-    from recipes.parts import fp8_kernel, linear
+    from kit.weights import fp8, fp8_kernel, stored_weight
 
     rows, columns, last = 65664, 32768, 64
     with case(f"unpack {rows} x {columns}, beyond 2^31 weights"):
@@ -224,8 +224,8 @@ def check_far_offsets(device: str) -> None:
         del y
     with case("rows 180,000 x 12,288, beyond 2^31 values"):
         x = torch.randn(180000, 12288, dtype=torch.bfloat16, device=device)
-        codes, scale = fp8_kernel.quantize_rows([x], linear.LEAST_SCALE)
-        expected = linear.quantize_rows_in_torch(x[-last:])
+        codes, scale = fp8_kernel.quantize_rows([x], fp8.LEAST_SCALE)
+        expected = stored_weight.quantize_rows_in_torch(x[-last:])
         same_bits(codes[-last:], expected[0])
         same_bits(scale[-last:], expected[1])
 
@@ -233,7 +233,7 @@ def check_far_offsets(device: str) -> None:
 def check_against_vllm(device: str) -> None:
     import torch
 
-    from recipes.parts import fp8_kernel, linear
+    from kit.weights import fp8, fp8_kernel
 
     try:
         from vllm import _custom_ops
@@ -243,7 +243,7 @@ def check_against_vllm(device: str) -> None:
     for tokens, columns in ((1003, 4096), (17, 12288)):
         with case(f"rows {tokens} x {columns} against vLLM's dynamic quantization per token"):
             x = torch.randn(tokens, columns, dtype=torch.bfloat16, device=device)
-            codes, scale = fp8_kernel.quantize_rows([x], linear.LEAST_SCALE)
+            codes, scale = fp8_kernel.quantize_rows([x], fp8.LEAST_SCALE)
             theirs, their_scale = _custom_ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
             same_bits(scale, their_scale)
             same_bits(codes, theirs)

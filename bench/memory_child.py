@@ -99,7 +99,7 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
 
-    from merge.base import disable_cpu_repacking, unquantized_config
+    from kit.weights.frozen_base import disable_cpu_repacking, unquantized_config
     from recipes.parts.host_embedding import keep_embedding_on_host
 
     dtype, device = getattr(torch, config.model.dtype), PartialState().device

@@ -29,8 +29,8 @@ def write_model(folder: Path, tokenizer_dir: Path, shape: str, layers: int) -> d
     import torch
     from transformers import AutoTokenizer, Qwen3Config
 
-    from merge.shards import write_parts
-    from merge.stream import plan_base
+    from kit.weights.shards import write_parts
+    from kit.weights.write_base import plan_base
 
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
     fixed = {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False, "dtype": "bfloat16"}

@@ -103,7 +103,7 @@ def compare_nf4_of_devices(model_dir: Path) -> None:
     import torch
 
     from kit.core.errors import CheckFailed
-    from merge.base import BaseCheckpoint, hash_base, load_nf4
+    from kit.weights.frozen_base import BaseCheckpoint, hash_base, load_nf4
 
     for dtype in ("bfloat16", "float32"):
         infos = {device: hash_base(load_nf4(model_dir, dtype, device=device)) for device in ("cpu", "cuda")}

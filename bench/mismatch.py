@@ -103,7 +103,7 @@ def prepare_run(folder: Path, directory: Path) -> None:
 
     from kit.core.config.load import config_from_dict
     from kit.core.run_directory import RunDir, base_directory
-    from merge.base import BaseCheckpoint
+    from kit.weights.frozen_base import BaseCheckpoint
     from merge.merge import read_adapter
     from recipes.parts.data import chat_messages, load_problems
 
@@ -212,7 +212,7 @@ def score(folder: Path, storages: list[str]) -> dict[str, dict[str, float]]:
     import torch
     from peft import get_peft_model
 
-    from merge.base import load_nf4
+    from kit.weights.frozen_base import load_nf4
     from recipes.parts.policy import load_adapter_weights, lora_config, set_adapter_dtype
 
     config, policy = policy_of(folder)

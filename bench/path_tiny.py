@@ -35,7 +35,7 @@ def first_step_difference(base: Path) -> None:
     from peft import get_peft_model
 
     from kit.core.config.load import load_config
-    from merge.base import load_nf4
+    from kit.weights.frozen_base import load_nf4
     from recipes.parts.policy import lora_config
 
     config = load_config(ROOT / CONFIG, ["--run.name", "probe"])

@@ -4,7 +4,7 @@
     python bench/qat_check.py --rehearse    # small shapes on a CPU
 
 errors: outputs and gradients of q, k and v with one input against autograd through weights of full size in float32,
-each quantized by the definitions in PyTorch, straight-through (recipes/parts/fake_quant.py). block: the seven linear
+each quantized by the definitions in PyTorch, straight-through (kit/weights/quantize.py). block: the seven linear
 layers of a Qwen3-8B decoder layer, forward and backward, LoRA of rank 16 in float32 on all, autocast, by peft's path
 and in every format; with the weights' peaks known, as they are but once an optimizer step, and without.
 
@@ -54,7 +54,7 @@ def expected(held: Any, x: Any, gs: list, fmt: Any) -> dict[str, Any]:
     """Outputs and gradients by autograd through weights of full size, float32."""
     import torch
 
-    from recipes.parts import fake_quant, linear
+    from kit.weights import quantize, stored_weight
 
     def straight(value: Any, as_quantized: Any) -> Any:
         return value + (as_quantized - value).detach()
@@ -63,16 +63,16 @@ def expected(held: Any, x: Any, gs: list, fmt: Any) -> dict[str, Any]:
     for module in held.values():
         module.zero_grad()
         a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-        weights.append(linear.weight_in_torch(module.base_layer).float() + module.scaling["default"] * (b @ a))
+        weights.append(stored_weight.weight_in_torch(module.base_layer).float() + module.scaling["default"] * (b @ a))
     merged = [weight.detach().bfloat16().float() for weight in weights]
-    peaks = [fake_quant.weight_peak(weight, fmt) for weight in merged]
+    peaks = [quantize.weight_peak(weight, fmt) for weight in merged]
     if fmt.shares_peak:
         peaks = [torch.stack(peaks).amax(0)] * len(peaks)
     rows = x
     if fmt.activation is not None:
         peak = torch.tensor(PEAK, device=x.device)
-        rows = straight(x, fake_quant.fake_quantize_activation_in_torch(x.detach(), fmt.activation, peak))
-    made = [fake_quant.fake_quantize_weight_in_torch(w, fmt, p) for w, p in zip(merged, peaks, strict=True)]
+        rows = straight(x, quantize.fake_quantize_activation_in_torch(x.detach(), fmt.activation, peak))
+    made = [quantize.fake_quantize_weight_in_torch(w, fmt, p) for w, p in zip(merged, peaks, strict=True)]
     ys = [rows @ straight(weight, one).t() for weight, one in zip(weights, made, strict=True)]
     torch.autograd.backward(ys, [g.float() for g in gs])
     return found(held, ys, x)

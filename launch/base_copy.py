@@ -2,7 +2,7 @@
 
 Read from the checkpoint that `python -m merge base` wrote. An unquantized base is kept in BF16, 2 bytes a weight.
 An FP8 base is kept as codes and scales, 1 byte a weight: quantizing whole rows of the dequantized weight gives exactly
-the codes and scales that the trainer stores (merge/fp8.py). Imports torch inside functions.
+the codes and scales that the trainer stores (kit/weights/fp8.py). Imports torch inside functions.
 """
 
 import json
@@ -29,7 +29,7 @@ def copy_bytes(directory: Path) -> int:
     kind = storage(directory)
     if kind == "nf4":
         return sum(file.stat().st_size for file in directory.glob("nf4/*.safetensors"))
-    from merge.checkpoint import checkpoint_shards, read_shapes
+    from kit.weights.checkpoint import checkpoint_shards, read_shapes
 
     names = {f"{name}.weight" for name in json.loads((directory / "base.json").read_text())["quantized"]}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -46,8 +46,8 @@ def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], 
     """
     import torch
 
-    from merge.checkpoint import checkpoint_shards, read_tensor
-    from merge.fp8 import quantize_weight
+    from kit.weights.checkpoint import checkpoint_shards, read_tensor
+    from kit.weights.fp8 import quantize_weight
 
     files = {name: directory / file for file, names in checkpoint_shards(directory).items() for name in names}
     stored = json.loads((directory / "base.json").read_text())["quantized"]
@@ -73,7 +73,7 @@ def dequantize(packed: Any, scale: Any, dtype: Any) -> Any:
     """The weight (rows, columns) of a copy, a tensor of its own."""
     import torch
 
-    from merge.fp8 import dequantize_with
+    from kit.weights.fp8 import dequantize_with
 
     if scale is None:
         return packed.to(dtype, copy=True)

@@ -1,6 +1,6 @@
 """A rollout server's weights in the numbers of a deployment format (`server.quant_cfg`): Q(dequantize(NF4) + s·B·A).
 
-Every Hugging Face layer of a worker is quantized as `recipes/parts/fake_quant.py` defines it, which is what
+Every Hugging Face layer of a worker is quantized as `kit/weights/quantize.py` defines it, which is what
 `python -m merge` writes. Two ways to serve that:
 
 - BF16 weights that hold the quantized numbers (w4a16, nvfp4a16, nvfp4, fp8_static): what a reader of the exported
@@ -91,7 +91,7 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
 
 def peak_of(weight: Any, fmt: QuantFormat) -> Any:
     """`fake_quant.weight_peak`."""
-    from recipes.parts.fake_quant import weight_peak
+    from kit.weights.quantize import weight_peak
 
     return weight_peak(weight, fmt)
 
@@ -113,7 +113,7 @@ def _largest(peak: Any) -> Any:
 
 def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
     """`out` = the numbers of `fmt` for a weight (rows, columns) with this peak, some rows at a time."""
-    from recipes.parts.fake_quant import fake_quantize_weight
+    from kit.weights.quantize import fake_quantize_weight
 
     step = fmt.weight.block[0] or 1
     count = max(step, FOLD_CHUNK // weight.shape[1] // step * step)

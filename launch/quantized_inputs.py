@@ -16,9 +16,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from kit.core.formats import FORMATS
+from kit.weights.quantize import fake_quantize_activation
 from launch.quantized_fold import format_of
 from launch.remerge import Remerge
-from recipes.parts.fake_quant import fake_quantize_activation
 
 
 class RemergeQuantizedInputs(Remerge):

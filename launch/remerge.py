@@ -396,7 +396,7 @@ def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapte
             if part.name in adapter:
                 add_update(weight[part.row : part.row + part.rows], *adapter[part.name])
         return weight
-    from launch.fold_kernel import fold
+    from kit.weights.fold_kernel import fold
 
     weight = torch.empty(linear.rows, linear.columns, dtype=state.dtype, device=packed.device)
     packed, absmax = packed.view(linear.rows, -1), absmax.view(linear.rows, -1)

@@ -20,8 +20,8 @@ import torch
 
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, publish, write_manifest
-from merge.base import BaseCheckpoint
-from merge.checkpoint import checkpoint_shards
+from kit.weights.checkpoint import checkpoint_shards
+from kit.weights.frozen_base import BaseCheckpoint
 from merge.merge import write_config
 from merge.quantize import Refused, groups_of, quantization_config
 from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory

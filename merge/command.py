@@ -57,7 +57,7 @@ class Merge:
 
     def _open_base(self) -> tuple[Any, dict]:
         """The original checkpoint and the adapter's updates, checked; (None, {}) when a dry run has no weights."""
-        from merge.base import BaseCheckpoint
+        from kit.weights.frozen_base import BaseCheckpoint
         from merge.merge import read_adapter
         from merge.quantize import check_shapes
 
@@ -183,7 +183,7 @@ class Merge:
             )
 
     def _batch(self) -> list:
-        from merge.base import unquantized_config
+        from kit.weights.frozen_base import unquantized_config
         from merge.verify import fixed_batch
 
         return fixed_batch(self.run, self._tokenizer(), unquantized_config(self.directory).vocab_size)

@@ -19,14 +19,14 @@ from safetensors import safe_open
 from kit.core.errors import DONE, BadInput, CheckFailed
 from kit.core.formats import find_experts
 from kit.core.run_directory import MANIFEST, publish, read_json, write_manifest
-from merge.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
+from kit.weights.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
+from kit.weights.model_files import DEQUANTIZED, quantization_of, read_config, select_shards, without_weights
+from kit.weights.read_quantized import StoredWeights
+from kit.weights.shards import write_parts
+from kit.weights.write_base import Plan
 from merge.export import check_space, recorded, sizes, source_facts
 from merge.merge import write_config
-from merge.model_files import DEQUANTIZED, quantization_of, read_config, select_shards, without_weights
 from merge.options import dequantize_parser
-from merge.shards import write_parts
-from merge.stored import StoredWeights
-from merge.stream import Plan
 
 # The types of codes, as a file's header names them: of quant_method fp8, and of compressed-tensors by its layout.
 CODES = {"fp8": "F8_E4M3", "float-quantized": "F8_E4M3", "int-quantized": "I8", "pack-quantized": "I32"}

@@ -65,7 +65,7 @@ class Diagnosis:
         self.adapter_hash = manifest.get("tensor_hash") or manifest["files"]["adapter_model.safetensors"]["blake2b"]
         directory = base_directory(self.run, arguments.base)
 
-        from merge.base import BaseCheckpoint
+        from kit.weights.frozen_base import BaseCheckpoint
         from merge.merge import read_adapter
         from merge.verify import default_device
 
@@ -151,7 +151,7 @@ class Diagnosis:
         return self._checkpoint_reader(name)
 
     def _checkpoint_reader(self, name: str) -> "Reader":
-        from merge.stored import StoredWeights, unscaled
+        from kit.weights.read_quantized import StoredWeights, unscaled
 
         stored = {"grpo": StoredWeights(self._own_checkpoint("grpo", name))}
         try:

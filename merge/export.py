@@ -27,11 +27,11 @@ from kit.core.run_directory import (
     write_json,
     write_manifest,
 )
-from merge.base import unquantized_config
-from merge.checkpoint import INDEX, SINGLE, checkpoint_shards, find_checkpoint
+from kit.weights.checkpoint import INDEX, SINGLE, checkpoint_shards, find_checkpoint
+from kit.weights.frozen_base import unquantized_config
+from kit.weights.write_base import NF4_FOLDER, Original, Plan, plan_base, write_base
 from merge.merge import COMPANIONS, write_config
 from merge.options import base_parser
-from merge.stream import NF4_FOLDER, Original, Plan, plan_base, write_base
 from merge.verify import default_device
 
 # A base by policy.quantization, in words.

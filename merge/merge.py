@@ -18,10 +18,10 @@ from safetensors import safe_open
 from kit.core import lora
 from kit.core.errors import BadInput
 from kit.core.run_directory import publish, read_json, write_manifest
-from merge.base import BaseCheckpoint, BaseTensor
+from kit.weights.frozen_base import BaseCheckpoint, BaseTensor
+from kit.weights.nf4 import PIECE
+from kit.weights.shards import Behind, TensorFile, flush, name_files
 from merge.chat_template import check_defaults, set_defaults
-from merge.nf4 import PIECE
-from merge.shards import Behind, TensorFile, flush, name_files
 
 # What makes a checkpoint usable beside its weights; the names that transformers 5 and earlier versions write.
 COMPANIONS = (

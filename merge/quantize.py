@@ -22,11 +22,11 @@ import torch
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import INT4_GROUPS, int4_group
 from kit.core.run_directory import publish, write_manifest
-from merge.base import BaseCheckpoint
-from merge.checkpoint import checkpoint_shards, read_tensor
+from kit.weights.checkpoint import checkpoint_shards, read_tensor
+from kit.weights.frozen_base import BaseCheckpoint
+from kit.weights.nf4 import quantize_weight
+from kit.weights.shards import write_parts
 from merge.merge import Factors, Retained, write_config
-from merge.nf4 import quantize_weight
-from merge.shards import write_parts
 
 LEAST_RETAINED = 0.5  # of the update, for NF4 to be written without --force
 BLOCK = 128  # both sides of a block of fp8_block

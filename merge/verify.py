@@ -20,9 +20,9 @@ import torch
 from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, check_adapter_file, read_json, read_manifest
-from merge.base import BaseCheckpoint, disable_cpu_repacking, load_base
-from merge.checkpoint import find_checkpoint
-from merge.fp8 import Fp8Linear
+from kit.weights.checkpoint import find_checkpoint
+from kit.weights.fp8 import Fp8Linear
+from kit.weights.frozen_base import BaseCheckpoint, disable_cpu_repacking, load_base
 from merge.trained import find_trained
 
 SEQUENCES = 12  # of each kind: held-out prompts, logged completions
@@ -96,7 +96,7 @@ def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
         if isinstance(module, Linear4bit | Fp8Linear):
             module.compute_dtype, module.compute_type_is_set = dtype, True
         elif isinstance(module, torch.nn.Linear) and not hasattr(module, "storage_dtype"):
-            module.storage_dtype = module.weight.dtype  # what recipes/parts/fake_quant.py rounds its numbers to
+            module.storage_dtype = module.weight.dtype  # what kit/weights/quantize.py rounds its numbers to
     for parameter in model.parameters():
         if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
             parameter.data = parameter.data.to(dtype)

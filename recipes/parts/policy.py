@@ -21,8 +21,8 @@ from kit.core.run_directory import (
     write_json,
     write_manifest,
 )
-from merge.base import hash_base, load_frozen, unquantized_config
-from merge.model_files import check_complete, check_names
+from kit.weights.frozen_base import hash_base, load_frozen, unquantized_config
+from kit.weights.model_files import check_complete, check_names
 from recipes.parts.data import Problem, chat_messages
 from recipes.parts.sharding import quant_storage
 
@@ -227,7 +227,7 @@ def publish_adapter(
     """
     from peft import get_peft_model_state_dict
 
-    from merge.base import hash_pairs, hash_tensor
+    from kit.weights.frozen_base import hash_pairs, hash_tensor
     from recipes.parts.qat import write_quantizer_state
 
     adapter = model.peft_config["default"]

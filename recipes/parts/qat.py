@@ -31,11 +31,11 @@ from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.formats import QuantFormat, check_shapes, fitted
-from merge.base import plain_name
-from merge.fp8 import Fp8Linear
-from recipes.parts import linear
-from recipes.parts.fake_quant import (
+from kit.core.formats import FP8_CAPABILITY, QuantFormat, check_shapes, fitted
+from kit.weights import stored_weight
+from kit.weights.fp8 import Fp8Linear
+from kit.weights.frozen_base import plain_name
+from kit.weights.quantize import (
     E4M3_MAX,
     bf16_scale,
     effective_peak,
@@ -43,6 +43,7 @@ from recipes.parts.fake_quant import (
     fp8_weight,
     quantized_weight,
 )
+from recipes.parts import linear
 from recipes.parts.linear import Group, Settings, Waiting
 from recipes.parts.recompute import is_answered
 
@@ -175,7 +176,7 @@ class Product:
             return False
         sizes = self.layer.in_features, self.layer.out_features
         capability = torch.cuda.get_device_capability(rows.device)
-        return capability >= linear.FP8_CAPABILITY and not any(size % linear.MULTIPLE for size in sizes)
+        return capability >= FP8_CAPABILITY and not any(size % stored_weight.MULTIPLE for size in sizes)
 
     def fp8_forward(
         self, quantized: tuple, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, dtype: torch.dtype
@@ -186,7 +187,7 @@ class Product:
         peak = self.peak(a, b, scaling)
         scale = bf16_scale(peak, E4M3_MAX)  # (out, 1)
         weight = codes.new_empty(shape) if is_answered(shape) else fp8_weight(self.layer, a, b, scaling, peak)
-        y = linear.scaled_product(codes, weight, by_token, scale.view(1, -1), dtype)
+        y = stored_weight.scaled_product(codes, weight, by_token, scale.view(1, -1), dtype)
         return y if bias is None else y.add_(bias)
 
 
@@ -204,7 +205,7 @@ class _QuantizedLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             rows, outputs = x.reshape(-1, x.shape[-1]).to(dtype), []
             if all(product.has_fp8_product(rows) for product in products):
-                kept = linear.quantize_rows(rows)
+                kept = stored_weight.quantize_rows(rows)
                 ys = [p.fp8_forward(kept, a, b, scaling, dtype) for p, a, b in zip(products, down, up, strict=True)]
             else:
                 kept = (first.input(rows, any(ctx.needs_input_grad)),)
@@ -435,7 +436,7 @@ def write_quantizer_state(model: torch.nn.Module, directory: Path) -> dict[str, 
     of either for a model without quantized layers."""
     from safetensors.torch import save_file
 
-    from merge.base import hash_pairs, hash_tensor
+    from kit.weights.frozen_base import hash_pairs, hash_tensor
 
     quantizers = quantizers_of(model)
     if quantizers is None:

@@ -97,7 +97,7 @@ def _prepare_fsdp2(accelerator: Any, model: Any) -> None:
 
 def gather_adapter(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
     """Every tensor of the adapter, whole, by the parameter's name; called by all processes."""
-    from merge.whole import whole
+    from kit.weights.gather import whole
 
     named = {name: one for name, one in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}
     with whole(named.values()) as values:

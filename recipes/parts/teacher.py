@@ -20,8 +20,8 @@ from kit.core.errors import BadInput
 from kit.core.lora import scale_of
 from kit.core.run_directory import RunDir, base_directory, check_adapter_file, read_json, read_manifest
 from kit.core.tokenizer_hash import tokenizer_hash
-from merge.base import load_frozen, unquantized_config
-from merge.model_files import check_complete
+from kit.weights.frozen_base import load_frozen, unquantized_config
+from kit.weights.model_files import check_complete
 
 if TYPE_CHECKING:
     import torch

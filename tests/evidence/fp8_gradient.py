@@ -26,7 +26,7 @@ def policy(base: Path, compute: str) -> Any:
     """The NF4 base with a fixed random adapter, computing as `compute` says."""
     from peft import LoraConfig, get_peft_model
 
-    from merge.base import load_nf4
+    from kit.weights.frozen_base import load_nf4
     from recipes.parts.linear import use_fused_linears
 
     model = load_nf4(str(base), dtype="float32", double_quantization=True, device="cpu")

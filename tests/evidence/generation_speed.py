@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
-from merge.base import dequantize, load_nf4, plain_name, stored_linears
+from kit.weights.frozen_base import dequantize, load_nf4, plain_name, stored_linears
 from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.linear import use_fused_linears
 

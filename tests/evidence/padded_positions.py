@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from transformers import AutoTokenizer
 
 from kit.core.config.load import load_config
-from merge.base import load_nf4
+from kit.weights.frozen_base import load_nf4
 from recipes.parts.data import chat_messages, load_problems
 from recipes.parts.update import padded_positions
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.weights.hashing import hash_tensor
 from merge.__main__ import main
-from merge.hashing import hash_tensor
 from tests.conftest import ROOT
 from tests.unit.test_merge_dequantize import LAYOUTS, e4m3, loaded, rounded, spread, store_quantized
 from tests.unit.test_merge_fixture import make_model, make_run

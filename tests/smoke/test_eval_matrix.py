@@ -73,7 +73,7 @@ def save_adapter(run: RunDir, model_dir: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer
 
-    from merge.base import hash_base, load_nf4
+    from kit.weights.frozen_base import hash_base, load_nf4
 
     model = load_nf4(model_dir, "float32", device="cpu")
     info = hash_base(model)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
-from merge import shards
+from kit.weights import shards
 from merge.__main__ import main
 from tests.unit.test_merge_fixture import (
     alter_adapter,
@@ -248,7 +248,7 @@ def test_bad_input_is_refused_before_any_weight_is_loaded(tmp_path, monkeypatch,
     def no_weights(*_):
         raise AssertionError("a base weight was read")
 
-    monkeypatch.setattr("merge.base.BaseCheckpoint.read", no_weights)
+    monkeypatch.setattr("kit.weights.frozen_base.BaseCheckpoint.read", no_weights)
     with pytest.raises(BadInput, match=message):
         main(arguments)
     assert not (tmp_path / "run" / "merged").exists()

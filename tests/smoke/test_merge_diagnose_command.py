@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
+from kit.weights.frozen_base import BaseCheckpoint
 from merge.__main__ import main
-from merge.base import BaseCheckpoint
 from merge.merge import read_adapter
 from tests.smoke.test_merge_command import copy_of_run, merge
 from tests.unit.test_merge_fixture import LINEARS, alter_adapter, shared_folder, shared_run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval.generate import Generation
-from merge.base import hash_base
+from kit.weights.frozen_base import hash_base
 from tests.evidence import stock_merge
 from tests.evidence.stock_merge import (
     dequantized,

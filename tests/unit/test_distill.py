@@ -10,7 +10,7 @@ from kit.core.config.distill_rules import problems, settled, without_effect
 from kit.core.config.load import load_config
 from kit.core.config.recipe import DISTILLATION
 from kit.core.errors import BadInput, CheckFailed
-from merge.base import plain_name
+from kit.weights.frozen_base import plain_name
 from recipes.parts.distill_trainer import Head, divergence, last_states
 from recipes.parts.policy import publish_adapter
 from recipes.parts.qat import quantizer_state, quantizers_of
@@ -178,7 +178,7 @@ def test_packed_micro_batches_give_the_loss_and_the_gradients_of_padded_rows(tau
 def test_the_teacher_with_an_adapter_of_another_rank_is_that_adapter_on_the_base(taught, another, tiny_model_dir):
     from peft import PeftModel
 
-    from merge.base import load_nf4
+    from kit.weights.frozen_base import load_nf4
 
     alone = PeftModel.from_pretrained(load_nf4(tiny_model_dir, dtype="float32"), another).eval()
     ids = rows(taught)["completion_ids"]

@@ -281,7 +281,7 @@ def test_nf4_that_bitsandbytes_repacks_or_gets_wrong_is_found(monkeypatch):
 
     if functional.has_avx512bf16():  # the processors on which it repacks
         with monkeypatch.context() as patch:
-            patch.setattr("merge.base.disable_cpu_repacking", lambda model: None)
+            patch.setattr("kit.weights.frozen_base.disable_cpu_repacking", lambda model: None)
             with pytest.raises(ValueError, match=r"gradient has a cosine of 0\.[0-5]"):
                 bitsandbytes_round_trip()
     monkeypatch.setattr(functional, "dequantize_4bit", lambda packed, state: packed.new_zeros(512, 512).float())

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from merge.base import load_frozen
-from merge.dropout import clear_dropout_rates, turn_off_dropout
+from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
+from kit.weights.frozen_base import load_frozen
 from recipes.parts.adapter_dropout import adapter_dropouts
 
 COMMON = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -10,9 +10,8 @@ from bench.linear_kernels import make_layer
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
 from kit.core.modelopt_config import LAYOUTS, NO_LAYOUT, read
-from merge import quantize as export
-from recipes.parts import fake_quant, linear
-from recipes.parts.fake_quant import (
+from kit.weights import quantize, stored_weight
+from kit.weights.quantize import (
     effective_peak,
     effective_weight,
     fake_quantize_activation,
@@ -21,6 +20,7 @@ from recipes.parts.fake_quant import (
     quantized_weight,
     weight_peak,
 )
+from merge import quantize as export
 from tests import processes, sandbox
 from tests.conftest import rehearse
 
@@ -125,7 +125,7 @@ def test_quantizing_what_is_quantized_changes_nothing(name):
 @pytest.mark.parametrize("is_nf4", [True, False])
 def test_the_effective_weight_is_the_merged_one(dtype, is_nf4):
     layer = make_layer(SHAPE, dtype, "cpu")
-    base = linear.weight_in_torch(layer)
+    base = stored_weight.weight_in_torch(layer)
     if not is_nf4:
         layer = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False, dtype=dtype)
         base = layer.weight.data
@@ -150,7 +150,7 @@ def test_fp8_codes_and_scales_are_the_bytes_of_the_exported_checkpoint():
     peak = weight_peak(merged, FORMATS["fp8"])
     codes = fp8_weight(layer, a, b, 0.5, peak)
     assert torch.equal(codes.view(torch.uint8), stored["weight"].view(torch.uint8))
-    assert torch.equal(fake_quant.bf16_scale(peak, 448.0), stored["weight_scale"].float())
+    assert torch.equal(quantize.bf16_scale(peak, 448.0), stored["weight_scale"].float())
 
 
 def inputs(tokens=50, columns=256) -> torch.Tensor:
@@ -243,7 +243,7 @@ def test_e2m1_has_the_nearest_of_its_numbers_and_ties_go_to_even():
     even = np.array([0, 2, 4, 6])
     choice = [max(np.flatnonzero(row), key=lambda one: one in even) for row in nearest]
     expected = np.sign(value) * grid[choice]
-    assert np.array_equal(fake_quant.to_e2m1(torch.from_numpy(value).float()).numpy(), expected)
+    assert np.array_equal(quantize.to_e2m1(torch.from_numpy(value).float()).numpy(), expected)
 
 
 @pytest.fixture(scope="module")
@@ -253,10 +253,10 @@ def modelopt(tmp_path_factory) -> tuple[dict, dict, dict]:
     weight, folder = random_weight((96, 256)).float(), tmp_path_factory.mktemp("modelopt")
     values = {"fp8": weight, "int4": weight, "nvfp4": weight, "input": inputs()[0].float()}
     scales = {
-        "fp8": fake_quant.bf16_scale(weight_peak(weight, FORMATS["fp8"]), 448.0),
-        "int4": fake_quant.bf16_scale(weight.unflatten(1, (-1, 128)).abs().amax(-1).view(-1, 1), 7.5),
-        "nvfp4": 1 / fake_quant.global_scale(weight.abs().max()),
-        "input": fake_quant.bf16_scale(torch.tensor(11.3), 448.0),
+        "fp8": quantize.bf16_scale(weight_peak(weight, FORMATS["fp8"]), 448.0),
+        "int4": quantize.bf16_scale(weight.unflatten(1, (-1, 128)).abs().amax(-1).view(-1, 1), 7.5),
+        "nvfp4": 1 / quantize.global_scale(weight.abs().max()),
+        "input": quantize.bf16_scale(torch.tensor(11.3), 448.0),
     }
     largest = {"fp8": 448, "int4": 7, "nvfp4": 448 * 6, "input": 448}
     torch.save({kind: (values[kind], scales[kind] * largest[kind]) for kind in values}, folder / "in.pt")

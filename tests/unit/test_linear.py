@@ -15,10 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from merge.base import dequantize, hash_base, load_nf4
+from kit.weights import fp8 as weights_fp8
+from kit.weights import stored_weight
+from kit.weights.frozen_base import dequantize, hash_base, load_nf4
+from kit.weights.stored_weight import quantize_rows, weight_of
 from merge.quantize import to_fp8
 from recipes.parts import linear
-from recipes.parts.linear import FusedBase, FusedLora, quantize_rows, use_fused_linears, weight_of
+from recipes.parts.linear import FusedBase, FusedLora, use_fused_linears
 from tests.conftest import rehearse
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +185,7 @@ def fp8_rows(value: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
 def test_fp8_rows_are_what_the_format_defines_also_for_zeros_tiny_and_broken_values():
     x = torch.randn(40, 96) * torch.logspace(-12, 3, 40)[:, None]
     x[3] = 0
-    for floor in (linear.LEAST_SCALE, linear.LEAST_GRADIENT_SCALE):
+    for floor in (weights_fp8.LEAST_SCALE, stored_weight.LEAST_GRADIENT_SCALE):
         codes, scale = quantize_rows(x, floor)
         expected, scales = fp8_rows(x.numpy(), floor)
         assert np.array_equal(codes.float().numpy(), expected) and np.array_equal(scale.numpy(), scales)
@@ -198,14 +201,14 @@ def test_fp8_layer_multiplies_the_codes_that_are_its_definition(dtype, bias):
     fp8 = fuse(module, "fp8")
     x, g = torch.randn(9, 128).to(dtype), torch.randn(9, 96).to(dtype)
     y, dx, da, db = run(fp8, x, g)
-    weight, by_channel = fp8_rows(dequantize(module).float().numpy(), linear.LEAST_SCALE)
-    codes, by_token = fp8_rows(x.float().numpy(), linear.LEAST_SCALE)
+    weight, by_channel = fp8_rows(dequantize(module).float().numpy(), weights_fp8.LEAST_SCALE)
+    codes, by_token = fp8_rows(x.float().numpy(), weights_fp8.LEAST_SCALE)
     a, b = (factor.detach().to(dtype).double().numpy() for factor in factors(module))
     s, rows, gradient = module.scaling["default"], x.double().numpy(), g.double().numpy()
     expected = (codes @ weight.T) * by_token * by_channel.T + s * (rows @ a.T) @ b.T
     if bias:
         expected = expected + module.base_layer.bias.double().numpy()
-    codes, by_token = fp8_rows(g.float().numpy() * by_channel.T, linear.LEAST_GRADIENT_SCALE)
+    codes, by_token = fp8_rows(g.float().numpy() * by_channel.T, stored_weight.LEAST_GRADIENT_SCALE)
     down = (codes @ weight) * by_token + s * (gradient @ b) @ a
     bound = 1e-6 if dtype == torch.float32 else 0.004
     assert relative(y, torch.from_numpy(expected)) < bound
@@ -239,7 +242,7 @@ def test_fp8_weight_has_the_bytes_that_vllm_and_for_rounded_scales_the_merge_mak
         assert torch.equal(ours.view(torch.uint8), served.view(torch.uint8))
         merged = to_fp8(weight, lambda *_: None)  # stores its scales in bfloat16 and makes its codes for those
         assert torch.equal(merged["weight_scale"], scale.bfloat16())
-        codes = linear.to_e4m3(weight, merged["weight_scale"].float())
+        codes = weights_fp8.to_e4m3(weight, merged["weight_scale"].float())
         assert torch.equal(merged["weight"].view(torch.uint8), codes.view(torch.uint8))
         turned = weight_of(layer, scale, transposed=True)
         assert torch.equal(turned.view(torch.uint8), ours.view(torch.uint8).t())

@@ -12,7 +12,8 @@ from peft.tuners.lora import bnb as peft_bnb
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from merge.base import dequantize
+from kit.weights import fp8, stored_weight
+from kit.weights.frozen_base import dequantize
 from recipes.parts import linear
 from recipes.parts.linear import use_fused_linears
 from tests.unit.test_linear import add_adapter, factors, fp8_rows, make_layer, relative
@@ -97,14 +98,14 @@ def test_the_fp8_gradient_is_one_product_with_one_scale_a_token_over_the_outputs
     _, dx, found = run(fuse(group, "fp8"), x, gradients)
     weights, scaled, exact = [], [], torch.zeros(11, 128).double()
     for name, g in gradients.items():
-        weight, by_channel = fp8_rows(dequantize(group[name]).float().numpy(), linear.LEAST_SCALE)
+        weight, by_channel = fp8_rows(dequantize(group[name]).float().numpy(), fp8.LEAST_SCALE)
         weights.append(torch.from_numpy(weight))
         scaled.append(g * torch.from_numpy(by_channel).t())
         a, b = (factor.detach().double() for factor in factors(group[name]))
         exact += 3.0 * (g.double() @ b) @ a
         da = 3.0 * (g.double() @ b).t() @ x.double()
         assert relative(found[f"{name}.lora_A.default.weight"], da) < 1e-6
-    codes, by_token = fp8_rows(torch.cat(scaled, 1).numpy(), linear.LEAST_GRADIENT_SCALE)
+    codes, by_token = fp8_rows(torch.cat(scaled, 1).numpy(), stored_weight.LEAST_GRADIENT_SCALE)
     exact += (torch.from_numpy(codes).double() @ torch.cat(weights).double()) * torch.from_numpy(by_token)
     assert relative(dx, exact) < 1e-6
     plain = run(group, x, gradients)[1]
@@ -113,7 +114,7 @@ def test_the_fp8_gradient_is_one_product_with_one_scale_a_token_over_the_outputs
 
 def test_the_input_is_quantized_once_and_kept_once(monkeypatch):
     group, x, calls, kept = fuse(make_group(), "fp8"), torch.randn(50, 128, requires_grad=True), [], []
-    plain = linear.quantize_rows
+    plain = stored_weight.quantize_rows
     monkeypatch.setattr(linear, "quantize_rows", lambda *a: calls.append(len(a[0])) or plain(*a))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         for name in OUTPUTS:

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import read_json
-from merge import base as merge_base
-from merge import fp8
-from merge.base import (
+from kit.weights import fp8
+from kit.weights import frozen_base as merge_base
+from kit.weights.checkpoint import find_checkpoint
+from kit.weights.frozen_base import (
     BaseCheckpoint,
     BaseTensor,
     dequantize,
@@ -32,8 +33,7 @@ from merge.base import (
     quantize_weight,
     stored_linears,
 )
-from merge.checkpoint import find_checkpoint
-from merge.hashing import hash_fp8, hash_pairs, hash_tensor
+from kit.weights.hashing import hash_fp8, hash_pairs, hash_tensor
 from tests.unit.test_merge_fixture import LINEARS, make_model, shared_model, shared_run
 
 # The NF4 values as published (QLoRA, appendix E), typed here so that the library's table is not its own witness.
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_lacks_a_parameter_is_refused(tmp_path, quantization):
 def test_a_tensors_hash_covers_every_value_its_shape_and_its_type_in_training(monkeypatch):
     value = torch.arange(24.0).reshape(4, 6) / 7
     known = hash_tensor(value)
-    monkeypatch.setattr("merge.hashing.HASH_BYTES", 40)  # ten values at once
+    monkeypatch.setattr("kit.weights.hashing.HASH_BYTES", 40)  # ten values at once
     assert hash_tensor(value) == known == hash_tensor(value.double())
     for place in range(24):
         other = value.clone()
@@ -413,7 +413,7 @@ def test_rows_of_a_base_tensor_are_those_of_the_whole_whatever_its_width(tmp_pat
     base = SimpleNamespace(info=info, into=into, storage="nf4", quantized={"w"}, dtype=torch.float32, device="cpu")
     base.read, base.quantize = lambda name: weight, lambda name, value: quantize_weight(value, True, None)
     whole = dequantize_4bit(*quantize_weight(weight, True, None)) if into == "dequantized" else weight
-    monkeypatch.setattr("merge.base.PIECE", (64, 64))
+    monkeypatch.setattr("kit.weights.frozen_base.PIECE", (64, 64))
     with ThreadPoolExecutor(1) as pool:
         tensor = BaseTensor(base, "w", pool)
         rows = torch.cat([tensor.rows(*piece) for piece in tensor.pieces()])

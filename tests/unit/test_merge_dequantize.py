@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import read_json, read_manifest, write_json
-from merge import dequantize, shards
+from kit.weights import shards
+from kit.weights.model_files import dequantize_command, unquantized_config
+from merge import dequantize
 from merge.__main__ import main
-from merge.model_files import dequantize_command, unquantized_config
 from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
 
 QWEN = {

@@ -9,7 +9,8 @@ import scipy.stats
 import torch
 
 from kit.core.errors import BadInput
-from merge.base import BaseCheckpoint
+from kit.weights.frozen_base import BaseCheckpoint
+from kit.weights.read_quantized import StoredWeights, unscaled
 from merge.diagnose import Diagnosis, computed, parse_arguments
 from merge.diagnose_layer import distribution, measure_layer, ratio, shuffled
 from merge.diagnose_plot import draw
@@ -27,7 +28,6 @@ from merge.diagnose_verdict import (
     verdict,
 )
 from merge.quantize import FORMATS, read_back
-from merge.stored import StoredWeights, unscaled
 from tests.unit.test_merge_fixture import alter_adapter, make_model, make_run, shared_model, shared_run
 
 NAME = "model.layers.3.self_attn.q_proj"

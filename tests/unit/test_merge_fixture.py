@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kit.core.run_directory import RunDir, publish, write_json, write_manifest
-from merge.base import hash_base, load_nf4
+from kit.weights.frozen_base import hash_base, load_nf4
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHAT_TEMPLATE = (

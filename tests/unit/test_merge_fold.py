@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
-from merge.base import BaseCheckpoint, load_nf4
+from kit.weights.frozen_base import BaseCheckpoint, load_nf4
+from kit.weights.shards import TensorFile
 from merge.merge import read_adapter, write_bf16, write_config
 from merge.quantize import retained_share
-from merge.shards import TensorFile
 from merge.verify import base_checkpoint, check_adapter_base, load_policy
 from tests import processes
 from tests.unit.test_merge_base import dequantize_in_numpy
@@ -162,8 +162,8 @@ def test_merging_into_the_original_base_still_asks_for_the_base_that_was_trained
 def test_a_weight_of_many_pieces_is_folded_like_one_of_a_single_piece(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", shared_model(), dtype="bfloat16", update=0.05)
     whole = merge_to(run, tmp_path / "whole")
-    monkeypatch.setattr("merge.base.PIECE", (1 << 10, 1 << 10))
-    monkeypatch.setattr("merge.nf4.PIECE", (1 << 10, 1 << 10))
+    monkeypatch.setattr("kit.weights.frozen_base.PIECE", (1 << 10, 1 << 10))
+    monkeypatch.setattr("kit.weights.nf4.PIECE", (1 << 10, 1 << 10))
     pieces = merge_to(run, tmp_path / "pieces")
     assert sorted(whole) == sorted(pieces)
     for name, value in whole.items():  # a matrix product of fewer rows may round its last bit otherwise
@@ -333,7 +333,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from merge.merge import write_bf16
-from merge.shards import TensorFile
+from kit.weights.shards import TensorFile
 from merge.verify import base_checkpoint
 from kit.core.run_directory import RunDir
 written, write = [], TensorFile.write

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from kit.core.run_directory import read_json
-from merge.stream import plan_base
+from kit.weights.write_base import plan_base
 from tests import processes
 from tests.unit.test_merge_fixture import shared_model
 
@@ -28,10 +28,10 @@ PEAKS = """
 import json, sys
 from pathlib import Path
 import torch
-from merge.base import BaseCheckpoint
+from kit.weights.frozen_base import BaseCheckpoint
 from merge.merge import Factors, write_bf16
 from merge.quantize import quantize_checkpoint
-from merge.stream import Original, write_base
+from kit.weights.write_base import Original, write_base
 
 def resident(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))

@@ -17,8 +17,11 @@ from kit.core.errors import BadInput
 from kit.core.formats import FORMATS as QUANT_FORMATS
 from kit.core.formats import fitted
 from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.weights.frozen_base import BaseCheckpoint, dequantize
+from kit.weights.quantize import fake_quantize_weight
+from kit.weights.read_quantized import StoredWeights
+from kit.weights.shards import PartsFile
 from merge import quantize as quantize_module
-from merge.base import BaseCheckpoint, dequantize
 from merge.merge import read_adapter, write_bf16
 from merge.quantize import (
     FORMATS,
@@ -32,10 +35,7 @@ from merge.quantize import (
     read_back,
     retained_share,
 )
-from merge.shards import PartsFile
-from merge.stored import StoredWeights
 from merge.verify import base_checkpoint, load_for_scoring
-from recipes.parts.fake_quant import fake_quantize_weight
 from tests.unit.test_merge_base import NF4
 from tests.unit.test_merge_fixture import make_model, make_run, shared_folder
 

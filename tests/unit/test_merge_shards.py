@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kit.core.errors import CheckFailed
-from merge.checkpoint import INDEX, checkpoint_shards
-from merge.shards import Behind, PartsFile, TensorFile, write_parts
+from kit.weights.checkpoint import INDEX, checkpoint_shards
+from kit.weights.shards import Behind, PartsFile, TensorFile, write_parts
 
 PARTS = {
     "a.weight": torch.arange(21, dtype=torch.uint8).view(3, 7),  # 21 bytes: what follows would not be aligned

@@ -16,11 +16,11 @@ from transformers import AutoConfig
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import read_json, read_manifest
+from kit.weights.frozen_base import dequantize, dequantized_tensors, hash_base, load_nf4
+from kit.weights.nf4 import block_maxima, quantize_weight
+from kit.weights.write_base import Original, TensorFile, plan_base
 from merge import export as merge_export
-from merge.base import dequantize, dequantized_tensors, hash_base, load_nf4
 from merge.export import export
-from merge.nf4 import block_maxima, quantize_weight
-from merge.stream import Original, TensorFile, plan_base
 from tests import processes
 from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
 

@@ -47,7 +47,7 @@ OVERLAP_ONLY = ("adapter_version", "policy_lag", "sync_seconds")
 @pytest.fixture(scope="module")
 def replica(learning_model_dir) -> Iterator[FakeReplica]:
     """Answers some samples of every prompt in a box; `started` and `ended` are the requests in order."""
-    from merge.base import hash_base, load_nf4
+    from kit.weights.frozen_base import hash_base, load_nf4
 
     names = AutoTokenizer.from_pretrained(learning_model_dir)
     base = hash_base(load_nf4(learning_model_dir, dtype="float32", double_quantization=True, device="cpu"))

@@ -196,7 +196,7 @@ def test_with_eight_completions_a_prompt_the_model_sees_each_prompt_once(stub, s
 
 
 def test_an_nf4_base(stub, tiny_model_dir):
-    from merge.base import load_nf4
+    from kit.weights.frozen_base import load_nf4
 
     model = adapted(load_nf4(tiny_model_dir, dtype="float32", device="cpu")).train()
     assert_equal_passes(stub, model, batch(ROWS["groups"]), True)

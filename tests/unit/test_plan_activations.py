@@ -52,7 +52,7 @@ def nf4_policy(shape: Shape, config: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
     from trl.trainer.utils import add_fused_lm_head
 
-    from merge.base import disable_cpu_repacking
+    from kit.weights.frozen_base import disable_cpu_repacking
 
     kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.qkv_bias else LlamaConfig
     sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "head_dim": shape.head_dim}

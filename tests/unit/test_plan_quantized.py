@@ -10,6 +10,7 @@ import torch
 import tests.unit.test_plan_activations as small
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
+from kit.weights import quantize, stored_weight
 from launch.plan import make_layout
 from launch.planning import cost, memory, quantized, teacher
 from launch.planning.fitting import candidates, lay_out
@@ -17,7 +18,7 @@ from launch.planning.gpus import CARDS
 from launch.planning.recompute import least
 from launch.planning.report import counted, summary
 from launch.planning.shapes import shape_by_size
-from recipes.parts import fake_quant, kept_weights, linear, qat
+from recipes.parts import kept_weights, qat
 from tests.unit.test_plan_activations import as_on_a_gpu  # noqa: F401
 from tests.unit.test_plan_memory import SHAPE, config
 
@@ -62,10 +63,12 @@ def kernels(monkeypatch):
     monkeypatch.setattr(qat, "fake_quantize_activation", lambda x, *_: torch.empty_like(x))
     monkeypatch.setattr(qat.Product, "has_fp8_product", lambda self, _: self.quantizers.fmt.name == "fp8")
     monkeypatch.setattr(
-        linear, "quantize_rows", lambda x: (torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.ones(len(x), 1))
+        stored_weight,
+        "quantize_rows",
+        lambda x: (torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.ones(len(x), 1)),
     )
     monkeypatch.setattr(
-        linear, "scaled_product", lambda x, weight, *others: torch.zeros(len(x), len(weight), dtype=others[-1])
+        stored_weight, "scaled_product", lambda x, weight, *others: torch.zeros(len(x), len(weight), dtype=others[-1])
     )
 
 
@@ -99,7 +102,7 @@ def test_without_the_kernels_a_weight_and_an_input_take_what_the_plan_says(name)
     layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
     layer.to("cpu")
     with small.Allocations(set()) as seen:
-        made = fake_quant.quantized_weight(layer, torch.randn(4, 1024), torch.randn(256, 4), 1.0, fmt)
+        made = quantize.quantized_weight(layer, torch.randn(4, 1024), torch.randn(256, 4), 1.0, fmt)
     assert (
         0.9 * quantized.TORCH_WEIGHT[fmt.weight.kind]
         < seen.peak / made.numel()
@@ -108,7 +111,7 @@ def test_without_the_kernels_a_weight_and_an_input_take_what_the_plan_says(name)
     if fmt.activation is not None:
         x = torch.randn(64, 2048, dtype=torch.bfloat16)
         with small.Allocations(set()) as seen:
-            fake_quant.fake_quantize_activation(x, fmt.activation, torch.ones(()))
+            quantize.fake_quantize_activation(x, fmt.activation, torch.ones(()))
         assert seen.peak / x.numel() < quantized.TORCH_INPUT[fmt.activation.kind]
 
 

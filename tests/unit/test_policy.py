@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import read_json, read_manifest, write_manifest
-from merge.base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
+from kit.weights.frozen_base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
 from recipes.parts.policy import check_base, check_base_unchanged, check_init_adapter, load_policy_base, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def test_gradients_after_an_evaluation_are_those_before_it(learning_model_dir):
 def test_without_the_guard_this_cpu_repacks_the_base_and_the_gradients_are_wrong(learning_model_dir, monkeypatch):
     if not has_avx512_bf16():
         pytest.skip("bitsandbytes repacks the base only on a CPU with AVX512-BF16, which this one is not")
-    monkeypatch.setattr("merge.base.disable_cpu_repacking", lambda model: None)
+    monkeypatch.setattr("kit.weights.frozen_base.disable_cpu_repacking", lambda model: None)
     before, after = gradients_around_an_evaluation(learning_model_dir)
     assert torch.cosine_similarity(before, after, dim=0) < 0.9
 

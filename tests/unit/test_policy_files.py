@@ -16,7 +16,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
-from merge.base import hash_pairs, hash_tensor, load_frozen
+from kit.weights.frozen_base import hash_pairs, hash_tensor, load_frozen
 from recipes.parts import policy
 from tests.conftest import CONFIG
 

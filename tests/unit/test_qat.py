@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FORMATS
-from merge.base import dequantize, hash_base, load_nf4
+from kit.weights.frozen_base import dequantize, hash_base, load_nf4
+from kit.weights.quantize import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
 from merge.quantize import read_back, to_nvfp4, to_w4a16
 from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate
-from recipes.parts.fake_quant import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
 from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.qat import (
     STATE,

@@ -15,10 +15,10 @@ from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FORMATS
 from kit.core.run_directory import write_manifest
-from merge.base import disable_cpu_repacking
+from kit.weights.frozen_base import disable_cpu_repacking
+from kit.weights.quantize import fake_quantize_activation, fake_quantize_weight
 from recipes.parts import qat
 from recipes.parts.calibration import batches, calibrate, set_input_ranges
-from recipes.parts.fake_quant import fake_quantize_activation, fake_quantize_weight
 from recipes.parts.kept_weights import keeping_weights
 from recipes.parts.qat import Quantizers, quantizers_of, quantizers_off, use_quantized_linears
 from tests.conftest import CONFIG

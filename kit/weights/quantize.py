@@ -18,9 +18,9 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 
-from kit.core.formats import FORMATS, ActivationFormat, QuantFormat
-from recipes.parts import linear
-from recipes.parts.linear import Layer
+from kit.core.formats import FORMATS, FP8_CAPABILITY, ActivationFormat, QuantFormat
+from kit.weights import fp8, stored_weight
+from kit.weights.stored_weight import Layer
 
 E4M3_MAX, E2M1_MAX, INT4_MAX = 448.0, 6.0, 7.5
 LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126
@@ -44,7 +44,7 @@ def effective_weight_in_torch(
     layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """What `effective_weight` is to return."""
-    weight = linear.weight_in_torch(layer)
+    weight = stored_weight.weight_in_torch(layer)
     dtype, weight = weight.dtype, weight.float()
     if a is not None:
         weight = weight + scaling * (b.float() @ a.float())
@@ -127,7 +127,7 @@ def bf16_scale(peak: torch.Tensor, largest: float) -> torch.Tensor:
 
 def _fp8(value: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     scale = bf16_scale(peak, E4M3_MAX)
-    return linear.to_e4m3(value, scale).float() * scale
+    return fp8.to_e4m3(value, scale).float() * scale
 
 
 def _int4(value: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def fp8_weight(
     effective weight."""
     if kernels := _kernels(layer.weight):
         return kernels.quantize(_source(layer), a, b, scaling, FORMATS["fp8"], peak, is_codes=True)
-    return linear.to_e4m3(effective_weight_in_torch(layer, a, b, scaling), bf16_scale(peak, E4M3_MAX))
+    return fp8.to_e4m3(effective_weight_in_torch(layer, a, b, scaling), bf16_scale(peak, E4M3_MAX))
 
 
 @torch.no_grad()
@@ -208,13 +208,13 @@ def fake_quantize_activation_in_torch(
         return _nvfp4_activation(x.float(), peak, fmt.group).to(x.dtype)
     if fmt.per == "tensor":
         scale = bf16_scale(peak, E4M3_MAX)
-        return (linear.to_e4m3(x, scale).float() * scale).to(x.dtype)
+        return (fp8.to_e4m3(x, scale).float() * scale).to(x.dtype)
     if fmt.per == "token":
-        codes, scale = linear.quantize_rows_in_torch(x.reshape(-1, x.shape[-1]), linear.LEAST_SCALE)
+        codes, scale = stored_weight.quantize_rows_in_torch(x.reshape(-1, x.shape[-1]), fp8.LEAST_SCALE)
         return (codes.float() * scale).to(x.dtype).view(x.shape)
     groups = x.float().unflatten(-1, (-1, fmt.group))
     scale = _divided(groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_GROUP_PEAK), E4M3_MAX)
-    return (linear.to_e4m3(groups, scale).float() * scale).to(x.dtype).view(x.shape)
+    return (fp8.to_e4m3(groups, scale).float() * scale).to(x.dtype).view(x.shape)
 
 
 def _nvfp4_activation(x: torch.Tensor, peak: torch.Tensor, group: int) -> torch.Tensor:
@@ -230,22 +230,22 @@ def _kernels(tensor: torch.Tensor) -> Any:
     """The module of kernels where a tensor lies on a GPU that they run on; None elsewhere."""
     if not tensor.is_cuda or not _has_fp8(tensor.device):
         return None
-    from recipes.parts import fake_quant_kernel
+    from kit.weights import quantize_kernel
 
-    return fake_quant_kernel
+    return quantize_kernel
 
 
 @functools.cache
 def _has_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= linear.FP8_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def _source(layer: Layer) -> Any:
     """A layer's base as the kernels take it: its NF4 bytes, or the weight where it is stored in another way."""
-    from recipes.parts.fake_quant_kernel import BLOCK_SIZE, NESTED_BLOCK, Source
+    from kit.weights.quantize_kernel import BLOCK_SIZE, NESTED_BLOCK, Source
 
     if not isinstance(layer, bnb.nn.Linear4bit):
-        weight = linear.weight_in_torch(layer)
+        weight = stored_weight.weight_in_torch(layer)
         return Source(weight, None, tuple(weight.shape), weight.dtype)
     state = layer.weight.quant_state
     shape = tuple(state.shape)
@@ -256,4 +256,4 @@ def _source(layer: Layer) -> Any:
         and not shape[1] % BLOCK_SIZE
     ):
         return Source(layer.weight.data, state, shape, state.dtype)
-    return Source(linear.weight_in_torch(layer), None, shape, state.dtype)
+    return Source(stored_weight.weight_in_torch(layer), None, shape, state.dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from merge.shards import tensor_bytes
+from kit.weights.shards import tensor_bytes
 
 HASH_BYTES = 1 << 26  # largest slice turned into float32 at once while hashing
 

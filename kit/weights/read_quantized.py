@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_json
-from merge.checkpoint import checkpoint_shards
+from kit.weights.checkpoint import checkpoint_shards
 
 SWEEPS = 4  # of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kit.core.errors import BadInput
-from merge.checkpoint import checkpoint_shards, pass_full_disk
+from kit.weights.checkpoint import checkpoint_shards, pass_full_disk
 
 # quant_method of the checkpoints that `python -m merge dequantize` reads.
 DEQUANTIZED = ("fp8", "compressed-tensors")

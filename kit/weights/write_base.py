@@ -19,13 +19,13 @@ import torch
 
 from kit.core.errors import BadInput
 from kit.core.run_directory import write_json
-from merge import fp8
-from merge.base import base_facts, nf4_facts, plain_facts
-from merge.checkpoint import checkpoint_shards, read_shapes, read_tensor
-from merge.hashing import hash_fp8, hash_quantized, hash_tensor
-from merge.model_files import select_shards, unquantized_config
-from merge.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
-from merge.shards import TensorFile, write_index
+from kit.weights import fp8
+from kit.weights.checkpoint import checkpoint_shards, read_shapes, read_tensor
+from kit.weights.frozen_base import base_facts, nf4_facts, plain_facts
+from kit.weights.hashing import hash_fp8, hash_quantized, hash_tensor
+from kit.weights.model_files import select_shards, unquantized_config
+from kit.weights.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
+from kit.weights.shards import TensorFile, write_index
 
 NF4_FOLDER = "nf4"
 

@@ -1,6 +1,6 @@
 """GPU kernels of fake quantization: a policy's weight from its NF4 bytes and its adapter in one pass, and activations.
 
-What each computes is defined in PyTorch in `recipes/parts/fake_quant.py`, bit for bit but for the order of the
+What each computes is defined in PyTorch in `kit/weights/quantize.py`, bit for bit but for the order of the
 adapter's sums and the signs of zeros; blocks of weights with a scale below 2^-120 become 0.
 `bench/fake_quant_check.py` compares them. Written in Triton, for compute capability 8.9 and above. Imported on a
 GPU only.
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from kit.core.formats import ActivationFormat, QuantFormat
-from recipes.parts import fp8_kernel
-from recipes.parts.fp8_kernel import BLOCK_SIZE, NESTED_BLOCK, TYPES, _peak, _to_e4m3
+from kit.weights import fp8_kernel
+from kit.weights.fp8_kernel import BLOCK_SIZE, NESTED_BLOCK, TYPES, _peak, _to_e4m3
 
 ROWS, COLUMNS = 64, 128
 FLAT, WIDEST = 4096, 4096  # values of a program

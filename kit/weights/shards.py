@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kit.core.errors import CheckFailed
-from merge.checkpoint import INDEX, SINGLE
+from kit.weights.checkpoint import INDEX, SINGLE
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",

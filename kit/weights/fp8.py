@@ -9,7 +9,7 @@ is the same scales and codes: a server that quantizes it as it loads holds what 
 import torch
 from torch.autograd.function import once_differentiable
 
-from merge.nf4 import PIECE
+from kit.weights.nf4 import PIECE
 
 E4M3_MAX = 448.0
 LEAST_SCALE = 1 / (E4M3_MAX * 512)  # vLLM's, of weights and activations

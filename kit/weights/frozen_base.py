@@ -16,20 +16,20 @@ from typing import Any
 import torch
 
 from kit.core.errors import BadInput, CheckFailed
-from merge import fp8
-from merge.checkpoint import read_shapes, read_tensor
-from merge.dropout import clear_dropout_rates, turn_off_dropout
-from merge.fp8 import Fp8Linear, store_in_fp8
-from merge.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
-from merge.model_files import (
+from kit.weights import fp8
+from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
+from kit.weights.checkpoint import read_shapes, read_tensor
+from kit.weights.fp8 import Fp8Linear, store_in_fp8
+from kit.weights.gather import is_split, whole
+from kit.weights.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
+from kit.weights.model_files import (
     output_embedding,
     refuse_made_up,
     select_shards,
     unquantized_config,
     without_weights,
 )
-from merge.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
-from merge.whole import is_split, whole
+from kit.weights.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
 
 
 def load_frozen(
@@ -180,7 +180,7 @@ def _check_not_repacked(state: Any, name: str) -> None:
     if getattr(state, "packing_format_for_cpu", False):
         raise CheckFailed(
             f"{name} was repacked by bitsandbytes for AVX512-BF16, so its bytes are no longer NF4. "
-            "Call merge.base.disable_cpu_repacking(model) right after loading."
+            "Call kit.weights.frozen_base.disable_cpu_repacking(model) right after loading."
         )
 
 
