@@ -204,7 +204,7 @@ def nvidia_smi(fields: str, form: str = "") -> str | None:
 
 def recompute_of(point: dict[str, Any]) -> str:
     """`train.recompute` of a point; the older ones say gradient_checkpointing, true or false."""
-    from launch.planning.compare_points import recompute_of
+    from kit.plan.compare_points import recompute_of
 
     return recompute_of(point)
 

@@ -103,9 +103,9 @@ def prepare_run(folder: Path, directory: Path) -> None:
 
     from kit.core.config.load import config_from_dict
     from kit.core.run_directory import RunDir, base_directory
+    from kit.data.problems import chat_messages, load_problems
     from kit.weights.frozen_base import BaseCheckpoint
     from merge.merge import read_adapter
-    from recipes.parts.data import chat_messages, load_problems
 
     run = RunDir(directory)
     config = config_from_dict(run.config())

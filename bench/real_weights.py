@@ -279,7 +279,7 @@ def engine(work: Work) -> list[str]:
     from eval.run import answer_pool
     from eval.score import Answered
     from eval.tasks import scoring_of
-    from recipes.parts.data import chat_messages, load_problems
+    from kit.data.problems import chat_messages, load_problems
     from recipes.parts.policy import adapted_layers, check_base, load_tokenizer
 
     kind, options = work.options.kind, work.options

@@ -108,7 +108,7 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
     Trained on: among the training problems of the configuration that the gate was given, of the run's own, or in its
     ledger. `CheckFailed` when one is, `BadInput` when they are not the problems of eval.json.
     """
-    from recipes.parts.data import load_problems
+    from kit.data.problems import load_problems
 
     problems, own = (
         held_out(config.data, config.eval.max_problems, reward=config.eval.reward),

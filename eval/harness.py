@@ -30,7 +30,7 @@ from eval.result import read_result, run_config
 from kit.core.config.schema import DataConfig
 from kit.core.errors import DONE, BadInput, CheckFailed
 from kit.core.run_directory import MANIFEST, RunDir, file_hash, read_json, write_json
-from recipes.parts.data import SUFFIXES, TEXT_FORMATS, chat_messages
+from kit.data.problems import SUFFIXES, TEXT_FORMATS, chat_messages
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("kit_gsm8k", "kit_problems")

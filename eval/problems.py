@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kit.core.errors import BadInput, CheckFailed
-from recipes.parts.leaks import find_leaks
+from kit.data.leaks import find_leaks
 
 _SHOWN = 3
 
@@ -20,7 +20,7 @@ def held_out(data: Any, max_problems: int, training: Any = None, reward: str | N
     what judges them (`eval.reward`): one of the kit's must be able to compare with every reference. `CheckFailed` when
     any held-out problem, chosen or not, is among the training problems.
     """
-    from recipes.parts.data import load_problems
+    from kit.data.problems import load_problems
     from reward import REWARDS, gold_checks
 
     if max_problems < 1:

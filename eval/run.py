@@ -310,7 +310,7 @@ def questions(plan: Plan) -> Asking:
 
 def ask_settings(config: Config, problems: list[Any]) -> Asking:
     """The problems as chat prompts, with what a configuration says about generating."""
-    from recipes.parts.data import chat_messages
+    from kit.data.problems import chat_messages
 
     return Asking(
         [chat_messages(config.data, problem) for problem in problems],

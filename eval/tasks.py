@@ -27,7 +27,7 @@ from eval.score import MATH, Answered, Judgement, Scoring
 from kit.core.config.load import resolve
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed
-from recipes.parts.data import CODE_FORMATS, TEXT_FORMATS, first_row
+from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, first_row
 
 _STATEMENT = re.compile(r"^[ \t]*(?:async def|def|class|return|import|from)\b|\blambda\b", re.MULTILINE)
 BOX = "\nPut the final answer in \\boxed{}."

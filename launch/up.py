@@ -35,18 +35,17 @@ from kit.core.errors import DONE, BadInput, CheckFailed, run_command
 from kit.core.health import alerts
 from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.run_directory import RunDir, base_directory
-from launch.plan import fits
+from kit.plan.command import fits
+from kit.plan.placement import Placement, place
 from launch.replicas import Replicas, Stopped, read_end
 from launch.server import differences
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
 from launch.starting.trainer_command import (
     Command,
     Launcher,
-    Placement,
     base_command,
     choose_launcher,
     in_checkout,
-    place,
     process_count,
     read_launcher,
     trainer_command,

@@ -79,7 +79,7 @@ def _logged_rows(run: RunDir) -> Iterator[dict]:
 
 def _training_prompts(run: RunDir, tokenizer: Any) -> list[str]:
     from kit.core.config.schema import DataConfig
-    from recipes.parts.data import chat_messages, load_problems
+    from kit.data.problems import chat_messages, load_problems
 
     values = run.config()
     try:

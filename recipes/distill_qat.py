@@ -118,7 +118,8 @@ def main() -> None:
     check_distillation(config, processes)
     run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
-    from recipes.parts.calibration import calibration_prompts, set_input_ranges
+    from kit.data.calibration_prompts import calibration_prompts
+    from recipes.parts.calibration import set_input_ranges
     from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
     from recipes.parts.heldout import HeldOut
     from recipes.parts.policy import load_tokenizer, lora_config

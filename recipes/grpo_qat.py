@@ -74,7 +74,8 @@ def main() -> None:
     run = check_run_directory(config, flags.resume, processes, flags.overwrite)
     fmt = read_quant_format(config.policy.quant_cfg)
 
-    from recipes.parts.calibration import calibration_prompts, set_input_ranges
+    from kit.data.calibration_prompts import calibration_prompts
+    from recipes.parts.calibration import set_input_ranges
     from recipes.parts.heldout import HeldOut
     from recipes.parts.policy import load_tokenizer, lora_config
     from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments

@@ -28,7 +28,7 @@ NEAR = (0.4, 0.6, 0.8, 1.0)  # shares that `--against` counts
 def read(options: argparse.Namespace, path: str | None) -> list:
     """The usable problems of a file or of the hub; `BadInput` as a recipe's, for the same faults."""
     from kit.core.config.schema import DataConfig
-    from recipes.parts.data import first_row, load_problems
+    from kit.data.problems import first_row, load_problems
 
     data = DataConfig(id=options.id, path=path, train_split=options.splits, answer_format=options.answer_format)
     data.max_bad_fraction = options.max_bad_fraction
@@ -58,7 +58,7 @@ def quantiles(values: list[float]) -> str:
 
 def against(problems: list, others: list) -> None:
     """Print how near the problems are to those of another file."""
-    from recipes.parts.near_copies import nearest
+    from kit.data.near_copies import nearest
 
     found = nearest([one.question for one in problems], [one.question for one in others])
     values = quantiles([value for value, _ in found])
@@ -74,7 +74,7 @@ def against(problems: list, others: list) -> None:
 
 def split(problems: list, options: argparse.Namespace, out: Path) -> None:
     """Write both sides of a split and print what is known about it."""
-    from recipes.parts.near_copies import groups, nearest
+    from kit.data.near_copies import groups, nearest
 
     questions = [problem.question for problem in problems]
     grouped = groups(questions, options.similarity)

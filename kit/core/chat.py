@@ -71,6 +71,12 @@ def _unfit(value: Any) -> str:
     )
 
 
+def question_messages(question: str, system_prompt: str | None, suffix: str | None) -> list[dict]:
+    """The chat messages of a question: the system message if there is one, then the question with its suffix."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": question + (suffix or "")}]
+
+
 def render(tokenizer: Any, conversation: list[dict], arguments: dict) -> str:
     """The conversation as text, the assistant's turn opened. `BadInput` when the template fails."""
     return _apply(tokenizer, conversation, arguments, tokenize=False, add_generation_prompt=True)

@@ -15,7 +15,7 @@ from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, warn
 if TYPE_CHECKING:
     from kit.core.config.schema import Config
     from kit.core.errors import KitError
-    from launch.starting.trainer_command import Placement
+    from kit.plan.placement import Placement
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
 HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # of the request, and of the child process that makes it
@@ -157,7 +157,7 @@ def gpus_needed(machine: Machine) -> Iterator[Row]:
     """Whether trainer and servers find their GPUs on this machine."""
     from kit.core.config.shared_gpu import split_problem
     from kit.core.errors import BadInput
-    from launch.planning.replica import replica_gib
+    from kit.plan.replica import replica_gib
 
     name, config = "gpus", machine.config
     if config is None:
@@ -189,7 +189,8 @@ def placed(machine: Machine) -> tuple["Placement", int]:
     """(who gets which GPUs of this machine, trainer processes over all machines), as launch.up decides it; `BadInput`
     when they do not suffice."""
     from kit.core.errors import BadInput
-    from launch.starting.trainer_command import choose_launcher, place, process_count, read_launcher
+    from kit.plan.placement import place
+    from launch.starting.trainer_command import choose_launcher, process_count, read_launcher
     from launch.vllm_command import installed_vllm
 
     config, visible = machine.config, [one.index for one in machine.gpus]

@@ -11,9 +11,9 @@ import yaml
 
 from kit.core.config.schema import Config
 from kit.core.run_directory import publish
+from kit.data.problems import Problem, chat_messages, read_problems
 from launch.export.translate import Translation, epochs
 from launch.vllm_command import ROOT
-from recipes.parts.data import Problem, chat_messages, read_problems
 from reward import gold_checks, heldout_gold_checks, reward_functions
 
 PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]*[A-Za-z_./@%][A-Za-z0-9_./:@%+-]*")

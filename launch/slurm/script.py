@@ -11,7 +11,7 @@ from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.run_directory import base_directory
-from launch.starting.trainer_command import place
+from kit.plan.placement import place
 from launch.vllm_command import Installed, is_loopback, plans
 
 # Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from recipes.parts.data import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems
+from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems
 from reward import BoundReward, checked_options
 
 

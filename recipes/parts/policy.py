@@ -7,7 +7,7 @@ Covers loading, the adapter's shape, publishing versioned adapters, and the proo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.core.chat import check_template, model_stop_tokens
+from kit.core.chat import check_template, model_stop_tokens, question_messages
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
@@ -23,7 +23,6 @@ from kit.core.run_directory import (
 )
 from kit.weights.frozen_base import hash_base, load_frozen, unquantized_config
 from kit.weights.model_files import check_complete, check_names
-from recipes.parts.data import Problem, chat_messages
 from recipes.parts.sharding import quant_storage
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
         )
     if tokenizer.eos_token_id is None:
         raise BadInput(f"{source} has no stop token (eos_token), so completions would never end.")
-    probe = chat_messages(config.data, Problem("", "2 + 40?", "", ""))
+    probe = question_messages("2 + 40?", config.data.system_prompt, config.data.prompt_suffix)
     check_template(tokenizer, probe, config.data.chat_template_kwargs)
     model_stop_tokens(source, tokenizer, config.data.chat_template_kwargs, config.model.revision)
     for name in ("response_template", "response_schema"):

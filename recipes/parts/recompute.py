@@ -39,7 +39,7 @@ def use_recompute(model: Any, config: Config) -> int:
 
     transformers' Trainer and TRL turn checkpointing on through that method, TRL again after every pass without
     gradients (`trl.models.utils.disable_gradient_checkpointing`, trl 1.16). Changes this model alone. `ValueError` for
-    `auto`, which `launch.planning.recompute` resolves before anything is loaded.
+    `auto`, which `kit.plan.recompute` resolves before anything is loaded.
     """
     mode = config.train.recompute
     if mode == "auto":

@@ -71,7 +71,7 @@ def check_model(config: Config, processes: int, dry_run: bool = False) -> Any:
     check_init_adapter(config)
     check_kernels(config, model_config.model_type, installed=not dry_run or torch.cuda.is_available())
     if config.train.recompute == "auto":
-        from launch.planning.recompute import resolve
+        from kit.plan.recompute import resolve
 
         say(resolve(config, model_config.to_dict(), processes))
     check_shared_card(config, model_config)
@@ -85,7 +85,7 @@ def check_shared_card(config: Config, model_config: Any) -> None:
 
     if config.train.max_gpu_gib is None or not torch.cuda.is_available():
         return
-    from launch.planning.replica import replica_gib
+    from kit.plan.replica import replica_gib
 
     card_gib = torch.cuda.mem_get_info()[1] / 2**30
     if problem := split_problem(config, card_gib, replica_gib(config, model_config.to_dict())):
@@ -102,8 +102,8 @@ def problems_a_step(config: Config, processes: int) -> int:
 def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]:
     """The training set as TRL reads it and its size; every prompt fits, and the held-out problems can be read. Those
     that are trained on are named: `eval` refuses them afterwards."""
-    from recipes.parts.data import drop_long, read_problems, to_dataset
-    from recipes.parts.leaks import find_leaks
+    from kit.data.leaks import find_leaks
+    from kit.data.problems import drop_long, read_problems, to_dataset
     from reward import gold_checks, heldout_gold_checks
 
     problems, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
@@ -129,7 +129,7 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
 def note_date(config: Config, tokenizer: Any, problems: list[Any]) -> None:
     """Warn when the chat template writes the current date into every prompt."""
     from kit.core.chat import date_arguments
-    from recipes.parts.data import chat_messages
+    from kit.data.problems import chat_messages
 
     arguments = config.data.chat_template_kwargs
     if not problems or not getattr(tokenizer, "chat_template", None):

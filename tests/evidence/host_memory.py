@@ -79,9 +79,9 @@ def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
 def planned(arguments: list[str], measured: dict[str, float]) -> dict[str, float]:
     """What the plan expects of a CPU process with rows as long as the measured ones, {phase: GiB}."""
     from kit.core.config.load import load_config
-    from launch.planning import memory
-    from launch.planning.gpus import parse_gpus
-    from launch.planning.shapes import config_shape
+    from kit.plan import memory
+    from kit.plan.gpus import parse_gpus
+    from kit.plan.shapes import config_shape
 
     place = arguments.index("--config")
     config = load_config(arguments[place + 1], arguments[:place] + arguments[place + 2 :])

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from transformers import AutoTokenizer
 
 from kit.core.config.load import load_config
+from kit.data.problems import chat_messages, load_problems
 from kit.weights.frozen_base import load_nf4
-from recipes.parts.data import chat_messages, load_problems
 from recipes.parts.update import padded_positions
 
 ROOT = Path(__file__).parents[2]

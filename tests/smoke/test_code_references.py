@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kit.core.config.schema import DataConfig, RewardConfig
-from recipes.parts.data import chat_messages, read_problems
+from kit.data.problems import chat_messages, read_problems
 from reward import reward_functions
 
 SCRIPT = Path(__file__).parents[1] / "evidence" / "code_mutants.py"

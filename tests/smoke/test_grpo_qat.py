@@ -13,7 +13,8 @@ from kit.core.config.load import load_config
 from kit.core.config.recipe import PLAIN
 from kit.core.config.recipe import QUANTIZED as RECIPE
 from kit.core.run_directory import RunDir, read_json, read_manifest
-from launch.starting.trainer_command import Placement, choose_launcher, trainer_command
+from kit.plan.placement import Placement
+from launch.starting.trainer_command import choose_launcher, trainer_command
 from tests.conftest import SMALL
 
 CONFIG = "recipes/configs/grpo-tiny-qat-nvfp4-cpu.yaml"
@@ -81,7 +82,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(parts / "adapters" / "v000002")
     words = arguments(learning_model_dir, parts, W4A4 | {"train.max_steps": 2}, ("--resume",))
-    monkeypatch.setattr("recipes.parts.calibration.calibration_prompts", None)  # the prompts may be gone
+    monkeypatch.setattr("kit.data.calibration_prompts.calibration_prompts", None)  # the prompts may be gone
     code, said = recipe(words)
     assert code == 0 and "step-000001 (step 1)" in said and "calibrated" not in said, said
     assert "passed over: " in said and "is damaged: the content of quantizer.safetensors" in said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kit.core.config.schema import DataConfig, RewardConfig
-from recipes.parts.data import chat_messages, load_problems, read_problems, to_dataset
+from kit.data.problems import chat_messages, load_problems, read_problems, to_dataset
 from reward import reward_functions
 from reward.pool import shared_pool
 

@@ -11,7 +11,7 @@ import pytest
 
 from kit.core.config.load import load_config
 from kit.core.run_directory import RunDir
-from recipes.parts.data import load_problems
+from kit.data.problems import load_problems
 from tests import processes
 from tests.conftest import make_base
 

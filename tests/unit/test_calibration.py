@@ -6,7 +6,7 @@ import pytest
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from recipes.parts.calibration import calibration_prompts
+from kit.data.calibration_prompts import calibration_prompts
 from tests.unit.test_linear import CONFIG
 
 LONG = "A farmer has 12 hens and 3 dogs; how many legs do they have all together?"

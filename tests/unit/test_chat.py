@@ -19,9 +19,9 @@ from kit.core.config.schema import ServerConfig
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from kit.core.tokenizer_hash import tokenizer_hash
+from kit.data.problems import Problem, chat_messages, load_problems, prompt_lengths
 from merge.chat_template import literal, set_defaults, with_defaults
 from merge.verify import as_prompt, fixed_batch
-from recipes.parts.data import Problem, chat_messages, load_problems, prompt_lengths
 from recipes.parts.policy import load_tokenizer
 from recipes.parts.replica import decode_ids
 from recipes.parts.rollout import ServerRollout
@@ -132,7 +132,7 @@ def test_training_asks_in_this_process_and_its_server_the_prompt_of_the_argument
 
 
 def test_lengths_and_calibration_are_of_the_prompts_with_the_arguments(thinking):
-    from recipes.parts.calibration import calibration_prompts
+    from kit.data.calibration_prompts import calibration_prompts
 
     assert prompt_lengths(thinking.problems[:1], thinking.tokenizer, thinking.config.data) == [len(thinking.ids)]
     thinking.config.policy.quant_calib_size = 1

@@ -270,9 +270,9 @@ def test_a_replica_with_a_kv_cache_of_its_own_counts_with_its_weights(monkeypatc
 
 
 def test_what_a_replica_takes_is_what_the_plan_says_of_it(monkeypatch):
-    from launch.planning import memory, replica
-    from launch.planning.gpus import CARDS
-    from launch.planning.shapes import shape_by_size
+    from kit.plan import memory, replica
+    from kit.plan.gpus import CARDS
+    from kit.plan.shapes import shape_by_size
 
     monkeypatch.setattr(replica, "parse_gpus", lambda _: (CARDS["rtx4090"], 1))
     config = shared(server__kv_cache_gib=2, model__path="null", model__id="Qwen/Qwen3-8B")

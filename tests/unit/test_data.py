@@ -9,7 +9,7 @@ import pytest
 
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput
-from recipes.parts.data import chat_messages, drop_long, load_problems, read_problems, to_dataset
+from kit.data.problems import chat_messages, drop_long, load_problems, read_problems, to_dataset
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -312,7 +312,7 @@ def test_prompts_that_are_too_long_are_an_error_with_the_longest_or_dropped_unde
 
 
 def test_importing_the_module_needs_no_torch_and_no_datasets():
-    code = "import sys, recipes.parts.data; assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
+    code = "import sys, kit.data.problems; assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
     done = processes.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
@@ -359,7 +359,7 @@ def test_any_reference_is_kept_as_it_is(tmp_path, answer):
 
 def test_references_that_no_comparison_reads_are_bad_rows(tmp_path, monkeypatch):
     file = jsonl(tmp_path / "train.jsonl", [{"question": f"q{n}", "answer": str(n)} for n in range(4)])
-    monkeypatch.setattr("recipes.parts.data.math_golds", lambda golds: [(golds.index("2"), "unparseable")])
+    monkeypatch.setattr("kit.data.problems.math_golds", lambda golds: [(golds.index("2"), "unparseable")])
     problems, report = read_problems(config(file, max_bad_fraction=0.25), "train")
     assert [problem.gold for problem in problems] == ["0", "1", "3"]
     assert report.bad == [(f"{file}:3", "unparseable")]

@@ -15,7 +15,7 @@ from eval.score import summarize
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import MANIFEST, RunDir, read_json
-from recipes.parts.data import Problem
+from kit.data.problems import Problem
 
 RECORDED = Path(__file__).parent / "recorded"
 IDS = ["2b6dd2d24055888b", "48c10f8b4c462246", "7b64cc868f5ed200", "18b3ef76ae1511fa", "5f102698ed7ce111"]

@@ -11,8 +11,8 @@ from eval.problems import check_disjoint, problems_hash
 from eval.record import Record
 from eval.score import score, summarize
 from kit.core.errors import CheckFailed
-from recipes.parts.data import Problem
-from recipes.parts.leaks import find_leaks, normalized
+from kit.data.leaks import find_leaks, normalized
+from kit.data.problems import Problem
 from reward.pool import Verdict
 
 QUESTION = "Tom has 12 apples and buys 34 more. How many apples has Tom?"

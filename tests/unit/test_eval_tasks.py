@@ -18,7 +18,7 @@ from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, write_json
-from recipes.parts.data import Problem, chat_messages, load_problems
+from kit.data.problems import Problem, chat_messages, load_problems
 from reward.code_gold import gold_from_row
 
 MBPP = {"prompt": "Write a function add.", "test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}

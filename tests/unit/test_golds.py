@@ -11,7 +11,7 @@ from eval.problems import held_out
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from recipes.parts.data import load_problems, read_problems
+from kit.data.problems import load_problems, read_problems
 from recipes.parts.setup import load_data
 from reward import REWARDS, gold_checks, heldout_gold_checks
 from reward.gold import math_golds

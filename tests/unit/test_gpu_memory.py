@@ -64,7 +64,7 @@ def test_a_card_that_trainer_and_replica_do_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, Card.total_memory))
     asked = []
-    monkeypatch.setattr("launch.planning.replica.replica_gib", lambda *given: asked.append(given) or 7.5)
+    monkeypatch.setattr("kit.plan.replica.replica_gib", lambda *given: asked.append(given) or 7.5)
     with pytest.raises(BadInput, match=r"max_gpu_gib \(18\) and server\.kv_cache_gib \(5\).*7\.5 GiB.*24\.0 GiB"):
         check_shared_card(config, facts)
     assert asked == [(config, facts.to_dict())]

@@ -11,11 +11,11 @@ import torch
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
+from kit.plan import memory
+from kit.plan.fitting import changed, changes, lay_out
+from kit.plan.gpus import CARDS, parse_gpus
+from kit.plan.shapes import shape_by_size
 from kit.weights.frozen_base import hash_base
-from launch.planning import memory
-from launch.planning.fitting import changed, changes, lay_out
-from launch.planning.gpus import CARDS, parse_gpus
-from launch.planning.shapes import shape_by_size
 from recipes.parts.host_embedding import HostEmbedding, keep_embedding_on_host
 from recipes.parts.policy import check_base_unchanged
 from tests.conftest import CONFIG

@@ -9,10 +9,10 @@ from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
+from kit.plan import memory
+from kit.plan.gpus import Card
+from kit.plan.shapes import find_shape
 from kit.weights.frozen_base import hash_base, load_nf4
-from launch.planning import memory
-from launch.planning.gpus import Card
-from launch.planning.shapes import find_shape
 from merge.verify import compute_in
 from recipes.parts import kept_weights
 from recipes.parts.kept_weights import keeping_weights, room_for

@@ -9,16 +9,16 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_problem
 from kit.core.errors import BadInput
-from launch.plan import best_split, choose_shape, main, make_layout
-from launch.plan import fits as plan_fits
-from launch.planning import fitting, matrix, memory
-from launch.planning.fitting import changed, changes, lay_out, remedy
-from launch.planning.gpus import CARDS, own_gpus, parse_gpus, recognize
-from launch.planning.matrix import MODELS, SIZES, fits, longest, widest
-from launch.planning.report import spell, summary
-from launch.planning.shapes import KNOWN, UNGATED, find_shape, shape_by_size, shape_from_facts
-from launch.planning.splitting import splits
-from launch.starting.trainer_command import place
+from kit.plan import fitting, matrix, memory
+from kit.plan.command import best_split, choose_shape, main, make_layout
+from kit.plan.command import fits as plan_fits
+from kit.plan.fitting import changed, changes, lay_out, remedy
+from kit.plan.gpus import CARDS, own_gpus, parse_gpus, recognize
+from kit.plan.matrix import MODELS, SIZES, fits, longest, widest
+from kit.plan.placement import place
+from kit.plan.report import spell, summary
+from kit.plan.shapes import KNOWN, UNGATED, find_shape, shape_by_size, shape_from_facts
+from kit.plan.splitting import splits
 from tests import processes
 from tests.conftest import ROOT
 
@@ -98,7 +98,7 @@ def test_cards_are_named_together_only_when_they_follow_each_other(monkeypatch, 
 
 def test_it_starts_within_a_second_and_imports_no_torch():
     program = (
-        "import sys, launch.plan, launch.planning.report, launch.planning.matrix, launch.planning.compare_points\n"
+        "import sys, launch.plan, kit.plan.report, kit.plan.matrix, kit.plan.compare_points\n"
         "print(*({'torch', 'transformers', 'vllm', 'rich'} & set(sys.modules)))"
     )
     done = processes.run([sys.executable, "-c", program])
@@ -297,7 +297,7 @@ def test_most_of_what_does_not_fit_gets_a_remedy():
 
 
 def test_the_largest_pack_fits_and_a_larger_one_does_not():
-    from launch.planning.report import largest
+    from kit.plan.report import largest
 
     layout = plan(EIGHT, "h100-80g:8", "--train.micro_batch_tokens", "8192", "--train.recompute", "none")
     found = largest(layout)

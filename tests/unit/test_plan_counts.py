@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from launch.planning import cost, memory, quantized, recompute
-from launch.planning.coefficients import value
-from launch.planning.fitting import lay_out, with_keys
-from launch.planning.gpus import CARDS, Card
-from launch.planning.replica import replica_gib
-from launch.planning.shapes import Shape, shape_by_size, shape_from_facts
-from launch.planning.splitting import splits
+from kit.plan import cost, memory, quantized, recompute
+from kit.plan.coefficients import value
+from kit.plan.fitting import lay_out, with_keys
+from kit.plan.gpus import CARDS, Card
+from kit.plan.replica import replica_gib
+from kit.plan.shapes import Shape, shape_by_size, shape_from_facts
+from kit.plan.splitting import splits
 from launch.vllm_command import SERVED_RANKS
 from tests.unit.test_plan_memory import config
 
@@ -129,7 +129,7 @@ def test_a_sleeping_replica_keeps_its_copy():
 
 
 def test_a_replica_is_counted_as_expected(monkeypatch):
-    monkeypatch.setattr("launch.planning.replica.parse_gpus", lambda text: (H200, 1))
+    monkeypatch.setattr("kit.plan.replica.parse_gpus", lambda text: (H200, 1))
     made = config(model__id="Qwen/Qwen3-8B", rollout__backend="server", server__kv_cache_gib=5.0)
     one = memory.server_memory(memory.server_parts(EIGHT, made, H200), made)
     assert one.low < replica_gib(made) == one.expected < one.high

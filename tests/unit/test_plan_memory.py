@@ -8,12 +8,12 @@ import pytest
 
 from kit.core.config.load import config_from_dict
 from kit.core.errors import BadInput
-from launch.planning import cost, memory
-from launch.planning.coefficients import TABLE
-from launch.planning.compare_points import LIMIT, check, compare, point_config, point_shape, rows_of
-from launch.planning.fitting import lay_out
-from launch.planning.gpus import CARDS
-from launch.planning.shapes import shape_by_size
+from kit.plan import cost, memory
+from kit.plan.coefficients import TABLE
+from kit.plan.compare_points import LIMIT, check, compare, point_config, point_shape, rows_of
+from kit.plan.fitting import lay_out
+from kit.plan.gpus import CARDS
+from kit.plan.shapes import shape_by_size
 from tests.conftest import ROOT
 
 H200, SHAPE = CARDS["h200"], shape_by_size("8b")

@@ -10,14 +10,14 @@ import torch
 import tests.unit.test_plan_activations as small
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
+from kit.plan import cost, memory, quantized, teacher
+from kit.plan.command import make_layout
+from kit.plan.fitting import candidates, lay_out
+from kit.plan.gpus import CARDS
+from kit.plan.recompute import least
+from kit.plan.report import counted, summary
+from kit.plan.shapes import shape_by_size
 from kit.weights import quantize, stored_weight
-from launch.plan import make_layout
-from launch.planning import cost, memory, quantized, teacher
-from launch.planning.fitting import candidates, lay_out
-from launch.planning.gpus import CARDS
-from launch.planning.recompute import least
-from launch.planning.report import counted, summary
-from launch.planning.shapes import shape_by_size
 from recipes.parts import kept_weights, qat
 from tests.unit.test_plan_activations import as_on_a_gpu  # noqa: F401
 from tests.unit.test_plan_memory import SHAPE, config

@@ -8,11 +8,11 @@ import pytest
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, run_command
-from launch.plan import main, make_layout
-from launch.planning.fitting import changes, largest_completion, remedy, step_time, with_keys
-from launch.planning.gpus import parse_gpus
-from launch.planning.shapes import shape_by_size
-from launch.planning.splitting import splits
+from kit.plan.command import main, make_layout
+from kit.plan.fitting import changes, largest_completion, remedy, step_time, with_keys
+from kit.plan.gpus import parse_gpus
+from kit.plan.shapes import shape_by_size
+from kit.plan.splitting import splits
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "recipes/configs"

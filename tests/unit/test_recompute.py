@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kit.core.config.load import config_from_dict
 from kit.core.config.recompute_rules import problems, recomputed_layers
 from kit.core.errors import BadInput
-from launch.planning import cost, memory
-from launch.planning.fitting import candidates, lay_out, with_keys
-from launch.planning.gpus import CARDS
-from launch.planning.recompute import least, resolve, set_recompute
-from launch.planning.shapes import shape_by_size
+from kit.plan import cost, memory
+from kit.plan.fitting import candidates, lay_out, with_keys
+from kit.plan.gpus import CARDS
+from kit.plan.recompute import least, resolve, set_recompute
+from kit.plan.shapes import shape_by_size
 from recipes.parts.offload import HostInputs
 from recipes.parts.recompute import _product, use_recompute
 from tests.unit.test_plan_activations import config as layer_config
@@ -356,7 +356,7 @@ def test_auto_is_resolved_in_the_configuration_and_said(monkeypatch):
     assert "recompute none (auto: cpu" in resolve(made, facts, 1)
     assert made.train.recompute == "none"
     monkeypatch.delenv("ACCELERATE_USE_CPU")
-    monkeypatch.setattr("launch.planning.recompute.parse_gpus", lambda text: (CARDS["rtx4090"], 1))
+    monkeypatch.setattr("kit.plan.recompute.parse_gpus", lambda text: (CARDS["rtx4090"], 1))
     made = config(**EIGHT, train__recompute="auto")
     assert resolve(made, facts, 1).startswith(f"recompute {made.train.recompute}")
     assert made.train.recompute == "full"

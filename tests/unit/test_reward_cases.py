@@ -7,7 +7,7 @@ import pytest
 
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput
-from recipes.parts.data import load_problems
+from kit.data.problems import load_problems
 from reward.answer import answers_equal, check_golds, judge
 from reward.exact import Policy, decide
 from reward.pool import WorkerPool

@@ -14,7 +14,7 @@ import pytest
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config, DataConfig, RewardConfig
 from kit.core.errors import BadInput, CheckFailed
-from recipes.parts.data import read_problems
+from kit.data.problems import read_problems
 from recipes.parts.record import code_sandbox
 from reward import REWARDS, reward_functions
 from reward.attacks import code as attacks

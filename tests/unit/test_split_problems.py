@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.parts.near_copies import groups, nearest, shingles
+from kit.data.near_copies import groups, nearest, shingles
 from tests import processes
 from tests.conftest import ROOT
 

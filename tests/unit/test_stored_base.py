@@ -319,9 +319,9 @@ def test_a_base_of_another_storage_is_not_reused(tmp_path):
     ],
 )
 def test_the_plan_counts_what_the_base_and_a_workers_copy_take(kind, dtype, name, size, copied):
-    from launch.planning import memory
-    from launch.planning.gpus import parse_gpus
-    from launch.planning.shapes import shape_by_size
+    from kit.plan import memory
+    from kit.plan.gpus import parse_gpus
+    from kit.plan.shapes import shape_by_size
 
     shape, (card, _) = shape_by_size("8b"), parse_gpus("h200")
     config = load_config(CONFIG, ["--policy.quantization", kind, "--model.dtype", dtype])

@@ -20,9 +20,10 @@ from rich.console import Console
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
+from kit.plan.placement import Placement
 from launch import up
 from launch.starting import jobs, leash
-from launch.starting.trainer_command import CPU, Command, Placement, read_launcher
+from launch.starting.trainer_command import CPU, Command, read_launcher
 from launch.starting.view import Status, StepLines, View, process_table
 from launch.vllm_command import Plan
 from tests import processes

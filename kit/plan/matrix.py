@@ -8,10 +8,10 @@ from typing import Any
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.core.errors import DONE
-from launch.planning.fitting import lay_out, with_keys
-from launch.planning.gpus import CARDS, Card
-from launch.planning.memory import full_cache_gib
-from launch.planning.shapes import Shape, shape_by_size
+from kit.plan.fitting import lay_out, with_keys
+from kit.plan.gpus import CARDS, Card
+from kit.plan.memory import full_cache_gib
+from kit.plan.shapes import Shape, shape_by_size
 
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 # One for every size of memory.

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass, replace
 
 from kit.core.config.schema import Config
-from launch.planning import quantized, teacher
-from launch.planning.coefficients import value
-from launch.planning.gpus import Card
-from launch.planning.memory import (
+from kit.plan import quantized, teacher
+from kit.plan.coefficients import value
+from kit.plan.gpus import Card
+from kit.plan.memory import (
     GIB,
     KEPT,
     generation_parts,
@@ -23,7 +23,7 @@ from launch.planning.memory import (
     sequence_gib,
     stored_bytes,
 )
-from launch.planning.shapes import Shape
+from kit.plan.shapes import Shape
 
 MEASURED_CARD = "h200"
 

@@ -9,9 +9,9 @@ from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from kit.core.run_directory import read_json
-from launch.planning import memory
-from launch.planning.gpus import CARDS, recognize
-from launch.planning.shapes import Shape, shape_from_facts
+from kit.plan import memory
+from kit.plan.gpus import CARDS, recognize
+from kit.plan.shapes import Shape, shape_from_facts
 
 LIMIT = 0.10
 AS_EVER = ("plain", "torch")  # what needs no word in a point's name

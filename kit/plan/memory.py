@@ -18,10 +18,10 @@ from kit.core.config.format_rules import BY_VLLM
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
 from kit.core.limits import FOLD_CHUNK, FOLD_GIB, FORMAT_GIB, SERVED_RANKS
-from launch.planning import quantized, teacher
-from launch.planning.coefficients import value
-from launch.planning.gpus import Card
-from launch.planning.shapes import Shape
+from kit.plan import quantized, teacher
+from kit.plan.coefficients import value
+from kit.plan.gpus import Card
+from kit.plan.shapes import Shape
 
 GIB = 2**30
 NF4_BLOCK, SCALE_BLOCK = 64, 256

@@ -12,9 +12,9 @@ import functools
 from kit.core.config.distill_rules import is_own_model
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from launch.planning.coefficients import value
-from launch.planning.gpus import Card
-from launch.planning.shapes import Shape, find_shape
+from kit.plan.coefficients import value
+from kit.plan.gpus import Card
+from kit.plan.shapes import Shape, find_shape
 
 GIB = 2**30
 TILE_BYTES = 4 + 4 + 2  # logits of student and teacher in float32, and what is multiplied back in 16 bits

@@ -12,9 +12,9 @@ from typing import Any
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import replicas_beside_trainer
 from kit.core.errors import BadInput
-from launch.planning import cost, memory
-from launch.planning.gpus import CARDS, Card, parse_gpus
-from launch.planning.shapes import Shape, config_shape
+from kit.plan import cost, memory
+from kit.plan.gpus import CARDS, Card, parse_gpus
+from kit.plan.shapes import Shape, config_shape
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 CHOICES = [("none", 1.0), *((mode, fraction) for mode in ("selective", "full") for fraction in FRACTIONS)]

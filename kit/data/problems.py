@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kit.core.chat import token_ids
+from kit.core.chat import question_messages, token_ids
 from kit.core.errors import BadInput
 from reward import is_own
 from reward.answer import boxed_answer, hash_answer
@@ -146,8 +146,7 @@ def chat_messages(data: "DataConfig", problem: Problem) -> list[dict]:
 
     No chat template is applied here: the trainer and the server each apply it once.
     """
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    return [*system, {"role": "user", "content": problem.question + (data.prompt_suffix or "")}]
+    return question_messages(problem.question, data.system_prompt, data.prompt_suffix)
 
 
 def to_dataset(problems: list[Problem], data: "DataConfig") -> "datasets.Dataset":

@@ -6,11 +6,11 @@ import math
 import shlex
 from typing import Any
 
-from launch.planning import cost, fitting, memory, quantized, splitting, teacher
-from launch.planning.fitting import Layout
-from launch.planning.memory import Estimate
-from launch.planning.recompute import describe_recompute
-from launch.planning.splitting import Split
+from kit.plan import cost, fitting, memory, quantized, splitting, teacher
+from kit.plan.fitting import Layout
+from kit.plan.memory import Estimate
+from kit.plan.recompute import describe_recompute
+from kit.plan.splitting import Split
 
 
 def spell(keys: dict[str, Any]) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 from kit.core.config.checks import check_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from launch.planning import cost, memory, quantized
-from launch.planning.gpus import CARDS, Card
-from launch.planning.memory import Estimate
-from launch.planning.recompute import least, set_recompute
-from launch.planning.shapes import Shape
-from launch.starting.trainer_command import Placement, place
+from kit.plan import cost, memory, quantized
+from kit.plan.gpus import CARDS, Card
+from kit.plan.memory import Estimate
+from kit.plan.placement import Placement, place
+from kit.plan.recompute import least, set_recompute
+from kit.plan.shapes import Shape
 
 STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched in multiples of them
 

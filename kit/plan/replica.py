@@ -4,9 +4,9 @@ from typing import Any
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from launch.planning import memory
-from launch.planning.gpus import parse_gpus
-from launch.planning.shapes import config_shape
+from kit.plan import memory
+from kit.plan.gpus import parse_gpus
+from kit.plan.shapes import config_shape
 
 
 def replica_gib(config: Config, facts: dict[str, Any] | None = None) -> float | None:

@@ -16,8 +16,8 @@ from kit.core.config.schema import TRAIN, Config
 from kit.core.errors import BadInput
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat, check_shapes
-from launch.planning.gpus import Card
-from launch.planning.shapes import Shape
+from kit.plan.gpus import Card
+from kit.plan.shapes import Shape
 
 GIB = 2**30
 # Bytes at most while PyTorch makes a weight, and an input, of this kind; a value each.

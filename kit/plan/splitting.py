@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from launch.planning import coefficients, cost, memory
-from launch.planning.fitting import (
+from kit.plan import coefficients, cost, memory
+from kit.plan.fitting import (
     Layout,
     changed,
     fits_with,

@@ -1,0 +1,101 @@
+"""The prompts that input ranges of formats with static activations are measured over.
+
+`policy.quant_calib_data: train` are the run's own training prompts, evenly spread over the split. A path is a jsonl
+file; every row has a `text` that is taken as it is, a `prompt` (text, or chat messages) or the question column of
+`data`. A file with a held-out problem in it is refused. Everything is checked before any weight is loaded.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kit.core.chat import token_ids
+from kit.core.config.schema import TRAIN, Config
+from kit.core.errors import BadInput
+
+
+def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: Any) -> list[list[int]]:
+    """Token ids of `policy.quant_calib_size` prompts, each at most `policy.quant_sequence_length` of them.
+
+    `messages` are the run's training prompts as chat messages. The same each time. `BadInput` when there are fewer
+    prompts, and when a file of them is missing, empty, has a row without a prompt, or a held-out problem.
+    """
+    policy = config.policy
+    if policy.quant_calib_data == TRAIN:
+        source, prompts = "the training split", messages
+    else:
+        source, prompts = policy.quant_calib_data, _read(Path(policy.quant_calib_data), config)
+    size = policy.quant_calib_size
+    if len(prompts) < size:
+        what = "no prompt" if not prompts else f"{len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
+        raise BadInput(
+            f"{source} holds {what} and policy.quant_calib_size is {size}. Name more in policy.quant_calib_data, or "
+            "lower policy.quant_calib_size."
+        )
+    chosen = prompts[:: len(prompts) // size][:size]
+    arguments = config.data.chat_template_kwargs
+    return [_token_ids(prompt, tokenizer, arguments)[: policy.quant_sequence_length] for prompt in chosen]
+
+
+def _check_disjoint(rows: list[tuple[str, str | list[dict]]], config: Config) -> None:
+    """`BadInput` when a held-out question is one of these (place, prompt), or stands in one word for word."""
+    from kit.data.leaks import find_leaks
+    from kit.data.problems import Problem, load_problems
+
+    suffix, seen = config.data.prompt_suffix, []
+    for place, prompt in rows:
+        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        # What a question was followed by is no part of it.
+        texts += [text.removesuffix(suffix) for text in texts if suffix and text.endswith(suffix)]
+        seen += [Problem("", text, "", place) for text in texts]
+    heldout = load_problems(config.data, "eval")
+    if leaked := find_leaks(heldout, seen):
+        problem, row, whole = leaked[0]
+        raise BadInput(
+            f"policy.quant_calib_data {config.policy.quant_calib_data} holds {len(leaked)} of {len(heldout)} held-out "
+            f"problems ({problem.source} {'is' if whole else 'stands in'} {row.source}: {problem.question[:80]!r}), "
+            "so the input ranges would be fit to what the run is measured on. Remove them from the file, or set "
+            "policy.quant_calib_data to train."
+        )
+
+
+def _read(path: Path, config: Config) -> list[str | list[dict]]:
+    """The prompts of a jsonl file: text, or chat messages."""
+    if not path.is_file():
+        raise BadInput(f"policy.quant_calib_data: no file at {path}. Name a jsonl file, or train.")
+    found = []
+    with open(path, "rb") as lines:  # split at line feeds alone: JSON may hold other ends of lines
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                found.append((f"{path}:{number}", _prompt(json.loads(line), config)))
+            except (ValueError, TypeError, KeyError) as error:
+                raise BadInput(
+                    f"{path}:{number} has no prompt ({error}). A row is an object with text, prompt or "
+                    f"{config.data.question_column}."
+                ) from None
+    _check_disjoint(found, config)
+    return [prompt for _, prompt in found]
+
+
+def _prompt(row: dict, config: Config) -> str | list[dict]:
+    from kit.data.problems import Problem, chat_messages
+
+    if not isinstance(row, dict):
+        raise ValueError(f"it is {row!r:.40}")
+    key = next((key for key in ("text", "prompt", config.data.question_column) if key in row), None)
+    if key is None:
+        raise ValueError(f"it has {', '.join(map(str, row))[:80] or 'no keys'}")
+    value = row[key]
+    if isinstance(value, list) and value and key == "prompt":
+        return [{"role": str(one["role"]), "content": str(one["content"])} for one in value]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} is {value!r:.40}")
+    return value if key == "text" else chat_messages(config.data, Problem("", value, "", ""))
+
+
+def _token_ids(prompt: str | list[dict], tokenizer: Any, arguments: dict) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return token_ids(tokenizer, prompt, arguments)
