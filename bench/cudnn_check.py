@@ -110,7 +110,7 @@ def queueing(call: Callable[[], Any]) -> float:
 
 def group(prompt: int, completions: list[list[int]]) -> Any:
     """The packed row of groups, filled up to a multiple of 16."""
-    from recipes.parts.packed_attention import Sequences, row_length
+    from kit.policy.packed.attention import Sequences, row_length
 
     lengths = [prompt] * len(completions) + [one for lengths in completions for one in lengths]
     if fill := row_length(sum(lengths), "flash") - sum(lengths):
@@ -120,7 +120,7 @@ def group(prompt: int, completions: list[list[int]]) -> Any:
 
 def rows(rehearse: bool, other: bool) -> dict[str, Any]:
     """Packed rows by name; `other`, rows of other lengths that fall into the same buckets."""
-    from recipes.parts.packed_attention import Sequences
+    from kit.policy.packed.attention import Sequences
 
     scale = 64 if rehearse else 1
     draw, less = random.Random(0), 5 * other // scale + other
@@ -182,7 +182,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 def plans() -> int:
-    from recipes.parts import cudnn_packed
+    from kit.policy.packed import cudnn as cudnn_packed
 
     return sum(one.cache_info().misses for one in (cudnn_packed._forward, cudnn_packed._backward))
 
@@ -190,7 +190,7 @@ def plans() -> int:
 @contextlib.contextmanager
 def buckets(way: str) -> Iterator[None]:
     """Plans forgotten, and those of the part of the size that the way says."""
-    from recipes.parts import cudnn_packed
+    from kit.policy.packed import cudnn as cudnn_packed
 
     for one in (cudnn_packed._forward, cudnn_packed._backward):
         one.cache_clear()
@@ -218,7 +218,7 @@ def measure(
     """One line of the table; the milliseconds of forward and backward together, and the errors."""
     import torch
 
-    from recipes.parts.flash_packed import FlashMask, flash_attention
+    from kit.policy.packed.flash import FlashMask, flash_attention
 
     device, scale = given[0].device, given[0].shape[-1] ** -0.5
 
@@ -258,7 +258,7 @@ def compare(rehearse: bool) -> None:
     """Every row by every way, and what would be saved."""
     import torch
 
-    from recipes.parts import flash_packed
+    from kit.policy.packed import flash
 
     other = rows(rehearse, True)
     for name, sequences in rows(rehearse, False).items():
@@ -278,7 +278,7 @@ def compare(rehearse: bool) -> None:
                 best = min(took, key=took.get)
                 saved = (took["flash"] - took[best]) * LAYERS
                 table.append(f"  best: {best}; {saved:.0f} ms saved in {LAYERS} layers ({len(given[0]):,} tokens)\n")
-            merged(sequences, given, flash_packed)
+            merged(sequences, given, flash)
             del given, grad, wanted
             if not rehearse:
                 torch.cuda.empty_cache()
@@ -364,12 +364,13 @@ def operators() -> None:
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Definitions in PyTorch in the place of all kernels."""
-    from recipes.parts import cudnn_packed, flash_packed
+    from kit.policy.packed import cudnn as cudnn_packed
+    from kit.policy.packed import flash
     from tests.unit.test_flash_packed import backward_stand_in, forward_stand_in
 
     given = {"attention": forward_stand_in, "attention_backward": backward_stand_in}
     with (
-        mock.patch.multiple(flash_packed, **given),
+        mock.patch.multiple(flash, **given),
         mock.patch.multiple(cudnn_packed, filled_up=list, **given),
     ):
         yield
@@ -389,7 +390,7 @@ def main() -> None:
         with stand_ins():
             compare(True)
     else:
-        from recipes.parts.cudnn_packed import problem
+        from kit.policy.packed.cudnn import problem
 
         with part("cuDNN"):
             about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"

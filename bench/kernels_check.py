@@ -26,9 +26,9 @@ import torch
 
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
-from recipes.parts.kernels import _with_rotary, check_kernels, use_kernels
-from recipes.parts.linear import use_fused_linears
-from recipes.parts.recompute import use_recompute
+from kit.policy.fused_linear import use_fused_linears
+from kit.policy.liger import _with_rotary, check_kernels, use_kernels
+from kit.policy.recompute import use_recompute
 
 LAYERS, RANK = 4, 16
 SHAPE = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -63,7 +63,7 @@ def check_errors(device: str) -> None:
 
     import torch
 
-    from recipes.parts.linear import use_fused_linears
+    from kit.policy.fused_linear import use_fused_linears
 
     lines = ["relative error against float64 | y | dx | dA | dB"]
     tiny = device == "cpu"
@@ -99,11 +99,11 @@ def check_products(shapes: list[tuple[int, int]], tokens: int, device: str) -> N
     """The FP8 products of layers with one input against the same FP8 numbers multiplied in float64."""
     import torch
 
+    from kit.policy import fused_linear
     from kit.weights import stored_weight
-    from recipes.parts import linear
 
     held = torch.nn.ModuleList(make_layer(shape, torch.bfloat16, device) for shape in shapes)
-    linear.use_fused_linears(held, "fp8")
+    fused_linear.use_fused_linears(held, "fp8")
     products = [one.product for one in held]
     scales = [product.scale() for product in products]
     weights = [stored_weight.weight_in_torch(one, scale).double() for one, scale in zip(held, scales, strict=True)]
@@ -121,7 +121,7 @@ def check_products(shapes: list[tuple[int, int]], tokens: int, device: str) -> N
             weights[0].t(),
             scales[0].view(1, -1),
         ),
-        ("backward", linear.input_gradient(products, gs), gradient, torch.cat(weights), 1.0),
+        ("backward", fused_linear.input_gradient(products, gs), gradient, torch.cat(weights), 1.0),
     ):
         with case(f"FP8 product, {name}, {shapes}, {tokens} tokens"):
             error = relative(found, (value[0].double() @ right) * value[1] * by)
@@ -133,15 +133,15 @@ def check_group(shapes: dict, tokens: int, device: str) -> None:
     """q, k and v as one function: every y, dA and dB, and the sum of their dx, against float64."""
     import torch
 
-    from recipes.parts import linear
+    from kit.policy import fused_linear
 
-    names = linear.SAME_INPUT[0]
+    names = fused_linear.SAME_INPUT[0]
     for compute in ("fused", "fp8"):
         with case(f"{compute}, q, k and v together, {tokens} tokens"):
             held = torch.nn.ModuleDict(
                 {name: adapted(make_layer(shapes[name], torch.bfloat16, device)) for name in names}
             )
-            linear.use_fused_linears(held, compute)
+            fused_linear.use_fused_linears(held, compute)
             x = torch.randn(1, tokens, shapes["q_proj"][1], device=device).bfloat16()
             gs = [1e-8 * torch.randn(1, tokens, shapes[name][0], device=device).bfloat16() for name in names]
             exact = [exact_results(held[name], x, g) for name, g in zip(names, gs, strict=True)]
@@ -234,12 +234,12 @@ def check_conversion(device: str, shapes: dict) -> None:
 def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
     import torch
 
+    from kit.policy import fused_linear
     from kit.weights import stored_weight
-    from recipes.parts import linear
 
     (out, in_), bf16 = shape, torch.bfloat16
     holder = torch.nn.ModuleDict({"layer": make_layer(shape, bf16, device)})
-    linear.use_fused_linears(holder, "fp8")
+    fused_linear.use_fused_linears(holder, "fp8")
     layer, scale = holder["layer"], holder["layer"].product.scale()
     x, g = (torch.randn(tokens, n, device=device).to(bf16) for n in (in_, out))
     a, b = torch.randn(RANK, in_, device=device).to(bf16), torch.randn(out, RANK, device=device).to(bf16)
@@ -268,19 +268,19 @@ def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
         "x to FP8": lambda: stored_weight.quantize_rows(x),
         "g to FP8": lambda: stored_weight.quantize_rows(g, stored_weight.LEAST_GRADIENT_SCALE, scale),
         "x Aᵀ": lambda: x @ a.t(),
-        "y += (x Aᵀ) Bᵀ": lambda: linear.add_low_rank(y, xa, b.t(), 2.0),
+        "y += (x Aᵀ) Bᵀ": lambda: fused_linear.add_low_rank(y, xa, b.t(), 2.0),
         "y += (x Aᵀ) Bᵀ, addmm": lambda: y.addmm_(xa, b.t(), alpha=2.0),
         "g B": lambda: g @ b,
-        "dx += (g B) A": lambda: linear.add_low_rank(dx, gb, a, 2.0),
+        "dx += (g B) A": lambda: fused_linear.add_low_rank(dx, gb, a, 2.0),
         "dx += (g B) A, addmm": lambda: dx.addmm_(gb, a, alpha=2.0),
-        "dx += (g B) A, two layers": lambda: linear.add_low_rank(dx, gb2, a2, 2.0),
+        "dx += (g B) A, two layers": lambda: fused_linear.add_low_rank(dx, gb2, a2, 2.0),
         "x Aᵀ, two layers": lambda: x @ a2.t(),
-        "dA, two layers": lambda: linear.gradient(gb2.t(), x, torch.float32),
+        "dA, two layers": lambda: fused_linear.gradient(gb2.t(), x, torch.float32),
         "g to FP8, two layers": lambda: stored_weight.quantize_gradients([g, h], [scale, scale]),
-        "dX of two layers, FP8, with all conversions": lambda: linear.input_gradient([product] * 2, [g, h]),
-        "dX of one layer, FP8, with all conversions": lambda: linear.input_gradient([product], [g]),
-        "dA": lambda: linear.gradient(gb.t(), x, torch.float32),
-        "dB": lambda: linear.gradient(g.t(), xa, torch.float32),
+        "dX of two layers, FP8, with all conversions": lambda: fused_linear.input_gradient([product] * 2, [g, h]),
+        "dX of one layer, FP8, with all conversions": lambda: fused_linear.input_gradient([product], [g]),
+        "dA": lambda: fused_linear.gradient(gb.t(), x, torch.float32),
+        "dB": lambda: fused_linear.gradient(g.t(), xa, torch.float32),
     }
     lines = [f"{out} x {in_}, {tokens} tokens | ms | TFLOP/s or GB/s"]
     flops, (wide, narrow) = 2 * out * in_ * tokens, (2 * out * tokens, 2 * in_ * tokens)
@@ -304,7 +304,7 @@ def check_block(device: str, shapes: dict, tokens: list[int]) -> None:
     """Counts only the base's products, 4 operations a weight and token; peak memory beyond what was held before."""
     import torch
 
-    from recipes.parts.linear import use_fused_linears
+    from kit.policy.fused_linear import use_fused_linears
 
     lines = ["seven linear layers, forward + backward | tokens | ms | TFLOP/s | x peft | peak GiB"]
     count = sum(out * in_ for out, in_ in shapes.values())

@@ -90,7 +90,7 @@ def parameters(shape: str) -> int:
 
 
 def random_nf4(config: Any, branches: float = 1.0) -> Any:
-    """What `recipes.parts.policy.load_policy_base` returns, with random weights and no file: every linear layer but
+    """What `kit.policy.load.load_policy_base` returns, with random weights and no file: every linear layer but
     the output embedding is NF4, by transformers' own steps around loading. `branches` scales what attention and MLP
     add to the residual stream."""
     import torch
@@ -99,8 +99,8 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
 
+    from kit.policy.host_embedding import keep_embedding_on_host
     from kit.weights.frozen_base import disable_cpu_repacking, unquantized_config
-    from recipes.parts.host_embedding import keep_embedding_on_host
 
     dtype, device = getattr(torch, config.model.dtype), PartialState().device
     settings = BitsAndBytesConfig(
@@ -162,7 +162,7 @@ def random_reward(completions: list, **columns: Any) -> list[float]:
 def replace_parts() -> None:
     """Put the stand-ins where the recipe's main() imports its parts from."""
     import kit.core.run_directory
-    import recipes.parts.policy
+    import kit.policy.load
     import recipes.parts.setup
     import recipes.parts.trainer
     import reward
@@ -171,9 +171,9 @@ def replace_parts() -> None:
         return StubRollout(config, model_config.vocab_size) if config.rollout.backend == "server" else None
 
     recipes.parts.setup.make_rollout = make_rollout
-    recipes.parts.policy.load_policy_base = random_nf4
-    recipes.parts.policy.record_base = lambda *args, **keys: {"hash": "0" * 64}
-    recipes.parts.policy.check_base_unchanged = lambda *args, **keys: None
+    kit.policy.load.load_policy_base = random_nf4
+    kit.policy.load.record_base = lambda *args, **keys: {"hash": "0" * 64}
+    kit.policy.load.check_base_unchanged = lambda *args, **keys: None
     recipes.parts.trainer.PolicyTrainer._save_checkpoint = lambda *args, **keys: None
     kit.core.run_directory.RunDir.newest_adapter = lambda run: None
     reward.reward_functions = lambda *args, **keys: ([random_reward], None)

@@ -212,8 +212,8 @@ def score(folder: Path, storages: list[str]) -> dict[str, dict[str, float]]:
     import torch
     from peft import get_peft_model
 
+    from kit.policy.load import load_adapter_weights, lora_config, set_adapter_dtype
     from kit.weights.frozen_base import load_nf4
-    from recipes.parts.policy import load_adapter_weights, lora_config, set_adapter_dtype
 
     config, policy = policy_of(folder)
     model = get_peft_model(load_nf4(Path(policy["original"]), "bfloat16"), lora_config(config.policy))

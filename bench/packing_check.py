@@ -125,8 +125,8 @@ def make_model(shape: dict, dtype: str) -> Any:
     from trl.trainer.utils import add_fused_lm_head
 
     from kit.core.config.load import load_config
-    from recipes.parts.packed_attention import use_packed_attention
-    from recipes.parts.policy import lora_config, set_adapter_dtype
+    from kit.policy.load import lora_config, set_adapter_dtype
+    from kit.policy.packed.attention import use_packed_attention
 
     with tempfile.TemporaryDirectory() as folder:
         Qwen3Config(**shape, pad_token_id=0, max_position_embeddings=8192).save_pretrained(folder)
@@ -154,14 +154,14 @@ def make_trainer(in_bf16: bool) -> Any:
 
 def kinds() -> tuple[str, ...]:
     """Values of `train.packed_attention` that this machine can take."""
-    from recipes.parts.cudnn_packed import problem
+    from kit.policy.packed.cudnn import problem
 
     return ("flex", "flash") if problem(DIM) else ("flex", "flash", "cudnn")
 
 
 def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
     """Log-probs and entropies (16, C) of a batch, by the way they are computed."""
-    from recipes.parts.packing import packed_logps
+    from kit.policy.packed.packing import packed_logps
     from recipes.parts.trl_trainer import GRPOTrainer
 
     stub, padded = make_trainer(in_bf16), GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__
@@ -197,7 +197,7 @@ def both(call: Callable, given: list, grad: Any) -> list:
 
 def attention(mask: Any) -> Callable[[Any, Any, Any], Any]:
     """What a layer calls, (B, H, T, D) to the same."""
-    from recipes.parts.packed_attention import attention_forward
+    from kit.policy.packed.attention import attention_forward
 
     layer = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, is_causal=True)
     return lambda *given: attention_forward(layer, *given, mask, scaling=DIM**-0.5)[0].transpose(1, 2)
@@ -232,7 +232,7 @@ def time_attention(what: str, data: tuple, kinds: tuple[str, ...]) -> None:
     """Milliseconds of every way through one batch."""
     import torch
 
-    from recipes.parts.packing import pack_rows, read_rows
+    from kit.policy.packed.packing import pack_rows, read_rows
 
     everything, real = list(range(GROUPS * GROUP)), data[1].bool()
     device = data[0].device.type
@@ -255,7 +255,7 @@ def check_attention(data: tuple, kind: str, share: bool) -> None:
     """One packed row against sdpa in float32."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    from recipes.parts.packing import pack_rows, read_rows
+    from kit.policy.packed.packing import pack_rows, read_rows
 
     rows, everything, name = read_rows(*data), list(range(GROUPS * GROUP)), f"{kind}{', shared' * share}"
     packed, dense = (pack_rows(rows, everything, share, data[0], one) for one in (kind, "dense"))
@@ -309,7 +309,7 @@ def measure_noise(model: Any, padded: Callable, data: tuple) -> float:
 def check_model(model: Any, device: str, rehearse: bool) -> None:
     """Differences from the padded pass, speed, and how often something is compiled."""
     from kit.core.config.load import load_config
-    from recipes.parts.recompute import use_recompute
+    from kit.policy.recompute import use_recompute
 
     data, ways = make_batch(0, rehearse, device), passes(model, device == "cuda")
     others = [make_batch(seed, rehearse, device) for seed in range(1, BATCHES + 1)]
@@ -399,7 +399,7 @@ def check_exact(device: str) -> None:
     """A small model in float32, where `flash` is `flex`."""
     import torch
 
-    from recipes.parts import packed_attention
+    from kit.policy.packed import attention as packed_attention
 
     torch.backends.cuda.matmul.allow_tf32 = False
     model, data = make_model(EXACT, "float32"), make_batch(0, True, device)

@@ -35,8 +35,8 @@ def first_step_difference(base: Path) -> None:
     from peft import get_peft_model
 
     from kit.core.config.load import load_config
+    from kit.policy.load import lora_config
     from kit.weights.frozen_base import load_nf4
-    from recipes.parts.policy import lora_config
 
     config = load_config(ROOT / CONFIG, ["--run.name", "probe"])
     model = get_peft_model(load_nf4(base, "bfloat16"), lora_config(config.policy))

@@ -36,7 +36,7 @@ def quantized(names: Any, shapes: dict, fmt: Any, device: str) -> Any:
     """Layers with an adapter that compute in `fmt`, None for peft's path."""
     import torch
 
-    from recipes.parts.qat import use_quantized_linears
+    from kit.policy.quantized_linear import use_quantized_linears
 
     torch.manual_seed(0)
     held = torch.nn.ModuleDict({name: adapted(make_layer(shapes[name], torch.bfloat16, device)) for name in names})
@@ -91,7 +91,7 @@ def check_errors(device: str, shapes: dict, tokens: int) -> None:
     import torch
 
     from kit.core.formats import FORMATS
-    from recipes.parts.linear import SAME_INPUT
+    from kit.policy.fused_linear import SAME_INPUT
 
     lines = ["relative error against full-size straight-through, float32 | y | dx | dA | dB"]
     for name, fmt in FORMATS.items():
@@ -119,7 +119,7 @@ def check_block(device: str, shapes: dict, tokens: list[int]) -> None:
     import torch
 
     from kit.core.formats import FORMATS
-    from recipes.parts import qat
+    from kit.policy import quantized_linear
 
     lines = ["seven linear layers, forward + backward | tokens | ms | x peft | peaks found anew, ms | peak GiB"]
     for number in tokens:
@@ -134,7 +134,7 @@ def check_block(device: str, shapes: dict, tokens: list[int]) -> None:
                 plain = plain or ms
                 anew = 0.0
                 if name != "peft":
-                    held["q_proj"].register_forward_pre_hook(lambda *_, held=held: qat.forget_peaks(held))
+                    held["q_proj"].register_forward_pre_hook(lambda *_, held=held: quantized_linear.forget_peaks(held))
                     anew = run_block(held, x, gradients, device)[0]
                 row = f"{name} | {number:,} | {ms:.2f} | {ms / plain:.2f} | {anew:.2f} | {peak:.2f}"
                 lines.append(row)

@@ -37,8 +37,8 @@ def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any
     import torch
 
     from kit.core.formats import FORMATS as KNOWN
-    from recipes.parts import qat
-    from recipes.parts.calibration import calibrate
+    from kit.policy import quantized_linear
+    from kit.policy.calibration import calibrate
     from tests.evidence.stock_merge import load_policy
 
     model = load_policy(model_dir, size=0.05, seed=1, dtype=dtype)
@@ -46,7 +46,7 @@ def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any
     ids = np.random.default_rng(0).integers(20, vocabulary - 20, size=(SEQUENCES, LENGTH))
     tokens = torch.tensor(ids, device=next(model.parameters()).device)
     if (fmt := KNOWN.get(name)) is not None:
-        qat.use_quantized_linears(model, fmt)
+        quantized_linear.use_quantized_linears(model, fmt)
         calibrate(model, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
     return model, list(tokens.split(1))
 
@@ -71,14 +71,14 @@ def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
     """The adapter as a sync sends it, and scores.json: log-probs of the policy with its quantizers and without."""
     import torch
 
+    from kit.policy import quantized_linear
     from merge.verify import compute_in
-    from recipes.parts import qat
     from recipes.parts.adapter_file import AdapterFile
 
     dtype, is_format = given.dtype, name != "none"
     model, batch = trained_policy(given.runs[0], dtype) if given.runs else random_policy(given.model, name, dtype)
-    state = qat.quantizer_state(model) if is_format else {}
-    peaks = {key.removesuffix(qat.AMAX): peak.item() for key, peak in state.items()}
+    state = quantized_linear.quantizer_state(model) if is_format else {}
+    peaks = {key.removesuffix(quantized_linear.AMAX): peak.item() for key, peak in state.items()}
 
     def scores(lower: bool = dtype == "bfloat16") -> list[float]:
         found: list[float] = []
@@ -89,7 +89,7 @@ def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
         return found
 
     found = {"ids": [ids[0].tolist() for ids in batch], "policy": scores()}
-    with qat.quantizers_off(model):
+    with quantized_linear.quantizers_off(model):
         found["plain"] = scores()
     sent = torch.float32 if is_format else getattr(torch, dtype)
     AdapterFile(model, sent, "", None, name if is_format else None, peaks).write(work / "adapter", 1)

@@ -280,7 +280,7 @@ def engine(work: Work) -> list[str]:
     from eval.score import Answered
     from eval.tasks import scoring_of
     from kit.data.problems import chat_messages, load_problems
-    from recipes.parts.policy import adapted_layers, check_base, load_tokenizer
+    from kit.policy.load import adapted_layers, check_base, load_tokenizer
 
     kind, options = work.options.kind, work.options
     arms = [arm for arm, keys in work.arms.items() if keys.get("policy.quantization", "nf4") == kind]

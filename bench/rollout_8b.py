@@ -113,7 +113,7 @@ def connect(work: Path, trainer: Any, changes: dict[str, Any]) -> Any:
     """The trainer's client of the server that runs now."""
     from kit.core.config.load import load_config
     from kit.core.run_directory import RunDir
-    from recipes.parts.policy import check_base
+    from kit.policy.load import check_base
     from recipes.parts.setup import make_rollout
 
     config = load_config(CONFIG, flags(work, changes)[2:])

@@ -80,7 +80,7 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
     """Generate `Answers` in this process with the model that `load` returns, then free its memory."""
     import torch
 
-    from recipes.parts.kept_weights import keeping_weights
+    from kit.policy.kept_weights import keeping_weights
 
     tokenizer = load_tokenizer(place, asking)
     model = load()

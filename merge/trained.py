@@ -29,7 +29,7 @@ class Trained:
     def state(self) -> dict[str, Any]:
         """{"<layer>.input_amax": () float32}, empty for a format without static input ranges; `BadInput` when it is of
         another format than the manifest's."""
-        from recipes.parts.qat import read_quantizer_state
+        from kit.policy.quantized_linear import read_quantizer_state
 
         name, state = read_quantizer_state(self.adapter)
         if name != self.format.name:
@@ -38,7 +38,7 @@ class Trained:
 
     def input_peaks(self, names: set[str]) -> dict[str, float]:
         """{weight name: largest |input| of its layer} of the quantizers; `BadInput` when it is not of these layers."""
-        from recipes.parts.qat import AMAX
+        from kit.policy.quantized_linear import AMAX
 
         found = {f"{name.removesuffix(AMAX)}.weight": peak.item() for name, peak in self.state().items()}
         if odd := sorted(found.keys() ^ names):

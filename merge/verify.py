@@ -175,7 +175,7 @@ def load_policy(
         model = PeftModel.from_pretrained(model, str(adapter), config=settings)
         compute_in(model, dtype)
     if trained is not None:
-        from recipes.parts.qat import load_quantizer_state, use_quantized_linears
+        from kit.policy.quantized_linear import load_quantizer_state, use_quantized_linears
 
         use_quantized_linears(model, trained.format)
         load_quantizer_state(model, trained.state())
@@ -337,7 +337,7 @@ class Verifier:
         model = load_policy(run, adapter, base.directory, self.device, self.dtype)
         self.scores = self.plain = _policy_scores(model, adapter is not None, batch)
         if trained is not None:
-            from recipes.parts.qat import quantizers_off
+            from kit.policy.quantized_linear import quantizers_off
 
             with quantizers_off(model):
                 self.plain = _policy_scores(model, adapter is not None, batch)

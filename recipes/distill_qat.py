@@ -119,11 +119,11 @@ def main() -> None:
     run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
     from kit.data.calibration_prompts import calibration_prompts
-    from recipes.parts.calibration import set_input_ranges
+    from kit.policy.calibration import set_input_ranges
+    from kit.policy.load import load_tokenizer, lora_config
+    from kit.policy.teacher import check_teacher, load_teacher
     from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
     from recipes.parts.heldout import HeldOut
-    from recipes.parts.policy import load_tokenizer, lora_config
-    from recipes.parts.teacher import check_teacher, load_teacher
     from recipes.parts.trainer import check_card
     from reward import reward_functions
 

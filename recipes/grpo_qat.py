@@ -75,9 +75,9 @@ def main() -> None:
     fmt = read_quant_format(config.policy.quant_cfg)
 
     from kit.data.calibration_prompts import calibration_prompts
-    from recipes.parts.calibration import set_input_ranges
+    from kit.policy.calibration import set_input_ranges
+    from kit.policy.load import load_tokenizer, lora_config
     from recipes.parts.heldout import HeldOut
-    from recipes.parts.policy import load_tokenizer, lora_config
     from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 

@@ -68,8 +68,8 @@ def main() -> None:
     check_config(config, processes)
     run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
+    from kit.policy.load import load_tokenizer, lora_config
     from recipes.parts.heldout import HeldOut
-    from recipes.parts.policy import load_tokenizer, lora_config
     from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, run_command
-from recipes.parts.policy import load_tokenizer, lora_config
+from kit.policy.load import load_tokenizer, lora_config
 from recipes.parts.setup import load_data
 from reward import reward_functions
 

@@ -109,7 +109,7 @@ class Case:
         from peft import get_peft_model
         from trl.trainer.utils import add_fused_lm_head
 
-        from recipes.parts.policy import lora_config, set_adapter_dtype
+        from kit.policy.load import lora_config, set_adapter_dtype
 
         base = random_bf16(self.config, self.dtype) if self.name == "stock_bf16" else self.nf4()
         add_fused_lm_head(base, outputs=("log_probs", "entropy"))
@@ -169,7 +169,7 @@ class Case:
         return -logps.float().sum() / (labels != -100).sum()
 
     def packed(self, ids: Any, mask: Any, batch: Batch) -> Any:
-        from recipes.parts.packing import packed_logps
+        from kit.policy.packed.packing import packed_logps
 
         return packed_logps(
             self,
@@ -265,11 +265,11 @@ def put_on_levers(model: Any, config: Any) -> None:
     import torch
 
     from kit.core.format_names import read_quant_format
-    from recipes.parts.kernels import use_kernels
-    from recipes.parts.linear import use_fused_linears
-    from recipes.parts.packed_attention import use_packed_attention
-    from recipes.parts.qat import quantized_layers, use_quantized_linears
-    from recipes.parts.recompute import use_recompute
+    from kit.policy.fused_linear import use_fused_linears
+    from kit.policy.liger import use_kernels
+    from kit.policy.packed.attention import use_packed_attention
+    from kit.policy.quantized_linear import quantized_layers, use_quantized_linears
+    from kit.policy.recompute import use_recompute
 
     if config.train.micro_batch_tokens is not None:
         use_packed_attention(model.get_base_model())
@@ -311,8 +311,8 @@ def imports(name: str, work: Path) -> None:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import trl.trainer.utils  # noqa: F401
 
-    import recipes.parts.linear
-    import recipes.parts.packed_attention  # noqa: F401
+    import kit.policy.fused_linear
+    import kit.policy.packed.attention  # noqa: F401
 
 
 def main() -> None:

@@ -87,7 +87,9 @@ TABLE = {
         0.36, "share of the bandwidth", "252 linear layers of an 8B shape on an H200 in 10 ms"
     ),
     "fp8_products": Coefficient(
-        1.7, "times as fast as BF16", "recipes/parts/linear.py: a product with its conversions, 1.65 to 1.8 on an H200"
+        1.7,
+        "times as fast as BF16",
+        "kit/policy/fused_linear.py: a product with its conversions, 1.65 to 1.8 on an H200",
     ),
     "launch_s": Coefficient(4.0e-3, "s a layer and pass at least", _POINTS + ": small shapes wait for the host"),
     "launch_spread": Coefficient(0.4, "share", "3.0e-3 in " + _ONE_CARD + ", 5.6e-3 in " + _POINTS),

@@ -1,4 +1,4 @@
-"""What a distillation's teacher adds to memory and time (recipes/parts/teacher.py, distill_trainer.py).
+"""What a distillation's teacher adds to memory and time (kit/policy/teacher.py, distill_trainer.py).
 
 The student's own model as teacher is a pass without quantizers, and one more adapter with `distill.teacher_adapter`,
 which is taken to have the student's rank; another model lies beside the student, stored as it is. In every micro-batch

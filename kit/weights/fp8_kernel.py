@@ -1,9 +1,9 @@
 """GPU kernels of the linear layers: NF4 to BF16 or FP8 in one pass, FP8 rows of activations and gradients, and the
 adapter's part of an output.
 
-What each computes is defined in PyTorch in `recipes/parts/linear.py`, bit for bit but for the order of the adapter's
-sums; `bench/linear_check.py` compares them. Written in Triton, for compute capability 8.9 and above (what is no
-FP8: any). Imported on a GPU only.
+What each computes is defined in PyTorch in `stored_weight.py`, the adapter's part in `kit/policy/fused_linear.py`, bit
+for bit but for the order of the adapter's sums; `bench/linear_check.py` compares them. Written in Triton, for compute
+capability 8.9 and above (what is no FP8: any). Imported on a GPU only.
 """
 
 from typing import Any

@@ -238,7 +238,7 @@ def hash_base(model: torch.nn.Module) -> dict:
 
 
 def _named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters, and the weights that recipes/parts/host_embedding.py keeps out of them."""
+    """The model's parameters, and the weights that kit/policy/host_embedding.py keeps out of them."""
     yield from model.named_parameters()
     for name, module in model.named_modules():
         if (weight := getattr(module, "host_weight", None)) is not None:

@@ -314,8 +314,9 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
 def _check_model(config: Any, processes: int) -> str:
     """As the recipe does between reading the configuration and loading the base; the kind of model."""
     from kit.core import format_names, formats
-    from recipes.parts import gpu_memory, kernels, setup
-    from recipes.parts.policy import load_tokenizer
+    from kit.policy import gpu_memory, liger
+    from kit.policy.load import load_tokenizer
+    from recipes.parts import setup
     from recipes.parts.trainer import check_card
 
     model_config = setup.check_model(config, processes)
@@ -326,7 +327,7 @@ def _check_model(config: Any, processes: int) -> str:
         formats.check_model(fmt, model_config)
         formats.check_hardware(fmt, config.rollout.backend)
     check_card(config)
-    kernels.check_gpu(config)
+    liger.check_gpu(config)
     gpu_memory.limit_gpu_memory(config)
     return model_config.model_type
 

@@ -32,9 +32,9 @@ from kit.core.config.distill_rules import settled
 from kit.core.config.schema import Config, DistillConfig
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from recipes.parts.packed_attention import mask_kind, use_packed_attention
-from recipes.parts.packing import pack_rows, read_rows
-from recipes.parts.teacher import Teacher
+from kit.policy.packed.attention import mask_kind, use_packed_attention
+from kit.policy.packed.packing import pack_rows, read_rows
+from kit.policy.teacher import Teacher
 from recipes.parts.trainer import PolicyTrainer, trainer_arguments
 from recipes.parts.update import padded_positions, take_rows, takes_positions
 

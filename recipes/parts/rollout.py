@@ -18,14 +18,14 @@ from kit.core.errors import BadInput, CheckFailed, KitError
 from kit.core.limits import VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json
 from kit.core.tokenizer_hash import tokenizer_hash
+from kit.policy.gpu_memory import free_gpu_cache
+from kit.policy.sharding import gather_adapter
 from recipes.parts.adapter_file import AdapterFile
 from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
-from recipes.parts.gpu_memory import free_gpu_cache
 from recipes.parts.noise import facts, noise_of
 from recipes.parts.overlap import Ahead
 from recipes.parts.replica import PROTOCOL, Replica, ReplicaError, Sample, is_tested_vllm
 from recipes.parts.scorer import CanaryScorer
-from recipes.parts.sharding import gather_adapter
 from recipes.parts.sync import START, AdapterSync, restart_hint, start_hint
 
 FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
@@ -387,7 +387,7 @@ class ServerRollout:
         model, dtype = trainer.accelerator.unwrap_model(trainer.model), getattr(torch, self.config.model.dtype)
         if (fmt := served_format(self.config)) is None:
             return AdapterFile(model, dtype, trainer.base_hash, gathered)
-        from recipes.parts.qat import AMAX, quantizer_state
+        from kit.policy.quantized_linear import AMAX, quantizer_state
 
         # The quantized weight is that of the factors as they are trained, which is also what merging takes.
         dtype = getattr(torch, self.config.policy.adapter_dtype)

@@ -59,10 +59,10 @@ def check_model(config: Config, processes: int, dry_run: bool = False) -> Any:
     A dry run without a GPU is one of a configuration for another machine, which has its own packages."""
     import torch
 
-    from recipes.parts.host_embedding import check_embeddings
-    from recipes.parts.kernels import check_kernels
-    from recipes.parts.packing import check_packing
-    from recipes.parts.policy import check_base, check_init_adapter
+    from kit.policy.host_embedding import check_embeddings
+    from kit.policy.liger import check_kernels
+    from kit.policy.load import check_base, check_init_adapter
+    from kit.policy.packed.packing import check_packing
 
     model_config = check_base(config)
     check_context(config, model_config)
@@ -220,8 +220,8 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     another process holds it."""
     from accelerate import PartialState
 
-    from recipes.parts.gpu_memory import limit_gpu_memory, use_expandable_segments
-    from recipes.parts.kernels import check_gpu
+    from kit.policy.gpu_memory import limit_gpu_memory, use_expandable_segments
+    from kit.policy.liger import check_gpu
 
     with trains_in(run) if PartialState().is_main_process else contextlib.nullcontext():
         if run.replaces:  # no process looks for a base.json before the old one stands aside
@@ -237,7 +237,7 @@ def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir)
     """The rollout backend, checked as far as it can be without weights; None: the policy generates in this process."""
     if config.rollout.backend == "in_process":
         return None
-    from recipes.parts.policy import adapted_layers
+    from kit.policy.load import adapted_layers
     from recipes.parts.rollout import ServerRollout
 
     rollout = ServerRollout(config, tokenizer, run)
@@ -253,9 +253,9 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
     """
     from accelerate import PartialState
 
-    from recipes.parts.policy import load_policy_base, record_base
-    from recipes.parts.sharding import loading_whole
-    from recipes.parts.teacher import check_adapter_base
+    from kit.policy.load import load_policy_base, record_base
+    from kit.policy.sharding import loading_whole
+    from kit.policy.teacher import check_adapter_base
 
     with loading_whole(arguments):
         rollout = make_rollout(config, tokenizer, model_config, run)
@@ -324,7 +324,7 @@ def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
     memory is a `CheckFailed` too, with the keys that take less of it; Ctrl-C says where a resume starts."""
     import torch
 
-    from recipes.parts.policy import check_base_unchanged
+    from kit.policy.load import check_base_unchanged
 
     began = time.perf_counter()
     try:

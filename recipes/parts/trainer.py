@@ -24,6 +24,22 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.run_directory import RunDir, checkpoint_step
+from kit.policy.fused_linear import check_compute, use_fused_linears
+from kit.policy.host_memory import peak_resident_gib, reset_peak_resident
+from kit.policy.kept_weights import keeping_weights
+from kit.policy.liger import use_kernels
+from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype
+from kit.policy.packed.attention import use_packed_attention
+from kit.policy.quantized_linear import (
+    WATCHED,
+    forget_peaks,
+    quantizers_of,
+    restore_quantizers,
+    use_quantized_linears,
+    write_quantizer_state,
+)
+from kit.policy.recompute import use_recompute
+from kit.policy.sharding import gather_adapter, prepare
 from recipes.parts.checkpoint import (
     SAVE_ERRORS,
     commit_checkpoint,
@@ -38,26 +54,10 @@ from recipes.parts.data_order import DataOrder, passes_made
 from recipes.parts.finite import FiniteAdapter, FiniteGradients
 from recipes.parts.head_tiles import use_host_tiles
 from recipes.parts.heldout import HeldOut
-from recipes.parts.host_memory import peak_resident_gib, reset_peak_resident
-from recipes.parts.kept_weights import keeping_weights
-from recipes.parts.kernels import use_kernels
-from recipes.parts.linear import check_compute, use_fused_linears
 from recipes.parts.mismatch import KEYS as MISMATCH
 from recipes.parts.noise import facts, noise_of, noisy
 from recipes.parts.overlap import OverlappedRollouts
-from recipes.parts.packed_attention import use_packed_attention
-from recipes.parts.policy import load_adapter_weights, publish_adapter, set_adapter_dtype
-from recipes.parts.qat import (
-    WATCHED,
-    forget_peaks,
-    quantizers_of,
-    restore_quantizers,
-    use_quantized_linears,
-    write_quantizer_state,
-)
-from recipes.parts.recompute import use_recompute
 from recipes.parts.record import Recorder, add_counts, keep_traceback, unknown_so_far
-from recipes.parts.sharding import gather_adapter, prepare
 from recipes.parts.trackers import prepare_trackers, send_completions, send_figures
 from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
 from recipes.parts.update import PackedUpdate

@@ -28,9 +28,9 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from kit.core.config.trl_rules import WHOLE_BATCH_FIELDS
 from kit.core.errors import CheckFailed
-from recipes.parts.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded, turned_off
+from kit.policy.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded, turned_off
+from kit.policy.packed.packing import packed_logps, plan_micro_batches
 from recipes.parts.mismatch import importance_ratio, measure
-from recipes.parts.packing import packed_logps, plan_micro_batches
 from recipes.parts.trackers import send_figures
 
 # What the first forward leaves with the rows, by TRL's names.

@@ -26,8 +26,8 @@ def policy(base: Path, compute: str) -> Any:
     """The NF4 base with a fixed random adapter, computing as `compute` says."""
     from peft import LoraConfig, get_peft_model
 
+    from kit.policy.fused_linear import use_fused_linears
     from kit.weights.frozen_base import load_nf4
-    from recipes.parts.linear import use_fused_linears
 
     model = load_nf4(str(base), dtype="float32", double_quantization=True, device="cpu")
     torch.manual_seed(0)

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
+from kit.policy.fused_linear import use_fused_linears
+from kit.policy.kept_weights import keeping_weights
 from kit.weights.frozen_base import dequantize, load_nf4, plain_name, stored_linears
-from recipes.parts.kept_weights import keeping_weights
-from recipes.parts.linear import use_fused_linears
 
 SIDES = ("dequantized for every token", "kept for the rollout", "plain transformers, no adapter")
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from recipes.parts.host_memory import peak_resident_gib, reset_peak_resident
+from kit.policy.host_memory import peak_resident_gib, reset_peak_resident
 
 if TYPE_CHECKING:
     import torch

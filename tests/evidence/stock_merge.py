@@ -44,13 +44,13 @@ from kit.core.config.schema import DataConfig, RewardConfig
 from kit.core.errors import BadInput, CheckFailed, run_command
 from kit.core.run_directory import write_json
 from kit.data.problems import Problem, chat_messages, load_problems
+from kit.policy.load import load_adapter_weights
 from kit.weights.frozen_base import dequantize, hash_base, load_nf4, plain_name
 from kit.weights.write_base import NF4_FOLDER, Original
 from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
 from merge.export import export
 from merge.quantize import Retained, read_back, to_fp8
 from recipes.parts.adapter_file import AdapterFile
-from recipes.parts.policy import load_adapter_weights
 from reward import reward_functions
 
 Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32

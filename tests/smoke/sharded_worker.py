@@ -82,14 +82,14 @@ def main() -> None:
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    import kit.policy.load
     import recipes.grpo_qlora
-    import recipes.parts.policy
     from kit.core.errors import CheckFailed
 
     # A helper for CPUs that DeepSpeed compiles as it starts; GPUs have none.
     deepspeed.comm.torch.build_shm_op = lambda: None
     plan = Path(sys.argv[1])
-    check = recipes.parts.policy.check_base_unchanged
+    check = kit.policy.load.check_base_unchanged
 
     def check_and_note(model, facts: dict) -> None:
         check(model, facts)
@@ -104,7 +104,7 @@ def main() -> None:
         with open(plan.with_name(f"rank-{os.environ['RANK']}.jsonl"), "a") as file:
             file.write(f"{json.dumps(note)}\n")
 
-    recipes.parts.policy.check_base_unchanged = check_and_note
+    kit.policy.load.check_base_unchanged = check_and_note
     counts = count_micro_batches()
     for run in json.loads(plan.read_text()):
         os.environ.update(run["environment"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kit.core.config.recipe import DISTILLATION
 from kit.core.run_directory import RunDir, read_json, read_manifest
-from recipes.parts.policy import publish_adapter
+from kit.policy.load import publish_adapter
 
 LOG_LINE = re.compile(
     r"step \d+/\d+ reward \S+ std \S+ divergence \d\S+ entropy \S+ truncated \S+ length \S+ grad_norm \S+ "
@@ -146,7 +146,7 @@ def copied(source: Path, target: Path, **changes: str) -> Path:
 def test_a_teacher_that_does_not_fit_is_refused_before_weights(
     distill, learning_model_dir, teacher, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("recipes.parts.policy.load_frozen", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kit.policy.load.load_frozen", lambda *_, **__: pytest.fail("weights were loaded"))
     source = learning_model_dir
 
     def refused(changes: dict) -> str:

@@ -198,7 +198,7 @@ def test_what_cannot_work_is_refused_before_weights_load(
     def load(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("recipes.parts.policy.load_frozen", load)
+    monkeypatch.setattr("kit.policy.load.load_frozen", load)
     (tmp_path / "empty.jsonl").touch()
     changes = {key: tmp_path / "empty.jsonl" if value == "EMPTY" else value for key, value in changes.items()}
     code, said = recipe(arguments(tiny_model_dir, tmp_path / "run", {"policy.quant_calib_size": 8} | changes))

@@ -14,9 +14,9 @@ import torch
 
 from kit.core.config.recipe import QUANTIZED
 from kit.core.run_directory import RunDir
+from kit.policy.quantized_linear import quantizers_off
 from merge.verify import load_policy, log_probs
 from recipes.parts.canary import CanaryResult, compare, read_canary
-from recipes.parts.qat import quantizers_off
 from tests.smoke.test_server_run import Server
 
 # A server and a run of three steps.

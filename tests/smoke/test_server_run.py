@@ -94,9 +94,9 @@ class Setup:
 
 def merged_adapters(model_dir: Path, folder: Path) -> tuple[str, dict[int, Path], Path]:
     """(base hash, two random adapters by version, the second merged by `merge` into a BF16 checkpoint)."""
+    from kit.policy.load import publish_adapter
     from kit.weights.frozen_base import BaseCheckpoint, hash_base
     from merge.merge import read_adapter, write_bf16
-    from recipes.parts.policy import publish_adapter
     from tests.evidence.stock_merge import load_policy
 
     adapters = {}

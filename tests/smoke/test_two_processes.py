@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 from kit.core.config.recipe import DISTILLATION
 from kit.core.run_directory import RunDir, read_manifest
 from kit.core.tokenizer_hash import tokenizer_hash
+from kit.policy.load import load_adapter_weights
 from kit.weights.frozen_base import hash_base, load_frozen, load_nf4
 from merge.__main__ import main
 from recipes.parts.canary import read_canary
-from recipes.parts.policy import load_adapter_weights
 from recipes.parts.replica import decode_ids, encode_floats, encode_ids
 from recipes.parts.scorer import CanaryScorer
 from tests import processes

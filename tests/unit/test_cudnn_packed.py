@@ -17,11 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from recipes.parts import cudnn_packed, packed_attention
-from recipes.parts.cudnn_packed import attention, bucket_of, filled_up
-from recipes.parts.flash_packed import FlashMask, flash_attention
-from recipes.parts.packed_attention import Sequences, dense_mask, mask_kind, row_length, segments_of
-from recipes.parts.packing import check_packing
+from kit.policy.packed import attention as packed_attention
+from kit.policy.packed import cudnn
+from kit.policy.packed.attention import Sequences, dense_mask, mask_kind, row_length, segments_of
+from kit.policy.packed.cudnn import attention, bucket_of, filled_up
+from kit.policy.packed.flash import FlashMask, flash_attention
+from kit.policy.packed.packing import check_packing
 from tests.conftest import CONFIG
 from tests.unit.test_flash_packed import (
     DIM,
@@ -143,13 +144,13 @@ def kernels(monkeypatch):
         set_stream=lambda **_: None,
     )
     monkeypatch.setitem(sys.modules, "cudnn", stand_in)
-    monkeypatch.setattr(cudnn_packed, "_handle", lambda device: None)
+    monkeypatch.setattr(cudnn, "_handle", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(Graph, "built", 0)
-    for made in (cudnn_packed._forward, cudnn_packed._backward):
+    for made in (cudnn._forward, cudnn._backward):
         made.cache_clear()
     yield stand_in
-    for made in (cudnn_packed._forward, cudnn_packed._backward):
+    for made in (cudnn._forward, cudnn._backward):
         made.cache_clear()
 
 

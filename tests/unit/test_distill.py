@@ -10,10 +10,10 @@ from kit.core.config.distill_rules import problems, settled, without_effect
 from kit.core.config.load import load_config
 from kit.core.config.recipe import DISTILLATION
 from kit.core.errors import BadInput, CheckFailed
+from kit.policy.load import publish_adapter
+from kit.policy.quantized_linear import quantizer_state, quantizers_of
 from kit.weights.frozen_base import plain_name
 from recipes.parts.distill_trainer import Head, divergence, last_states
-from recipes.parts.policy import publish_adapter
-from recipes.parts.qat import quantizer_state, quantizers_of
 from recipes.parts.update import take_rows
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -294,7 +294,7 @@ def test_each_of_two_steps_over_one_batch_weighs_as_a_step_of_its_own(taught, mo
 @pytest.fixture(scope="module")
 def quantized(build, another):
     """Weights and inputs in NVFP4, with input ranges."""
-    from recipes.parts.qat import load_quantizer_state, quantized_layers
+    from kit.policy.quantized_linear import load_quantizer_state, quantized_layers
 
     trainer = build({"distill.teacher_adapter": another, "policy.quant_cfg": "nvfp4", "policy.quant_calib_size": 8})
     shift(trainer.model, seed=2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kit.policy.adapter_dropout import adapter_dropouts
 from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
 from kit.weights.frozen_base import load_frozen
-from recipes.parts.adapter_dropout import adapter_dropouts
 
 COMMON = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

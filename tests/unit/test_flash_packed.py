@@ -14,11 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from recipes.parts import flash_packed, packed_attention
-from recipes.parts.flash_packed import FlashMask, flash_attention
-from recipes.parts.packed_attention import NAME, Sequences, dense_mask, mask_kind, register, row_length, segments_of
-from recipes.parts.packing import MODELS, check_packing
-from recipes.parts.recompute import use_recompute
+from kit.policy.packed import attention as packed_attention
+from kit.policy.packed import flash
+from kit.policy.packed.attention import NAME, Sequences, dense_mask, mask_kind, register, row_length, segments_of
+from kit.policy.packed.flash import FlashMask, flash_attention
+from kit.policy.packed.packing import MODELS, check_packing
+from kit.policy.recompute import use_recompute
 from tests import processes
 from tests.conftest import CONFIG
 from tests.unit.test_packing import (  # noqa: F401
@@ -98,8 +99,8 @@ def calls(monkeypatch):
         counted.append(len(args[0]))
         return forward_stand_in(*args)
 
-    monkeypatch.setattr(flash_packed, "attention", forward)
-    monkeypatch.setattr(flash_packed, "attention_backward", backward_stand_in)
+    monkeypatch.setattr(flash, "attention", forward)
+    monkeypatch.setattr(flash, "attention_backward", backward_stand_in)
     monkeypatch.setattr(packed_attention, "TYPES", (torch.float32, torch.float64))
     return counted
 
@@ -152,7 +153,7 @@ def as_on_a_gpu(model, monkeypatch):
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_the_model_gives_the_padded_pass(calls, monkeypatch, stub, rows, share):  # noqa: F811
     assert_equal_passes(stub, as_on_a_gpu(tiny().train(), monkeypatch), batch(rows), share)
-    assert calls[0] % flash_packed.MULTIPLE == 0
+    assert calls[0] % flash.MULTIPLE == 0
 
 
 @pytest.mark.parametrize("model_type", sorted(set(MODELS) - {"qwen3"}))
@@ -208,7 +209,7 @@ def test_attention_in_float32_is_refused():
 
 
 def test_a_log_sum_exp_of_another_layout_is_refused(monkeypatch):
-    monkeypatch.setattr(flash_packed, "attention", lambda query, *_: (query, torch.zeros(1, HEADS, len(query))))
+    monkeypatch.setattr(flash, "attention", lambda query, *_: (query, torch.zeros(1, HEADS, len(query))))
     with pytest.raises(BadInput, match=r"has the shape \(1, 6, 7\), \(6, 7\) was expected. Set"):
         flash_attention(*random_row(7), FlashMask([7], [], [], "cpu"), SCALE)
 
@@ -246,8 +247,8 @@ def test_what_the_kernels_cannot_do_is_refused_before_weights_load(monkeypatch, 
 
 MERGE = """
 import torch
-from recipes.parts.flash_kernel import merge_in_place
-from recipes.parts.flash_packed import merge
+from kit.policy.packed.flash_kernel import merge_in_place
+from kit.policy.packed.flash import merge
 torch.manual_seed(0)
 for rows, heads, dim in ((5, 3, 24), (3, 32, 128), (2, 40, 256)):
     out, other = torch.randn(2, rows + 4, heads, dim)

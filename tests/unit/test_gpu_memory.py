@@ -10,7 +10,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from recipes.parts.gpu_memory import ALLOCATOR_VARIABLES, limit_gpu_memory, use_expandable_segments
+from kit.policy.gpu_memory import ALLOCATOR_VARIABLES, limit_gpu_memory, use_expandable_segments
 from recipes.parts.setup import check_shared_card, started
 
 
@@ -74,8 +74,8 @@ def test_a_card_that_trainer_and_replica_do_not_fit_is_refused(monkeypatch):
 
 def test_segments_are_asked_for_before_a_run_allocates_anything(monkeypatch, tmp_path):
     calls = []
-    for name in ("gpu_memory.use_expandable_segments", "kernels.check_gpu", "gpu_memory.limit_gpu_memory"):
-        monkeypatch.setattr(f"recipes.parts.{name}", lambda *given, name=name: calls.append(name))
+    for name in ("gpu_memory.use_expandable_segments", "liger.check_gpu", "gpu_memory.limit_gpu_memory"):
+        monkeypatch.setattr(f"kit.policy.{name}", lambda *given, name=name: calls.append(name))
     with started(configuration(), RunDir(tmp_path), 1):
         assert calls[0] == "gpu_memory.use_expandable_segments" and len(calls) == 3
 

@@ -10,8 +10,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
+from kit.policy.host_memory import peak_resident_gib, reset_peak_resident
 from recipes.parts.head_tiles import ROWS, use_host_tiles
-from recipes.parts.host_memory import peak_resident_gib, reset_peak_resident
 
 CPU = torch.device("cpu")
 

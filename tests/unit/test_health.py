@@ -129,7 +129,7 @@ def test_answers_that_are_never_paid_are_told_beside_rewards_for_their_form():
 
 def test_a_run_whose_reward_never_left_zero_says_so_at_its_end(tmp_path, monkeypatch, capsys):
     run = RunDir(make_run(tmp_path / "run", FIRING["never paid"]))
-    monkeypatch.setattr("recipes.parts.policy.check_base_unchanged", lambda model, facts: None)
+    monkeypatch.setattr("kit.policy.load.check_base_unchanged", lambda model, facts: None)
     monkeypatch.setattr(RunDir, "newest_adapter", lambda self: self.adapter_dir(6))
     accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
     trainer = SimpleNamespace(run=run, rollout=None, accelerator=accelerator, model=None)

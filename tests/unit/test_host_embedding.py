@@ -15,9 +15,9 @@ from kit.plan import memory
 from kit.plan.fitting import changed, changes, lay_out
 from kit.plan.gpus import CARDS, parse_gpus
 from kit.plan.shapes import shape_by_size
+from kit.policy.host_embedding import HostEmbedding, keep_embedding_on_host
+from kit.policy.load import check_base_unchanged
 from kit.weights.frozen_base import hash_base
-from recipes.parts.host_embedding import HostEmbedding, keep_embedding_on_host
-from recipes.parts.policy import check_base_unchanged
 from tests.conftest import CONFIG
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import nf4_policy, shape

@@ -2,8 +2,8 @@
 
 import pytest
 
-from recipes.parts import host_memory
-from recipes.parts.host_memory import available_gib, limit_gib, peak_resident_gib, release_freed, reset_peak_resident
+from kit.policy import host_memory
+from kit.policy.host_memory import available_gib, limit_gib, peak_resident_gib, release_freed, reset_peak_resident
 
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   16777216 kB\n"  # 32 and 16 GiB
 

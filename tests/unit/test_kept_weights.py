@@ -12,12 +12,12 @@ from kit.core.formats import FORMATS
 from kit.plan import memory
 from kit.plan.gpus import Card
 from kit.plan.shapes import find_shape
+from kit.policy import kept_weights
+from kit.policy.fused_linear import use_fused_linears
+from kit.policy.kept_weights import keeping_weights, room_for
+from kit.policy.quantized_linear import use_quantized_linears
 from kit.weights.frozen_base import hash_base, load_nf4
 from merge.verify import compute_in
-from recipes.parts import kept_weights
-from recipes.parts.kept_weights import keeping_weights, room_for
-from recipes.parts.linear import use_fused_linears
-from recipes.parts.qat import use_quantized_linears
 from tests.unit.test_linear import CONFIG
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [2, 11, 12, 13]])

@@ -12,9 +12,9 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kit.policy.fused_linear import FusedLora
+from kit.policy.recompute_offload import HostInputs
 from recipes.parts import update as update_part
-from recipes.parts.linear import FusedLora
-from recipes.parts.offload import HostInputs
 from tests.unit.test_kernels import liger  # noqa: F401
 from tests.unit.test_update import PACKED, build, set_loss, update  # noqa: F401
 
@@ -33,7 +33,7 @@ def test_the_products_with_the_base(build, compute, fused, fp8):  # noqa: F811
 
 @pytest.mark.parametrize("kernels", ["torch", "liger"])
 def test_norms_rotary_embedding_and_swiglu(build, liger, monkeypatch, kernels):  # noqa: F811
-    monkeypatch.setattr("recipes.parts.kernels.check_gpu", lambda config: None)
+    monkeypatch.setattr("kit.policy.liger.check_gpu", lambda config: None)
     set_loss(trainer := build({"policy.kernels": kernels}))
     update(trainer)
     assert set(liger) == ({"norm", "rotary", "swiglu"} if kernels == "liger" else set())

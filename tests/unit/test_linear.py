@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
+from kit.policy import fused_linear
+from kit.policy.fused_linear import FusedBase, FusedLora, use_fused_linears
 from kit.weights import fp8 as weights_fp8
 from kit.weights import stored_weight
 from kit.weights.frozen_base import dequantize, hash_base, load_nf4
 from kit.weights.stored_weight import quantize_rows, weight_of
 from merge.quantize import to_fp8
-from recipes.parts import linear
-from recipes.parts.linear import FusedBase, FusedLora, use_fused_linears
 from tests.conftest import rehearse
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_finite_differences():
     x = torch.randn(2, 3, 64, dtype=torch.float64, requires_grad=True)
 
     def call(x, a, b):
-        return linear._Linear.apply(x, [module.product], module.scaling["default"], torch.float64, a, b)[0]
+        return fused_linear._Linear.apply(x, [module.product], module.scaling["default"], torch.float64, a, b)[0]
 
     assert torch.autograd.gradcheck(call, (x, a, b))
 
@@ -223,7 +223,7 @@ def test_fp8_products_are_within_5_percent_of_the_unquantized_ones_both_ways():
     product = fuse(module, "fp8").product
     weight = dequantize(module)
     assert 0.02 < relative(product.forward(x, quantize_rows(x)), x @ weight.t()) < 0.05
-    assert 0.02 < relative(linear.input_gradient([product], [g]), g @ weight) < 0.05
+    assert 0.02 < relative(fused_linear.input_gradient([product], [g]), g @ weight) < 0.05
 
 
 def test_fp8_weight_has_the_bytes_that_vllm_and_for_rounded_scales_the_merge_make_of_the_base(learning_model_dir):
@@ -390,13 +390,13 @@ def test_a_gpu_without_fp8_arithmetic_and_a_float32_model_are_refused_by_name(mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    linear.check_compute("fused", "bfloat16")
+    fused_linear.check_compute("fused", "bfloat16")
     with pytest.raises(BadInput, match=r"A100.* has no FP8 arithmetic \(compute capability 8\.0, needed 8\.9\)"):
-        linear.check_compute("fp8", "bfloat16")
+        fused_linear.check_compute("fp8", "bfloat16")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(BadInput, match=r"model.dtype is float32: .* bfloat16 only"):
-        linear.check_compute("fp8", "float32")
-    linear.check_compute("fp8", "bfloat16")
+        fused_linear.check_compute("fp8", "float32")
+    fused_linear.check_compute("fp8", "bfloat16")
 
 
 def test_the_gpu_kernels_give_the_bits_of_their_definitions_in_tritons_interpreter():

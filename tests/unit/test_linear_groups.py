@@ -12,10 +12,10 @@ from peft.tuners.lora import bnb as peft_bnb
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from kit.policy import fused_linear
+from kit.policy.fused_linear import use_fused_linears
 from kit.weights import fp8, stored_weight
 from kit.weights.frozen_base import dequantize
-from recipes.parts import linear
-from recipes.parts.linear import use_fused_linears
 from tests.unit.test_linear import add_adapter, factors, fp8_rows, make_layer, relative
 from tests.unit.test_recompute import policy, score
 
@@ -62,8 +62,10 @@ def close(found, expected, bound=1e-5):
 
 def count_functions(monkeypatch) -> list[int]:
     """How many layers each function computed, from now on."""
-    counts, apply = [], linear._apply
-    monkeypatch.setattr(linear, "_apply", lambda modules, *rest: counts.append(len(modules)) or apply(modules, *rest))
+    counts, apply = [], fused_linear._apply
+    monkeypatch.setattr(
+        fused_linear, "_apply", lambda modules, *rest: counts.append(len(modules)) or apply(modules, *rest)
+    )
     return counts
 
 
@@ -115,7 +117,7 @@ def test_the_fp8_gradient_is_one_product_with_one_scale_a_token_over_the_outputs
 def test_the_input_is_quantized_once_and_kept_once(monkeypatch):
     group, x, calls, kept = fuse(make_group(), "fp8"), torch.randn(50, 128, requires_grad=True), [], []
     plain = stored_weight.quantize_rows
-    monkeypatch.setattr(linear, "quantize_rows", lambda *a: calls.append(len(a[0])) or plain(*a))
+    monkeypatch.setattr(fused_linear, "quantize_rows", lambda *a: calls.append(len(a[0])) or plain(*a))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         for name in OUTPUTS:
             group[name](x)
@@ -260,7 +262,7 @@ def test_the_operator_that_adds_the_adapters_part_is_recomputed_and_skipped_as_a
     # Who names a device is told the truth: autocast itself asks, to put back what was before.
     asked = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
-    monkeypatch.setattr(linear, "LARGE", 0)
+    monkeypatch.setattr(fused_linear, "LARGE", 0)
     found = []
     for mode in ("none", recompute):
         model = policy(mode, 2, "fused")
@@ -271,6 +273,6 @@ def test_the_operator_that_adds_the_adapters_part_is_recomputed_and_skipped_as_a
             warnings.simplefilter("error")
             with Names() as seen:
                 score(model).backward()
-        assert "recipes.add_low_rank_.default" in seen.names
+        assert "kit.add_low_rank_.default" in seen.names
         found.append([one.grad for one in model.parameters() if one.grad is not None])
     assert len(found[0]) == 28 and all(map(torch.equal, *found))

@@ -76,7 +76,7 @@ def make_model(
 
 
 def save_adapter(run: RunDir, base_hash: str, version: int, model: torch.nn.Module, **manifest) -> Path:
-    from recipes.parts.qat import write_quantizer_state
+    from kit.policy.quantized_linear import write_quantizer_state
 
     with publish(run.adapter_dir(version)) as partial:
         model.save_pretrained(partial, save_embedding_layers=False)
@@ -139,8 +139,8 @@ def make_run(
 def add_quantizers(model: torch.nn.Module, name: str) -> None:
     """Quantizers of format `name` that were calibrated on some tokens."""
     from kit.core.format_names import read_quant_format
-    from recipes.parts.calibration import calibrate
-    from recipes.parts.qat import use_quantized_linears
+    from kit.policy.calibration import calibrate
+    from kit.policy.quantized_linear import use_quantized_linears
 
     use_quantized_linears(model, read_quant_format(name))
     ids = torch.arange(1, 257, device=next(model.parameters()).device).view(4, 64)

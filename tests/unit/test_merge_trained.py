@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
+from kit.policy.quantized_linear import STATE, quantizers_off
 from kit.weights.quantize import fake_quantize_activation
 from merge import quantize
 from merge.__main__ import main
@@ -28,7 +29,6 @@ from merge.verify import (
     load_policy,
     log_probs,
 )
-from recipes.parts.qat import STATE, quantizers_off
 from tests.unit.test_merge_fixture import make_model, make_run, shared_folder, shared_run
 
 # One layer that every format can store.

@@ -14,8 +14,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from recipes.parts.packed_attention import BLOCK, NAME, Segments, block_mask, dense_mask, register
-from recipes.parts.packing import MODELS, check_packing, packed_logps, plan_micro_batches
+from kit.policy.packed.attention import BLOCK, NAME, Segments, block_mask, dense_mask, register
+from kit.policy.packed.packing import MODELS, check_packing, packed_logps, plan_micro_batches
 from tests.conftest import CONFIG
 
 PAD, VOCABULARY, TEMPERATURE = 0, 89, 0.7
@@ -238,7 +238,7 @@ compiling = torch._dynamo.config.patch(disable=False)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch):
     """What a GPU does, uncompiled, which on a CPU has no backward pass."""
-    from recipes.parts import packed_attention
+    from kit.policy.packed import attention as packed_attention
 
     model = tiny(head_dim=16).eval()
     data = batch(rows_of([60, 50], [[30, 40, 10], [20, 48]]))  # 256 positions with shared prompts
@@ -257,7 +257,7 @@ def test_a_block_mask_through_the_model_gives_the_padded_pass(stub, monkeypatch)
 
 @compiling
 def test_one_compiled_kernel_serves_rows_of_every_length(monkeypatch):
-    from recipes.parts import packed_attention
+    from kit.policy.packed import attention as packed_attention
 
     graphs = []
 

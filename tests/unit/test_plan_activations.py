@@ -16,7 +16,7 @@ from kit.core.config.load import config_from_dict
 from kit.plan.gpus import CARDS
 from kit.plan.memory import backward_bytes, layer_bytes, update_parts
 from kit.plan.shapes import Shape
-from recipes.parts.recompute import use_recompute
+from kit.policy.recompute import use_recompute
 
 SEQUENCES, TOKENS = 2, 256
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -17,8 +17,8 @@ from kit.plan.gpus import CARDS
 from kit.plan.recompute import least
 from kit.plan.report import counted, summary
 from kit.plan.shapes import shape_by_size
+from kit.policy import kept_weights, quantized_linear
 from kit.weights import quantize, stored_weight
-from recipes.parts import kept_weights, qat
 from tests.unit.test_plan_activations import as_on_a_gpu  # noqa: F401
 from tests.unit.test_plan_memory import SHAPE, config
 
@@ -56,12 +56,14 @@ def kernels(monkeypatch):
     def zeros(dtype):
         return lambda layer, *_: torch.zeros(layer.out_features, layer.in_features, dtype=dtype)
 
-    monkeypatch.setattr(qat, "quantized_weight", zeros(torch.bfloat16))
-    monkeypatch.setattr(qat, "fp8_weight", zeros(torch.float8_e4m3fn))
+    monkeypatch.setattr(quantized_linear, "quantized_weight", zeros(torch.bfloat16))
+    monkeypatch.setattr(quantized_linear, "fp8_weight", zeros(torch.float8_e4m3fn))
     sizes = {"fp8": lambda layer: (layer.out_features, 1), "nvfp4": lambda _: ()}  # by the kind of the weights
-    monkeypatch.setattr(qat, "effective_peak", lambda layer, *_: torch.ones(sizes[_[-1].weight.kind](layer)))
-    monkeypatch.setattr(qat, "fake_quantize_activation", lambda x, *_: torch.empty_like(x))
-    monkeypatch.setattr(qat.Product, "has_fp8_product", lambda self, _: self.quantizers.fmt.name == "fp8")
+    monkeypatch.setattr(
+        quantized_linear, "effective_peak", lambda layer, *_: torch.ones(sizes[_[-1].weight.kind](layer))
+    )
+    monkeypatch.setattr(quantized_linear, "fake_quantize_activation", lambda x, *_: torch.empty_like(x))
+    monkeypatch.setattr(quantized_linear.Product, "has_fp8_product", lambda self, _: self.quantizers.fmt.name == "fp8")
     monkeypatch.setattr(
         stored_weight,
         "quantize_rows",
@@ -77,8 +79,8 @@ def test_quantized_layers_keep_and_peak_at_what_the_plan_says(fmt, kernels, monk
     before = small.use_recompute
 
     def prepare(model, made):
-        qat.use_quantized_linears(model, FORMATS[fmt])
-        for module in qat.quantized_layers(model).values():
+        quantized_linear.use_quantized_linears(model, FORMATS[fmt])
+        for module in quantized_linear.quantized_layers(model).values():
             module.product.input_peak = torch.ones(())
         return before(model, made)
 

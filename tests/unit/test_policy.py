@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import read_json, read_manifest, write_manifest
+from kit.policy.load import check_base, check_base_unchanged, check_init_adapter, load_policy_base, load_tokenizer
 from kit.weights.frozen_base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
-from recipes.parts.policy import check_base, check_base_unchanged, check_init_adapter, load_policy_base, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -255,7 +255,7 @@ def no_weights(monkeypatch):
     def load(config):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("recipes.parts.policy.load_policy_base", load)
+    monkeypatch.setattr("kit.policy.load.load_policy_base", load)
 
 
 def altered_model(source: Path, folder: Path, **config) -> Path:

@@ -16,8 +16,8 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
+from kit.policy import load as policy
 from kit.weights.frozen_base import hash_pairs, hash_tensor, load_frozen
-from recipes.parts import policy
 from tests.conftest import CONFIG
 
 BASE, OTHER = "ab" * 32, "ab" * 31 + "cd"
@@ -246,7 +246,7 @@ def test_a_target_that_is_no_linear_layer_is_refused(target):
 def test_the_base_is_loaded_as_the_configuration_says(monkeypatch):
     loaded, model = [], SimpleNamespace(generation_config=GenerationConfig(eos_token_id=[3, 4], min_p=0.5))
     monkeypatch.setattr(policy, "load_frozen", lambda *names, **options: loaded.append((names, options)) or model)
-    monkeypatch.setattr("recipes.parts.host_embedding.keep_embedding_on_host", lambda model: loaded.append(model))
+    monkeypatch.setattr("kit.policy.host_embedding.keep_embedding_on_host", lambda model: loaded.append(model))
     config = configuration(
         **{"policy.quantization": "fp8", "policy.double_quantization": False, "model.revision": "v1"}
     )
@@ -296,12 +296,12 @@ def test_a_published_adapter_holds_and_names_what_was_trained(tmp_path, rslora, 
 
 def test_an_adapter_of_a_format_is_published_with_its_ranges(tmp_path, monkeypatch):
     state = {"quant_cfg": "nvfp4", "quantizer_hash": "12"}
-    monkeypatch.setattr("recipes.parts.qat.write_quantizer_state", lambda model, folder: state)
+    monkeypatch.setattr("kit.policy.quantized_linear.write_quantizer_state", lambda model, folder: state)
     manifest = read_manifest(policy.publish_adapter(small_model(), tmp_path / "v", 1, BASE))
     assert {key: manifest[key] for key in state} == state
 
 
-# The teacher's adapter and model: see recipes/parts/teacher.py.
+# The teacher's adapter and model: see kit/policy/teacher.py.
 
 
 class Names:
@@ -323,13 +323,13 @@ class Names:
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """`check(teacher's config, tokenizer)`: what a teacher by id is refused for, None when it is taken."""
-    from recipes.parts import teacher
+    from kit.policy import teacher
 
     def run(facts: Any, tokenizer: Names) -> str | None:
         monkeypatch.setattr(teacher, "unquantized_config", lambda name, revision: facts)
         monkeypatch.setattr(teacher, "check_complete", lambda name, facts: None)
         monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name, revision: tokenizer)
-        monkeypatch.setattr("recipes.parts.packing.check_packing", lambda config, facts: None)
+        monkeypatch.setattr("kit.policy.packed.packing.check_packing", lambda config, facts: None)
         config = configuration(**{"distill.teacher": "org/big", "model.path": "."})
         config.rollout.max_prompt_length, config.rollout.max_completion_length = 30, 20
         try:
@@ -359,7 +359,7 @@ def test_a_teacher_of_another_tokenizer_or_too_short_a_context_is_refused(check,
 
 @pytest.mark.parametrize("change", ["same", "fewer layers", "more layers", "another base", "known base"])
 def test_a_teachers_adapter_of_other_layers_or_another_base_is_refused(tmp_path, change):
-    from recipes.parts.teacher import check_teacher
+    from kit.policy.teacher import check_teacher
 
     options = {"fewer layers": ["q_proj"], "more layers": "all-linear"}
     model = get_peft_model(
@@ -378,7 +378,7 @@ def test_a_teachers_adapter_of_other_layers_or_another_base_is_refused(tmp_path,
 
 
 def test_another_models_weights_are_frozen_and_its_dropout_is_off(monkeypatch):
-    from recipes.parts import teacher
+    from kit.policy import teacher
 
     loaded = {}
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).train()
@@ -398,7 +398,7 @@ def test_another_models_weights_are_frozen_and_its_dropout_is_off(monkeypatch):
 def test_a_teachers_adapter_of_another_scale_is_that_adapter_on_the_base_and_then_the_students_own_again(
     tmp_path, rslora
 ):
-    from recipes.parts.teacher import Teacher
+    from kit.policy.teacher import Teacher
 
     theirs = small_model(rank=2, alpha=12, use_rslora=rslora).eval()
     folder = policy.publish_adapter(theirs, tmp_path / "v", 1, BASE)

@@ -16,13 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FORMATS
-from kit.weights.frozen_base import dequantize, hash_base, load_nf4
-from kit.weights.quantize import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
-from merge.quantize import read_back, to_nvfp4, to_w4a16
-from recipes.parts import qat
-from recipes.parts.calibration import batches, calibrate
-from recipes.parts.kept_weights import keeping_weights
-from recipes.parts.qat import (
+from kit.policy import quantized_linear
+from kit.policy.calibration import batches, calibrate
+from kit.policy.kept_weights import keeping_weights
+from kit.policy.quantized_linear import (
     STATE,
     load_quantizer_state,
     quantizer_state,
@@ -32,7 +29,10 @@ from recipes.parts.qat import (
     use_quantized_linears,
     write_quantizer_state,
 )
-from recipes.parts.recompute import use_recompute
+from kit.policy.recompute import use_recompute
+from kit.weights.frozen_base import dequantize, hash_base, load_nf4
+from kit.weights.quantize import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
+from merge.quantize import read_back, to_nvfp4, to_w4a16
 from tests import sandbox
 from tests.unit.test_linear import ROOT, add_adapter, factors, make_layer, relative
 from tests.unit.test_plan_activations import config as layer_config
@@ -268,8 +268,8 @@ def test_a_layer_alone_computes_what_it_does_in_its_group_where_no_scale_is_shar
 
 
 def count_peaks(monkeypatch) -> list:
-    calls, peak = [], qat.effective_peak
-    monkeypatch.setattr(qat, "effective_peak", lambda *args: calls.append(1) or peak(*args))
+    calls, peak = [], quantized_linear.effective_peak
+    monkeypatch.setattr(quantized_linear, "effective_peak", lambda *args: calls.append(1) or peak(*args))
     return calls
 
 
@@ -287,7 +287,7 @@ def test_a_peak_is_found_again_when_the_adapter_changed_and_not_before(monkeypat
     factors(group["v_proj"])[1].data.mul_(1.5)  # past its version, as DeepSpeed does
     plainly(group, x)
     assert len(calls) == 4
-    qat.forget_peaks(group)
+    quantized_linear.forget_peaks(group)
     plainly(group, x)
     assert len(calls) == 7
 
@@ -370,15 +370,15 @@ def test_the_base_its_hash_and_every_name_are_those_of_the_plain_model(small):
 
 def test_generation_makes_every_weight_once_and_keeps_none(small, monkeypatch):
     model, made = small("nvfp4a16"), []
-    original = qat.quantized_weight
-    monkeypatch.setattr(qat, "quantized_weight", lambda *args: made.append(1) or original(*args))
+    original = quantized_linear.quantized_weight
+    monkeypatch.setattr(quantized_linear, "quantized_weight", lambda *args: made.append(1) or original(*args))
     with torch.no_grad():
         slowly = model.generate(input_ids=token_ids(), max_new_tokens=6, do_sample=False)
         count = len(made)
         with keeping_weights(model):
             assert torch.equal(model.generate(input_ids=token_ids(), max_new_tokens=6, do_sample=False), slowly)
     assert count > len(made) - count == 14
-    assert all(module.product._kept is None for module in qat.quantized_layers(model).values())
+    assert all(module.product._kept is None for module in quantized_linear.quantized_layers(model).values())
 
 
 def test_an_uncalibrated_model_says_so(small):
@@ -476,8 +476,8 @@ def test_every_recomputation_has_the_same_gradients_and_makes_no_weight_for_a_kn
     asked = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
     found, made = {}, collections.Counter()
-    original, mode = qat.quantized_weight, "none"
-    monkeypatch.setattr(qat, "quantized_weight", lambda *args: made.update([mode]) or original(*args))
+    original, mode = quantized_linear.quantized_weight, "none"
+    monkeypatch.setattr(quantized_linear, "quantized_weight", lambda *args: made.update([mode]) or original(*args))
     for mode in ("none", "full", "selective"):
         model = recomputing(mode, name)
         made.clear() if mode == "none" else None

@@ -15,12 +15,12 @@ from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FORMATS
 from kit.core.run_directory import write_manifest
+from kit.policy import quantized_linear
+from kit.policy.calibration import batches, calibrate, set_input_ranges
+from kit.policy.kept_weights import keeping_weights
+from kit.policy.quantized_linear import Quantizers, quantizers_of, quantizers_off, use_quantized_linears
 from kit.weights.frozen_base import disable_cpu_repacking
 from kit.weights.quantize import fake_quantize_activation, fake_quantize_weight
-from recipes.parts import qat
-from recipes.parts.calibration import batches, calibrate, set_input_ranges
-from recipes.parts.kept_weights import keeping_weights
-from recipes.parts.qat import Quantizers, quantizers_of, quantizers_off, use_quantized_linears
 from tests.conftest import CONFIG
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -121,7 +121,7 @@ def test_kept_weights_follow_the_adapter_and_are_let_go():
         within = logits(model)
         with torch.no_grad(), model.disable_adapter():
             reference = logits(model)
-    layers = qat.quantized_layers(model).values()
+    layers = quantized_linear.quantized_layers(model).values()
     assert all(one.product._kept is None for one in layers) and len(layers) == 7
     assert torch.equal(logits(model), within) and not torch.allclose(within, before, atol=1e-3)
     with torch.no_grad(), model.disable_adapter():
@@ -198,7 +198,7 @@ VALUES = [1.0, -4.0, 2.0, 900.0]
 
 
 def ranges(model: Toy) -> tuple[float, float]:
-    found = qat.quantizer_state(model)
+    found = quantized_linear.quantizer_state(model)
     return found["first.input_amax"].item(), found["second.input_amax"].item()
 
 
@@ -284,7 +284,7 @@ def kept(tmp_path) -> Callable[..., Path]:
     def make(name: str | None = "fp8_static") -> Path:
         model = toy(VALUES, name or "fp8")
         calibrate(model, whole([0, 3]))
-        facts = qat.write_quantizer_state(model, tmp_path)
+        facts = quantized_linear.write_quantizer_state(model, tmp_path)
         write_manifest(tmp_path, "adapter", **(facts if name else {}))
         return tmp_path
 
@@ -305,22 +305,22 @@ def test_an_adapter_trained_for_a_format_brings_its_ranges_and_a_plain_one_is_ca
 def test_ranges_of_another_format_or_of_other_layers_are_refused(kept):
     folder = kept("fp8_static")
     with pytest.raises(BadInput, match="written for format fp8_static, this policy computes in nvfp4"):
-        qat.restore_quantizers(toy(VALUES, "nvfp4"), folder)
+        quantized_linear.restore_quantizers(toy(VALUES, "nvfp4"), folder)
     for unused, has in ((True, "has 2 input ranges, .* has 3"), (False, "has 1 input ranges, .* has 2")):
-        model, state = toy(VALUES, unused=unused), qat.read_quantizer_state(folder)[1]
+        model, state = toy(VALUES, unused=unused), quantized_linear.read_quantizer_state(folder)[1]
         if not unused:
             del state["second.input_amax"]
         with pytest.raises(BadInput, match=has):
-            qat.load_quantizer_state(model, state)
+            quantized_linear.load_quantizer_state(model, state)
     with pytest.raises(BadInput, match=r"has 2 input ranges, .* has 0"):
-        qat.load_quantizer_state(toy(VALUES, "fp8"), qat.read_quantizer_state(folder)[1])
+        quantized_linear.load_quantizer_state(toy(VALUES, "fp8"), quantized_linear.read_quantizer_state(folder)[1])
 
 
 def test_the_hash_of_the_state_knows_every_range(tmp_path):
     hashes = set()
     for ids in ([0], [0, 1], [0, 1, 2, 3], [0]):
         calibrate(model := toy(VALUES), whole(ids))
-        facts = qat.write_quantizer_state(model, tmp_path)
+        facts = quantized_linear.write_quantizer_state(model, tmp_path)
         hashes.add(facts["quantizer_hash"])
         assert facts["quant_cfg"] == "fp8_static"
     assert len(hashes) == 3

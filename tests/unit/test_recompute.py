@@ -18,8 +18,8 @@ from kit.plan.fitting import candidates, lay_out, with_keys
 from kit.plan.gpus import CARDS
 from kit.plan.recompute import least, resolve, set_recompute
 from kit.plan.shapes import shape_by_size
-from recipes.parts.offload import HostInputs
-from recipes.parts.recompute import _product, use_recompute
+from kit.policy.recompute import _product, use_recompute
+from kit.policy.recompute_offload import HostInputs
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import follow, nf4_policy, shape
 
@@ -61,7 +61,7 @@ def policy(
     made.train.recompute, made.train.recompute_fraction, made.policy.compute = recompute, fraction, compute
     made.train.recompute_offload = offload
     if compute != "plain":
-        from recipes.parts.linear import use_fused_linears
+        from kit.policy.fused_linear import use_fused_linears
 
         use_fused_linears(model, compute)
     use_recompute(model, made)
@@ -224,7 +224,7 @@ def test_the_host_stays_a_layer_ahead_of_the_card():
 
 
 def test_without_the_residual_at_its_end_a_layers_last_product_is_done_again(monkeypatch):
-    monkeypatch.setattr("recipes.parts.recompute.ENDS_WITH_RESIDUAL", ())
+    monkeypatch.setattr("kit.policy.recompute.ENDS_WITH_RESIDUAL", ())
     assert ("base", (512, 1536)) in again("full")
 
 

@@ -8,8 +8,9 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_json, write_json
-from recipes.parts import policy, setup
-from recipes.parts.policy import check_base_unchanged, record_base
+from kit.policy import load as policy
+from kit.policy.load import check_base_unchanged, record_base
+from recipes.parts import setup
 from tests.conftest import CONFIG
 
 HASH = "0123456789abcdef" * 4
@@ -53,7 +54,7 @@ def test_the_trainer_is_not_given_another_base_than_the_runs(tmp_path, base, mon
     closed = SimpleNamespace(check_base=lambda content: None)
     monkeypatch.setattr(setup, "make_rollout", lambda *_: closed)
     monkeypatch.setattr(policy, "load_policy_base", lambda config: "the model")
-    monkeypatch.setattr("recipes.parts.sharding.loading_whole", lambda arguments: contextlib.nullcontext())
+    monkeypatch.setattr("kit.policy.sharding.loading_whole", lambda arguments: contextlib.nullcontext())
     model, found, _ = setup.load_base(config, run, None, None, None)
     assert model == "the model" and found["hash"] == read_json(run.base_file)["hash"] == HASH
     base(other)
@@ -69,7 +70,7 @@ def test_a_base_that_the_servers_do_not_hold_is_not_recorded(tmp_path, base, mon
 
     monkeypatch.setattr(setup, "make_rollout", lambda *_: SimpleNamespace(check_base=refuse))
     monkeypatch.setattr(policy, "load_policy_base", lambda config: "the model")
-    monkeypatch.setattr("recipes.parts.sharding.loading_whole", lambda arguments: contextlib.nullcontext())
+    monkeypatch.setattr("kit.policy.sharding.loading_whole", lambda arguments: contextlib.nullcontext())
     run = RunDir(tmp_path)
     with pytest.raises(BadInput, match="the server holds another base"):
         setup.load_base(load_config(CONFIG), run, None, None, None)

@@ -236,7 +236,7 @@ def test_the_adapter_travels_as_the_replicas_need_it(rollout, monkeypatch, quant
     found = rollout(1, None, *keys)
     monkeypatch.setattr("recipes.parts.rollout.AdapterFile", lambda *facts: facts)
     peaks = {"layer.input_amax": torch.tensor(2.5)} if quant_cfg == "nvfp4" else {}
-    monkeypatch.setattr("recipes.parts.qat.quantizer_state", lambda model: peaks)
+    monkeypatch.setattr("kit.policy.quantized_linear.quantizer_state", lambda model: peaks)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(unwrap_model=lambda model: model), model="m", base_hash="h")
     made = found._adapter_file(trainer, {"gathered": 1})
     assert made[:4] == ("m", getattr(torch, dtype), "h", {"gathered": 1})

@@ -19,8 +19,8 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.config.sharding_rules import FSDP_SETTINGS, announced
 from kit.core.errors import BadInput
-from recipes.parts import sharding
-from recipes.parts.sharding import loading_whole, prepare
+from kit.policy import sharding
+from kit.policy.sharding import loading_whole, prepare
 from tests.unit.test_accelerate_configs import announces
 
 ROOT = Path(__file__).parents[2]

@@ -12,13 +12,13 @@ from kit.core.config import base_rules
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import base_directory, read_json
+from kit.policy.load import check_base_unchanged
 from kit.weights.fp8 import Fp8Linear, dequantize_with, quantize_weight, store_in_fp8
 from kit.weights.frozen_base import BaseCheckpoint, dequantize, dequantized_tensors, hash_base, load_base, load_frozen
 from kit.weights.write_base import Original
 from launch import base_copy
 from launch.remerge import Linear, Part, State, merged_weight
 from merge.export import export
-from recipes.parts.policy import check_base_unchanged
 from tests.unit.test_merge_fixture import LINEARS, shared_model
 from tests.unit.test_merge_stream import ORIGIN, read_all, single_model
 
@@ -203,8 +203,8 @@ def test_the_copys_size_is_told_before_it_is_read(tmp_path):
 @pytest.mark.parametrize("kind", ["fp8", "none"])
 def test_quantizers_see_the_dequantized_base(kind):
     from kit.core.formats import FORMATS
+    from kit.policy.quantized_linear import quantizers_off, use_quantized_linears
     from kit.weights.quantize import effective_weight, fake_quantize_weight
-    from recipes.parts.qat import quantizers_off, use_quantized_linears
 
     model = load_frozen(shared_model(), kind, "bfloat16", device="cpu")
     plain = load_frozen(shared_model(), "none", "bfloat16", device="cpu")
@@ -230,7 +230,7 @@ def test_fused_layers_compute_and_learn_as_peft_does(kind, compute):
     """fp8 up to the rounding of activations and gradients to FP8."""
     from peft import LoraConfig, get_peft_model
 
-    from recipes.parts.linear import use_fused_linears
+    from kit.policy.fused_linear import use_fused_linears
 
     ids, found = torch.arange(1, 40)[None], {}
     for way in ("plain", compute + " "):
@@ -259,8 +259,8 @@ def test_fused_layers_compute_and_learn_as_peft_does(kind, compute):
 
 
 def test_fp8_products_are_taken_of_the_stored_codes():
+    from kit.policy.fused_linear import Product
     from kit.weights.stored_weight import weight_of
-    from recipes.parts.linear import Product
 
     layer = Fp8Linear(torch.nn.Linear(32, 16, dtype=torch.bfloat16))
     product = Product(layer, True)

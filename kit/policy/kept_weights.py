@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import bitsandbytes as bnb
 import torch
 
+from kit.policy import fused_linear, quantized_linear
+from kit.policy.host_memory import available_gib, release_freed
 from kit.weights.nf4 import block_maxima
-from recipes.parts import linear, qat
-from recipes.parts.host_memory import available_gib, release_freed
 
 ROOM_FOR_KEPT = 0.5  # of the memory that generation leaves free
 GIB = 2**30
@@ -61,7 +61,7 @@ def room_for(model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: 
     if not layers:
         return None
     device = layers[0].weight.device
-    needed = sum(_bytes(layer, qat.quantizers_of(model) is not None) for layer in layers) / GIB
+    needed = sum(_bytes(layer, quantized_linear.quantizers_of(model) is not None) for layer in layers) / GIB
     free = max(0.0, free_gib(device) - (decoding_gib(model, rows, tokens) if rows else 0.0))
     return Room(needed, free, mode == "always" or (mode == "auto" and needed <= ROOM_FOR_KEPT * free))
 
@@ -91,8 +91,8 @@ def keeping_weights(
     if room is None or not room.is_kept:
         yield room
         return
-    if (quantizers := qat.quantizers_of(model)) is not None:
-        with qat.keeping_quantized(model, quantizers):
+    if (quantizers := quantized_linear.quantizers_of(model)) is not None:
+        with quantized_linear.keeping_quantized(model, quantizers):
             yield room
         return
     layers = _layers(model)
@@ -112,8 +112,8 @@ def keeping_weights(
 
 def _layers(model: torch.nn.Module) -> list[Any]:
     """The layers whose weight is made for every product."""
-    if qat.quantizers_of(model) is not None:
-        return [module.product.layer for module in qat.quantized_layers(model).values()]
+    if quantized_linear.quantizers_of(model) is not None:
+        return [module.product.layer for module in quantized_linear.quantized_layers(model).values()]
     found = [one for one in model.modules() if isinstance(one, bnb.nn.Linear4bit)]
     # A layer whose forward something else replaced computes as that says.
     return [one for one in found if "forward" not in vars(one) and one.weight.quant_state is not None]
@@ -133,7 +133,7 @@ def _forward(layer: bnb.nn.Linear4bit, x: torch.Tensor) -> torch.Tensor:
     """As bitsandbytes' `Linear4bit.forward` (0.50), with the kept weight; the layer's own where a gradient is asked
     for, and for a few rows on a GPU."""
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or getattr(layer.bias, "requires_grad", False))
-    if needs_gradient or not layer.compute_type_is_set or linear.is_few(x, linear.FEW_KEPT):
+    if needs_gradient or not layer.compute_type_is_set or fused_linear.is_few(x, fused_linear.FEW_KEPT):
         return type(layer).forward(layer, x)
     dtype = layer.compute_dtype or x.dtype
     bias = None if layer.bias is None else layer.bias.to(dtype)

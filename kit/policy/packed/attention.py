@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kit.core.errors import BadInput
-from recipes.parts.flash_packed import MULTIPLE, TYPES, FlashMask, Kernels, flash_attention
+from kit.policy.packed.flash import MULTIPLE, TYPES, FlashMask, Kernels, flash_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -255,11 +255,11 @@ def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scali
     if y.numel() < LARGE or left.shape[1] > WIDEST_RANK or y.dtype not in (torch.bfloat16, torch.float16):
         y.addmm_(left, right, alpha=scaling)
     else:
-        torch.ops.recipes.add_low_rank_(y, left, right, scaling)
+        torch.ops.kit.add_low_rank_(y, left, right, scaling)
 
 
 # An operator, so that recompute.py sees that it changes what it keeps.
-_library = torch.library.Library("recipes", "FRAGMENT")
+_library = torch.library.Library("kit", "FRAGMENT")
 _library.define("add_low_rank_(Tensor(a!) y, Tensor left, Tensor right, float scaling) -> Tensor(a!)")
 
 

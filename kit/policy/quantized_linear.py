@@ -32,6 +32,9 @@ from torch.autograd.function import once_differentiable
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FP8_CAPABILITY, QuantFormat, check_shapes, fitted
+from kit.policy import fused_linear
+from kit.policy.fused_linear import Group, Settings, Waiting
+from kit.policy.recompute import is_answered
 from kit.weights import stored_weight
 from kit.weights.fp8 import Fp8Linear
 from kit.weights.frozen_base import plain_name
@@ -43,9 +46,6 @@ from kit.weights.quantize import (
     fp8_weight,
     quantized_weight,
 )
-from recipes.parts import linear
-from recipes.parts.linear import Group, Settings, Waiting
-from recipes.parts.recompute import is_answered
 
 STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
 AMAX = ".input_amax"  # of a tensor's name in it, behind the layer's
@@ -243,11 +243,11 @@ class _QuantizedLinear(torch.autograd.Function):
                 sizes = [len(down[n]) for n in adapted]
                 xa = (rows @ stacked.t()).split(sizes, dim=1)  # (T, r) each
                 gb = torch.cat([gs[n] @ up[n].to(dtype) for n in adapted], 1)  # (T, Σ r)
-                da = linear.gradient(gb.t(), rows, down[adapted[0]].dtype).split(sizes)
+                da = fused_linear.gradient(gb.t(), rows, down[adapted[0]].dtype).split(sizes)
                 for n, part, own in zip(adapted, xa, da, strict=True):
                     found[2 * n] = own.mul(scaling).to(down[n].dtype) if needed[2 * n] else None
                     if needed[2 * n + 1]:
-                        found[2 * n + 1] = linear.gradient(gs[n].t(), part, up[n].dtype).mul_(scaling)
+                        found[2 * n + 1] = fused_linear.gradient(gs[n].t(), part, up[n].dtype).mul_(scaling)
         return dx, None, None, None, *found
 
 
@@ -279,7 +279,7 @@ class _Quantized:
             return super().forward(x, *args, **kwargs)
         if args or kwargs:
             raise CheckFailed("a quantized layer takes its input alone, no adapter by row.")
-        return linear.output_of(self, x, self.settings(x))
+        return fused_linear.output_of(self, x, self.settings(x))
 
 
 class QuantizedLora4bit(_Quantized, peft_bnb.Linear4bit):
@@ -324,7 +324,7 @@ def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
     quantizers = Quantizers(fitted(fmt, (inputs for _, inputs in shapes.values())))
     for name, module in layers.items():
         if hasattr(module, "lora_A"):
-            linear.check_plain(name, module)
+            fused_linear.check_plain(name, module)
         if "forward" in vars(module):
             raise ValueError(f"{name} has a forward of its own already, which would go on computing unquantized")
         module.__class__ = CLASSES[type(module)]
@@ -363,7 +363,7 @@ def _shape(module: torch.nn.Module) -> tuple[int, int]:
 def _make_groups(model: torch.nn.Module) -> None:
     waiting = Waiting()
     for parent in model.modules():
-        for names in linear.SAME_INPUT:
+        for names in fused_linear.SAME_INPUT:
             members = [getattr(parent, name, None) for name in names]
             if all(isinstance(member, _Quantized) for member in members):
                 products = [member.product for member in members]

@@ -21,9 +21,9 @@ from kit.core.run_directory import (
     write_json,
     write_manifest,
 )
+from kit.policy.sharding import quant_storage
 from kit.weights.frozen_base import hash_base, load_frozen, unquantized_config
 from kit.weights.model_files import check_complete, check_names
-from recipes.parts.sharding import quant_storage
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ def load_policy_base(config: Config) -> "torch.nn.Module":
     """The frozen base, on this process's device but for what `policy.embeddings` says, without an adapter."""
     from accelerate import PartialState
 
-    from recipes.parts.host_embedding import keep_embedding_on_host
+    from kit.policy.host_embedding import keep_embedding_on_host
 
     model = load_frozen(
         config.model.source,
@@ -226,8 +226,8 @@ def publish_adapter(
     """
     from peft import get_peft_model_state_dict
 
+    from kit.policy.quantized_linear import write_quantizer_state
     from kit.weights.frozen_base import hash_pairs, hash_tensor
-    from recipes.parts.qat import write_quantizer_state
 
     adapter = model.peft_config["default"]
     tensors = get_peft_model_state_dict(model, state_dict=gathered)

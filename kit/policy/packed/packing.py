@@ -59,12 +59,12 @@ def _check_kernels(config: Config, facts: Any) -> None:
     kind = config.train.packed_attention
     if kind == "flex":
         return
-    from recipes.parts import cudnn_packed, flash_packed
+    from kit.policy.packed import cudnn, flash
 
     head_dim = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
-    if kind == "flash" and (why := flash_packed.problem(head_dim)):
+    if kind == "flash" and (why := flash.problem(head_dim)):
         raise BadInput(f"train.packed_attention is flash, FlashAttention, and {why}. Set it to flex.")
-    if kind == "cudnn" and (why := cudnn_packed.problem(head_dim)):
+    if kind == "cudnn" and (why := cudnn.problem(head_dim)):
         raise BadInput(f"train.packed_attention is cudnn, and {why}. Set it to flash.")
 
 
@@ -159,7 +159,7 @@ def packed_logps(
     """
     import torch
 
-    from recipes.parts.packed_attention import mask_kind
+    from kit.policy.packed.attention import mask_kind
 
     rows = read_rows(input_ids, attention_mask, logits_to_keep)
     with trainer.accelerator.autocast():
@@ -205,7 +205,7 @@ def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "t
     """The packed row of the chosen rows, on the device of `input_ids` (B, W), for attention of the kind given."""
     import torch
 
-    from recipes.parts.packed_attention import Sequences, attention_mask, row_length
+    from kit.policy.packed.attention import Sequences, attention_mask, row_length
 
     groups: dict[Any, list[int]] = defaultdict(list)
     for row in chosen:

@@ -44,7 +44,7 @@ def check_teacher(config: Config, run: RunDir, tokenizer: Any, model_config: Any
 def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
     from safetensors import safe_open
 
-    from recipes.parts.policy import adapted_layers
+    from kit.policy.load import adapted_layers
 
     directory = Path(config.distill.teacher_adapter)
     manifest = read_manifest(directory, "adapter", deep=True)
@@ -90,7 +90,7 @@ def check_adapter_base(config: Config, base_hash: str, source: str = "this base"
 def _check_model(config: Config, tokenizer: Any, model_config: Any) -> None:
     from transformers import AutoTokenizer
 
-    from recipes.parts.packing import check_packing
+    from kit.policy.packed.packing import check_packing
 
     name, revision = config.distill.teacher, config.distill.teacher_revision
     try:
@@ -162,7 +162,7 @@ class Teacher:
             return
         with contextlib.ExitStack() as stack:
             if self._has_quantizers:
-                from recipes.parts.qat import quantizers_off
+                from kit.policy.quantized_linear import quantizers_off
 
                 stack.enter_context(quantizers_off(student))
             stack.enter_context(student.disable_adapter() if self._weights is None else _wearing(self._weights))

@@ -27,7 +27,7 @@ def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> st
     """Calibrate a policy as it starts over `prompts` (token ids), or take over the ranges of `policy.init_adapter`
     where that was trained for a format; what was done, in one line."""
     from kit.core.run_directory import read_manifest
-    from recipes.parts.qat import restore_quantizers
+    from kit.policy.quantized_linear import restore_quantizers
 
     start = config.policy.init_adapter
     if start and read_manifest(Path(start)).get("quant_cfg"):
@@ -51,8 +51,7 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     """
     import torch
 
-    from kit.weights.frozen_base import plain_name
-    from recipes.parts.qat import (
+    from kit.policy.quantized_linear import (
         AMAX,
         load_quantizer_state,
         quantized_layers,
@@ -60,6 +59,7 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
         quantizers_of,
         quantizers_off,
     )
+    from kit.weights.frozen_base import plain_name
 
     quantizers = quantizers_of(model)
     if quantizers is None or not quantizers.fmt.needs_calibration:

@@ -61,7 +61,7 @@ class FlashMask(BlockMask):
         self.kernels = kernels
         longest = max(2, *lengths), max(2, *behind, 0), max(prompts, default=0)
         if "cudnn" in kernels:
-            from recipes.parts.cudnn_packed import filled_up
+            from kit.policy.packed.cudnn import filled_up
 
             lengths = filled_up(lengths) if kernels[0] == "cudnn" else lengths
             prompts, behind = (filled_up(one) if kernels[1] == "cudnn" and one else one for one in (prompts, behind))
@@ -122,7 +122,7 @@ class _Attention(torch.autograd.Function):
 
 
 # One operator for torch, so that selective recomputation (recompute.py) sees and keeps what it answers.
-@torch.library.custom_op("recipes::packed_flash_attention", mutates_args=())
+@torch.library.custom_op("kit::packed_flash_attention", mutates_args=())
 def packed_flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -163,15 +163,15 @@ def _kernels(name: str) -> tuple[Callable, Callable]:
     """Forward and backward."""
     if name == "flash":
         return attention, attention_backward
-    from recipes.parts import cudnn_packed
+    from kit.policy.packed import cudnn
 
-    return cudnn_packed.attention, cudnn_packed.attention_backward
+    return cudnn.attention, cudnn.attention_backward
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
     """Add to an attention's output (T, H, D) and log-sum-exp (H, T) those over further keys, in place."""
     if out.is_cuda:
-        from recipes.parts.flash_kernel import merge_in_place
+        from kit.policy.packed.flash_kernel import merge_in_place
 
         merge_in_place(out, lse, other.contiguous(), other_lse.contiguous())
         return

@@ -48,7 +48,7 @@ def use_recompute(model: Any, config: Config) -> int:
         return 0
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from recipes.parts.offload import HostInputs
+    from kit.policy.recompute_offload import HostInputs
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -184,7 +184,7 @@ def _modes() -> tuple[type, type]:
     adds = (aten.addmm_.default, aten.add_.Tensor)
 
     def is_sum(operator: Any) -> bool:
-        return operator in adds or str(operator).startswith("recipes.add_low_rank_")  # linear.py's
+        return operator in adds or str(operator).startswith("kit.add_low_rank_")  # linear.py's
 
     def is_same(one: Any, other: Any) -> bool:
         tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
