@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launch.remerge import Remerge, _vllm_context, merged_weights, write_weight
+from kit.rollout.server.remerge import Remerge, _vllm_context, merged_weights, write_weight
 
 
 class Profiled(Remerge):
@@ -66,7 +66,7 @@ def write_adapter(base: Path, directory: Path, rank: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from launch.adapter_file import checkpoint_shapes
+    from kit.rollout.server.adapter_check import checkpoint_shapes
 
     shapes, factors = checkpoint_shapes(base), {}
     for name in json.loads((base / "nf4" / "index.json").read_text()):

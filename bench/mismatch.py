@@ -171,7 +171,7 @@ def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
         max_lora_rank=config.policy.lora_rank,
         # Without this vLLM gives the output layer LoRA slots too, and 0.26 fails on a small tied vocabulary.
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        worker_extension_cls="launch.remerge.Remerge" if remerge else "",
+        worker_extension_cls="kit.rollout.server.remerge.Remerge" if remerge else "",
         **STORAGE[storage],
     )
     if remerge:

@@ -72,8 +72,8 @@ def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
     import torch
 
     from kit.policy import quantized_linear
+    from kit.rollout.adapter_file import AdapterFile
     from merge.verify import compute_in
-    from recipes.parts.adapter_file import AdapterFile
 
     dtype, is_format = given.dtype, name != "none"
     model, batch = trained_policy(given.runs[0], dtype) if given.runs else random_policy(given.model, name, dtype)
@@ -104,7 +104,7 @@ def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, i
 
     from kit.core.config.format_rules import served_weights
     from kit.core.formats import FORMATS as KNOWN
-    from launch.versions import QUANTIZED_INPUTS, REMERGE
+    from kit.rollout.server.versions import QUANTIZED_INPUTS, REMERGE
 
     fmt, options = KNOWN.get(name), {}
     prompts = [{"prompt_token_ids": ids} for ids in json.loads((work / "scores.json").read_text())["ids"]]

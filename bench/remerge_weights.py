@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 
-from launch.remerge import Remerge, find_linears
+from kit.rollout.server.remerge import Remerge, find_linears
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "bf16")

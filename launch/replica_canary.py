@@ -8,8 +8,8 @@ import numpy as np
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from kit.core.run_directory import base_directory, read_json
-from recipes.parts.canary import compare, read_canary
-from recipes.parts.replica import Replica, ReplicaError
+from kit.rollout.canary import compare, read_canary
+from kit.rollout.replica import Replica, ReplicaError
 
 
 def check_replicas(config: Config) -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from kit.core.errors import CheckFailed
+from kit.rollout.replica import Replica, ReplicaError
 from launch.vllm_command import Plan
-from recipes.parts.replica import Replica, ReplicaError
 
 POLL_S = 0.5
 ANSWER_S = 5.0  # longest wait for one answer while a server starts

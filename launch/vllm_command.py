@@ -22,10 +22,10 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.limits import FOLD_GIB, FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json, read_manifest, stored_as
-from launch.base_copy import copy_bytes, has_copy
-from launch.quantized_fold import QUANT_CFG
-from launch.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
-from recipes.parts.replica import is_loopback, is_tested_vllm, log_name
+from kit.rollout.replica import is_loopback, is_tested_vllm, log_name
+from kit.rollout.server.base_copy import copy_bytes, has_copy
+from kit.rollout.server.quantized_fold import QUANT_CFG
+from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
 
 ROOT = Path(__file__).parents[1]
 CPU_WEIGHTS = ("fp8_per_channel", "bf16")
@@ -285,7 +285,7 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         # The model's own generation_config.json may set top_k, top_p or a repetition penalty.
         "generation_config": "vllm",
-        "middleware": "launch.endpoint.RolloutEndpoint",
+        "middleware": "kit.rollout.server.endpoint.RolloutEndpoint",
         "disable_uvicorn_access_log": True,
     }
 

@@ -14,7 +14,7 @@ import os
 import re
 from typing import Any
 
-OUR_NUMBER = re.compile(r"-v\d+-(\d+)\b")  # recipes/parts/dispatch.py: session, version, number of the group
+OUR_NUMBER = re.compile(r"-v\d+-(\d+)\b")  # kit/rollout/dispatch.py: session, version, number of the group
 
 
 class Lengths:

@@ -29,7 +29,7 @@ STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base'
 # What stays allocated between phases; everything else comes and goes.
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
 RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
-CANARY_TOKENS = 256  # recipes/parts/scorer.py
+CANARY_TOKENS = 256  # kit/rollout/canary_scores.py
 ROOM_FOR_KEPT = 0.5  # kept_weights.py: of the memory that generation leaves free
 KEPT = "kept weights"
 

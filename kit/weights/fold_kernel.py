@@ -1,7 +1,7 @@
 """One GPU kernel that makes dequantize(NF4) + scale · B · A, so that a sync reads 4.5 bits a weight and writes 16.
 
-The same sum in PyTorch (`dequantize` and `add_update` of `launch/remerge.py`) moves 38.6 bytes a weight, this 2.6.
-Imported on a GPU only: Triton comes with vLLM's CUDA build.
+The same sum in PyTorch (`dequantize` and `add_update` of `kit/rollout/server/remerge.py`) moves 38.6 bytes a weight,
+this 2.6. Imported on a GPU only: Triton comes with vLLM's CUDA build.
 """
 
 from typing import Any

@@ -101,7 +101,7 @@ def _minor(version: str) -> list[str]:
 
 def _is_tested(version: str) -> bool:
     try:
-        from recipes.parts.replica import is_tested_vllm
+        from kit.rollout.replica import is_tested_vllm
     except ImportError:
         return False
     return is_tested_vllm(version)

@@ -278,7 +278,7 @@ def _listener(port: int) -> str:
 
 def _replica_at(url: str) -> str:
     """What a rollout server of the kit at `url` says of itself; empty when there is none."""
-    from recipes.parts.replica import Replica, ReplicaError
+    from kit.rollout.replica import Replica, ReplicaError
 
     try:
         info = Replica(url, ANSWER_S).info(timeout_s=ANSWER_S)

@@ -238,7 +238,7 @@ def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir)
     if config.rollout.backend == "in_process":
         return None
     from kit.policy.load import adapted_layers
-    from recipes.parts.rollout import ServerRollout
+    from kit.rollout.client import ServerRollout
 
     rollout = ServerRollout(config, tokenizer, run)
     rollout.check(adapted_layers(config, model_config), model_config.get_text_config().vocab_size)

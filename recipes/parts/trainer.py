@@ -40,6 +40,8 @@ from kit.policy.quantized_linear import (
 )
 from kit.policy.recompute import use_recompute
 from kit.policy.sharding import gather_adapter, prepare
+from kit.rollout.noise import facts, noise_of, noisy
+from kit.rollout.overlap import OverlappedRollouts
 from recipes.parts.checkpoint import (
     SAVE_ERRORS,
     commit_checkpoint,
@@ -55,8 +57,6 @@ from recipes.parts.finite import FiniteAdapter, FiniteGradients
 from recipes.parts.head_tiles import use_host_tiles
 from recipes.parts.heldout import HeldOut
 from recipes.parts.mismatch import KEYS as MISMATCH
-from recipes.parts.noise import facts, noise_of, noisy
-from recipes.parts.overlap import OverlappedRollouts
 from recipes.parts.record import Recorder, add_counts, keep_traceback, unknown_so_far
 from recipes.parts.trackers import prepare_trackers, send_completions, send_figures
 from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields

@@ -3,8 +3,8 @@
 TRL 1.16's own code is driven: `VLLMGeneration._iter_named_params`, which its `sync_weights` exhausts once per sync
 (twice for the first). It calls peft's `merge_adapter`, yields what a server would receive, calls `unmerge_adapter`.
 No server receives it here; the weights are read between the two calls and after the second.
-Beside it the kit's way, by the code that syncs: `AdapterFile` writes the adapter, and `launch.remerge` folds that file
-into the NF4 copy of a base directory, as a server's workers do.
+Beside it the kit's way, by the code that syncs: `AdapterFile` writes the adapter, and `kit.rollout.server.remerge`
+folds that file into the NF4 copy of a base directory, as a server's workers do.
 
     python tests/evidence/stock_merge.py --base models/tiny-base                        # random update, 1 % of |W|
     python tests/evidence/stock_merge.py --base models/tiny-base --adapter runs/tiny/adapters/v000080 --grow 80
@@ -45,12 +45,12 @@ from kit.core.errors import BadInput, CheckFailed, run_command
 from kit.core.run_directory import write_json
 from kit.data.problems import Problem, chat_messages, load_problems
 from kit.policy.load import load_adapter_weights
+from kit.rollout.adapter_file import AdapterFile
+from kit.rollout.server.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
 from kit.weights.frozen_base import dequantize, hash_base, load_nf4, plain_name
 from kit.weights.write_base import NF4_FOLDER, Original
-from launch.remerge import Linear, Part, State, merged_weights, nf4_code, read_adapter, read_copy
 from merge.export import export
 from merge.quantize import Retained, read_back, to_fp8
-from recipes.parts.adapter_file import AdapterFile
 from reward import reward_functions
 
 Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32

@@ -41,7 +41,7 @@ def engine(model: Path) -> "vllm.LLM":  # noqa: F821
         enforce_eager=True,
         enable_prefix_caching=False,
         tensor_parallel_size=2,
-        worker_extension_cls="launch.remerge.Remerge",
+        worker_extension_cls="kit.rollout.server.remerge.Remerge",
     )
 
 

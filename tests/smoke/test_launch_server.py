@@ -16,11 +16,11 @@ import pytest
 import requests
 from safetensors.numpy import save
 
-from launch.adapter_file import checkpoint_shapes
+from kit.rollout.canary import write_canary
+from kit.rollout.replica import Replica, ReplicaError
+from kit.rollout.server.adapter_check import checkpoint_shapes
 from launch.replicas import members
 from merge.export import main as merge_base
-from recipes.parts.canary import write_canary
-from recipes.parts.replica import Replica, ReplicaError
 from tests import processes
 
 # The first test of each way waits for its server: 45 s on two cores, minutes on busy ones.

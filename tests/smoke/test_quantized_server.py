@@ -15,8 +15,8 @@ import torch
 from kit.core.config.recipe import QUANTIZED
 from kit.core.run_directory import RunDir
 from kit.policy.quantized_linear import quantizers_off
+from kit.rollout.canary import CanaryResult, compare, read_canary
 from merge.verify import load_policy, log_probs
-from recipes.parts.canary import CanaryResult, compare, read_canary
 from tests.smoke.test_server_run import Server
 
 # A server and a run of three steps.

@@ -19,8 +19,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kit.core.run_directory import RunDir, read_json, read_manifest
-from recipes.parts.canary import read_canary
-from recipes.parts.replica import Replica, ReplicaError
+from kit.rollout.canary import read_canary
+from kit.rollout.replica import Replica, ReplicaError
 from tests import processes
 
 # The first test waits for a server and a run: a minute on two cores, minutes on busy ones.

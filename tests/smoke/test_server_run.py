@@ -21,7 +21,7 @@ import pytest
 import requests
 
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
-from recipes.parts.replica import Replica
+from kit.rollout.replica import Replica
 from tests import processes
 from tests.smoke.test_server import free_port
 
@@ -172,7 +172,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir, tiny_model_dir
 @pytest.fixture(scope="module")
 def learned(setup, tmp_path_factory, recipe, read_jsonl) -> dict[str, Any]:
     """The run of 30 steps on `a` and `b`: its metrics, and what both served right after every sync."""
-    from recipes.parts.sync import AdapterSync
+    from kit.rollout.sync import AdapterSync
 
     publish, synced = AdapterSync.publish, []
 

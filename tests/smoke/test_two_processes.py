@@ -20,11 +20,11 @@ from kit.core.config.recipe import DISTILLATION
 from kit.core.run_directory import RunDir, read_manifest
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.load import load_adapter_weights
+from kit.rollout.canary import read_canary
+from kit.rollout.canary_scores import CanaryScorer
+from kit.rollout.replica import decode_ids, encode_floats, encode_ids
 from kit.weights.frozen_base import hash_base, load_frozen, load_nf4
 from merge.__main__ import main
-from recipes.parts.canary import read_canary
-from recipes.parts.replica import decode_ids, encode_floats, encode_ids
-from recipes.parts.scorer import CanaryScorer
 from tests import processes
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_accelerate_configs import announces

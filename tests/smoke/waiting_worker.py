@@ -14,7 +14,7 @@ from torch import distributed
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
-from recipes.parts.rollout import ServerRollout
+from kit.rollout.client import ServerRollout
 
 
 def long_work() -> str:

@@ -1,4 +1,5 @@
-"""vLLM's engine as launch/endpoint.py sees it, without vLLM: an application with a fake engine client in its state.
+"""vLLM's engine as kit/rollout/server/endpoint.py sees it, without vLLM: an application with a fake engine client in
+its state.
 
 The fake's weights are a name: "base", or the adapter that was folded in. Its log-probs tell which weights and which
 LoRA answered, so a test sees what a request was really answered from.
@@ -17,9 +18,9 @@ from fastapi import FastAPI
 from safetensors.numpy import save, save_file
 from starlette.testclient import TestClient
 
-from launch import endpoint
-from launch.private_files import PrivateFiles
-from recipes.parts.replica import decode_floats, encode_ids
+from kit.rollout.replica import decode_floats, encode_ids
+from kit.rollout.server import endpoint
+from kit.rollout.server.private_files import PrivateFiles
 
 HASH = "ab" * 32
 LAYERS = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.0.mlp.up_proj": (12, 6)}
@@ -94,7 +95,8 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype="auto"),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=workers, worker_extension_cls="launch.remerge.Remerge" if remerge else ""
+                tensor_parallel_size=workers,
+                worker_extension_cls="kit.rollout.server.remerge.Remerge" if remerge else "",
             ),
             lora_config=SimpleNamespace(max_lora_rank=lora_rank, target_modules=targets) if lora_rank else None,
         )
@@ -266,7 +268,7 @@ def without_vllm(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(endpoint, "sampling_params", lambda **options: SimpleNamespace(**options))
     monkeypatch.setattr(endpoint, "vllm_version", lambda: "0.31.0")
     (tmp_path / "private").mkdir()
-    monkeypatch.setattr("launch.versions.PrivateFiles", lambda: PrivateFiles(tmp_path / "private"))
+    monkeypatch.setattr("kit.rollout.server.versions.PrivateFiles", lambda: PrivateFiles(tmp_path / "private"))
 
 
 class Server:

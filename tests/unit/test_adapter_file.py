@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kit.core.errors import CheckFailed
-from recipes.parts.adapter_file import AdapterFile
+from kit.rollout.adapter_file import AdapterFile
 from tests.unit.test_policy_files import BASE, small_model
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kit.core.errors import BadInput, CheckFailed
-from recipes.parts.canary import DECISIVE, compare, read_canary, write_canary
-from recipes.parts.scorer import CanaryScorer
+from kit.rollout.canary import DECISIVE, compare, read_canary, write_canary
+from kit.rollout.canary_scores import CanaryScorer
 
 NOISE, TOKENS = 0.03, 400
 RANDOM = np.random.default_rng(0)
@@ -159,7 +159,7 @@ def test_the_trainers_scores_are_its_log_probs_with_the_adapter_on_and_off(
 
 def scored(monkeypatch, scores: list[np.ndarray]) -> tuple[CanaryScorer, SimpleNamespace]:
     """A scorer with a prompt whose forward pass gives these scores, and a trainer for it."""
-    monkeypatch.setattr("recipes.parts.scorer._score", lambda trainer, sequences: scores.pop(0))
+    monkeypatch.setattr("kit.rollout.canary_scores._score", lambda trainer, sequences: scores.pop(0))
     scorer = CanaryScorer(prompts=1, longest=64)
     scorer.choose([[5, 6]])
     model = SimpleNamespace(disable_adapter=contextlib.nullcontext)

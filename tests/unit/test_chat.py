@@ -21,10 +21,10 @@ from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.data.problems import Problem, chat_messages, load_problems, prompt_lengths
 from kit.policy.load import load_tokenizer
+from kit.rollout.client import ServerRollout
+from kit.rollout.replica import decode_ids
 from merge.chat_template import literal, set_defaults, with_defaults
 from merge.verify import as_prompt, fixed_batch
-from recipes.parts.replica import decode_ids
-from recipes.parts.rollout import ServerRollout
 from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_eval_server import Stub, choice

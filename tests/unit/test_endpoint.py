@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from launch import endpoint, versions
-from launch.private_files import PREFIX, PrivateFiles
-from recipes.parts.replica import decode_floats, decode_ids, encode_ids
+from kit.rollout.replica import decode_floats, decode_ids, encode_ids
+from kit.rollout.server import endpoint, versions
+from kit.rollout.server.private_files import PREFIX, PrivateFiles
 from tests.unit.fake_engine import (
     HASH,
     LAYERS,
@@ -78,7 +78,7 @@ def test_info_says_what_is_held_and_which_ways_work(server):
 @pytest.mark.parametrize(
     ("options", "nf4", "way", "reason"),
     [
-        ({"remerge": False}, True, "remerge", "--worker-extension-cls launch.remerge.Remerge"),
+        ({"remerge": False}, True, "remerge", "--worker-extension-cls kit.rollout.server.remerge.Remerge"),
         ({}, False, "remerge", "python -m merge base"),
         ({"lora_rank": None}, True, "adapter", "--enable-lora"),
     ],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.adapter_file import Refused, Room, check, checkpoint_shapes, read_adapter
+from kit.rollout.server.adapter_check import Refused, Room, check, checkpoint_shapes, read_adapter
 from tests.unit.fake_engine import LAYERS, adapter_tensors, write_adapter, write_base
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

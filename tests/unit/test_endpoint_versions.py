@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import versions
-from recipes.parts.replica import encode_ids
+from kit.rollout.replica import encode_ids
+from kit.rollout.server import versions
 from tests.unit.fake_engine import (
     HASH,
     Engine,

@@ -141,7 +141,7 @@ def test_every_reason_is_given_at_once():
     assert len(reasons({**PLAIN, "use_dora": True, "bias": "all", "init_lora_weights": "olora"})) == 3
 
 
-@pytest.mark.parametrize("module", ["kit.core.lora", "launch.remerge", "launch.adapter_file"])
+@pytest.mark.parametrize("module", ["kit.core.lora", "kit.rollout.server.remerge", "kit.rollout.server.adapter_check"])
 def test_the_server_and_its_workers_import_neither_torch_nor_peft_for_it(module):
     program = f"import sys, {module}\nprint(sorted({{'torch', 'peft'}} & set(sys.modules)))"
     done = processes.run([sys.executable, "-c", program])

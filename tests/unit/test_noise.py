@@ -8,7 +8,7 @@ from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.config.rollout_rules import noise_problems
 from kit.core.errors import BadInput, CheckFailed
-from recipes.parts.noise import Noise, NoisyNorms, draw, noise_of, noisy, norms, sigma_at
+from kit.rollout.noise import Noise, NoisyNorms, draw, noise_of, noisy, norms, sigma_at
 from tests.conftest import CONFIG
 
 ON = ["--policy.quant_noise_start=1e-2", "--policy.quant_noise_end=1e-4"]

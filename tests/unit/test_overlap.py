@@ -25,8 +25,8 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.metrics_log import phases
 from kit.core.run_directory import RunDir
 from kit.core.tokenizer_hash import tokenizer_hash
-from recipes.parts.overlap import Ahead, OverlappedRollouts
-from recipes.parts.replica import decode_ids, encode_floats, encode_ids
+from kit.rollout.overlap import Ahead, OverlappedRollouts
+from kit.rollout.replica import decode_ids, encode_floats, encode_ids
 from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_heldout import learned

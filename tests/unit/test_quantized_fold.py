@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kit.core.formats import FORMATS
-from launch import adapter_file, quantized_fold
-from launch.adapter_file import Refused, Room
-from launch.remerge import Linear, Part, State, merged_weight, nf4_code
+from kit.rollout.server import adapter_check, quantized_fold
+from kit.rollout.server.adapter_check import Refused, Room
+from kit.rollout.server.remerge import Linear, Part, State, merged_weight, nf4_code
 from merge.quantize import FORMATS as STORES
 from merge.quantize import read_back, to_fp8, to_nvfp4
 from tests.unit.fake_engine import CONFIG, adapter_tensors, write_adapter
@@ -132,7 +132,12 @@ def test_two_workers_hold_the_numbers_of_the_whole_weight(name, by_inputs, monke
         ("fp8_block", 2, False, "k_proj has 64 outputs from 0 on here.*every 128"),
         ("w4a16", 8, True, "q_proj has 64 inputs from 0 on here.*every 128 of them. Lower server.tensor_parallel"),
         ("fp8", 2, False, "takes the FP8 scales of each shard for itself.*install vLLM 0.31"),
-        ("nvfp4", 1, False, "qkv_proj does not quantize its inputs.*launch.quantized_inputs.RemergeQuantizedInputs"),
+        (
+            "nvfp4",
+            1,
+            False,
+            "qkv_proj does not quantize its inputs.*kit.rollout.server.quantized_inputs.RemergeQuantizedInputs",
+        ),
     ],
 )
 def test_a_worker_that_cannot_have_the_formats_numbers_says_why(name, ranks, by_inputs, reason, monkeypatch):
@@ -216,7 +221,7 @@ def test_an_adapter_of_another_format_is_refused(tmp_path, trained, served):
     save_file(
         adapter_tensors(), path, {"adapter_config": json.dumps(CONFIG)} | ({"quant_cfg": trained} if trained else {})
     )
-    adapter, room = adapter_file.read_adapter(folder), Room(None, {}, None, takes_patterns=True)
-    adapter_file.check(adapter, room, trained)
+    adapter, room = adapter_check.read_adapter(folder), Room(None, {}, None, takes_patterns=True)
+    adapter_check.check(adapter, room, trained)
     with pytest.raises(Refused, match=f"trained as {trained or 'the unq'}.*samples from {served or 'the unq'}"):
-        adapter_file.check(adapter, room, served)
+        adapter_check.check(adapter, room, served)

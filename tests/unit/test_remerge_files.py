@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.remerge import add_update, read_tensors
+from kit.rollout.server.remerge import add_update, read_tensors
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,8 @@
 """Remerge workers without vLLM: the weights of every tensor-parallel shard after a sync, noise, and refusals.
 
-The layers stand in for vLLM's by the attributes that launch/remerge.py reads. The expected shards are computed here,
-from the whole weights and attention's own rule: query head h of H computes with key head h * K // H of K.
+The layers stand in for vLLM's by the attributes that kit/rollout/server/remerge.py reads. The expected shards are
+computed here, from the whole weights and attention's own rule: query head h of H computes with key head h * K // H of
+K.
 """
 
 import contextlib
@@ -19,11 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kit.core.formats import FORMATS
-from launch import remerge
-from launch.remerge import Remerge, find_linears
+from kit.rollout.noise import Noise, NoisyNorms, norms
+from kit.rollout.server import remerge
+from kit.rollout.server.remerge import Remerge, find_linears
 from merge.quantize import FORMATS as STORES
 from merge.quantize import read_back
-from recipes.parts.noise import Noise, NoisyNorms, norms
 
 HEAD, HEADS, KV_HEADS, HIDDEN, INTERMEDIATE = 64, 8, 2, 512, 512
 SHAPES = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kit.core.tokenizer_hash import tokenizer_hash
-from recipes.parts.replica import (
+from kit.rollout.replica import (
     Replica,
     ReplicaError,
     decode_floats,
@@ -135,7 +135,7 @@ def test_no_answer_may_be_tried_again(fake):
 
 
 def test_only_generation_and_the_first_stage_may_take_longer_than_a_change(fake, monkeypatch):
-    monkeypatch.setattr("recipes.parts.replica.CHANGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kit.rollout.replica.CHANGE_TIMEOUT_S", 0.3)
     replica = Replica(fake.url, 20)
     where = {"way": "remerge", "run": "r", "session": "s", "base_hash": "ab", "path": "."}
     calls = {

@@ -13,10 +13,10 @@ from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir
 from kit.core.tokenizer_hash import tokenizer_hash
-from recipes.parts.dispatch import Dispatcher, GenerationFailed
-from recipes.parts.noise import noise_of
-from recipes.parts.replica import Replica, ReplicaError, encode_floats, encode_ids
-from recipes.parts.rollout import ServerRollout
+from kit.rollout.client import ServerRollout
+from kit.rollout.dispatch import Dispatcher, GenerationFailed
+from kit.rollout.noise import noise_of
+from kit.rollout.replica import Replica, ReplicaError, encode_floats, encode_ids
 from tests import processes
 from tests.unit.fake_replica import FakeReplica, samples
 
@@ -234,7 +234,7 @@ def test_the_adapter_travels_as_the_replicas_need_it(rollout, monkeypatch, quant
 
     keys = ["--model.dtype=bfloat16", *([f"--policy.quant_cfg={quant_cfg}"] if quant_cfg else [])]
     found = rollout(1, None, *keys)
-    monkeypatch.setattr("recipes.parts.rollout.AdapterFile", lambda *facts: facts)
+    monkeypatch.setattr("kit.rollout.client.AdapterFile", lambda *facts: facts)
     peaks = {"layer.input_amax": torch.tensor(2.5)} if quant_cfg == "nvfp4" else {}
     monkeypatch.setattr("kit.policy.quantized_linear.quantizer_state", lambda model: peaks)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(unwrap_model=lambda model: model), model="m", base_hash="h")
@@ -271,7 +271,7 @@ def test_of_a_base_that_is_split_every_process_gathers_and_scores_each_version_o
     found.scorer.choose([[5, 6]])
     found.scorer.policy = lambda trainer: calls.append("policy") or ["on"]
     found.scorer.base = lambda trainer: calls.append("base") or ["off"]
-    monkeypatch.setattr("recipes.parts.rollout.gather_adapter", lambda model: calls.append("gather") or {"whole": 1})
+    monkeypatch.setattr("kit.rollout.client.gather_adapter", lambda model: calls.append("gather") or {"whole": 1})
     monkeypatch.setattr(found, "_adapter_file", lambda trainer, gathered: calls.append("file") or gathered)
     accelerator = SimpleNamespace(is_main_process=is_main, unwrap_model=lambda model: model)
     trainer = SimpleNamespace(adapter_version=4, sharding="FSDP2", accelerator=accelerator, model="m")
@@ -408,7 +408,7 @@ def test_a_late_answer_of_an_abandoned_attempt_is_dropped():
 
 
 def test_a_replica_that_hangs_is_given_up_long_before_the_request_times_out(monkeypatch):
-    monkeypatch.setattr("recipes.parts.dispatch.PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr("kit.rollout.dispatch.PROBE_EVERY_S", 0.1)
     hanging = threading.Event()
 
     def silent(timeout_s: float) -> dict:

@@ -16,12 +16,12 @@ from tests.unit.test_server_command import CUDA, config, only
 @pytest.mark.parametrize(
     ("quant_cfg", "weights", "extension", "name"),
     [
-        ("W4A16_NVFP4_CFG", "bf16", "launch.remerge.Remerge", "nvfp4a16"),
-        ("w4a16", "bf16", "launch.remerge.Remerge", "w4a16"),
-        ("nvfp4", "bf16", "launch.quantized_inputs.RemergeQuantizedInputs", "nvfp4"),
-        ("FP8_DEFAULT_CFG", "bf16", "launch.quantized_inputs.RemergeQuantizedInputs", "fp8_static"),
-        ("fp8", "fp8_per_channel", "launch.remerge.Remerge", "fp8"),
-        ("fp8_block", "fp8_per_block", "launch.remerge.Remerge", "fp8_block"),
+        ("W4A16_NVFP4_CFG", "bf16", "kit.rollout.server.remerge.Remerge", "nvfp4a16"),
+        ("w4a16", "bf16", "kit.rollout.server.remerge.Remerge", "w4a16"),
+        ("nvfp4", "bf16", "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs", "nvfp4"),
+        ("FP8_DEFAULT_CFG", "bf16", "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs", "fp8_static"),
+        ("fp8", "fp8_per_channel", "kit.rollout.server.remerge.Remerge", "fp8"),
+        ("fp8_block", "fp8_per_block", "kit.rollout.server.remerge.Remerge", "fp8_block"),
     ],
 )
 def test_a_format_decides_how_the_server_is_started(quant_cfg, weights, extension, name):

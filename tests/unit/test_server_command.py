@@ -59,10 +59,10 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
         "--kv-cache-dtype auto",
         "--quantization fp8_per_channel",
         "--gpu-memory-utilization 0.9",
-        "--worker-extension-cls launch.remerge.Remerge",
+        "--worker-extension-cls kit.rollout.server.remerge.Remerge",
         "--logprobs-mode processed_logprobs",
         "--generation-config vllm",
-        "--middleware launch.endpoint.RolloutEndpoint",
+        "--middleware kit.rollout.server.endpoint.RolloutEndpoint",
         "--seed 3",
     ):
         assert part in command, part
@@ -126,7 +126,7 @@ def test_vllms_own_parser_accepts_the_command(sync, vllm_keys):
     groups = {"rollout": {"sync": sync}, "server": server_keys}
     (plan,) = plans(config(**groups), CUDA, ["0"])
     parsed = parse(FlexibleArgumentParser()).parse_args(plan.command[3:])
-    assert (parsed.max_model_len, parsed.middleware) == (129, ["launch.endpoint.RolloutEndpoint"])
+    assert (parsed.max_model_len, parsed.middleware) == (129, ["kit.rollout.server.endpoint.RolloutEndpoint"])
     assert bool(parsed.enable_lora) == (sync == "adapter")
 
 

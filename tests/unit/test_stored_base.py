@@ -13,11 +13,11 @@ from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import base_directory, read_json
 from kit.policy.load import check_base_unchanged
+from kit.rollout.server import base_copy
+from kit.rollout.server.remerge import Linear, Part, State, merged_weight
 from kit.weights.fp8 import Fp8Linear, dequantize_with, quantize_weight, store_in_fp8
 from kit.weights.frozen_base import BaseCheckpoint, dequantize, dequantized_tensors, hash_base, load_base, load_frozen
 from kit.weights.write_base import Original
-from launch import base_copy
-from launch.remerge import Linear, Part, State, merged_weight
 from merge.export import export
 from tests.unit.test_merge_fixture import LINEARS, shared_model
 from tests.unit.test_merge_stream import ORIGIN, read_all, single_model

@@ -12,10 +12,10 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
-from recipes.parts.canary import read_canary
-from recipes.parts.noise import Noise
-from recipes.parts.replica import Replica, log_name
-from recipes.parts.sync import AdapterSync, restart_hint
+from kit.rollout.canary import read_canary
+from kit.rollout.noise import Noise
+from kit.rollout.replica import Replica, log_name
+from kit.rollout.sync import AdapterSync, restart_hint
 from tests.unit.fake_replica import FakeReplica, log_probs
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -174,8 +174,8 @@ def cut(body: dict) -> None:
 def test_a_replica_that_hangs_in_a_sync_is_given_up_long_before_the_request_times_out(synced, monkeypatch, action):
     both, sync = synced(2)
     sync.settle()
-    monkeypatch.setattr("recipes.parts.dispatch.PROBE_EVERY_S", 0.1)
-    monkeypatch.setattr("recipes.parts.dispatch.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kit.rollout.dispatch.PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr("kit.rollout.dispatch.PROBE_TIMEOUT_S", 0.2)
     for replica in sync.replicas:
         replica.timeout_s = replica.change_timeout_s = 60
     release = threading.Event()
@@ -274,7 +274,7 @@ def test_log_probs_that_are_not_numbers_fail_the_canary(synced):
 
 
 def nan(count: int) -> str:
-    from recipes.parts.replica import encode_floats
+    from kit.rollout.replica import encode_floats
 
     return encode_floats([float("nan")] * count)
 
@@ -338,7 +338,7 @@ def test_the_canary_can_be_scored_again_by_hand(synced):
 def test_a_full_disk_is_a_check_that_failed(build_trainer, recipe_arguments, tiny_model_dir, tmp_path):
     import torch
 
-    from recipes.parts.adapter_file import AdapterFile
+    from kit.rollout.adapter_file import AdapterFile
 
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
     file = AdapterFile(trainer.model, torch.bfloat16, "ab" * 32)
@@ -363,7 +363,7 @@ def test_the_adapter_that_travels_is_the_one_that_the_forward_computes_with(
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from recipes.parts.adapter_file import AdapterFile
+    from kit.rollout.adapter_file import AdapterFile
 
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
     adapter = AdapterFile(trainer.model, getattr(torch, dtype), "ab" * 32)

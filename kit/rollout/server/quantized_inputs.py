@@ -1,6 +1,6 @@
 """Quantized inputs in a rollout server's linear layers, for formats with static activations (fp8_static, nvfp4):
 
-    --worker-extension-cls launch.quantized_inputs.RemergeQuantizedInputs
+    --worker-extension-cls kit.rollout.server.quantized_inputs.RemergeQuantizedInputs
 
 vLLM imports this before it builds the model, and compiles the model after. So every linear layer gets a buffer with
 the largest |input| of calibration, at one address for good, and quantizes its inputs by one operator of PyTorch, which
@@ -16,9 +16,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from kit.core.formats import FORMATS
+from kit.rollout.server.quantized_fold import format_of
+from kit.rollout.server.remerge import Remerge
 from kit.weights.quantize import fake_quantize_activation
-from launch.quantized_fold import format_of
-from launch.remerge import Remerge
 
 
 class RemergeQuantizedInputs(Remerge):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.core.errors import CheckFailed, KitError
-from recipes.parts.replica import CONTINUE, Replica, ReplicaError, Sample
+from kit.rollout.replica import CONTINUE, Replica, ReplicaError, Sample
 
 PROBE_EVERY_S, PROBE_TIMEOUT_S, PROBES = 5.0, 10.0, 2  # a replica that hangs is given up after at most 30 s
 RETRY_AFTER_S = 1.0  # before the same replica is asked again; another one is asked at once

@@ -1,4 +1,5 @@
-"""HTTP client of one rollout replica: the /v1/rollout routes that `launch/endpoint.py` adds to a vLLM server.
+"""HTTP client of one rollout replica: the /v1/rollout routes that `kit/rollout/server/endpoint.py` adds to a vLLM
+server.
 
 Token ids travel as base64 of little-endian int32 and log-probs as base64 of little-endian float32, so that a NaN
 arrives as one and no number is printed and parsed again. Needs requests and numpy, no torch and no vLLM.
@@ -26,8 +27,8 @@ from kit.core.limits import VLLM_BELOW, VLLM_FROM
 PROTOCOL = 1
 PREFIX = "/v1/rollout"
 CONNECT_TIMEOUT_S, DISCARD_TIMEOUT_S = 10.0, 15.0
-# All but a generation takes seconds; a server gives its workers 120 s and then says so (launch/versions.py). Only the
-# first stage may have to wait until the server has read its NF4 copy.
+# All but a generation takes seconds; a server gives its workers 120 s and then says so
+# (kit/rollout/server/versions.py). Only the first stage may have to wait until the server has read its NF4 copy.
 CHANGE_TIMEOUT_S, FIRST_STAGE_TIMEOUT_S = 130.0, 600.0
 CONTINUE = "Then continue with --resume."
 

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.formats import FORMATS
-from launch.adapter_file import AdapterFile, Refused, Room, check, checkpoint_shapes, read_adapter
-from launch.base_copy import has_copy
-from launch.private_files import PrivateFiles
-from launch.quantized_fold import QUANT_CFG
+from kit.rollout.server.adapter_check import AdapterFile, Refused, Room, check, checkpoint_shapes, read_adapter
+from kit.rollout.server.base_copy import has_copy
+from kit.rollout.server.private_files import PrivateFiles
+from kit.rollout.server.quantized_fold import QUANT_CFG
 
-REMERGE = "launch.remerge.Remerge"
-QUANTIZED_INPUTS = "launch.quantized_inputs.RemergeQuantizedInputs"  # remerge too, for formats with static activations
+REMERGE = "kit.rollout.server.remerge.Remerge"
+QUANTIZED_INPUTS = (
+    "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs"  # remerge too, for formats with static activations
+)
 NF4_COPY = "GRPO_KIT_NF4_COPY"  # environment variable of the server: one of COPIES
 COPIES = ("gpu", "host")
 WORKER_S, SETUP_S = 120.0, 1800.0  # longest wait for the workers; setting up reads the whole NF4 copy

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.core import lora
-from launch.quantized_fold import QUANT_CFG
+from kit.rollout.server.quantized_fold import QUANT_CFG
 
 NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 PREFIX = "base_model.model."

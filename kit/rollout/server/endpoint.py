@@ -1,6 +1,6 @@
 """The routes that a rollout server needs and vLLM does not have, added to vLLM's own server by its own option:
 
-    --middleware launch.endpoint.RolloutEndpoint
+    --middleware kit.rollout.server.endpoint.RolloutEndpoint
 
 Everything is under /v1/rollout, so vLLM's API key guards it. Token ids and log-probs travel in binary, nothing is
 detokenized, and a request names the adapter version that it wants: another one served is an error, not an answer.
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from kit.core.tokenizer_hash import tokenizer_hash
-from launch.adapter_file import Refused, read_header
-from launch.versions import COPIES, NF4_COPY, Problem, Version, Versions
-from recipes.parts.replica import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids
+from kit.rollout.replica import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids
+from kit.rollout.server.adapter_check import Refused, read_header
+from kit.rollout.server.versions import COPIES, NF4_COPY, Problem, Version, Versions
 
 WAYS = ("adapter", "remerge")
 SAMPLING = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int}
@@ -55,8 +55,8 @@ def attach(app: Any) -> None:
         getattr(arguments, "data_parallel_size", None) or 1
     ) > 1:
         raise RuntimeError(
-            "launch.endpoint keeps the served version in one process: start one server per replica, without "
-            "--api-server-count and --data-parallel-size."
+            "kit.rollout.server.endpoint keeps the served version in one process: start one server per replica, "
+            "without --api-server-count and --data-parallel-size."
         )
     routes = Routes(app)
     for method, action in (

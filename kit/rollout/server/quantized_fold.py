@@ -57,7 +57,7 @@ def check(linears: list[Any], fmt: QuantFormat) -> None:
         if fmt.needs_calibration and not hasattr(linear.layer, "input_peak"):
             raise ValueError(
                 f"{linear.name} does not quantize its inputs, as {fmt.name} does. Start the server with "
-                "--worker-extension-cls launch.quantized_inputs.RemergeQuantizedInputs"
+                "--worker-extension-cls kit.rollout.server.quantized_inputs.RemergeQuantizedInputs"
             )
 
 

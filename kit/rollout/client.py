@@ -1,7 +1,7 @@
 """Rollouts from separate vLLM replicas: token ids in, token ids and the sampler's log-probs out.
 
 The replicas hold the dequantized base (`python -m launch.server`) and are told of each adapter version by
-`recipes/parts/sync.py`. TRL's own server path is not used: it merges the adapter into the NF4 weights and streams
+`kit/rollout/sync.py`. TRL's own server path is not used: it merges the adapter into the NF4 weights and streams
 packed bytes. The trainer's process needs no vLLM.
 """
 
@@ -20,13 +20,13 @@ from kit.core.run_directory import RunDir, base_directory, read_json
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.gpu_memory import free_gpu_cache
 from kit.policy.sharding import gather_adapter
-from recipes.parts.adapter_file import AdapterFile
-from recipes.parts.dispatch import Dispatcher, GenerationFailed, ask_all
-from recipes.parts.noise import facts, noise_of
-from recipes.parts.overlap import Ahead
-from recipes.parts.replica import PROTOCOL, Replica, ReplicaError, Sample, is_tested_vllm
-from recipes.parts.scorer import CanaryScorer
-from recipes.parts.sync import START, AdapterSync, restart_hint, start_hint
+from kit.rollout.adapter_file import AdapterFile
+from kit.rollout.canary_scores import CanaryScorer
+from kit.rollout.dispatch import Dispatcher, GenerationFailed, ask_all
+from kit.rollout.noise import facts, noise_of
+from kit.rollout.overlap import Ahead
+from kit.rollout.replica import PROTOCOL, Replica, ReplicaError, Sample, is_tested_vllm
+from kit.rollout.sync import START, AdapterSync, restart_hint, start_hint
 
 FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
 OTHER_REQUESTS = (

@@ -23,11 +23,11 @@ import numpy as np
 from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed, KitError
 from kit.core.run_directory import RunDir
-from recipes.parts.adapter_file import WEIGHTS, AdapterFile
-from recipes.parts.canary import CanaryResult, compare, write_canary
-from recipes.parts.dispatch import ask_all
-from recipes.parts.noise import Noise
-from recipes.parts.replica import CONTINUE, Replica, ReplicaError, log_name
+from kit.rollout.adapter_file import WEIGHTS, AdapterFile
+from kit.rollout.canary import CanaryResult, compare, write_canary
+from kit.rollout.dispatch import ask_all
+from kit.rollout.noise import Noise
+from kit.rollout.replica import CONTINUE, Replica, ReplicaError, log_name
 
 # Scores of the policy and of the base on the canary's sequences; called while the replicas work.
 Scores = tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]

@@ -1,9 +1,9 @@
 """The server's half of a remerge sync: a vLLM worker that folds each adapter into its own weights, in place.
 
-Loaded with `--worker-extension-cls launch.remerge.Remerge`. Every worker keeps a copy of its shard of the base's
-linear layers, as the base is stored: NF4 (from `nf4/` of the base directory), or FP8 or BF16 (`base_copy.py`). A sync
-makes dequantize(copy) + s·B·A, rounds it once to the model's dtype and puts it through the quantization that vLLM
-itself applies when it loads a checkpoint, so that the served weights are those of a fresh load of the merged
+Loaded with `--worker-extension-cls kit.rollout.server.remerge.Remerge`. Every worker keeps a copy of its shard of the
+base's linear layers, as the base is stored: NF4 (from `nf4/` of the base directory), or FP8 or BF16 (`base_copy.py`).
+A sync makes dequantize(copy) + s·B·A, rounds it once to the model's dtype and puts it through the quantization that
+vLLM itself applies when it loads a checkpoint, so that the served weights are those of a fresh load of the merged
 checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With server.quant_cfg they are those that a reader
 of the exported checkpoint computes with (`quantized_fold.py`).
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from kit.core import limits, lora
 from kit.core.formats import QuantFormat, fitted
-from launch import base_copy, quantized_fold
-from recipes.parts.noise import Noise, NoisyNorms
+from kit.rollout.noise import Noise, NoisyNorms
+from kit.rollout.server import base_copy, quantized_fold
 
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
