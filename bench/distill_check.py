@@ -49,7 +49,7 @@ def operands(tokens: int, words: int, hidden: int, device: str, dtype: torch.dty
 
 
 def check_values(device: str) -> bool:
-    from recipes.parts.distill_trainer import Head, divergence
+    from kit.train.distill_trainer import Head, divergence
 
     student, teacher, weight = operands(300, 40_000, 256, device, torch.bfloat16)
     head, is_good = Head(weight, None, 3.0, None), True
@@ -86,7 +86,7 @@ def measured(work, device: str, rounds: int) -> tuple[float, float]:
 def check_memory(device: str, tokens: int, words: int, hidden: int, few: int) -> None:
     from trl.kernels import chunked_divergence
 
-    from recipes.parts.distill_trainer import Head, divergence
+    from kit.train.distill_trainer import Head, divergence
 
     student, teacher, weight = operands(tokens, words, hidden, device, torch.bfloat16)
     head = Head(weight, None, 1.0, None)

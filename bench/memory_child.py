@@ -163,18 +163,18 @@ def replace_parts() -> None:
     """Put the stand-ins where the recipe's main() imports its parts from."""
     import kit.core.run_directory
     import kit.policy.load
-    import recipes.parts.setup
-    import recipes.parts.trainer
+    import kit.train.setup
+    import kit.train.trainer
     import reward
 
     def make_rollout(config: Any, tokenizer: Any, model_config: Any, run: Any) -> StubRollout | None:
         return StubRollout(config, model_config.vocab_size) if config.rollout.backend == "server" else None
 
-    recipes.parts.setup.make_rollout = make_rollout
+    kit.train.setup.make_rollout = make_rollout
     kit.policy.load.load_policy_base = random_nf4
     kit.policy.load.record_base = lambda *args, **keys: {"hash": "0" * 64}
     kit.policy.load.check_base_unchanged = lambda *args, **keys: None
-    recipes.parts.trainer.PolicyTrainer._save_checkpoint = lambda *args, **keys: None
+    kit.train.trainer.PolicyTrainer._save_checkpoint = lambda *args, **keys: None
     kit.core.run_directory.RunDir.newest_adapter = lambda run: None
     reward.reward_functions = lambda *args, **keys: ([random_reward], None)
 
@@ -284,7 +284,7 @@ def measure_shape(work: Path, points: list[dict[str, Any]], out: Path) -> None:
     time when to stop, before it touches the card."""
     import torch
 
-    import recipes.parts.trainer  # noqa: F401 (trl, peft, bitsandbytes: while the card is another process's)
+    import kit.train.trainer  # noqa: F401 (trl, peft, bitsandbytes: while the card is another process's)
 
     replace_parts()
     deadline = float(sys.stdin.readline())

@@ -162,7 +162,7 @@ def kinds() -> tuple[str, ...]:
 def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
     """Log-probs and entropies (16, C) of a batch, by the way they are computed."""
     from kit.policy.packed.packing import packed_logps
-    from recipes.parts.trl_trainer import GRPOTrainer
+    from kit.train.trl_trainer import GRPOTrainer
 
     stub, padded = make_trainer(in_bf16), GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__
 

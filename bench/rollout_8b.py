@@ -78,8 +78,8 @@ class Server:
 
 def build_trainer(work: Path) -> Any:
     """The recipe's trainer on its NF4 base, not started; it generates nowhere yet."""
+    from kit.train.trainer import PolicyTrainer
     from recipes.grpo_qlora import main
-    from recipes.parts.trainer import PolicyTrainer
 
     class Built(Exception):
         pass
@@ -114,7 +114,7 @@ def connect(work: Path, trainer: Any, changes: dict[str, Any]) -> Any:
     from kit.core.config.load import load_config
     from kit.core.run_directory import RunDir
     from kit.policy.load import check_base
-    from recipes.parts.setup import make_rollout
+    from kit.train.setup import make_rollout
 
     config = load_config(CONFIG, flags(work, changes)[2:])
     rollout = make_rollout(config, trainer.processing_class, check_base(config), RunDir(work / "run"))

@@ -48,8 +48,8 @@ from kit.core.errors import run_command
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 from kit.core.run_directory import read_manifest
-from recipes.parts.data_order import check_problems, record_problems
-from recipes.parts.setup import (
+from kit.train.data_order import check_problems, record_problems
+from kit.train.setup import (
     check_model,
     describe_adapter_type,
     describe_format,
@@ -122,9 +122,9 @@ def main() -> None:
     from kit.policy.calibration import set_input_ranges
     from kit.policy.load import load_tokenizer, lora_config
     from kit.policy.teacher import check_teacher, load_teacher
-    from recipes.parts.distill_trainer import DistillTrainer, distill_arguments
-    from recipes.parts.heldout import HeldOut
-    from recipes.parts.trainer import check_card
+    from kit.train.distill_trainer import DistillTrainer, distill_arguments
+    from kit.train.heldout import HeldOut
+    from kit.train.trainer import check_card
     from reward import reward_functions
 
     model_config = check_model(config, processes, flags.dry_run)

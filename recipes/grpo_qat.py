@@ -52,8 +52,8 @@ from kit.core.config.load import parse_command
 from kit.core.config.recipe import QUANTIZED, check_recipe
 from kit.core.errors import run_command
 from kit.core.format_names import read_quant_format
-from recipes.parts.data_order import check_problems, record_problems
-from recipes.parts.setup import (
+from kit.train.data_order import check_problems, record_problems
+from kit.train.setup import (
     check_model,
     describe_format,
     describe_plan,
@@ -77,8 +77,8 @@ def main() -> None:
     from kit.data.calibration_prompts import calibration_prompts
     from kit.policy.calibration import set_input_ranges
     from kit.policy.load import load_tokenizer, lora_config
-    from recipes.parts.heldout import HeldOut
-    from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
+    from kit.train.heldout import HeldOut
+    from kit.train.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 
     model_config = check_model(config, processes, flags.dry_run)

@@ -48,17 +48,8 @@ from kit.core.config.checks import check_config, check_run_directory, world_size
 from kit.core.config.load import parse_command
 from kit.core.config.recipe import PLAIN, check_recipe
 from kit.core.errors import run_command
-from recipes.parts.data_order import check_problems, record_problems
-from recipes.parts.setup import (
-    check_model,
-    describe_plan,
-    load_base,
-    load_data,
-    say,
-    say_unchecked,
-    started,
-    training,
-)
+from kit.train.data_order import check_problems, record_problems
+from kit.train.setup import check_model, describe_plan, load_base, load_data, say, say_unchecked, started, training
 
 
 def main() -> None:
@@ -69,8 +60,8 @@ def main() -> None:
     run = check_run_directory(config, flags.resume, processes, flags.overwrite)
 
     from kit.policy.load import load_tokenizer, lora_config
-    from recipes.parts.heldout import HeldOut
-    from recipes.parts.trainer import PolicyTrainer, check_card, trainer_arguments
+    from kit.train.heldout import HeldOut
+    from kit.train.trainer import PolicyTrainer, check_card, trainer_arguments
     from reward import reward_functions
 
     model_config = check_model(config, processes, flags.dry_run)

@@ -233,7 +233,7 @@ def build_trainer() -> Callable[..., Any]:
         pass
 
     def build(arguments: list[str], rewards: list | None = None, file: str = PLAIN) -> Any:
-        from recipes.parts.trainer import PolicyTrainer
+        from kit.train.trainer import PolicyTrainer
 
         found = []
 

@@ -22,7 +22,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, run_command
 from kit.policy.load import load_tokenizer, lora_config
-from recipes.parts.setup import load_data
+from kit.train.setup import load_data
 from reward import reward_functions
 
 SIDES = ("bf16", "nf4")

@@ -30,7 +30,7 @@ TABLE = {
     "process_group_gib": Coefficient(0.4, "GiB a process", "NCCL's buffers between two GPUs of one host; assumed"),
     "workspace_gib": Coefficient(0.07, "GiB", _CONFIRMED + ": cuBLAS on Hopper, through torch"),
     "head_rows": Coefficient(4096, "tokens", _READ_TRL + ": rows of a tile of logits"),
-    "head_rows_cpu": Coefficient(128, "tokens", "recipes/parts/head_tiles.py: rows of a tile of logits on a CPU"),
+    "head_rows_cpu": Coefficient(128, "tokens", "kit/train/head_tiles.py: rows of a tile of logits on a CPU"),
     "head_copies_cpu": Coefficient(
         7, "float32 copies of a tile", "counted in trl 1.16.0, kernels/chunked_logprob.py, _backward_tile"
     ),

@@ -316,8 +316,8 @@ def _check_model(config: Any, processes: int) -> str:
     from kit.core import format_names, formats
     from kit.policy import gpu_memory, liger
     from kit.policy.load import load_tokenizer
-    from recipes.parts import setup
-    from recipes.parts.trainer import check_card
+    from kit.train import setup
+    from kit.train.trainer import check_card
 
     model_config = setup.check_model(config, processes)
     if _has_tokenizer(config):

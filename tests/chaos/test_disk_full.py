@@ -57,7 +57,7 @@ def disk(tmp_path) -> Iterator[Disk]:
 
 def fill_before_step(patch: pytest.MonkeyPatch, step: int, fill: Callable[[], None]) -> None:
     """Make the disk full when the run begins to save `step`."""
-    from recipes.parts.trainer import PolicyTrainer
+    from kit.train.trainer import PolicyTrainer
 
     save = PolicyTrainer._save_checkpoint
 

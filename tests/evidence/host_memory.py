@@ -35,7 +35,7 @@ LENGTHS = ("prompt", "completion")  # tokens of the longest row
 
 def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
     """Run the recipe in this process; write {phase: peak resident GiB} and the longest row's lengths to `out`."""
-    from recipes.parts import trainer
+    from kit.train import trainer
 
     found: dict[str, float] = {}
     phases = ["load"]  # the one under way; what is not timed is the update's

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from kit.core.config.load import load_config
 from kit.data.problems import chat_messages, load_problems
+from kit.train.update import padded_positions
 from kit.weights.frozen_base import load_nf4
-from recipes.parts.update import padded_positions
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"

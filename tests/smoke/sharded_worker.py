@@ -60,7 +60,7 @@ def count_micro_batches() -> list[int]:
 
     In the second process every row is one of its own, so that the numbers differ whatever is sampled.
     """
-    from recipes.parts.update import PackedUpdate
+    from kit.train.update import PackedUpdate
 
     plan, counts = PackedUpdate._plan, []
 

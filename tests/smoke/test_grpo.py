@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir, read_json, write_manifest
-from recipes.parts.mismatch import KEYS as MISMATCH
+from kit.train.mismatch import KEYS as MISMATCH
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +214,7 @@ def test_scale_rewards_of_the_configuration_wins_over_the_default_of_the_loss(
     tmp_path, recipe_arguments, scale, tiny_model_dir
 ):
     from kit.core.config.load import parse_command
-    from recipes.parts.trainer import trainer_arguments
+    from kit.train.trainer import trainer_arguments
 
     for loss in ("dr_grpo", "grpo"):
         changes = {"train.scale_rewards": scale, "train.loss_type": loss}
@@ -317,7 +317,7 @@ def test_a_reward_of_the_users_trains_by_its_options_from_the_directory_where_th
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
     tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch, read_jsonl
 ):
-    from recipes.parts.trainer import PolicyTrainer
+    from kit.train.trainer import PolicyTrainer
 
     compute, seen = PolicyTrainer._compute_loss, []
 
@@ -352,8 +352,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
 def test_a_loss_that_is_not_finite_ends_the_run_where_gradients_cannot_be_seen(
     tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch
 ):
-    from recipes.parts.finite import FiniteAdapter, FiniteGradients
-    from recipes.parts.trainer import PolicyTrainer
+    from kit.train.finite import FiniteAdapter, FiniteGradients
+    from kit.train.trainer import PolicyTrainer
 
     compute = PolicyTrainer._compute_loss
     monkeypatch.setattr(FiniteGradients, "on_pre_optimizer_step", lambda *arguments, **kwargs: None)

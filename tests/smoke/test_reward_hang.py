@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from kit.core.run_directory import RunDir
-from recipes.parts import trainer
+from kit.train import trainer
 from reward import REWARDS
 from reward.answer import boxed_answer
 from reward.pool import WORKER, Verdict, WorkerPool

@@ -393,7 +393,7 @@ def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_w
 
 
 def test_a_training_on_prompts_that_change_with_the_date_is_warned_about(capsys):
-    from recipes.parts.setup import note_date
+    from kit.train.setup import note_date
 
     problems = [Problem("", "2 + 2?", "4", "")]
     dated = tokenizer_with("{{ date_string or strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)

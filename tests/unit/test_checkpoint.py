@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir, checkpoint_step, publish, read_manifest, write_json, write_manifest
-from recipes.parts.checkpoint import commit_checkpoint, is_disk_error, rewind, rotate, saving_failed, staging_directory
+from kit.train.checkpoint import commit_checkpoint, is_disk_error, rewind, rotate, saving_failed, staging_directory
 
 
 def stage(run: RunDir, step: int) -> Path:

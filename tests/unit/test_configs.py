@@ -94,7 +94,7 @@ def test_every_configuration_loads_passes_the_checks_and_can_be_launched(path, m
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_trl_takes_every_configuration_also_where_there_is_no_gpu(path, tmp_path):
     from kit.core.run_directory import RunDir
-    from recipes.parts.trainer import trainer_arguments
+    from kit.train.trainer import trainer_arguments
 
     config = load_config(path)
     (launch,) = launches(path)

@@ -7,8 +7,8 @@ import torch
 
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from recipes.parts import data_order
-from recipes.parts.data_order import DataOrder, check_problems, passes_made, record_problems
+from kit.train import data_order
+from kit.train.data_order import DataOrder, check_problems, passes_made, record_problems
 
 
 class Sampler:

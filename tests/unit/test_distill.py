@@ -12,9 +12,9 @@ from kit.core.config.recipe import DISTILLATION
 from kit.core.errors import BadInput, CheckFailed
 from kit.policy.load import publish_adapter
 from kit.policy.quantized_linear import quantizer_state, quantizers_of
+from kit.train.distill_trainer import Head, divergence, last_states
+from kit.train.update import take_rows
 from kit.weights.frozen_base import plain_name
-from recipes.parts.distill_trainer import Head, divergence, last_states
-from recipes.parts.update import take_rows
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 PACKED = {"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4}

@@ -12,7 +12,7 @@ from trl.models.utils import _ForwardRedirection
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from recipes.parts.distill_trainer import DistillTrainer, Head, beta_of, distill_arguments
+from kit.train.distill_trainer import DistillTrainer, Head, beta_of, distill_arguments
 from tests.conftest import CONFIG
 from tests.unit.test_packing import SIZE, tiny
 

@@ -1,4 +1,4 @@
-"""What recipes/parts/distill_trainer.py takes for granted in trl, and why it does not build on `DistillationTrainer`.
+"""What kit/train/distill_trainer.py takes for granted in trl, and why it does not build on `DistillationTrainer`.
 
 A failure here means that upstream moved: read its change, then adapt the trainer and this file together.
 """
@@ -12,9 +12,9 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.models.utils import _ForwardRedirection
 from trl.trainer import distillation_trainer
 
-from recipes.parts import distill_trainer
-from recipes.parts.distill_trainer import DistillTrainer, Head, beta_of, divergence
-from recipes.parts.trainer import PolicyTrainer
+from kit.train import distill_trainer
+from kit.train.distill_trainer import DistillTrainer, Head, beta_of, divergence
+from kit.train.trainer import PolicyTrainer
 from tests.unit.test_trl_seams import shape
 
 # Method of GRPOTrainer that the kit overrides -> its parameters in trl 1.16.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit.core.errors import CheckFailed
-from recipes.parts.finite import FiniteAdapter, FiniteGradients, spoiled
+from kit.train.finite import FiniteAdapter, FiniteGradients, spoiled
 
 STATE = SimpleNamespace(global_step=4)
 VALUES = [float("nan"), float("inf"), float("-inf")]

@@ -12,7 +12,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.data.problems import load_problems, read_problems
-from recipes.parts.setup import load_data
+from kit.train.setup import load_data
 from reward import REWARDS, gold_checks, heldout_gold_checks
 from reward.gold import math_golds
 from tests.conftest import CONFIG

@@ -11,7 +11,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
 from kit.policy.gpu_memory import ALLOCATOR_VARIABLES, limit_gpu_memory, use_expandable_segments
-from recipes.parts.setup import check_shared_card, started
+from kit.train.setup import check_shared_card, started
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

@@ -11,7 +11,7 @@ from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
 from kit.policy.host_memory import peak_resident_gib, reset_peak_resident
-from recipes.parts.head_tiles import ROWS, use_host_tiles
+from kit.train.head_tiles import ROWS, use_host_tiles
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_a_vocabulary_of_49152_is_not_paid_for_several_times():
 def test_a_gpu_keeps_trl_s_own_tiles():
     """In a process of its own: a trainer on the CPU, made by another test, changes them for good."""
     code = "import torch; from trl.kernels import chunked_logprob; from trl.trainer import utils\n"
-    code += "from recipes.parts.head_tiles import use_host_tiles\n"
+    code += "from kit.train.head_tiles import use_host_tiles\n"
     code += "before = chunked_logprob.TOKEN_CHUNK_SIZE, utils._use_triton; use_host_tiles(torch.device('cuda'))\n"
     code += "assert (chunked_logprob.TOKEN_CHUNK_SIZE, utils._use_triton) == before and before[0] == 4096"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,8 +8,8 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.health import HELDOUT_FALL, JUDGES, RULES, alerts
 from kit.core.run_directory import RunDir
+from kit.train.setup import training
 from launch import up
-from recipes.parts.setup import training
 from reward import REWARDS
 from reward.check import judges
 from tests.unit.metric_rows import make_run, recorded, rows_of, step_row

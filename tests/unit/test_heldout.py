@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from recipes.parts.heldout import HeldOut, _judge, _own_random_numbers
+from kit.train.heldout import HeldOut, _judge, _own_random_numbers
 from tests.conftest import CONFIG
 
 EVAL = {"watch.eval_every": 2, "watch.eval_problems": 10}
@@ -104,12 +104,12 @@ def test_processes_share_the_problems_and_every_problem_counts_once(heldout, mon
     parts = []
     for index in (0, 1):
         trainer = Answers(made, index, 2)
-        monkeypatch.setattr("recipes.parts.heldout.gather_object", lambda scores: parts.append(scores) or scores)
+        monkeypatch.setattr("kit.train.heldout.gather_object", lambda scores: parts.append(scores) or scores)
         made.measure(trainer)
         assert (len(trainer.asked), trainer.batches) == (3, [2, 1])
     everyone = [*parts[0], *parts[1]]
     assert everyone == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]  # the sixth is the first problem again
-    monkeypatch.setattr("recipes.parts.heldout.gather_object", lambda scores: everyone)
+    monkeypatch.setattr("kit.train.heldout.gather_object", lambda scores: everyone)
     assert made.measure(Answers(made, 0, 2)) == 3 / 5
 
 

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kit.policy.fused_linear import FusedLora
 from kit.policy.recompute_offload import HostInputs
-from recipes.parts import update as update_part
+from kit.train import update as update_part
 from tests.unit.test_kernels import liger  # noqa: F401
 from tests.unit.test_update import PACKED, build, set_loss, update  # noqa: F401
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from recipes.parts.mismatch import KEYS, importance_ratio, measure
+from kit.train.mismatch import KEYS, importance_ratio, measure
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

@@ -141,7 +141,7 @@ def test_norms_that_are_split_over_processes_get_no_noise_in_them(backend, shard
 def test_generation_is_noisy_and_the_update_is_not(
     recipe, recipe_arguments, tiny_model_dir, tmp_path, read_jsonl, monkeypatch
 ):
-    from recipes.parts.trl_trainer import GRPOTrainer
+    from kit.train.trl_trainer import GRPOTrainer
 
     seen: dict[str, list[float]] = {"_generate_single_turn": [], "_compute_loss": []}
 

@@ -246,7 +246,7 @@ def test_a_distillation_has_a_teachers_pass_and_no_reference():
 def test_the_divergence_takes_the_tiles_that_the_plan_says(monkeypatch):
     from trl.kernels import chunked_divergence
 
-    from recipes.parts.distill_trainer import Head, divergence
+    from kit.train.distill_trainer import Head, divergence
 
     for name in ("_stats_tile", "_backward_tile", "_addmm_fp32"):
         monkeypatch.setattr(chunked_divergence, name, lambda *args, **kwargs: None)

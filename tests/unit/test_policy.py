@@ -74,7 +74,7 @@ def test_one_flipped_bit_of_the_base_fails_the_check_and_names_the_tensor(learni
 def test_a_base_that_changes_during_training_ends_the_run_with_exit_code_1(
     tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch
 ):
-    from recipes.parts.trainer import PolicyTrainer
+    from kit.train.trainer import PolicyTrainer
 
     train = PolicyTrainer.train_run
 

@@ -104,7 +104,7 @@ def test_stock_learns_what_the_kit_learns_from_the_same_yaml(tmp_path, monkeypat
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     from trl import GRPOConfig
 
-    from recipes.parts.trainer import trainer_arguments
+    from kit.train.trainer import trainer_arguments
 
     overrides = [f"--{group}.{one}" for group, text in LEARNED.items() for one in text.split()]
     config = load_config(ROOT / CONFIG, [*overrides, f"--run.output_dir={tmp_path / 'run'}"])

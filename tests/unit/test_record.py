@@ -11,9 +11,9 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir, read_json
-from recipes.parts import record
-from recipes.parts.checkpoint import rewind
-from recipes.parts.record import (
+from kit.train import record
+from kit.train.checkpoint import rewind
+from kit.train.record import (
     Recorder,
     add_counts,
     drop_steps_after,

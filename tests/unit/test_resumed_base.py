@@ -10,7 +10,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_json, write_json
 from kit.policy import load as policy
 from kit.policy.load import check_base_unchanged, record_base
-from recipes.parts import setup
+from kit.train import setup
 from tests.conftest import CONFIG
 
 HASH = "0123456789abcdef" * 4

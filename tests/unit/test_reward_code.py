@@ -15,7 +15,7 @@ from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config, DataConfig, RewardConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.data.problems import read_problems
-from recipes.parts.record import code_sandbox
+from kit.train.record import code_sandbox
 from reward import REWARDS, reward_functions
 from reward.attacks import code as attacks
 from reward.code import extract_code

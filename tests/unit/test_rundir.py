@@ -22,7 +22,7 @@ from eval.artifacts import merge_command
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, publish, read_json, read_manifest, stored_as, write_json, write_manifest
-from recipes.parts.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
+from kit.train.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
 from tests.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]

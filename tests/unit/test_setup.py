@@ -15,7 +15,7 @@ from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed, Interrupted, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, write_json, write_manifest
-from recipes.parts.setup import describe_format, describe_plan, load_data, out_of_memory, training
+from kit.train.setup import describe_format, describe_plan, load_data, out_of_memory, training
 from tests import processes
 from tests.conftest import CONFIG
 

@@ -13,8 +13,8 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from recipes.parts.trackers import PLACES, figures, prepare_trackers, send_completions
-from recipes.parts.trainer import trainer_arguments
+from kit.train.trackers import PLACES, figures, prepare_trackers, send_completions
+from kit.train.trainer import trainer_arguments
 from tests.conftest import CONFIG
 
 # What transformers' TrackioCallback calls; every log goes to a file.

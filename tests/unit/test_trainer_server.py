@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kit.core.errors import CheckFailed
-from recipes.parts.mismatch import KEYS
+from kit.train.mismatch import KEYS
 
 TOKENS = 5
 
@@ -99,6 +99,6 @@ def test_the_trainer_looks_at_what_accelerate_made_of_its_settings(
     build_trainer, recipe_arguments, tiny_model_dir, tmp_path, monkeypatch
 ):
     seen = []
-    monkeypatch.setattr("recipes.parts.trainer.prepare", lambda *both: seen.append(both))
+    monkeypatch.setattr("kit.train.trainer.prepare", lambda *both: seen.append(both))
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
     assert seen == [(trainer.accelerator, trainer.model)]

@@ -14,9 +14,9 @@ from trl import GRPOTrainer, import_utils
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
-from recipes.parts import trainer as module
-from recipes.parts.checkpoint import staging_directory
-from recipes.parts.trainer import METRICS, NewWeights, PolicyTrainer, trainer_arguments
+from kit.train import trainer as module
+from kit.train.checkpoint import staging_directory
+from kit.train.trainer import METRICS, NewWeights, PolicyTrainer, trainer_arguments
 from tests.conftest import CONFIG
 
 NAN, INF = math.nan, math.inf

@@ -1,4 +1,4 @@
-"""What recipes/parts/trainer.py takes for granted in trl: methods and their parameters, metric names, the version.
+"""What kit/train/trainer.py takes for granted in trl: methods and their parameters, metric names, the version.
 
 A failure here means that upstream moved: read its change, then adapt the trainer and this file together.
 """
@@ -18,11 +18,11 @@ from kit.core.config.load import load_config
 from kit.core.config.trl_rules import INEXACT_ON_RESUME
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from recipes.parts.data_order import DataOrder
-from recipes.parts.finite import FiniteGradients
-from recipes.parts.trainer import METRICS, PolicyTrainer, trainer_arguments
-from recipes.parts.trl_trainer import typed_fields
-from recipes.parts.update import FROM_FORWARD, PackedUpdate
+from kit.train.data_order import DataOrder
+from kit.train.finite import FiniteGradients
+from kit.train.trainer import METRICS, PolicyTrainer, trainer_arguments
+from kit.train.trl_trainer import typed_fields
+from kit.train.update import FROM_FORWARD, PackedUpdate
 
 ROOT = Path(__file__).parents[2]
 # Method of transformers' Trainer that the kit overrides -> its parameters in transformers 5.17.
@@ -38,7 +38,7 @@ OVERRIDDEN = {
     "log": "(self, logs, start_time=None)",
     "_save_checkpoint": "(self, model, trial)",
 }
-# The same for what recipes/parts/update.py overrides.
+# The same for what kit/train/update.py overrides.
 OVERRIDDEN_IN_UPDATE = {
     "__init__": None,
     "_generate_and_score_completions": "(self, inputs)",

@@ -354,7 +354,7 @@ Traceback (most recent call last):
 subprocess.CalledProcessError: Command '['python', 'recipes/grpo_qlora.py']' died with <Signals.SIGKILL: 9>.
 """
 RAISED = """Traceback (most recent call last):
-  File "recipes/parts/trainer.py", line 1, in step
+  File "kit/train/trainer.py", line 1, in step
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
 Traceback (most recent call last):
 subprocess.CalledProcessError: Command '['python', 'recipes/grpo_qlora.py']' returned non-zero exit status 1.

@@ -16,9 +16,9 @@ import torch
 from trl import GRPOTrainer
 
 from kit.core.errors import CheckFailed
-from recipes.parts.finite import FiniteAdapter, FiniteGradients
-from recipes.parts.trainer import trainer_arguments
-from recipes.parts.update import PackedUpdate
+from kit.train.finite import FiniteAdapter, FiniteGradients
+from kit.train.trainer import trainer_arguments
+from kit.train.update import PackedUpdate
 from reward.own import called
 
 BATCH = 16

@@ -12,8 +12,8 @@ from trl import GRPOTrainer
 
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
-from recipes.parts.mismatch import importance_ratio, measure
-from recipes.parts.update import PackedUpdate, join_rows, take_rows
+from kit.train.mismatch import importance_ratio, measure
+from kit.train.update import PackedUpdate, join_rows, take_rows
 from tests.conftest import CONFIG
 
 GROUP, NAN = 4, math.nan

@@ -35,8 +35,8 @@ from kit.core.run_directory import RunDir
 from kit.policy.packed.attention import mask_kind, use_packed_attention
 from kit.policy.packed.packing import pack_rows, read_rows
 from kit.policy.teacher import Teacher
-from recipes.parts.trainer import PolicyTrainer, trainer_arguments
-from recipes.parts.update import padded_positions, take_rows, takes_positions
+from kit.train.trainer import PolicyTrainer, trainer_arguments
+from kit.train.update import padded_positions, take_rows, takes_positions
 
 WORDS = 32768  # vocabulary entries of a tile
 # Figures of GRPO's update that a distillation does not have.

@@ -42,7 +42,7 @@ from kit.policy.recompute import use_recompute
 from kit.policy.sharding import gather_adapter, prepare
 from kit.rollout.noise import facts, noise_of, noisy
 from kit.rollout.overlap import OverlappedRollouts
-from recipes.parts.checkpoint import (
+from kit.train.checkpoint import (
     SAVE_ERRORS,
     commit_checkpoint,
     discard_staged,
@@ -52,15 +52,15 @@ from recipes.parts.checkpoint import (
     saving_failed,
     staging_directory,
 )
-from recipes.parts.data_order import DataOrder, passes_made
-from recipes.parts.finite import FiniteAdapter, FiniteGradients
-from recipes.parts.head_tiles import use_host_tiles
-from recipes.parts.heldout import HeldOut
-from recipes.parts.mismatch import KEYS as MISMATCH
-from recipes.parts.record import Recorder, add_counts, keep_traceback, unknown_so_far
-from recipes.parts.trackers import prepare_trackers, send_completions, send_figures
-from recipes.parts.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
-from recipes.parts.update import PackedUpdate
+from kit.train.data_order import DataOrder, passes_made
+from kit.train.finite import FiniteAdapter, FiniteGradients
+from kit.train.head_tiles import use_host_tiles
+from kit.train.heldout import HeldOut
+from kit.train.mismatch import KEYS as MISMATCH
+from kit.train.record import Recorder, add_counts, keep_traceback, unknown_so_far
+from kit.train.trackers import prepare_trackers, send_completions, send_figures
+from kit.train.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
+from kit.train.update import PackedUpdate
 from reward.own import RewardFailed
 
 # TRL metric -> key of metrics.jsonl

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from kit.core.errors import BadInput, CheckFailed, is_failed_torch_save
 from kit.core.run_directory import RunDir, checkpoint_step, read_manifest, settle, write_manifest
-from recipes.parts.record import drop_steps_after
+from kit.train.record import drop_steps_after
 
 SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 

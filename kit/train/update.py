@@ -30,8 +30,8 @@ from kit.core.config.trl_rules import WHOLE_BATCH_FIELDS
 from kit.core.errors import CheckFailed
 from kit.policy.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded, turned_off
 from kit.policy.packed.packing import packed_logps, plan_micro_batches
-from recipes.parts.mismatch import importance_ratio, measure
-from recipes.parts.trackers import send_figures
+from kit.train.mismatch import importance_ratio, measure
+from kit.train.trackers import send_figures
 
 # What the first forward leaves with the rows, by TRL's names.
 FROM_FORWARD = ("old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps")

@@ -207,7 +207,7 @@ def record_config(config: Config, run: RunDir, processes: int) -> None:
     """Write `config.json`, in the main process only."""
     from accelerate import PartialState
 
-    from recipes.parts.record import write_config
+    from kit.train.record import write_config
 
     if PartialState().is_main_process:
         write_config(config, run, processes)
