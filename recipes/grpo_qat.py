@@ -13,10 +13,10 @@ B; the base is never written. The reference is the quantized base, the policy wi
     fp8_static FP8 weights and activations with one scale each; that of the activations is calibrated
     nvfp4      FP4 weights and activations (W4A4); the activations' global scale is calibrated
 
-or a name or YAML of nvidia-modelopt (parts/quant_format.py). W4A4 is known to be unstable in reinforcement learning:
-rounding inputs to 4 bits is an error of some percent in every product that the straight-through gradient does not see,
-and activations grow out of the range that was calibrated at the start. metrics.jsonl has quant_clip_fraction and
-quant_peak_ratio to watch it; prefer nvfp4a16 or fp8.
+or a name or YAML of nvidia-modelopt (kit/core/format_names.py). W4A4 is known to be unstable in reinforcement
+learning: rounding inputs to 4 bits is an error of some percent in every product that the straight-through gradient
+does not see, and activations grow out of the range that was calibrated at the start. metrics.jsonl has
+quant_clip_fraction and quant_peak_ratio to watch it; prefer nvfp4a16 or fp8.
 
 Left out on purpose: learned ranges and scales, formats that differ between layers, experts, LoRA dropout, a base that
 is split over processes.

@@ -2,7 +2,7 @@
 
 For sets that come in one piece and whose problems are variants of each other, as SVAMP: one story with other numbers,
 or with another question. A random split would train on the held-out problems' twins. Problems are grouped by their
-words without numbers and names ([parts/near_copies.py](parts/near_copies.py)), and whole groups are drawn.
+words without numbers and names (kit/data/near_copies.py), and whole groups are drawn.
 
     python -m recipes.split_problems svamp/test.jsonl --out data/svamp --heldout 300 --seed 0
     python -m recipes.split_problems --id ChilleD/SVAMP --splits train+test --out data/svamp   # from the hub

@@ -59,8 +59,8 @@ def _nearest(text: str, names: Mapping[str, str]) -> str:
 
 
 def problems(config: Config) -> list[str]:
-    """Why this configuration cannot train in its format, beside what its servers need (served_format.py), which also
-    says that there is no such format; nothing without `policy.quant_cfg`."""
+    """Why this configuration cannot train in its format, beside what its servers need (config/format_rules.py), which
+    also says that there is no such format; nothing without `policy.quant_cfg`."""
     policy = config.policy
     try:
         fmt = read_quant_format(policy.quant_cfg) if policy.quant_cfg is not None else None

@@ -1,9 +1,10 @@
-"""What `policy.quant_cfg` adds to memory and time: layers that compute with a deployment format's weights (qat.py).
+"""What `policy.quant_cfg` adds to memory and time: layers that compute with a deployment format's weights
+(quantized_linear.py).
 
 Ŵ = Q(base + s·B·A) is made for every product, in the forward, the backward and the reference's pass, and let go: one
 layer's at a time. What stays for the backward pass is x̂, the layer's input as the format has it. Weight peaks and
 input ranges, 4 bytes a channel or a layer, are not counted. On a GPU with FP8 arithmetic one kernel makes a weight; on
-others, and on a CPU, the definition in PyTorch does, which writes float32 copies (fake_quant.py). Imports no torch.
+others, and on a CPU, the definition in PyTorch does, which writes float32 copies (quantize.py). Imports no torch.
 
 Bytes were counted by following every allocation, as those of memory.py (`tests/unit/test_plan_quantized.py`); seconds
 of a weight were measured on an H200.
@@ -39,7 +40,7 @@ def format_of(config: Config) -> QuantFormat | None:
 
 
 def has_kernels(card: Card) -> bool:
-    """Whether the kernels of fake_quant_kernel.py run there; a card that is not known is taken to be new."""
+    """Whether the kernels of quantize_kernel.py run there; a card that is not known is taken to be new."""
     return not card.is_cpu and (card.fp8_tflops is not None or card.bf16_tflops is None)
 
 

@@ -5,10 +5,11 @@ block of `keeping_weights` every layer makes its weight at its first product and
 block ends: the dequantized base, FP8 codes of it (`policy.compute: fp8`), or the weight with the adapter as a
 deployment format has it (`policy.quant_cfg`).
 
-Exact: the adapter stays unmerged, and the products are those that bitsandbytes, peft and linear.py take of the same
-weight. On a CPU every sampled token and log-prob is bit for bit what it is without. On a GPU bitsandbytes multiplies a
-few rows by a kernel that dequantizes on its way and rounds otherwise; up to `linear.FEW_KEPT` rows are left to it, and
-more are computed as the update computes them. Packed bytes, quant states and the base's hash are not touched.
+Exact: the adapter stays unmerged, and the products are those that bitsandbytes, peft and fused_linear.py take of the
+same weight. On a CPU every sampled token and log-prob is bit for bit what it is without. On a GPU bitsandbytes
+multiplies a few rows by a kernel that dequantizes on its way and rounds otherwise; up to `fused_linear.FEW_KEPT` rows
+are left to it, and more are computed as the update computes them. Packed bytes, quant states and the base's hash are
+not touched.
 
 Not covered: bases in FP8 or unquantized without `policy.quant_cfg` (nothing is kept), bases split over processes by
 FSDP or ZeRO-3 (never kept; checks.py refuses `always`).
@@ -99,7 +100,7 @@ def keeping_weights(
     try:
         for layer in layers:
             layer.kept = {}
-            if type(layer) is bnb.nn.Linear4bit:  # linear.py's own classes look at `kept` themselves
+            if type(layer) is bnb.nn.Linear4bit:  # fused_linear.py's own classes look at `kept` themselves
                 layer.forward = functools.partial(_forward, layer)
         yield room
     finally:

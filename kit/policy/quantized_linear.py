@@ -1,6 +1,6 @@
 """Linear layers that compute with the numbers of the deployed checkpoint, and learn through them: `policy.quant_cfg`.
 
-y = x̂ Ŵᵀ, with Ŵ the base and the adapter as the format stores them, Q(base + s·B·A) (fake_quant.py), and x̂ the input
+y = x̂ Ŵᵀ, with Ŵ the base and the adapter as the format stores them, Q(base + s·B·A) (quantize.py), and x̂ the input
 as the format's server quantizes it; x itself where only weights are quantized. Backward, both quantizations pass the
 gradient straight through:
 
@@ -8,8 +8,8 @@ gradient straight through:
 
 which is the gradient of the merged weight, s · gᵀ x̂, taken apart by the chain rule of B·A: nothing of size (out, in)
 is computed but Ŵ, and Ŵ is made again for every product and let go. What stays is x̂. Layers with one input (q, k, v;
-gate, up) are one function, so x is quantized and kept once; Group and Waiting are linear.py's. With the adapter off
-the base is quantized in the same way: the reference is the deployed base, and the KL to it begins at 0.
+gate, up) are one function, so x is quantized and kept once; Group and Waiting are fused_linear.py's. With the adapter
+off the base is quantized in the same way: the reference is the deployed base, and the KL to it begins at 0.
 
 A weight's peak is found again when the adapter has changed, and kept until then: 4 bytes, or 4 a channel. A static
 input range is found once (calibration.py) and is the state that checkpoints and adapters carry.

@@ -140,7 +140,7 @@ def is_answered(shape: tuple[int, int]) -> bool:
 
 def _is_of_base(sizes: tuple, rank: int) -> bool:
     """Whether the right side of a product is a weight of the base, and no factor of the adapter. Those of two or three
-    layers with one input are one product (linear.py)."""
+    layers with one input are one product (fused_linear.py)."""
     return min(sizes) > rank and min(sizes) not in (2 * rank, 3 * rank)
 
 
@@ -175,7 +175,7 @@ def _is_kept(operator: Any, args: tuple, rank: int) -> bool:
 @functools.cache
 def _modes() -> tuple[type, type]:
     """The modes of a layer's first and second run. torch's own (create_selective_checkpoint_contexts) refuse an answer
-    that is changed in place, as `linear.py` adds the adapter's product to the base's."""
+    that is changed in place, as `fused_linear.py` adds the adapter's product to the base's."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
@@ -184,7 +184,7 @@ def _modes() -> tuple[type, type]:
     adds = (aten.addmm_.default, aten.add_.Tensor)
 
     def is_sum(operator: Any) -> bool:
-        return operator in adds or str(operator).startswith("kit.add_low_rank_")  # linear.py's
+        return operator in adds or str(operator).startswith("kit.add_low_rank_")  # fused_linear.py's
 
     def is_same(one: Any, other: Any) -> bool:
         tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)

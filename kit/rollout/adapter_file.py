@@ -1,7 +1,7 @@
 """The adapter as it travels to the replicas: one file, written in one go.
 
-A checkpoint's adapter (`policy.publish_adapter`) is float32, hashed and synced to the disk; this one lives for one
-step. Its values are what the trainer's forward computes with, bfloat16 unless the model computes in float32.
+A checkpoint's adapter (`kit.policy.load.publish_adapter`) is float32, hashed and synced to the disk; this one lives
+for one step. Its values are what the trainer's forward computes with, bfloat16 unless the model computes in float32.
 """
 
 import copy

@@ -8,8 +8,8 @@ of 16 with E4M3 scales under a static global scale, as vLLM 0.31 emulates it.
 A *peak* is the largest |value| that a scale is made for: of a weight whole (`fp8_static`; `nvfp4`'s global scale), of
 every output channel (`fp8`), or of a layer's input, from calibration. Formats with a scale per block need none.
 
-On a GPU with FP8 arithmetic `fake_quant_kernel.py` computes the same numbers in one pass; elsewhere, and as their
-definition, it is PyTorch. Not covered: gradients (qat.py passes them straight through).
+On a GPU with FP8 arithmetic `quantize_kernel.py` computes the same numbers in one pass; elsewhere, and as their
+definition, it is PyTorch. Not covered: gradients (quantized_linear.py passes them straight through).
 """
 
 import functools

@@ -21,7 +21,7 @@ from kit.weights.fp8_kernel import BLOCK_SIZE, NESTED_BLOCK, TYPES, _peak, _to_e
 
 ROWS, COLUMNS = 64, 128
 FLAT, WIDEST = 4096, 4096  # values of a program
-LEAST_SCALE = 1 / (448.0 * 512)  # linear.py's, of activations per token
+LEAST_SCALE = 1 / (448.0 * 512)  # stored_weight.py's, of activations per token
 
 
 class Source(NamedTuple):
@@ -317,7 +317,7 @@ def quantize(
     """base + scaling · b · a (out, in), rounded to BF16 if `is_rounded`, as a checkpoint of `fmt` has it (None: as
     it is), in the base's dtype; its FP8 codes (fmt fp8) if `is_codes`.
 
-    a (r, in), b (out, r), float32 or 16 bits, both None without an adapter; `peak` as `fake_quant.weight_peak` makes
+    a (r, in), b (out, r), float32 or 16 bits, both None without an adapter; `peak` as `quantize.weight_peak` makes
     it. NF4 in blocks of 64, `in` a multiple of 64; both sizes multiples of the format's block.
     """
     (rows, columns), kind = source.shape, _kind(fmt)
@@ -339,7 +339,7 @@ def quantize(
 def peak_of(
     source: Source, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, fmt: QuantFormat
 ) -> torch.Tensor:
-    """`fake_quant.weight_peak` of base + scaling · b · a: (out, 1) float32 per output channel, () of all of it."""
+    """`quantize.weight_peak` of base + scaling · b · a: (out, 1) float32 per output channel, () of all of it."""
     rows, columns = source.shape
     tiles = triton.cdiv(columns, COLUMNS)
     out = torch.empty(rows, tiles, dtype=torch.float32, device=source.data.device)
@@ -352,7 +352,7 @@ def peak_of(
 
 
 def fake_quantize_activation(x: torch.Tensor, fmt: ActivationFormat, peak: torch.Tensor | None) -> torch.Tensor:
-    """`fake_quant.fake_quantize_activation`."""
+    """`quantize.fake_quantize_activation`."""
     x = x.contiguous()
     out, count, columns = torch.empty_like(x), x.numel(), x.shape[-1]
     with fp8_kernel._on(x):

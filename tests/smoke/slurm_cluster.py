@@ -55,7 +55,7 @@ class Cluster:
     def __init__(self, folder: Path, real: bool = False):
         self.folder, self.stubs, self.calls_file = folder, folder / "slurm-bin", folder / "calls.jsonl"
         self.stubs.mkdir(parents=True)
-        for name in ("launch", "recipes", "accelerate_configs", "merge", "reward") if real else ("launch",):
+        for name in ("kit", "launch", "recipes", "accelerate_configs", "merge", "reward") if real else ("launch",):
             (folder / name).symlink_to(ROOT / name)
         commands = {self.stubs / "srun": SRUN, self.stubs / "scontrol": SCONTROL}
         if real:

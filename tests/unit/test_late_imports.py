@@ -31,7 +31,11 @@ print(json.dumps(found))
 
 def commands() -> list[list[str]]:
     """Every `python -m …` of the rooms that a user types, with its further commands."""
-    files = [file for room in ("recipes", "merge", "eval", "launch", "reward") for file in (ROOT / room).rglob("*.py")]
+    files = [
+        file
+        for room in ("kit", "recipes", "merge", "eval", "launch", "reward")
+        for file in (ROOT / room).rglob("*.py")
+    ]
     names = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
         for file in files

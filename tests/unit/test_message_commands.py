@@ -40,7 +40,7 @@ def named_commands(room: str) -> list[Command]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("room", ["recipes", "merge", "eval", "launch", "reward"])
+@pytest.mark.parametrize("room", ["kit", "recipes", "merge", "eval", "launch", "reward"])
 def test_every_command_in_a_message_is_one_that_its_program_takes(room):
     found = named_commands(room)
     assert found

@@ -63,7 +63,7 @@ def unknown_keys(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("room", ["recipes", "merge", "eval", "launch", "reward"])
+@pytest.mark.parametrize("room", ["kit", "recipes", "merge", "eval", "launch", "reward"])
 def test_every_key_that_a_message_names_exists(room):
     files = [file for file in sources(ROOT) if file.is_relative_to(ROOT / room)]
     found = {name: unknown_keys((ROOT / name).read_text()) for file in files if (name := str(file.relative_to(ROOT)))}

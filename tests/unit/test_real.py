@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """A directory with the kit's files and nothing that a run made."""
-    for name in ("recipes", "accelerate_configs", "launch", "merge", "eval", "reward"):
+    for name in ("kit", "recipes", "accelerate_configs", "launch", "merge", "eval", "reward"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 

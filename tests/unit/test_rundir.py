@@ -449,6 +449,6 @@ def test_a_command_that_a_message_names_takes_a_run_whose_path_has_a_space():
     named = merge_command(RunDir("my runs/tiny"), ["fp8"])
     assert shlex.split(named) == ["python", "-m", "merge", "--run", "my runs/tiny", "--format", "fp8"]
     assert RunDir("runs/tiny").as_argument == "runs/tiny"
-    for room in ("eval", "launch", "merge", "recipes", "reward"):
+    for room in ("eval", "kit", "launch", "merge", "recipes", "reward"):
         for file in (ROOT / room).rglob("*.py"):
             assert not re.search(r"--run \{[\w.]*\.path\}", file.read_text()), file

@@ -7,7 +7,8 @@ CALLED = {"nf4": "NF4", "fp8": "FP8", "none": "unquantized"}
 
 
 def problems(config: Config, sharded: str | None) -> list[str]:
-    """What of the configuration a base that is not in NF4 does not go with. `sharded` is `sharding.announced()`."""
+    """What of the configuration a base that is not in NF4 does not go with. `sharded` is
+    `sharding_rules.announced()`."""
     policy, found = config.policy, []
     kind = policy.quantization
     if kind == "nf4":

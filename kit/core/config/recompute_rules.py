@@ -4,7 +4,8 @@ from kit.core.config.schema import Config
 
 
 def problems(config: Config, splits: str | None) -> list[str]:
-    """What of `train.recompute` cannot work; `splits` is how the base is split over processes (sharding.announced)."""
+    """What of `train.recompute` cannot work; `splits` is how the base is split over processes
+    (sharding_rules.announced)."""
     train, found = config.train, []
     if not 0 < train.recompute_fraction <= 1:
         found.append(

@@ -1,6 +1,6 @@
 """cuDNN's attention kernels, written for Hopper, in the place of FlashAttention's (`train.packed_attention: cudnn`).
 
-Same calls and same answers as `attention` and `attention_backward` of flash_packed.py, which merges them: sequences
+Same calls and same answers as `attention` and `attention_backward` of flash.py, which merges them: sequences
 that lie one after the other, grouped heads, backward from the output and log-sum-exp of a softmax over more keys.
 
 They are called by way of cuDNN's own Python package, nvidia-cudnn-frontend. torch has them too

@@ -1,4 +1,4 @@
-"""GPU kernel of `flash_packed.merge`, defined there in PyTorch: one pass over the output instead of several.
+"""GPU kernel of `flash.merge`, defined there in PyTorch: one pass over the output instead of several.
 
 Written in Triton. Imported on a GPU only; `bench/packing_check.py` compares it.
 """

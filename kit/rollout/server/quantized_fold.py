@@ -90,7 +90,7 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
 
 
 def peak_of(weight: Any, fmt: QuantFormat) -> Any:
-    """`fake_quant.weight_peak`."""
+    """`quantize.weight_peak`."""
     from kit.weights.quantize import weight_peak
 
     return weight_peak(weight, fmt)
