@@ -35,7 +35,7 @@ from kit.core.errors import DONE, BadInput, CheckFailed, run_command
 from kit.core.health import alerts
 from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.run_directory import RunDir, base_directory
-from kit.plan.command import fits
+from kit.plan.layout import fits
 from kit.plan.placement import Placement, place
 from launch.replicas import Replicas, Stopped, read_end
 from launch.server import differences

@@ -54,7 +54,7 @@ TABLE = {
     "sampler_copies": Coefficient(
         4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": vLLM's sampler, up to 512 sequences"
     ),
-    "fold_bytes": Coefficient(7, "bytes a weight of the largest fused layer", "launch/vllm_command.py FOLD_GIB"),
+    "fold_bytes": Coefficient(7, "bytes a weight of the largest fused layer", "kit/core/limits.py FOLD_GIB"),
     # Layers of an NF4 copy in host memory are fetched faster than the ones before are given back.
     "fetched_share": Coefficient(1.0, "share of the NF4 copy", _ONE_CARD + ": 26.3 GiB, no sleep"),
     "fetched_share_sleep": Coefficient(0.5, "share of the NF4 copy", _ONE_CARD + ": 22.6 GiB, sleeping between steps"),

@@ -153,7 +153,7 @@ KIT = {kit!r}
 if KIT not in sys.path:
     sys.path.insert(0, KIT)
 
-from kit.core.config.load import RewardConfig  # noqa: E402
+from kit.core.config.schema import RewardConfig  # noqa: E402
 from reward import reward_functions  # noqa: E402
 
 SETTINGS = json.loads({settings})

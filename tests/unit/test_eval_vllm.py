@@ -131,7 +131,7 @@ def test_an_evaluation_that_is_killed_takes_its_worker_with_it(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom eval import vllm_backend\n"
-        "from kit.core.config.load import ServerConfig\n"
+        "from kit.core.config.schema import ServerConfig\n"
         "folder = Path(sys.argv[1])\n"
         "vllm_backend._run_worker({'size': {}}, folder, vllm_backend.environment(ServerConfig()), folder / 'log')\n"
     )

@@ -46,7 +46,7 @@ def third_party_imports() -> dict[str, str]:
     """Top-level module → a file that imports it, for everything that is neither ours nor the standard library's."""
     folders = [entry for entry in ROOT.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     files = [file for folder in folders if folder.name not in ("runs", "models") for file in folder.rglob("*.py")]
-    ours = {folder.name for folder in folders} | {file.stem for file in files if "tests" in file.parts}
+    ours = {folder.name for folder in folders} | {file.stem for file in files if {"tests", "bench"} & {*file.parts}}
     found = {}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(), str(file))):

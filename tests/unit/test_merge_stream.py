@@ -130,7 +130,7 @@ def test_a_file_written_by_tensors_is_byte_for_byte_that_of_safetensors(tmp_path
 MEMORY_AND_DEATH = """
 import os, signal, sys
 from pathlib import Path
-from merge import stream
+from kit.weights import write_base
 from merge.export import export
 folder = Path(sys.argv[1])
 
@@ -139,14 +139,14 @@ def resident(key):
 
 def write(name):
     origin = {"model": name, "revision": None}
-    export(stream.Original(folder / name, "bfloat16", True), folder / f"{name}-base", origin, None)
+    export(write_base.Original(folder / name, "bfloat16", True), folder / f"{name}-base", origin, None)
 
 write("small")  # what libraries take once
 open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again
 before = resident("VmRSS:")
 write("large")
 print(resident("VmHWM:") - before, flush=True)
-written, write_tensor = [], stream._write_tensor
+written, write_tensor = [], write_base._write_tensor
 
 def write_or_die(*arguments):
     written.append(arguments[1])
@@ -154,7 +154,7 @@ def write_or_die(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return write_tensor(*arguments)
 
-stream._write_tensor = write_or_die
+write_base._write_tensor = write_or_die
 (folder / "small").rename(folder / "killed")
 write("killed")
 """

@@ -10,15 +10,16 @@ from kit.core.config.load import load_config
 from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_problem
 from kit.core.errors import BadInput
 from kit.plan import fitting, matrix, memory
-from kit.plan.command import best_split, choose_shape, main, make_layout
-from kit.plan.command import fits as plan_fits
 from kit.plan.fitting import changed, changes, lay_out, remedy
 from kit.plan.gpus import CARDS, own_gpus, parse_gpus, recognize
+from kit.plan.layout import best_split, choose_shape, make_layout
+from kit.plan.layout import fits as plan_fits
 from kit.plan.matrix import MODELS, SIZES, fits, longest, widest
 from kit.plan.placement import place
 from kit.plan.report import spell, summary
 from kit.plan.shapes import KNOWN, UNGATED, find_shape, shape_by_size, shape_from_facts
 from kit.plan.splitting import splits
+from launch.plan import main
 from tests import processes
 from tests.conftest import ROOT
 

@@ -11,9 +11,9 @@ import tests.unit.test_plan_activations as small
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
 from kit.plan import cost, memory, quantized, teacher
-from kit.plan.command import make_layout
 from kit.plan.fitting import candidates, lay_out
 from kit.plan.gpus import CARDS
+from kit.plan.layout import make_layout
 from kit.plan.recompute import least
 from kit.plan.report import counted, summary
 from kit.plan.shapes import shape_by_size

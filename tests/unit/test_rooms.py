@@ -288,7 +288,7 @@ def test_allowed_imports_are_not_reported(tmp_path):
         "kit/rollout/server/remerge.py": "from kit.rollout.noise import Noise\nfrom kit.weights import quantize",
         "kit/train/trainer.py": "import trl\nfrom kit import data\nfrom reward import REWARDS\nfrom . import setup",
         "merge/merge.py": "from kit.core.run_directory import publish\nfrom kit.data import problems",
-        "launch/up.py": "from kit.plan.command import fits\nimport rich",
+        "launch/up.py": "from kit.plan.layout import fits\nimport rich",
         "eval/run.py": "from merge import verify\nfrom .score import s\nfrom launch.replicas import x",
         "recipes/grpo.py": "from kit.train import trainer\nfrom recipes.tiny import x\nimport eval.run",
         "bench/step.py": "from tests.unit import x\nfrom recipes import grpo",

@@ -1,0 +1,43 @@
+"""The plan of a configuration on its cards, whether it fits, and the best way to divide them."""
+
+from typing import Any
+
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.plan.cost import can_estimate
+from kit.plan.fitting import Layout, check_keys, lay_out
+from kit.plan.gpus import Card, parse_gpus
+from kit.plan.shapes import Shape, config_shape, find_shape, shape_by_size
+from kit.plan.splitting import splits
+
+
+def choose_shape(config: Config, params: str | None = None, model: str | None = None) -> Shape:
+    """The shape that the command line names, else that of the configuration's model."""
+    if params is not None and model is not None:
+        raise BadInput(f"--params {params} and --model {model} both name the model. Give one.")
+    if params is not None:
+        return shape_by_size(params)
+    return find_shape(model) if model is not None else config_shape(config)
+
+
+def make_layout(config: Config, shape: Shape, card: Card, count: int) -> Layout:
+    """The plan of a configuration on its cards; `BadInput` for keys that the recipe refuses, and for too few
+    cards."""
+    check_keys(config, card, count)
+    return lay_out(shape, config, card, count)
+
+
+def fits(config: Config, model_config: dict[str, Any] | None = None, gpus: str = "auto") -> tuple[bool, str]:
+    """Whether a run fits, and a summary of a few lines; `model_config` is the model's config.json when it was read
+    already, `gpus` is as --gpu takes it. `BadInput` when the model or the cards are not known."""
+    from kit.plan.report import summary
+
+    layout = make_layout(config, config_shape(config, model_config), *parse_gpus(gpus))
+    return layout.fits, summary(layout)
+
+
+def best_split(layout: Layout) -> Any:
+    """The fastest way to use the cards that fits; None when none does or the card's speed is not known."""
+    if not layout.count or not can_estimate(layout.card):
+        return None
+    return next((one for one in splits(layout) if one.fits), None)
