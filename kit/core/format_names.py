@@ -1,4 +1,4 @@
-"""The name of a deployment format read: the kit's own, a name of nvidia-modelopt, or its YAML.
+"""Read the name of a deployment format: the kit's own, one of nvidia-modelopt, or a YAML file in its form.
 
 A configuration of nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no
 torch.

@@ -1,4 +1,4 @@
-"""Limits and sizes that both halves of the rollout go by, and the plan: of vLLM, and of a fold in a server."""
+"""Limits and sizes that trainer, server and plan share: vLLM's versions and LoRA ranks, the memory of a fold."""
 
 # What was tested; the server's own check and the trainer's are this one.
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 32)

@@ -1,4 +1,4 @@
-"""The hash by which trainer, server and teacher tell whether they have one tokenizer."""
+"""Hash that tells whether trainer, server and teacher have the same tokenizer."""
 
 import hashlib
 import json

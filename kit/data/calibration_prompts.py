@@ -1,4 +1,4 @@
-"""The prompts that input ranges of formats with static activations are measured over.
+"""Prompts over which the input ranges of formats with static activations are measured.
 
 `policy.quant_calib_data: train` are the run's own training prompts, evenly spread over the split. A path is a jsonl
 file; every row has a `text` that is taken as it is, a `prompt` (text, or chat messages) or the question column of

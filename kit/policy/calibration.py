@@ -1,5 +1,4 @@
-"""Input ranges of formats with static activations: measured over prompts (kit/data/calibration_prompts.py), or taken
-over."""
+"""Input ranges of formats with static activations: measured over kit/data/calibration_prompts.py, or taken over."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What of `train.recompute` cannot work, and which layers it means. Imports no torch."""
+"""Settings that conflict with `train.recompute`, and the layers that it recomputes. Imports no torch."""
 
 from kit.core.config.schema import Config
 

@@ -1,4 +1,4 @@
-"""What of the configuration noise on the sampler and rollouts behind the update do not go with. Imports no torch."""
+"""Settings that conflict with noise on the sampler or with `rollout.overlap`. Imports no torch."""
 
 from kit.core.config.schema import Config
 

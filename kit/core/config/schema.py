@@ -1,6 +1,6 @@
 """Every key of a run's configuration: its type, its default, and what it does. Imports no torch.
 
-The groups are those of the YAML; `load` reads it.
+The groups are those of the YAML, which `load.py` reads.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kit.core.config.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS, TRAINED_FORMATS
 from kit.core.errors import BadInput
 
+TRAIN = "train"  # policy.quant_calib_data: the run's own training prompts
 # The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
 FORMATS = ("bf16", "fp8", "fp8_block", "fp8_static", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
@@ -345,6 +346,3 @@ class Config:
     distill: DistillConfig
     watch: WatchConfig
     eval: EvalConfig
-
-
-TRAIN = "train"
