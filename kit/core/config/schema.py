@@ -11,13 +11,15 @@ from kit.core.config.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS, T
 from kit.core.errors import BadInput
 
 TRAIN = "train"  # policy.quant_calib_data: the run's own training prompts
-# The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
+# Checkpoint formats, in the order in which they are made; merge/README.md says what each stores.
 FORMATS = ("bf16", "fp8", "fp8_block", "fp8_static", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
 
 def _option(default: Any = MISSING, help: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with its help string; without a default the YAML or the command line must give it. `choices`
-    are the values that a later check takes; those of a Literal are its own."""
+    """A dataclass field with its help string; without a default the YAML or the command line must set it.
+
+    `choices` are the values that a later check accepts; a Literal has its own.
+    """
     metadata = {"help": help, "choices": choices}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -48,7 +50,7 @@ class ModelConfig:
         return self.path or self.id
 
     def check_path(self) -> None:
-        """`BadInput` when `path` is no directory here: transformers would ask the hub for a model of that name."""
+        """Raise `BadInput` if `path` is not a local directory: transformers would look for it on the hub."""
         if self.path is not None and not Path(self.path).is_dir():
             seen = f"model.path {self.path} is no directory (seen from {Path.cwd()})."
             raise BadInput(f"{seen} Name one that holds a model, or leave it out to take {self.id} from the hub.")
@@ -293,7 +295,7 @@ class GateConfig:
     max_policy_kl: float = _option(0.05, "most KL(policy || artifact) per token, nats")
 
     def problems(self) -> list[str]:
-        """What is wrong with the limits, such as 5 for 5 points: a share outside 0..1 lets everything pass."""
+        """Errors in the limits, such as 5 for 5 points: a share outside 0..1 lets everything pass."""
         names = ("max_quantization_loss", "min_parse_rate", "max_prompt_leak", "min_end_of_turn_rate")
         found = [
             f"eval.gate.{name} ({value:g}) must be a fraction in 0..1; 5 points are 0.05."
