@@ -225,8 +225,7 @@ def stop_tokens(generation_config: Any, tokenizer: Any, arguments: dict | None =
 def model_stop_tokens(
     model: str | Path, tokenizer: Any, arguments: dict | None = None, revision: str | None = None
 ) -> list[int]:
-    """Stop tokens from a model's files, local or on the hub, as transformers reads them; errors as in
-    `stop_tokens`."""
+    """Stop tokens of a model's files, local or on the hub, as transformers reads them; errors as in `stop_tokens`."""
     from transformers import AutoConfig, GenerationConfig
 
     def of_config() -> Any:

@@ -73,14 +73,13 @@ FORMATS = {
 
 
 def int4_group(inputs: Iterable[int]) -> int:
-    """INT4 weights per scale in a checkpoint whose layers have these input sizes: one value for all, 128 if none
-    fits."""
+    """INT4 weights per scale for layers with these input sizes: one value for all of them, 128 if none fits."""
     sizes = set(inputs)
     return next((group for group in INT4_GROUPS if not any(size % group for size in sizes)), INT4_GROUPS[0])
 
 
 def fitted(fmt: QuantFormat, inputs: Iterable[int]) -> QuantFormat:
-    """`fmt` as stored by a model whose quantized layers have these input sizes: INT4 uses the group that divides
+    """`fmt` as stored by a model whose quantized layers have these input sizes: INT4 uses a group that divides
     them."""
     if fmt.weight.kind != "int4":
         return fmt
@@ -110,8 +109,10 @@ def check_model(fmt: QuantFormat, model_config: Any) -> QuantFormat:
 
 
 def find_experts(facts: Mapping[str, Any]) -> str:
-    """A mixture-of-experts key with its value, from a config.json or a part of it (text_config); empty for a dense
-    model."""
+    """A mixture-of-experts key with its value; empty for a dense model.
+
+    `facts` is the content of a config.json or a part of it (text_config).
+    """
     for key, value in facts.items():
         if isinstance(value, Mapping) and (found := find_experts(value)):
             return found

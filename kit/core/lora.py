@@ -84,8 +84,10 @@ def scale_of(config: dict, module: str) -> float:
 
 
 def _by_pattern(patterns: dict | None, module: str, default: int | None) -> int | None:
-    """Value of the first matching pattern: a regular expression for the whole name or its end after a dot, as in peft
-    0.21 (`peft.utils.other.get_pattern_key`)."""
+    """Value of the first pattern that matches, as in peft 0.21 (`peft.utils.other.get_pattern_key`).
+
+    A pattern is a regular expression for the whole name or for its end after a dot.
+    """
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

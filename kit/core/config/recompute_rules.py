@@ -4,8 +4,7 @@ from kit.core.config.schema import Config
 
 
 def problems(config: Config, splits: str | None) -> list[str]:
-    """Settings of `train.recompute` that cannot work; `splits` is how the base is split over processes
-    (sharding_rules.announced)."""
+    """Settings of `train.recompute` that cannot work; `splits` is what `sharding_rules.announced` returns."""
     train, found = config.train, []
     if not 0 < train.recompute_fraction <= 1:
         found.append(
