@@ -22,7 +22,7 @@ with rewards. Rewards are measured for the curves, but not learned from.
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 recipes/distill_qat.py \\
         --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml
 
-Measured: the CPU recipe, 40 steps, divergence .00044 nats a token (first 10 steps; .00013 without the one of .0032) to
+Measured: the CPU recipe, 40 steps, divergence .00044 nats per token (first 10 steps; .00013 without the .0032 one) to
 .00008 (last 10), reward .950 to .950, seed 0: this model loses little in NVFP4 weights; 2 cores of an AMD EPYC,
 2026-11-22, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On an H200: three
 seeds of four formats with the small model in eval/README.md.

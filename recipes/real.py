@@ -35,7 +35,7 @@ def found_device() -> str:
 
 
 def preparing_steps(problems: str | None) -> list[Step]:
-    """Steps for what training needs and does not find yet."""
+    """Steps that make what training needs and is still missing."""
     steps = []
     if not DATA.exists():
         source = HUB if problems is None else [problems]

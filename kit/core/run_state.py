@@ -205,5 +205,5 @@ def _restored(run: RunDir) -> bool:
 
 
 def drop_replaced(run: RunDir) -> None:
-    """Delete the old run: the new one has a base of its own."""
+    """Delete the old run: the new one has its own base by now."""
     shutil.rmtree(run.path / REPLACED, ignore_errors=True)

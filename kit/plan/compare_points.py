@@ -50,7 +50,7 @@ def point_config(point: dict[str, Any]) -> Config:
             "max_prompt_length": point.get("prompt_tokens", 256),
             "max_completion_length": point.get("completion_tokens", 256),
             "sync": point.get("sync", "remerge"),
-            "keep_weights": point.get("keep_weights", "never"),  # points that do not say were measured so
+            "keep_weights": point.get("keep_weights", "never"),  # points without this key were measured so
         },
         "server": server,
         "train": {

@@ -44,7 +44,7 @@ class CardUse:
 
 @dataclass
 class Layout:
-    """A configuration on its cards. `problems` are what stops it apart from the memory of a card."""
+    """A configuration on its cards. `problems` are obstacles other than a card's memory."""
 
     shape: Shape
     config: Config
@@ -301,7 +301,7 @@ def _largest(sizes: Any, fits: Callable[[int], bool]) -> int | None:
 
 @dataclass
 class Change:
-    """A change of the configuration, what it costs, and what it saves on the fullest card."""
+    """A change of the configuration, its price, and what it saves on the fullest card."""
 
     keys: dict[str, Any]
     price: str

@@ -25,7 +25,7 @@ GIB = 2**30
 TORCH_WEIGHT, TORCH_INPUT = {"fp8": 15, "int4": 15, "nvfp4": 24}, {"fp8": 13, "nvfp4": 22}
 # Bytes per value that it reads and writes for them.
 TORCH_WEIGHT_MOVES, TORCH_INPUT_MOVES = {"fp8": 97, "int4": 95, "nvfp4": 157}, {"fp8": 58, "nvfp4": 117}
-# FP8 codes become x̂ again in the backward pass, in float32: what exceeds the MLP's two gradients that exist then.
+# FP8 codes become float32 x̂ again in the backward pass: bytes beyond the MLP's two gradients that are alive then.
 FP8_ROWS = 6
 
 

@@ -1,4 +1,7 @@
-"""How the frozen base is stored (`policy.quantization`): what goes with it, and its name. Imports no torch."""
+"""How the frozen base is stored (`policy.quantization`): its name, and settings that conflict with it.
+
+Imports no torch.
+"""
 
 from kit.core.config.schema import Config
 

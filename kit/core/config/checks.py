@@ -27,7 +27,7 @@ from kit.core.run_directory import RunDir, checkpoint_step, read_json
 from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
-# A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
+# A resumed run may change these and no others: they decide how the run executes, not what is learned.
 FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),

@@ -8,7 +8,7 @@ from kit.core.config.schema import Config
 
 
 def replicas_beside_trainer(config: Config) -> int:
-    """Most replicas that share one GPU with a trainer process on this machine, as far as the configuration tells.
+    """Largest number of replicas that share one GPU with a trainer process on this machine, by the configuration.
 
     Without server.gpus the replicas take the visible GPUs in order, and so do the trainer processes.
     """
