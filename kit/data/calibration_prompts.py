@@ -39,8 +39,7 @@ def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: A
 
 
 def _check_disjoint(rows: list[tuple[str, str | list[dict]]], config: Config) -> None:
-    """Raise `BadInput` if a held-out question equals, or is contained word for word in, one of these (place,
-    prompt)."""
+    """Raise `BadInput` if one of these (place, prompt) equals a held-out question or contains one word for word."""
     from kit.data.leaks import find_leaks
     from kit.data.problems import Problem, load_problems
 

@@ -121,8 +121,7 @@ def read_problems(
 
 
 def _unreadable(name: str, check: GoldCheck, golds: list[str]) -> dict[int, str]:
-    """{index: why} of the references that a reward function's check rejects; raises `BadInput` if a user's check
-    fails."""
+    """{index: why} of references that a reward function's check rejects; raises `BadInput` if a user's check fails."""
     try:
         found = {int(index): str(why) for index, why in check(golds)}
         if any(not 0 <= index < len(golds) for index in found):

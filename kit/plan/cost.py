@@ -1,8 +1,9 @@
-"""Estimate the seconds of a step before anything runs: rollouts and update, for a division of GPUs.
+"""Estimate the seconds of a step before anything runs, to split GPUs between trainer and server.
 
-Counts floating-point operations and bytes on a shape; the share of a card's peak that is reached was measured on an
-H200 (coefficients.py). Every completion is assumed to reach its limit. Not covered: rewards, a calibration, a CPU,
-networks between machines, waiting for the longest completion of a step if lengths differ.
+Covers rollouts and update. Counts floating-point operations and bytes on a shape; the share of a card's peak that is
+reached was measured on an H200 (coefficients.py). Every completion is assumed to reach its limit. Not covered:
+rewards, a calibration, a CPU, networks between machines, waiting for the longest completion of a step if lengths
+differ.
 """
 
 import math

@@ -270,7 +270,7 @@ def sequences(layout: Layout) -> int:
 
 
 def largest_sequences(layout: Layout) -> int | None:
-    """The most full-length completions that a replica can generate at once if its KV cache takes all that is left.
+    """Most full-length completions that a replica generates at once if its KV cache takes what the card has left.
 
     None without a server, and on a CPU.
     """

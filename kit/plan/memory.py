@@ -107,7 +107,7 @@ def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
 def backward_bytes(shape: Shape, config: Config, padded: bool) -> float:
     """Bytes per token at the peak of one layer's backward pass with checkpointing.
 
-    What the layer keeps, the gradients of the hidden states and those of the MLP.
+    Sums the activations that the layer keeps, the gradients of the hidden states and those of the MLP.
     """
     narrow = 4 if config.model.dtype == "float32" else 2
     kept = layer_bytes(shape, config, padded) + 3 * narrow * shape.hidden + 2 * narrow * shape.intermediate

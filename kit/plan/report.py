@@ -27,7 +27,7 @@ def _range(one: Estimate) -> str:
 
 
 def verdict(layout: Layout) -> str:
-    """One sentence: whether it fits, with the figures of the fullest card."""
+    """One sentence: whether it fits, with the figures of the card that has the least room."""
     worst = layout.worst
     numbers = f"{worst.name}: {_range(worst.peak)} of {worst.limit_gib:.1f} GiB"
     if not layout.fits:
