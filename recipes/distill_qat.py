@@ -1,13 +1,13 @@
-"""On-policy distillation into a quantized policy: the student samples, the teacher scores every token of it.
+"""On-policy distillation into a quantized policy: the student samples, the teacher scores every token.
 
 The student is the NF4 base with a LoRA adapter; with `policy.quant_cfg` its layers compute with the weights of that
 deployment format. The teacher is unquantized: the base itself (`distill.teacher base`), the base with the adapter of
-an earlier run (`distill.teacher_adapter`), or another model. The case that it is made for is the second: a policy
-trained by recipes/grpo_qlora.py is to be deployed in a format that costs it accuracy, so it is the teacher and the
-student starts from it. Without `policy.quant_cfg` it is plain on-policy distillation.
+an earlier run (`distill.teacher_adapter`), or another model. The recipe is made for the second case: a policy trained
+by recipes/grpo_qlora.py is to be deployed in a format that costs it accuracy, so it is the teacher and the student
+starts from it. Without `policy.quant_cfg` this is plain on-policy distillation.
 
 Left out on purpose: teachers with another tokenizer, completions that the student did not sample, a divergence mixed
-with rewards. Rewards are measured, for the curves, and not learned from.
+with rewards. Rewards are measured for the curves, but not learned from.
 
     # two CPU cores: plain GRPO first (66 s), then its policy into NVFP4 W4A16
     python recipes/tiny_base.py --out models/tiny-base
@@ -22,14 +22,14 @@ with rewards. Rewards are measured, for the curves, and not learned from.
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 recipes/distill_qat.py \\
         --config recipes/configs/distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml
 
-Measured: the CPU recipe, 40 steps, divergence .00044 nats a token (first 10 steps; .00013 without the one of .0032) to
+Measured: the CPU recipe, 40 steps, divergence .00044 nats per token (first 10 steps; .00013 without the .0032 one) to
 .00008 (last 10), reward .950 to .950, seed 0: this model loses little in NVFP4 weights; 2 cores of an AMD EPYC,
 2026-11-22, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On an H200: three
 seeds of four formats with the small model in eval/README.md.
 
 Every key can be given on the command line (`--distill.divergence js`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, `--overwrite` starts the run anew. Exit code: 0 done,
-1 a check said no, 2 bad input.
+1 a check failed, 2 bad input.
 """
 
 import sys
@@ -64,13 +64,16 @@ from kit.train.setup import (
 
 
 def check_distillation(config: Config, processes: int) -> None:
-    """`BadInput` for everything that cannot work, by the configuration alone."""
+    """Raise `BadInput` for everything that cannot work, judging by the configuration alone."""
     check_recipe(config, DISTILLATION)
     check_config(config, processes)
 
 
 def check_format(config: Config, model_config) -> QuantFormat | None:
-    """What the student computes in, None for the numbers of the base; `BadInput` when model or machine do not fit."""
+    """The format that the student computes in, None for the base's numbers.
+
+    Raises `BadInput` if model or machine do not fit.
+    """
     if config.policy.quant_cfg is None:
         return None
     fmt = formats.check_model(read_quant_format(config.policy.quant_cfg), model_config)

@@ -1,22 +1,22 @@
-"""GRPO through the numbers of the deployed checkpoint: `policy.quant_cfg` says which quantization format that is.
+"""GRPO in the numbers of the deployed checkpoint: `policy.quant_cfg` selects its quantization format.
 
 Post-training quantization rounds what GRPO learned; here the rounding is part of the policy. Every linear layer of the
-base computes with Q(base + s·B·A), what a reader of the exported checkpoint computes with, and with inputs quantized
-as its server does where the format quantizes activations. Completions are sampled in the same numbers, in this process
-or by replicas that requantize at every sync. Backward, both quantizations pass the gradient straight through to A and
-B; the base is never written. The reference is the quantized base, the policy with its adapter off: the KL begins at 0.
+base computes with Q(base + s·B·A), as a reader of the exported checkpoint does, and with inputs quantized as on its
+server if the format quantizes activations. Completions are sampled in the same numbers, in this process or by replicas
+that requantize at every sync. In the backward pass, both quantizations pass the gradient straight through to A and B;
+the base is never written. The reference is the quantized base, the policy with its adapter off: the KL starts at 0.
 
     nvfp4a16   FP4 weights in groups of 16 under E4M3 scales (W4A16)
     w4a16      INT4 weights in groups of 128
     fp8        FP8 weights by output channel, activations by token
     fp8_block  FP8 weights in blocks of 128 x 128, activations in groups of 128
-    fp8_static FP8 weights and activations with one scale each; that of the activations is calibrated
+    fp8_static FP8 weights and activations with one scale each; the activations' scale is calibrated
     nvfp4      FP4 weights and activations (W4A4); the activations' global scale is calibrated
 
 or a name or YAML of nvidia-modelopt (kit/core/format_names.py). W4A4 is known to be unstable in reinforcement
-learning: rounding inputs to 4 bits is an error of some percent in every product that the straight-through gradient
-does not see, and activations grow out of the range that was calibrated at the start. metrics.jsonl has
-quant_clip_fraction and quant_peak_ratio to watch it; prefer nvfp4a16 or fp8.
+learning: rounding inputs to 4 bits adds an error of some percent to every matmul that the straight-through gradient
+does not see, and activations outgrow the range that was calibrated at the start. Watch quant_clip_fraction and
+quant_peak_ratio in metrics.jsonl; prefer nvfp4a16 or fp8.
 
 Left out on purpose: learned ranges and scales, formats that differ between layers, experts, LoRA dropout, a base that
 is split over processes.
@@ -38,7 +38,7 @@ Measured: the CPU recipe, 80 steps, reward .509 (first 10 steps) to .919 (last 1
 
 Every key can be given on the command line (`--policy.quant_cfg fp8`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, ranges included, `--overwrite` starts the run anew.
-Exit code: 0 done, 1 a check said no, 2 bad input.
+Exit code: 0 done, 1 a check failed, 2 bad input.
 """
 
 import sys

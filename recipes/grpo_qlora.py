@@ -4,16 +4,16 @@ The base is quantized once and never written again: its bytes are hashed before 
 Only the adapter learns, only the adapter is saved. Losses: Dr. GRPO, DAPO, GRPO (`train.loss_type`). A step:
 
     sample     `rollout.group_size` completions of each problem, by the policy in this process or by vLLM servers that
-               hold the same base, dequantized, and take the adapter before each step; a canary batch that trainer and
-               servers score shows that they are one policy
+               hold the same base, dequantized, and load the adapter before each step; a canary batch scored by trainer
+               and servers shows that they hold one policy
     reward     `reward.functions`; a reward that could not be computed is masked and counted, never 0
-    advantage  the reward less the mean of its group, divided by a deviation where `train.scale_rewards` says so
+    advantage  the reward minus the mean of its group, divided by a standard deviation as `train.scale_rewards` says
     loss       the clipped importance ratio times the advantage, `train.beta` times the KL to the reference, corrected
-               for what sampler and policy differ by (`rollout.correction`); one forward gives the old log-probs too
-    update     of the adapter, unless a gradient is not finite or the sampler is too far (`rollout.max_sampler_k3`)
-    record     a line of metrics, the ids of its problems; every `train.save_steps` a checkpoint and the adapter
+               for the mismatch of sampler and policy (`rollout.correction`); one forward gives the old log-probs too
+    update     the adapter, unless a gradient is not finite or the sampler is too far off (`rollout.max_sampler_k3`)
+    record     a line of metrics, the step's problem ids; every `train.save_steps` steps a checkpoint and the adapter
 
-Left out on purpose: a reward model, several turns, tools, a second model in memory.
+Left out on purpose: a reward model, multi-turn rollouts, tools, a second model in memory.
 
     # two CPU cores, a model made on the spot (`make quickstart` does both)
     python recipes/tiny_base.py --out models/tiny-base
@@ -36,7 +36,7 @@ bitsandbytes 0.50.2. An 8B shape on GPUs: bench/README.md. The 1.5B recipe: not 
 
 Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, `--overwrite` starts the run anew. Exit code: 0 done,
-1 a check said no, 2 bad input.
+1 a check failed, 2 bad input.
 """
 
 import sys

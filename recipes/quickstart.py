@@ -1,4 +1,4 @@
-"""The whole path on this machine: a starting model, GRPO on its NF4 form, merge, quantize, judge, gate.
+"""Run the whole path on this machine: a starting model, GRPO on its NF4 form, merge, quantize, evaluate, gate.
 
     python -m recipes.quickstart            # what `make quickstart` runs after installing
     python -m recipes.quickstart --seed 1   # another seed; the starting model is made once and reused
@@ -24,7 +24,7 @@ Step = tuple[str, list[str], tuple[int, ...]]  # name, arguments of python, acce
 
 
 def step(name: str, command: list[str], seconds: dict[str, float], accepted: tuple[int, ...] = (0,)) -> int:
-    """Run one command of the path, timed; `BadInput` or `CheckFailed` when its exit code is not accepted."""
+    """Run one command of the path, timed; raise `BadInput` or `CheckFailed` if its exit code is not accepted."""
     shown = " ".join(["python" if part == sys.executable else part for part in command])
     print(f"\n== {name}\n$ {shown}", flush=True)
     started = time.perf_counter()
@@ -39,7 +39,7 @@ def step(name: str, command: list[str], seconds: dict[str, float], accepted: tup
 
 
 def walk(steps: list[Step], seconds: dict[str, float], dry_run: bool = False) -> int:
-    """Run the steps in order, timed, and return the last one's exit code; print them alone with `dry_run`."""
+    """Run the steps in order, timed, and return the last one's exit code; with `dry_run` only print them."""
     code = 0
     for name, command, accepted in steps:
         if dry_run:
@@ -58,9 +58,9 @@ def free_run(name: str) -> Path:
 
 
 def judging_steps(path: Path, formats: tuple[str, ...] = ("bf16", "fp8", "w4a16"), nf4: bool = True) -> list[Step]:
-    """What follows training, with a merge into `formats` and, with `nf4`, into the run's own; the gate comes last."""
+    """Steps after training: merge into `formats` and, with `nf4`, into the run's own; the gate comes last."""
     merge = ["-m", "merge", "--run", str(path), "--format"]
-    # Refused (exit 1) when quantizing to NF4 again would round more than half of the update away.
+    # Refused (exit 1) if quantizing to NF4 again would round away more than half of the update.
     again = [("merge to nf4", [*merge, "nf4", "--policy", "grpo"], (0, CHECK_FAILED))] if nf4 else []
     return [
         ("plot", ["-m", "launch.watch", str(path), "--plot"], (0,)),
@@ -76,12 +76,12 @@ def mean_reward(rows: list[dict]) -> float:
 
 
 def summary(run: RunDir, seconds: dict[str, float]) -> str:
-    """What happened, from the files of the run directory."""
+    """Results of the run, from the files of its directory."""
     rows = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     result = read_json(run.eval_file)
     matrix, ends = result["matrix"], min(10, -(-len(rows) // 2))
     cells = {name: (matrix["base"][name], matrix["grpo"][name]) for name in matrix["base"]}
-    judged = next(iter(cells))  # nf4, the policy as trained, where it was measured
+    judged = next(iter(cells))  # nf4, the policy as trained, if it was measured
     gain = result["gain"][judged]
 
     def percent(cell: dict) -> str:

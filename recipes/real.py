@@ -1,11 +1,11 @@
-"""The whole path on a pretrained model: fetch it, split SVAMP by content, GRPO through a server, merge, judge, gate.
+"""Run the whole path on a pretrained model: fetch, split SVAMP by content, GRPO with a server, merge, evaluate, gate.
 
     python -m recipes.real --problems svamp/test.jsonl   # what `make real PROBLEMS=svamp/test.jsonl` runs
     python -m recipes.real --steps 40                    # problems from the hub, more steps
     python -m recipes.real --problems svamp/test.jsonl --device cpu --dry_run
 
 Each step is the command a user would type; it is printed before it runs. The model (`recipes.real_base`) and the split
-(`recipes.split_problems`) are made once and reused, and both are there before anything is trained. Exit code: that of
+(`recipes.split_problems`) are made once and reused, and both exist before anything is trained. Exit code: that of
 the first step that fails, otherwise the gate's.
 """
 
@@ -28,14 +28,14 @@ CONFIGS = {
 
 
 def found_device() -> str:
-    """cuda where nvidia-smi works, as the Makefile decides which packages to install."""
+    """cuda if nvidia-smi works, by the rule that the Makefile uses to choose packages."""
     if shutil.which("nvidia-smi") is None:
         return "cpu"
     return "cpu" if subprocess.run(["nvidia-smi"], capture_output=True).returncode else "cuda"
 
 
 def preparing_steps(problems: str | None) -> list[Step]:
-    """What training needs and is not there yet."""
+    """Steps that make what training needs and is still missing."""
     steps = []
     if not DATA.exists():
         source = HUB if problems is None else [problems]

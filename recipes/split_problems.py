@@ -1,15 +1,15 @@
 """Split problems by content into train.jsonl and heldout.jsonl: near-copies never fall on both sides.
 
-For sets that come in one piece and whose problems are variants of each other, as SVAMP: one story with other numbers,
-or with another question. A random split would train on the held-out problems' twins. Problems are grouped by their
-words without numbers and names (kit/data/near_copies.py), and whole groups are drawn.
+For sets without a split whose problems are variants of each other, such as SVAMP: one story with other numbers, or
+with another question. A random split would train on the held-out problems' twins. Problems are grouped by their words
+without numbers and names (kit/data/near_copies.py), and whole groups are drawn.
 
     python -m recipes.split_problems svamp/test.jsonl --out data/svamp --heldout 300 --seed 0
     python -m recipes.split_problems --id ChilleD/SVAMP --splits train+test --out data/svamp   # from the hub
     python -m recipes.split_problems gsm8k/test.jsonl --against gsm8k/train.jsonl --answer_format gsm8k
 
 With `--against` nothing is written: it prints how similar the nearest problem of a given training file is, for a set
-that brings its own split. Reads what `data.path` of a recipe reads; columns `question` and `answer`, `Body+Question`
+that has its own split. Reads what `data.path` of a recipe reads, with columns `question` and `answer`, `Body+Question`
 and `Answer`, or those named. Writes `question` and `answer` (the final one), for `data.answer_format: plain`.
 """
 
@@ -22,11 +22,11 @@ from kit.core.errors import BadInput, run_command
 from kit.core.run_directory import publish, write_manifest
 
 COLUMNS = (("question", "answer"), ("Body+Question", "Answer"), ("problem", "answer"))
-NEAR = (0.4, 0.6, 0.8, 1.0)  # shares that `--against` counts
+NEAR = (0.4, 0.6, 0.8, 1.0)  # similarities that `--against` counts
 
 
 def read(options: argparse.Namespace, path: str | None) -> list:
-    """The usable problems of a file or of the hub; `BadInput` as a recipe's, for the same faults."""
+    """The usable problems of a file or of the hub; raises `BadInput` for the same faults as a recipe."""
     from kit.core.config.schema import DataConfig
     from kit.data.problems import first_row, load_problems
 
@@ -40,7 +40,7 @@ def read(options: argparse.Namespace, path: str | None) -> list:
 
 
 def draw(grouped: list[list[int]], heldout: int, rng: random.Random) -> set[int]:
-    """Indices of whole groups, drawn in random order, that make `heldout` problems or as many as fit."""
+    """Indices of whole groups, drawn in random order, that add up to `heldout` problems or as many as fit."""
     order, drawn = [*grouped], set()
     rng.shuffle(order)
     for group in order:
@@ -57,7 +57,7 @@ def quantiles(values: list[float]) -> str:
 
 
 def against(problems: list, others: list) -> None:
-    """Print how near the problems are to those of another file."""
+    """Print how similar the problems are to those of another file."""
     from kit.data.near_copies import nearest
 
     found = nearest([one.question for one in problems], [one.question for one in others])
@@ -73,7 +73,7 @@ def against(problems: list, others: list) -> None:
 
 
 def split(problems: list, options: argparse.Namespace, out: Path) -> None:
-    """Write both sides of a split and print what is known about it."""
+    """Write both sides of a split and print its figures."""
     from kit.data.near_copies import groups, nearest
 
     questions = [problem.question for problem in problems]
@@ -103,13 +103,13 @@ def split(problems: list, options: argparse.Namespace, out: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", nargs="?", help="jsonl, json or parquet file with all problems")
-    parser.add_argument("--id", help="instead of a file: a data set of the hub, e.g. ChilleD/SVAMP")
+    parser.add_argument("--id", help="instead of a file: a data set on the hub, e.g. ChilleD/SVAMP")
     parser.add_argument("--splits", default="train", help="its splits, joined by +")
     parser.add_argument("--against", metavar="FILE", help="compare with this training file and write nothing")
     parser.add_argument("--out", help="directory to write")
     parser.add_argument("--heldout", type=int, default=300, help="problems to hold out")
-    parser.add_argument("--similarity", type=float, default=0.4, help="from which on two problems are near-copies")
-    parser.add_argument("--seed", type=int, default=0, help="which groups are held out")
+    parser.add_argument("--similarity", type=float, default=0.4, help="near-copies are at least this similar")
+    parser.add_argument("--seed", type=int, default=0, help="seed that decides which groups are held out")
     parser.add_argument("--question_column", help="A+B joins two")
     parser.add_argument("--answer_column")
     parser.add_argument("--answer_format", default="plain", choices=("plain", "gsm8k", "boxed"))

@@ -1,12 +1,12 @@
-"""The whole study on one model: does the gain of GRPO survive each format, over several seeds?
+"""Run the whole study on one model: does the gain of GRPO survive each format, over several seeds?
 
     python -m recipes.study --config recipes/configs/grpo-tiny-nf4-cpu.yaml --launcher accelerate_configs/cpu.yaml
     python -m recipes.study --config recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml --seeds 0 1 2 --serving
 
 Per seed: train, merge {base, grpo} into every format, diagnose the layers, evaluate, gate, and with --serving time the
 deployed formats in vLLM; then one page per run (report.html) and one table over the seeds (study.md, study.json).
-Each step is the command a user would type and is printed before it runs; what is there already is kept, so the study
-goes on where it was interrupted. Keys of the configuration can be given as --group.key value.
+Each step is the command a user would type and is printed before it runs; existing results are kept, so an interrupted
+study continues where it stopped. Keys of the configuration can be given as --group.key value.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
 
 class Study:
-    """One configuration, its seeds, and the commands that are left to do."""
+    """One configuration, its seeds, and the commands that remain to be run."""
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.overrides = options, overrides
@@ -68,7 +68,7 @@ class Study:
         return f"{self.config.run.name}-seed{seed}"
 
     def commands(self, seed: int) -> Iterator[Command]:
-        """(name, arguments of python, accepted exit codes) of what this seed lacks, seen anew before each command."""
+        """Yield (name, arguments of python, accepted exit codes) for what this seed lacks, checked before each one."""
         run, place = RunDir(self.runs[seed]), str(self.runs[seed])
         if not is_trained(run, self.config.train.max_steps):
             own = ["--run.name", self.name(seed), "--run.seed", str(seed), "--run.output_dir", place]
@@ -84,10 +84,10 @@ class Study:
         if not is_evaluated(run, self.formats):
             yield f"seed {seed}: eval", ["-m", "eval", "--run", place, "--formats", *self.formats], (DONE,)
         yield f"seed {seed}: gate", ["-m", "eval", "gate", "--run", place], (DONE, CHECK_FAILED)
-        served = [name for name in self.formats if name != "nf4"]  # its cells are the run's NF4 base, no checkpoint
+        served = [name for name in self.formats if name != "nf4"]  # its cells are the run's NF4 base, not a checkpoint
         if self.options.serving and seed == self.options.seeds[0] and not is_served(run, served):
             serve = ["-m", "eval.serving", "--run", place, "--formats", *served, "--batches", *self.options.batches]
-            # A format that this machine's vLLM does not serve is told and left out.
+            # A format that this machine's vLLM does not serve is reported and skipped.
             yield f"seed {seed}: serving", serve, (DONE, CHECK_FAILED)
         yield f"seed {seed}: report", ["-m", "eval", "report", "--run", place], (DONE,)
 
@@ -111,7 +111,7 @@ def is_served(run: RunDir, formats: list[str]) -> bool:
 
 
 def collect(runs: dict[int, Path], formats: list[str]) -> dict:
-    """What the runs measured, by seed, and mean and range over the seeds; fractions, not percent."""
+    """Measurements of the runs by seed, with mean and range over the seeds; fractions, not percent."""
     seeds: dict[str, Any] = {}
     for seed, path in runs.items():
         run = RunDir(path)

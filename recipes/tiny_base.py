@@ -1,10 +1,10 @@
-"""Make the starting model of the quickstart: a small Qwen3 that can solve word problems and samples badly.
+"""Make the starting model of the quickstart: a small Qwen3 that can solve word problems but samples badly.
 
 A stand-in for a downloaded base model, so that the whole path runs on a laptop without a hub: Qwen3 architecture,
 0.8 M parameters, a byte-level BPE tokenizer with single-digit numbers and a chat template (`<|im_start|>` ...
-`<|im_end|>`), supervised on generated one-step problems. The demonstrations are noisy on purpose (a share works the
-sum out and boxes it, a share forgets the box, a share boxes a hasty guess), so the model *can* answer and only
-sometimes does: what reinforcement learning needs. With clean demonstrations there is nothing left to gain.
+`<|im_end|>`), supervised on generated one-step problems. The demonstrations are noisy on purpose (some work the sum
+out and box it, some forget the box, some box a hasty guess), so the model *can* answer but only sometimes does, which
+is what reinforcement learning needs. With clean demonstrations there is nothing left to gain.
 
 What it leaves out on purpose: pre-training, instruction data, anything a real base would bring.
 
@@ -14,8 +14,8 @@ What it leaves out on purpose: pre-training, instruction data, anything a real b
 
 Deterministic from --seed for one machine and torch version. Writes the model, its tokenizer, and the problems as
 `train.jsonl` and `heldout.jsonl` (columns question, answer). A held-out problem's pair of numbers appears in no
-training problem in either order of the sum. With --problems_only nothing but these two files is written, for another
-model that is to learn them.
+training problem in either order of the sum. With --problems_only, nothing but these two files is written, for another
+model to learn.
 """
 
 import argparse
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kit.core.errors import BadInput, CheckFailed, run_command
 from kit.core.run_directory import publish, write_manifest
 
-if TYPE_CHECKING:  # imported late, so that --help and a refused option take no seconds
+if TYPE_CHECKING:  # imported late, so that --help and a refused option return at once
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -186,7 +186,7 @@ def supervise(model: "Qwen3ForCausalLM", rows: list[tuple[list, int]], options: 
         while running:
             for sentinel in multiprocessing.connection.wait(list(running)):
                 ended = running.pop(sentinel)
-                ended.join()  # its pipe closes a moment before its exit code is there
+                ended.join()  # its pipe closes a moment before its exit code is available
                 if ended.exitcode:
                     for process in running.values():
                         process.kill()
@@ -215,7 +215,7 @@ def padded_batch(rows: list[tuple[list[int], int]]) -> "tuple[torch.Tensor, torc
 def train_rank(
     rank: int, model: "Qwen3ForCausalLM", rows: list, options: argparse.Namespace, folder: str | None
 ) -> None:
-    """One process's share of every batch; rank 0 prints a line every 100 steps."""
+    """Train on one process's share of every batch; rank 0 prints a line every 100 steps."""
     import torch
 
     learner: torch.nn.Module = model
@@ -244,7 +244,7 @@ def train_rank(
         if rank == 0:
             torch.save(model.state_dict(), Path(folder) / "weights.pt")
         torch.distributed.barrier()
-        # No teardown: gloo's destructor (torch 2.13) now and then waits forever for its own thread.
+        # No teardown: gloo's destructor (torch 2.13) sometimes waits forever for its own thread.
         os._exit(0)
 
 

@@ -1,9 +1,9 @@
 """Prompts as the model sees them: the one place that applies a chat template, with `data.chat_template_kwargs`.
 
 Training, calibration, verification, every backend of eval and the checkpoints that merge writes use it, so a policy is
-trained, judged and served on the same prompt. TRL tokenizes a step's prompts itself and gets the same arguments as
-`GRPOConfig.chat_template_kwargs`. A template is code that came with the model: whatever it raises is a `BadInput`.
-Imports no torch; transformers and jinja2 in functions only.
+trained, evaluated and served on the same prompt. TRL tokenizes a step's prompts itself and gets the same arguments as
+`GRPOConfig.chat_template_kwargs`. A template is code that came with the model: whatever it raises becomes a
+`BadInput`. Imports no torch; transformers and jinja2 are imported inside functions only.
 """
 
 import contextlib
@@ -16,31 +16,33 @@ from kit.core.errors import BadInput, did_you_mean
 
 KEY = "data.chat_template_kwargs"
 _SENTINEL = "The answer is 42"
-# Parameters of transformers' apply_chat_template and what it hands to every template itself.
+# Parameters of transformers' apply_chat_template, and the variables that it passes to every template itself.
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
     "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
     "bos_token eos_token unk_token sep_token pad_token cls_token mask_token additional_special_tokens "
     "raise_exception strftime_now range dict lipsum cycler joiner namespace loop self caller".split()
 )
-# Text that YAML would have read as another type, had it not been quoted. In a template every text is true.
+# Text that YAML would read as another type if it were not quoted. In a template every text is true.
 WORDS = ("true", "false", "none", "null", "yes", "no", "on", "off")
 
 
 def arguments_of(values: dict) -> dict[str, Any]:
-    """`data.chat_template_kwargs` of a configuration as nested dictionaries (config.json). Runs of earlier versions
-    have them as `train.trl.chat_template_kwargs`, which reached the training prompts alone."""
+    """`data.chat_template_kwargs` of a configuration given as nested dictionaries (config.json).
+
+    Runs of earlier versions have them as `train.trl.chat_template_kwargs`, which applied to training prompts only.
+    """
     if own := (values.get("data") or {}).get("chat_template_kwargs"):
         return own
     before = ((values.get("train") or {}).get("trl") or {}).get("chat_template_kwargs")
-    if isinstance(before, str):  # which TRL takes too
+    if isinstance(before, str):  # TRL accepts this too
         with contextlib.suppress(ValueError):
             before = json.loads(before)
     return before if isinstance(before, dict) else {}
 
 
 def problems(arguments: dict) -> list[str]:
-    """Error texts for names and values that no template can be given; whether it reads them: `check_template`."""
+    """Error texts for names and values that no template can take; `check_template` tests whether it reads them."""
     found = []
     for name, value in arguments.items():
         if not isinstance(name, str) or not name.isidentifier():
@@ -55,7 +57,7 @@ def problems(arguments: dict) -> list[str]:
 
 
 def _unfit(value: Any) -> str:
-    """What keeps a value from being an argument of a template; empty when nothing does."""
+    """Why a value cannot be a template argument; empty if it can."""
     if isinstance(value, str) and value.lower() in WORDS:
         return f"is the text {value!r}, which a template takes for true. Write it without quotes"
     if isinstance(value, float) and not math.isfinite(value):
@@ -78,12 +80,12 @@ def question_messages(question: str, system_prompt: str | None, suffix: str | No
 
 
 def render(tokenizer: Any, conversation: list[dict], arguments: dict) -> str:
-    """The conversation as text, the assistant's turn opened. `BadInput` when the template fails."""
+    """Render the conversation as text, with the assistant's turn opened. Raises `BadInput` if the template fails."""
     return _apply(tokenizer, conversation, arguments, tokenize=False, add_generation_prompt=True)
 
 
 def token_ids(tokenizer: Any, conversation: list[dict], arguments: dict) -> list[int]:
-    """The token ids of `render`'s text, nothing added. `BadInput` when the template fails."""
+    """Token ids of `render`'s text, with nothing added. Raises `BadInput` if the template fails."""
     encoded = _apply(tokenizer, conversation, arguments, tokenize=True, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
 
@@ -91,7 +93,7 @@ def token_ids(tokenizer: Any, conversation: list[dict], arguments: dict) -> list
 def _apply(tokenizer: Any, conversation: list[dict], arguments: dict, **form: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(conversation, **form, **arguments)
-    except Exception as error:  # of the template's author, of jinja2, or of an expression in it
+    except Exception as error:  # from the template's author, jinja2, or an expression in it
         failed = error
     if len(conversation) > 1 and conversation[0]["role"] == "system":
         try:
@@ -122,22 +124,24 @@ def _reason(error: Exception) -> str:
 
 
 def parsed(template: str) -> Any:
-    """The syntax tree of a chat template in the dialect of transformers; jinja2's errors pass."""
+    """The syntax tree of a chat template in transformers' dialect; jinja2's errors propagate."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(template).environment.parse(template)
 
 
 def names_read(template: str) -> set[str]:
-    """Every variable that a chat template may read and does not set itself; jinja2's errors pass."""
+    """Every variable that a chat template may read and does not set itself; jinja2's errors propagate."""
     from jinja2.meta import find_undeclared_variables
 
     return find_undeclared_variables(parsed(template))
 
 
 def check_template(tokenizer: Any, conversation: list[dict], arguments: dict) -> None:
-    """`BadInput` unless the tokenizer's chat template is valid, reads every argument (jinja2 ignores others without a
-    word) and renders the conversation, its system message included."""
+    """Raise `BadInput` unless the chat template is valid, reads every argument and renders the conversation.
+
+    jinja2 silently ignores arguments that are never read. The conversation's system message must be rendered too.
+    """
     try:
         known = names_read(tokenizer.get_chat_template())
     except Exception as error:
@@ -160,7 +164,7 @@ def check_template(tokenizer: Any, conversation: list[dict], arguments: dict) ->
 
 
 def date_arguments(tokenizer: Any, conversation: list[dict], arguments: dict) -> list[str] | None:
-    """None unless the prompt depends on the date (`strftime_now`); then the arguments by which it may be pinned."""
+    """The arguments that may pin the date if the prompt depends on it (`strftime_now`); None if it does not."""
     from jinja2.nodes import Name
 
     template = tokenizer.get_chat_template()
@@ -172,7 +176,7 @@ def date_arguments(tokenizer: Any, conversation: list[dict], arguments: dict) ->
 
 
 def end_of_turn_token(tokenizer: Any, arguments: dict | None = None) -> int:
-    """Id of the token with which the chat template closes an assistant's turn; `BadInput` when there is none."""
+    """Id of the token that closes an assistant's turn in the chat template; raises `BadInput` if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadInput(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template, so the policy would be asked with raw "
@@ -192,15 +196,17 @@ def end_of_turn_token(tokenizer: Any, arguments: dict | None = None) -> int:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """All special tokens of a tokenizer and their ids, the unnamed ones too."""
+    """All special tokens of a tokenizer and their ids, including unnamed ones."""
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return named | added
 
 
 def stop_tokens(generation_config: Any, tokenizer: Any, arguments: dict | None = None) -> list[int]:
-    """The model's stop tokens, which include the template's end-of-turn token, and the tokenizer's own, at which TRL
-    and vLLM stop too; `BadInput` when the model's lack the end of turn."""
+    """The model's stop tokens and the tokenizer's own, at which TRL and vLLM stop too.
+
+    Raises `BadInput` if the model's lack the template's end-of-turn token.
+    """
     closing = end_of_turn_token(tokenizer, arguments)
     stops = generation_config.eos_token_id
     stops = [stops] if isinstance(stops, int) else list(stops or [])
@@ -219,7 +225,7 @@ def stop_tokens(generation_config: Any, tokenizer: Any, arguments: dict | None =
 def model_stop_tokens(
     model: str | Path, tokenizer: Any, arguments: dict | None = None, revision: str | None = None
 ) -> list[int]:
-    """The stop tokens of a model's files, local or on the hub, as transformers takes them; errors as `stop_tokens`."""
+    """Stop tokens of a model's files, local or on the hub, as transformers reads them; errors as in `stop_tokens`."""
     from transformers import AutoConfig, GenerationConfig
 
     def of_config() -> Any:

@@ -1,4 +1,4 @@
-"""The two ways a command of the kit ends badly, the exit code of each, and the valid name for a misspelled one."""
+"""The two ways a command of the kit can fail, their exit codes, and suggestions for misspelled names."""
 
 import contextlib
 import difflib
@@ -14,7 +14,7 @@ from typing import Any
 
 DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# By then a launcher has ended the other processes of a run whose main one failed.
+# By then a launcher has stopped the other processes of a run whose main process failed.
 ALONE_S = 5.0
 
 
@@ -31,30 +31,31 @@ class BadInput(KitError):
 
 
 class CheckFailed(KitError):
-    """The input was fine and a check said no: a gate, a hash that changed, a NaN, a spent budget."""
+    """The input was valid but a check failed: a gate, a hash that changed, a NaN, a spent budget."""
 
     exit_code = CHECK_FAILED
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with a line that says what it stopped and how to go on."""
+    """Ctrl-C, with a line that says what was interrupted and how to continue."""
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
-    """A sentence that names the nearest of `known`, with `prefix` before it; nothing when none is near."""
+    """A sentence that suggests the nearest of `known`, preceded by `prefix`; empty if none is close."""
     folded = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{folded[near[0]]}?" if near else ""
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's `main` and exit: 0 done, 1 a check said no, 2 bad input.
+    """Run a command's `main` and exit: 0 done, 1 a check failed, 2 bad input.
 
-    A `KitError` and a full disk print one message; of several processes that fail alike, the main one prints it, and
-    one that fails alone its own, after `ALONE_S`.
-    Ctrl-C prints one line and ends the process by SIGINT (130 in a shell), after what Python does at its exit.
+    A `KitError` or a full disk prints one message. If several processes fail alike, only the main one prints it; one
+    that fails alone prints its own after `ALONE_S`.
+
+    Ctrl-C prints one line and ends the process with SIGINT (130 in a shell), after Python's own shutdown.
     """
-    # On some CPUs bitsandbytes asks for a package with a kernel of its own, which kit.weights.frozen_base turns off.
+    # On some CPUs bitsandbytes asks for a package with its own kernel, which kit.weights.frozen_base turns off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         code = main()
@@ -73,10 +74,10 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def full_disk(error: BaseException) -> str | None:
-    """The system's words for the full disk (or spent quota) that an exception reports; None for any other.
+    """The system's message if an exception reports a full disk (or an exceeded quota); None for any other.
 
-    safetensors' errors are no OSError, and those of pyarrow and PIL may lack errno: the number or the words stand in
-    the text, or with the exception that it was raised from.
+    Errors from safetensors are not OSErrors, and those from pyarrow and PIL may lack errno: the number or the message
+    is then in the text, or in the exception that they were raised from.
     """
     for one in filter(None, (error, error.__cause__, error.__context__)):
         if isinstance(one, OSError) and one.errno in DISK_FULL:
@@ -90,14 +91,14 @@ def full_disk(error: BaseException) -> str | None:
 
 
 def is_failed_torch_save(error: BaseException) -> bool:
-    """Whether torch.save could not write: a RuntimeError without errno, as CUDA raises too."""
+    """Whether torch.save failed to write: it raises a RuntimeError without errno, as CUDA does too."""
     return isinstance(error, RuntimeError) and (
         "PytorchStreamWriter" in str(error) or "inline_container" in str(error)
     )
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """One line for Ctrl-C, by the main process; Python's traceback for anything else."""
+    """Print one line for Ctrl-C, from the main process only; Python's traceback for anything else."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
@@ -124,5 +125,5 @@ def _is_command() -> bool:
     return root in folders and root / "tests" not in folders and root / ".venv" not in folders
 
 
-if _is_command():  # Ctrl-C while a command still imports
+if _is_command():  # for Ctrl-C while a command is still importing
     sys.excepthook = _excepthook

@@ -1,6 +1,6 @@
-"""Read the name of a deployment format: the kit's own, one of nvidia-modelopt, or a YAML file in its form.
+"""Resolve the name of a deployment format: the kit's own, one of nvidia-modelopt, or a YAML file in its form.
 
-A configuration of nvidia-modelopt says which layout it is (modelopt_config.py), not how scales are found. Imports no
+A configuration of nvidia-modelopt determines the layout (modelopt_config.py), not how scales are found. Imports no
 torch.
 """
 
@@ -12,20 +12,21 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput, did_you_mean
 from kit.core.formats import FORMATS, QuantFormat, check_model
 
-# The merge's other formats: what to do in place of training for one.
+# The merge's other formats, and what to do instead of training for one.
 NOT_TRAINED = {
     "bf16": "training computes in 16 bits without quantizers. Leave policy.quant_cfg out.",
     "nf4": "it is how the frozen base is stored (policy.quantization). Leave policy.quant_cfg out.",
     "awq": "its scales are found on the trained weights. Train for w4a16, which is stored the same way, or leave "
     "policy.quant_cfg out and merge with --format awq.",
 }
-# What numbers are called elsewhere, and the format of the kit that has them or comes nearest.
+# Names used elsewhere, and the kit's format with those numbers or the nearest ones.
 CALLED = {"int4": "w4a16", "fp4": "nvfp4a16", "int8": "fp8", "w4a4": "nvfp4", "w8a8": "fp8"}
 
 
 def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
-    """The format that `key` names: a format of the merge, a configuration of nvidia-modelopt, or a YAML file in its
-    form. `BadInput` for an unknown name, with the nearest, and for what no layout stores, with the reason.
+    """The format that `key` names: one of the merge, a configuration of nvidia-modelopt, or a YAML file in its form.
+
+    Raises `BadInput` for an unknown name, with the nearest one, and for what no layout can store, with the reason.
     """
     from kit.core import modelopt_config
 
@@ -48,7 +49,7 @@ def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
 
 
 def _nearest(text: str, names: Mapping[str, str]) -> str:
-    """Which of `names`, {name: format}, was meant: one with the same numbers before one that is spelled alike."""
+    """Suggest which of `names`, {name: format}, was meant; the same numbers come before a similar spelling."""
     folded = text.lower()
     if folded in CALLED:
         return f" Did you mean {CALLED[folded]}?"
@@ -59,8 +60,10 @@ def _nearest(text: str, names: Mapping[str, str]) -> str:
 
 
 def problems(config: Config) -> list[str]:
-    """Why this configuration cannot train in its format, beside what its servers need (config/format_rules.py), which
-    also says that there is no such format; nothing without `policy.quant_cfg`."""
+    """Why this configuration cannot train in its format; empty without `policy.quant_cfg`.
+
+    Needs of the servers are in config/format_rules.py, which also reports an unknown format.
+    """
     policy = config.policy
     try:
         fmt = read_quant_format(policy.quant_cfg) if policy.quant_cfg is not None else None

@@ -1,14 +1,14 @@
-"""The deployment formats that a policy can be trained in, and which models and GPUs can have them.
+"""Deployment formats that a policy can be trained in, and the models and GPUs that support them.
 
 fp8         weights FP8 (E4M3), a scale per output channel; activations FP8, a scale per token.
-fp8_block   weights FP8 in blocks of 128 x 128; activations FP8 in groups of 128, scales found as they come.
-fp8_static  weights FP8, one scale; activations FP8, one scale that calibration finds.
-w4a16       weights INT4, symmetric, groups of 128, or of 64 where 128 does not divide every layer's inputs.
+fp8_block   weights FP8 in blocks of 128 x 128; activations FP8 in groups of 128, dynamic scales.
+fp8_static  weights FP8, one scale; activations FP8, one calibrated scale.
+w4a16       weights INT4, symmetric, groups of 128, or of 64 if 128 does not divide every layer's inputs.
 nvfp4a16    weights FP4 (E2M1) in groups of 16 with E4M3 scales under one global scale.
-nvfp4       the same, and activations in FP4 like them, under a global scale that calibration finds (W4A4).
+nvfp4       the same, with activations in FP4 too, under a calibrated global scale (W4A4).
 
-Each is a layout that `python -m merge` writes, and kit/weights/quantize.py has its numbers. `format_names` reads their
-names. Imports no torch, but to look at a GPU.
+Each is a layout that `python -m merge` writes; kit/weights/quantize.py defines its numbers and `format_names` reads
+its name. Imports torch only to look at a GPU.
 """
 
 import math
@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 from kit.core.errors import BadInput
 
-GROUPS = {"fp8": 128, "nvfp4": 16}  # values of an activation that share a scale, in formats per block
+GROUPS = {"fp8": 128, "nvfp4": 16}  # activation values that share a scale, in formats per block
 # Keys of a model's configuration that only a mixture of experts sets.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 FP8_CAPABILITY = (8, 9)
-INT4_GROUPS = (128, 64)  # weights that share a scale, the first that divides; an NF4 base has blocks of 64
+INT4_GROUPS = (128, 64)  # weights that share a scale: the first that divides. An NF4 base has blocks of 64
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class ActivationFormat:
 
     @property
     def group(self) -> int:
-        """Inputs of a token that share a scale, of a format per block."""
+        """Inputs of a token that share a scale, for a format per block."""
         return GROUPS[self.kind]
 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    name: str  # of `python -m merge --format`
+    name: str  # as in `python -m merge --format`
     weight: WeightFormat
     activation: ActivationFormat | None
 
@@ -55,7 +55,7 @@ class QuantFormat:
 
     @property
     def shares_peak(self) -> bool:
-        """Whether layers that a server fuses (q, k, v; gate, up) have to take one peak: the largest of theirs."""
+        """Whether layers that a server fuses (q, k, v; gate, up) must share one peak: the largest of theirs."""
         return self.weight.kind == "nvfp4"
 
 
@@ -73,14 +73,13 @@ FORMATS = {
 
 
 def int4_group(inputs: Iterable[int]) -> int:
-    """How many INT4 weights share a scale in a checkpoint whose layers have these numbers of inputs: one number for
-    all of them, 128 where nothing fits."""
+    """INT4 weights per scale for layers with these input sizes: one value for all of them, 128 if none fits."""
     sizes = set(inputs)
     return next((group for group in INT4_GROUPS if not any(size % group for size in sizes)), INT4_GROUPS[0])
 
 
 def fitted(fmt: QuantFormat, inputs: Iterable[int]) -> QuantFormat:
-    """`fmt` as a model stores it whose quantized layers have these numbers of inputs: INT4 with the group that divides
+    """`fmt` as stored by a model whose quantized layers have these input sizes: INT4 uses a group that divides
     them."""
     if fmt.weight.kind != "int4":
         return fmt
@@ -88,10 +87,11 @@ def fitted(fmt: QuantFormat, inputs: Iterable[int]) -> QuantFormat:
 
 
 def check_model(fmt: QuantFormat, model_config: Any) -> QuantFormat:
-    """`fmt` as a model with this configuration (transformers' object, or the content of a config.json) stores it.
+    """`fmt` as stored by a model with this configuration (transformers' object, or the content of a config.json).
 
-    `BadInput` when it has no checkpoint in `fmt`: a mixture of experts, or linear layers whose sizes the format's
-    blocks do not divide."""
+    Raises `BadInput` if the model cannot have a checkpoint in `fmt`: a mixture of experts, or linear layers whose
+    sizes the format's blocks do not divide.
+    """
     facts = model_config if isinstance(model_config, Mapping) else model_config.to_dict()
     kind = facts.get("model_type", "unknown")
     if experts := find_experts(facts):
@@ -109,8 +109,10 @@ def check_model(fmt: QuantFormat, model_config: Any) -> QuantFormat:
 
 
 def find_experts(facts: Mapping[str, Any]) -> str:
-    """A key of a mixture of experts with its value, from the content of a config.json or a part of it (text_config);
-    empty for a dense model."""
+    """A mixture-of-experts key with its value; empty for a dense model.
+
+    `facts` is the content of a config.json or a part of it (text_config).
+    """
     for key, value in facts.items():
         if isinstance(value, Mapping) and (found := find_experts(value)):
             return found
@@ -120,7 +122,7 @@ def find_experts(facts: Mapping[str, Any]) -> str:
 
 
 def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """{layer: (out, in)} of a decoder of attention and gated MLP."""
+    """{layer: (out, in)} of a decoder with attention and a gated MLP."""
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     size = facts.get("head_dim") or math.ceil(hidden / heads)
     inner, keys = facts["intermediate_size"], size * (facts.get("num_key_value_heads") or heads)
@@ -132,13 +134,13 @@ def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
-    """`BadInput` when `fmt` cannot store one of these linear layers, {name: (out, in)}."""
+    """Raise `BadInput` if `fmt` cannot store one of these linear layers, {name: (out, in)}."""
     fmt = fitted(fmt, (size for _, size in shapes.values()))
     rows, columns = fmt.weight.block
     across = columns or 1
     odd = [name for name, (_, size) in shapes.items() if size % across]
     if fmt.name == "fp8_block":
-        # Readers of the layout tell a single column of blocks from a scale per output channel by the shapes alone.
+        # Readers of the layout tell a single column of blocks from a scale per output channel by shape alone.
         odd = [n for n, (o, i) in shapes.items() if o % rows or i % columns or o > rows == i]
     if not odd:
         return
@@ -153,11 +155,11 @@ def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> Non
 
 
 def check_hardware(fmt: QuantFormat, backend: str) -> None:
-    """`BadInput` when this machine's GPU cannot sample in `fmt` with `rollout.backend`.
+    """Raise `BadInput` if this machine's GPU cannot sample in `fmt` with `rollout.backend`.
 
-    Training is never refused: every format's numbers are computed with in the model's dtype, on any GPU and on a CPU,
-    also FP4 where no FP4 arithmetic is. A rollout server leaves FP8 to vLLM, which on a GPU without FP8 arithmetic
-    multiplies with activations that are not quantized: another policy than the one that learns.
+    Training is never refused: every format's numbers are computed in the model's dtype, on any GPU and on a CPU,
+    including FP4 without FP4 arithmetic. A rollout server leaves FP8 to vLLM, which on a GPU without FP8 arithmetic
+    does not quantize activations: that is another policy than the one that learns.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Health rules: plain thresholds on the metrics of a run, with what each means and what to do about it.
 
-A rule only warns. What must stop a run, stops it in the trainer: a loss or gradient that is not finite, a sampler that
-is not the policy, rewards that cannot be computed, a canary that fails.
+A rule only warns. Faults that must stop a run stop it in the trainer: a loss or gradient that is not finite, a sampler
+that is not the policy, rewards that cannot be computed, a canary that fails.
 """
 
 import math
@@ -10,51 +10,51 @@ from dataclasses import dataclass
 
 from kit.core.metrics_log import RECENT, group, mean, median, number, series
 
-# The only place where a threshold stands. "Recent" is over the last RECENT steps, "before" over as many before those.
-# No paper gives a limit that holds for every model: where none is cited, the value is our default.
+# All thresholds are defined here. "Recent" covers the last RECENT steps, "before" as many steps before those.
+# No paper gives a limit that holds for every model: if none is cited, the value is our default.
 
 # Without intervention, entropy is spent early and the gain ends with it: on average 73 % of the entropy and 76 % of
 # the gain within 200 steps (arXiv 2505.22617). A run that spent 90 % and has next to none left is past its gain.
 ENTROPY_OF_START = 0.1  # recent entropy below this share of the first steps' …
-ENTROPY_NATS = 0.05  # … and below this many nats a token, or …
+ENTROPY_NATS = 0.05  # … and below this many nats per token, or …
 ENTROPY_EARLY = 0.25  # … below this share of the first steps' within …
 ENTROPY_EARLY_SHARE = 0.25  # … this share of the planned steps, while the reward has not moved up
-REWARD_FALL = 0.5  # recent reward this share of its whole range so far below its best ten steps; our default
+REWARD_FALL = 0.5  # recent reward below its best ten steps by this share of its range so far; our default
 # Optimizing an imperfect reward first helps and then hurts as the KL to the start grows (arXiv 2210.10760), with no
 # limit that fits all: a ceiling and a pace, our defaults.
-KL_NATS = 1.0  # recent KL to the reference above this many nats a token …
+KL_NATS = 1.0  # recent KL to the reference above this many nats per token …
 KL_DOUBLED_FROM_NATS = 0.1  # … or above this one and at least twice that of the steps before
-# A group with one reward has no advantage and no gradient; DAPO drops such groups and samples on (arXiv 2503.14476).
+# A group with equal rewards has no advantage and no gradient; DAPO drops it and samples more (arXiv 2503.14476).
 ZERO_SPREAD = 0.95  # share of groups whose completions all got the same reward
 REWARD_MOVED = 0.02  # a reward that changed by less than this share of its range so far is flat
-# Cut completions carry a wrong reward, which makes training unstable (arXiv 2503.14476). Shares: our defaults.
+# Truncated completions get a wrong reward, which makes training unstable (arXiv 2503.14476). Shares: our defaults.
 TRUNCATED = 0.25  # share of completions that hit the token limit, or …
 TRUNCATED_DOUBLED_FROM = 0.05  # … above this one and at least twice the usual one before
 # verl's guide to rollout correction (docs/algo/rollout_corr.md) warns below an effective sample size of 0.3, marks 0.5
-# as good, and warns above a KL of 0.1. There this kit's trainer stops (rollout.max_sampler_k3), so it warns sooner.
+# as good, and warns above a KL of 0.1. At that KL this kit's trainer stops (rollout.max_sampler_k3), so warn earlier.
 EFFECTIVE_SAMPLE = 0.5
-SAMPLER_K3 = 0.01  # nats a token …
-# … or above this one and at least three times the usual one before. NeMo RL (docs/adding-new-models.md) asks for a
-# look where ratios are off by 1.05 on average in equal precision: a k3 of about 0.001.
+SAMPLER_K3 = 0.01  # nats per token …
+# … or above this one and at least three times the usual one before. NeMo RL (docs/adding-new-models.md) says to
+# investigate ratios that are off by 1.05 on average at equal precision: a k3 of about 0.001.
 SAMPLER_K3_TRIPLED_FROM = 0.001
 CORRECTED = 0.1  # share of tokens that the importance correction caps or drops; our default
 SPEED = 0.5  # recent tokens/s below this share of the median before; our default
 UNKNOWN = 0.01  # share of completions whose reward could not be computed; our default
-# Goodhart: the proxy climbs, what it stands for falls (arXiv 2210.10760). Means of HELDOUT_OVER measurements; with 64
-# problems the difference of two such means has a standard deviation of at most 0.05.
-# A reward of 0 for everything teaches nothing from the first step on, so it is said early; our default.
+# A reward of 0 for everything teaches nothing from the first step on, so it is reported early; our default.
 NEVER_PAID_STEPS = 5
-# Functions that compare with a reference: of the others, which look at the form, some are rightly 0 in a sound run.
+# Functions that compare with a reference. The others look at the form, and some are rightly 0 in a healthy run.
 JUDGES = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
+# Goodhart: the proxy climbs while what it stands for falls (arXiv 2210.10760). Means of HELDOUT_OVER measurements;
+# with 64 problems the difference of two such means has a standard deviation of at most 0.05.
 HELDOUT_OVER = 3
-HELDOUT_FALL = 0.1  # fall of the accuracy (0.1 are ten points) below its best mean
+HELDOUT_FALL = 0.1  # drop of the accuracy (0.1 is ten points) below its best mean
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One rule that fires: its name, the measured value beside the limit, the meaning, and what to do.
+    """A rule that fires: its name, the measured value and the limit, what it means, and what to do.
 
-    `fault`: the run is broken, the trainer stops it; otherwise a warning.
+    `fault`: the run is broken and the trainer stops it; otherwise a warning.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Alert:
 
     @property
     def text(self) -> str:
-        """All of it in one line."""
+        """The alert in one line."""
         return f"alert: {self.name}: {self.value}. {self.meaning} {self.action}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`measure` returns value and limit as text when the rule fires, None when all is well or data is missing."""
+    """`measure` returns value and limit as text if the rule fires, None if all is well or data is missing."""
 
     name: str
     measure: Callable[[Sequence[dict]], str | None]
@@ -109,7 +109,7 @@ def _entropy_collapse(rows: Sequence[dict]) -> str | None:
 
 
 def _climbed(rows: Sequence[dict]) -> bool:
-    """Whether the recent reward is above the first steps' by more than noise; False where it is not known."""
+    """Whether the recent reward exceeds that of the first steps by more than noise; False if unknown."""
     now, start = _recent(rows, "reward"), mean(series(rows[:RECENT], "reward"))
     return now is not None and start is not None and now - start > REWARD_MOVED * _reward_range(rows)
 
@@ -122,10 +122,10 @@ def _reward_range(rows: Sequence[dict]) -> float:
 def _climb(
     key: str, ceiling: float, least: float, factor: float, unit: str, is_pace: bool = False
 ) -> Callable[[Sequence[dict]], str | None]:
-    """Fires above `ceiling`, and above `least` when it is at least `factor` times what it usually was.
+    """Measure that fires above `ceiling`, and above `least` if the value is at least `factor` times its usual one.
 
-    `is_pace`: what climbs in a sound run too is compared with the steps just before instead, so only a jump fires.
-    Medians: estimates of a KL have single steps that are a hundred times the rest and mean nothing.
+    `is_pace`: a metric that climbs in a healthy run too is compared with the steps just before, so only a jump fires.
+    Uses medians: estimates of a KL have single steps that are a hundred times the rest and mean nothing.
     """
 
     def measure(rows: Sequence[dict]) -> str | None:
@@ -154,7 +154,7 @@ def _zero_spread(rows: Sequence[dict]) -> str | None:
     if now is None or before is None:
         return f"{share:.0%} > {ZERO_SPREAD:.0%}"
     if abs(now - before) > max(REWARD_MOVED * _reward_range(rows), REWARD_MOVED * abs(before)):
-        return None  # what few groups teach still moves the reward
+        return None  # the few groups that teach still move the reward
     return f"{share:.0%} > {ZERO_SPREAD:.0%}, reward flat at {now:.3g}"
 
 
@@ -212,7 +212,7 @@ def _heldout_falls(rows: Sequence[dict]) -> str | None:
 
 
 def _never_paid(rows: Sequence[dict]) -> str | None:
-    """The whole reward, or one of the functions that compare with a reference, is 0 in every step."""
+    """Fires if the whole reward, or one of the functions that compare with a reference, is 0 in every step."""
     parts = [f"rewards.{name}" for name in JUDGES if len(group(rows[-1], "rewards")) > 1]
     for key in ("reward", *parts):
         known = [value for value in series(rows, key) if math.isfinite(value)]

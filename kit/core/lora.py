@@ -1,6 +1,6 @@
-"""What a peft LoRA adapter's configuration says: the rank and scale of a module, and why s·B·A is not its update.
+"""Read a peft LoRA adapter's configuration: the rank and scale of a module, and why s·B·A may not be its update.
 
-The trainer's merge, the rollout server and the workers inside vLLM read it alike. Needs only the standard library.
+Shared by the trainer's merge, the rollout server and the workers inside vLLM. Needs only the standard library.
 """
 
 import math
@@ -8,7 +8,7 @@ import re
 
 # Initializations that rewrite the base weight, so that B·A belongs to another base than the one loaded from disk.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# What else peft 0.21 can do with an adapter, by the key of adapter_config.json that is set then.
+# Other adapter features of peft 0.21, by the key of adapter_config.json that enables them.
 OTHER_KINDS = {
     "fan_in_fan_out": "the factors are transposed (Conv1D models)",
     "target_parameters": "adapters on bare parameters (fused experts)",
@@ -23,8 +23,8 @@ OTHER_KINDS = {
     "velora_config": "peft does not put VeLoRA on a quantized base; train a plain LoRA",
     "megatron_config": "the adapter belongs to Megatron's parallel layers; train it on the transformers model",
 }
-# Keys of peft 0.21 that leave s·B·A what an adapter adds, or that are judged above: shape and place of the factors,
-# how they began, dropout, and where the file comes from. `merge` and the servers read the first two rows.
+# Keys of peft 0.21 under which an adapter still adds s·B·A, or that `reasons` checks: shape and place of the factors,
+# their initialization, dropout, and where the file comes from. `merge` and the servers read the first two rows.
 UNDERSTOOD = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "peft_type"),
     *("bias", "lora_bias", "use_dora", "modules_to_save", "init_lora_weights"),
@@ -36,9 +36,9 @@ UNDERSTOOD = {
 
 
 def reasons(config: dict, tied: bool = False) -> list[str]:
-    """Why adding s·B·A to the base's linear weights is not what an adapter_config.json describes; empty when it is.
+    """Why adding s·B·A to the base's linear weights is not what an adapter_config.json describes; empty if it is.
 
-    `tied` says that the output embedding shares its weight with the input embedding.
+    `tied`: whether the output embedding shares its weight with the input embedding.
     """
     found = []
     if config.get("peft_type") != "LORA":
@@ -84,8 +84,10 @@ def scale_of(config: dict, module: str) -> float:
 
 
 def _by_pattern(patterns: dict | None, module: str, default: int | None) -> int | None:
-    """The value of the first pattern that fits: a regular expression of the whole name or of its end after a dot, as
-    peft 0.21 matches (`peft.utils.other.get_pattern_key`)."""
+    """Value of the first pattern that matches, as in peft 0.21 (`peft.utils.other.get_pattern_key`).
+
+    A pattern is a regular expression for the whole name or for its end after a dot.
+    """
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -1,4 +1,4 @@
-"""The steps of a run as `metrics.jsonl` holds them, read while the file still grows."""
+"""Read the steps of a run from `metrics.jsonl` while the file still grows."""
 
 import difflib
 import itertools
@@ -15,22 +15,22 @@ from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
 from kit.core.run_state import DONE, INTERRUPTED, End, last_end, trainer_pid
 
-RECENT = 10  # steps that "recent" means, in the terminal, in the JSON summary and in the health rules
-SMOOTH = 10  # steps that a drawn curve is smoothed over
+RECENT = 10  # steps counted as "recent" in the terminal, in the JSON summary and in the health rules
+SMOOTH = 10  # steps over which a drawn curve is smoothed
 # A run is called silent after this many step times, and never before this many seconds.
 SILENT_STEPS, SILENT_S = 5, 60.0
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 1e100
 WITHIN_ROLLOUT = ("wake", "sync", "sleep")  # parts of seconds.rollout with a server
-BEHIND_UPDATE = "rollout_hidden"  # no part of the step: the servers generate while it updates
+BEHIND_UPDATE = "rollout_hidden"  # not part of the step: the servers generate during the update
 
 
 class MetricsLog:
-    """The lines of one `metrics.jsonl`, by step and in order; `poll` adds what was appended since the last call.
+    """Lines of one `metrics.jsonl` in step order; `poll` adds what was appended since the last call.
 
-    A line counts once its newline is there, so a line being written is never read by half. A step that goes back is a
-    resumed run: its line replaces every earlier line of that step and of later ones. A file that was replaced or cut
-    is read anew; what was known stays when it goes on from there, as after a rotation. `bad_lines` counts complete
+    A line counts once its newline is written, so a partial line is never read. A step that goes back means a resumed
+    run: its line replaces every earlier line of that step and later ones. A replaced or truncated file is read from
+    the start; known rows stay if the new file continues from them, as after a rotation. `bad_lines` counts complete
     lines that are not a step.
     """
 
@@ -47,7 +47,7 @@ class MetricsLog:
         self._is_new_file = False
 
     def poll(self) -> bool:
-        """True when steps were added or the file was replaced by another one."""
+        """Read new lines; return whether steps were added or the file was replaced."""
         try:
             with open(self.path, "rb") as file:
                 changed = self._restart_if_replaced(file)
@@ -88,19 +88,19 @@ class MetricsLog:
 
 
 def read_json_line(text: str) -> Any:
-    """`json.loads`, whose integers all fit a float: one of four hundred digits becomes infinite."""
+    """`json.loads` with integers that all fit a float: one of four hundred digits becomes infinite."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
 
 
 def group(values: Any, key: str) -> dict:
-    """The group of keys at `key`; nothing where there is none, as in a log of another version."""
+    """The group of keys at `key`; empty if there is none, as in a log from another version."""
     found = values.get(key) if isinstance(values, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 def _parse(line: bytes) -> dict | None:
     text = line.decode(errors="replace")
-    # A run killed in mid-line and resumed leaves half a line with a whole one behind it.
+    # A run that was killed mid-line and resumed leaves half a line followed by a whole one.
     for start in (0, text.rfind('{"step"')):
         try:
             row = read_json_line(text[max(start, 0) :])
@@ -112,7 +112,7 @@ def _parse(line: bytes) -> dict | None:
 
 
 def number(row: dict, key: str) -> float | None:
-    """The value of `key` (`seconds.rollout` looks inside) as a float; None when it is absent, null or no number."""
+    """The value of `key` as a float (`seconds.rollout` is nested); None if it is absent, null or not a number."""
     value = row
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -120,15 +120,15 @@ def number(row: dict, key: str) -> float | None:
 
 
 def series(rows: Sequence[dict], key: str) -> list[float]:
-    """One value a step, NaN where there is none, where it is not finite or beyond what can be drawn."""
+    """One value per step; NaN if it is missing, not finite or too large to draw."""
     values = (number(row, key) for row in rows)
     return [value if value is not None and abs(value) < LARGEST else math.nan for value in values]
 
 
 def phases(row: dict) -> dict[str, float]:
-    """Seconds of a step by phase, which add up to it: what `seconds.rollout` includes is apart, "other" is the rest.
+    """Seconds of a step by phase, in the order in which they run, adding up to the step.
 
-    Empty when the step has no times. In the order in which the phases run.
+    Phases that `seconds.rollout` includes are listed separately; "other" is the rest. Empty if the step has no times.
     """
     known = {name: number(row, f"seconds.{name}") for name in group(row, "seconds") if name != BEHIND_UPDATE}
     known = {name: value for name, value in known.items() if value is not None and math.isfinite(value) and value > 0}
@@ -145,56 +145,59 @@ def phases(row: dict) -> dict[str, float]:
 
 
 def last_known(rows: Sequence[dict], key: str) -> float | None:
-    """The newest value that is there, None when none is: what is not measured at every step."""
+    """The newest value of a metric that is not measured at every step; None if there is none."""
     found = (number(row, key) for row in reversed(rows))
     return next((value for value in found if value is not None), None)
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Mean of the finite values, None when there are none."""
+    """Mean of the finite values, None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None
 
 
 def median(values: Sequence[float]) -> float | None:
-    """Median of the finite values, None when there are none."""
+    """Median of the finite values, None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else None
 
 
 def smoothing(key: str) -> str:
-    """What a curve of `key` is smoothed by, mean or median: an estimate of a KL has single steps that are a hundred
-    times the rest, and a mean would show nothing else."""
+    """How a curve of `key` is smoothed, by mean or median.
+
+    Estimates of a KL have single steps that are a hundred times the rest, and a mean would show nothing else.
+    """
     return "median" if key in ("kl", "sampler_k3") else "mean"
 
 
 def smooth(values: Sequence[float], kind: str = "mean") -> list[float]:
-    """Mean or median of each value and the SMOOTH - 1 before it, NaN where none of them is known."""
+    """Mean or median of each value and the SMOOTH - 1 before it, NaN if none of them is known."""
     of = median if kind == "median" else mean
     found = (of(values[max(0, end - SMOOTH) : end]) for end in range(1, len(values) + 1))
     return [math.nan if value is None else value for value in found]
 
 
 def total_steps(rows: Sequence[dict]) -> int | None:
-    """The planned number of steps, None when the log does not say."""
+    """The planned number of steps, None if the log does not say."""
     total = number(rows[-1], "total_steps") if rows else None
     return int(total) if total is not None and 0 < total < 1e12 else None
 
 
 def step_seconds(rows: Sequence[dict]) -> float | None:
-    """Median duration of the recent steps in seconds: their own figure, or the time between their lines."""
+    """Median duration of the recent steps in seconds: as logged, or else the time between their lines."""
     recent = rows[-2 * RECENT :]
     times = series(recent, "time")
     return median(series(recent, "seconds.step")) or median([b - a for a, b in itertools.pairwise(times)])
 
 
 def progress(log: MetricsLog, now: float | None = None) -> dict:
-    """Where the run stands: state (waiting, running, silent, finished, stopped, failed), step, total_steps, seconds
-    and time left, and of a run that stopped or failed the error and when it ended.
+    """Progress of a run: its state, step and times, and the error of one that stopped or failed.
 
-    Silent means that no line came for `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck.
-    `trainer_pid` says which, for a trainer of this machine. While there is one, the last step is not the end: it may
-    be that of before a resume with more steps.
+    The keys are state (waiting, running, silent, finished, stopped, failed), step, total_steps, seconds since the last
+    line, time left, and for a run that stopped or failed its error and end time. Silent means that no line came for
+    `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck. `trainer_pid` says which, for a
+    trainer on this machine. While there is one, the last step does not mean finished: it may predate a resume with
+    more steps.
     """
     rows, run = log.rows, RunDir(log.path.parent)
     end = last_end(run)
@@ -215,7 +218,7 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
     if written is None or not math.isfinite(written):
         try:
             written = log.path.stat().st_mtime
-        except OSError:  # moved away just now
+        except OSError:  # moved away in the meantime
             written = time.time()
     age = max(0.0, (time.time() if now is None else now) - written)
     state |= {"state": "running", "step": last["step"], "total_steps": total, "since_last_line_s": age}
@@ -232,14 +235,14 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
 
 
 def _ended(end: End | None) -> dict:
-    """State, error and time of a trainer that did not come to its end; nothing of another."""
+    """State, error and end time of a trainer that did not finish; empty otherwise."""
     if end is None or end.how == DONE:
         return {}
     return {"state": "stopped" if end.how == INTERRUPTED else "failed", "error": end.error, "ended": end.time}
 
 
 def open_run(path: str) -> RunDir:
-    """The run directory at `path`; `BadInput` names the nearest one when there is none."""
+    """The run directory at `path`; if there is none, raises a `BadInput` that names the nearest one."""
     try:
         return RunDir.open(path)
     except BadInput as error:

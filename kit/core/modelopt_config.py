@@ -1,9 +1,10 @@
-"""Which deployable format a configuration of nvidia-modelopt stands for, if any.
+"""Map an nvidia-modelopt configuration to a deployable format, if there is one.
 
-A configuration is a list of (pattern of quantizers' names, attributes) of which the last that fits a quantizer counts;
-the older form is a dictionary. NeMo RL's recipes for quantization-aware RL have it under `quantize`. The names of
-version 0.47 are known here; those of other versions are read from the package where it is installed.
-The output embedding stays BF16 in every format of the kit, so what a configuration says about it is not read.
+A configuration is a list of (quantizer name pattern, attributes); the last entry that matches a quantizer wins. The
+older form is a dictionary. NeMo RL's recipes for quantization-aware RL keep it under `quantize`. The names of version
+0.47 are known here; those of other versions are read from the package if it is installed.
+
+The output embedding stays BF16 in every format of the kit, so what a configuration says about it is ignored.
 """
 
 import fnmatch
@@ -19,7 +20,7 @@ import yaml
 from kit.core.errors import BadInput, did_you_mean
 from kit.core.formats import FORMATS, ActivationFormat, QuantFormat, WeightFormat
 
-# Configurations of nvidia-modelopt 0.47 that a layout stores, by the kit's name for it.
+# nvidia-modelopt 0.47 configurations that a layout can store, with the kit's name for that layout.
 LAYOUTS = {
     "FP8_DEFAULT_CFG": "fp8_static",
     "FP8_PER_CHANNEL_PER_TOKEN_CFG": "fp8",
@@ -34,7 +35,7 @@ _MX = "no layout of the kit has MX blocks of 32 with E8M0 scales. Take nvfp4a16,
 _MIXED = "it leaves some linear layers unquantized, and a layout of the kit has one format for all. Take nvfp4a16"
 _MOE = "it is for a mixture of experts, whose experts neither adapter nor quantizer reaches"
 _KV = "it quantizes the KV cache alone, for which server.kv_cache is the key"
-# The others of that version, by why nothing deploys them.
+# The other configurations of that version, by the reason they cannot be deployed.
 _REFUSED = {
     _AWQ: "INT4_AWQ W4A8_AWQ_BETA NVFP4_AWQ_LITE NVFP4_AWQ_CLIP NVFP4_AWQ_FULL",
     _SEARCH: "NVFP4_SVDQUANT_DEFAULT NVFP4_FOUR_OVER_SIX NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN "
@@ -54,8 +55,8 @@ LINEARS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-LAYERS = 128  # numbers that a pattern can tell apart
-# Attributes of a quantizer that say nothing about the numbers it stores, or have one value that a layout has.
+LAYERS = 128  # layer indices that patterns are matched against
+# Quantizer attributes that are read below or do not affect the stored numbers; FIXED ones must have these values.
 FREE = ("enable", "num_bits", "axis", "block_sizes", "type", "effective_bits", "fake_quant", "pass_through_bwd")
 FREE += ("trt_high_precision_dtype",)
 FIXED = {"unsigned": False, "narrow_range": False, "bias": None, "rotate": False, "learn_amax": False}
@@ -66,24 +67,26 @@ BLOCK_KEYS = ("-1", "-2", "type", "scale_bits")
 KINDS = ("static", "dynamic")
 OF_LINEARS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 OF_ATTENTION = tuple(f"{name}_bmm_quantizer" for name in "qkvp")
-INT8 = {"num_bits": 8}  # what the package gives a quantizer that no pattern names
-LAST = re.compile(r"(.*[.*])?([^.*]+)\**", re.DOTALL)  # (what comes before, last part) of a pattern
+INT8 = {"num_bits": 8}  # the package's default for a quantizer that no pattern matches
+LAST = re.compile(r"(.*[.*])?([^.*]+)\**", re.DOTALL)  # (prefix, last part) of a pattern
 NAMED = re.compile(r"e(\d)m(\d)")
 
 
 class _Refused(Exception):
-    """Why no layout stores a configuration."""
+    """Why no layout can store a configuration."""
 
 
 class _Quantizer(NamedTuple):
     enabled: bool
     attributes: Mapping[str, Any]
-    pattern: str  # that set it last
+    pattern: str  # the one that set it last
 
 
 def by_name(name: str, key: str) -> QuantFormat | None:
-    """The format of one of the package's own configurations; None for a name that is none, `BadInput` when nothing
-    deploys it. `key` of the run's configuration has the name."""
+    """Format of one of the package's own configurations; None for an unknown name.
+
+    Raises `BadInput` if it cannot be deployed. `key` is the key of the run's configuration that holds the name.
+    """
     if name in LAYOUTS:
         return FORMATS[LAYOUTS[name]]
     if name in NO_LAYOUT:
@@ -95,7 +98,7 @@ def by_name(name: str, key: str) -> QuantFormat | None:
 
 
 def read_file(path: Path, key: str) -> QuantFormat:
-    """The format of a YAML file."""
+    """The format that a YAML file describes."""
     names = f"or a name: {', '.join(FORMATS)}, or that of a configuration of nvidia-modelopt"
     try:
         content = yaml.safe_load(path.read_text())
@@ -107,13 +110,13 @@ def read_file(path: Path, key: str) -> QuantFormat:
         raise BadInput(f"{key}: {path} is a directory. Give the path of a YAML file in it, {names}.") from None
     except OSError as error:
         raise BadInput(f"{key}: {path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
         raise BadInput(f"{key}: {path} is no YAML: {error}") from None
     return read(content, str(path), key)
 
 
 def read(content: Any, source: str, key: str = "policy.quant_cfg") -> QuantFormat:
-    """The format of a configuration; `source` and the `key` that gave it name it in messages."""
+    """Format of a configuration; messages name it by its `source` and by the `key` that gave it."""
     try:
         return _format(content)
     except _Refused as refused:
@@ -163,8 +166,8 @@ def _words(activation: ActivationFormat | None) -> str:
 
 
 def _entries(quant_cfg: Any) -> Iterable[tuple[str, str | None, bool | None, Any]]:
-    """(pattern, class of the layer or None, enabled or None, attributes or None) of every entry, in order."""
-    if isinstance(quant_cfg, Mapping):  # the older form, in which `default` comes first wherever it is written
+    """Yield (pattern, layer class or None, enabled or None, attributes or None) for every entry, in order."""
+    if isinstance(quant_cfg, Mapping):  # the older form: `default` comes first wherever it is written
         quant_cfg = [{key: quant_cfg[key]} for key in sorted(quant_cfg, key=lambda key: key != "default")]
     if not isinstance(quant_cfg, list | tuple):
         raise _Refused(f"quant_cfg is {type(quant_cfg).__name__}, neither a list nor a dictionary")
@@ -193,7 +196,7 @@ def _entries(quant_cfg: Any) -> Iterable[tuple[str, str | None, bool | None, Any
 
 
 def _short(pattern: str, parent: str | None, value: Any) -> tuple[str, str | None, bool | None, Any]:
-    """An entry of the older form, {pattern: attributes with `enable`}."""
+    """Read an entry of the older form, {pattern: attributes with `enable`}."""
     _check_entry(pattern, value.get("enable") if isinstance(value, Mapping) else None, value)
     if not isinstance(value, Mapping):
         return pattern, parent, None, value
@@ -202,13 +205,13 @@ def _short(pattern: str, parent: str | None, value: Any) -> tuple[str, str | Non
 
 
 def _hint(key: Any, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
-    """The nearest valid name as a sentence after another one."""
+    """The nearest valid name, as a sentence to append to another one."""
     hint = did_you_mean(str(key), known, prefix, cutoff)
     return f".{hint}" if hint else ""
 
 
 def _misspelled(keys: Iterable[Any], missing: Iterable[str]) -> str:
-    """The first of `keys` that may be meant as one of the keys that are missing."""
+    """Hint for the first of `keys` that may be a misspelling of a missing key."""
     return next((f". {key} is no key{hint}" for key in keys if (hint := _hint(key, missing))), "")
 
 
@@ -222,8 +225,10 @@ def _check_entry(pattern: Any, enabled: Any, attributes: Any, key: str = "") -> 
 
 
 def _check_patterns(entries: list) -> None:
-    """Refused when a pattern that fits no quantizer is a misspelled one. Others are common: they are for layers that
-    some models have."""
+    """Refuse a pattern that matches no quantizer if it looks misspelled.
+
+    Others are common: they target layers that only some models have.
+    """
     for pattern, *_ in entries:
         parts = LAST.fullmatch(pattern)
         start, last = parts.groups(default="") if parts else ("", "")
@@ -235,7 +240,7 @@ def _check_patterns(entries: list) -> None:
 
 
 def _quantizers() -> Iterable[str]:
-    """The names of all quantizers of a decoder's layers."""
+    """Names of all quantizers in a decoder's layers."""
     for layer in range(LAYERS):
         of_linears = itertools.product(LINEARS, OF_LINEARS)
         of_attention = (("self_attn", kind) for kind in OF_ATTENTION)
@@ -243,7 +248,7 @@ def _quantizers() -> Iterable[str]:
 
 
 def _apply(entries: list, name: str, state: _Quantizer) -> _Quantizer:
-    """What a linear layer's quantizer is after all entries."""
+    """State of a linear layer's quantizer after all entries."""
     for pattern, parent, enabled, attributes in entries:
         if parent not in (None, "nn.Linear") or not fnmatch.fnmatchcase(name, pattern):
             continue
@@ -255,7 +260,7 @@ def _apply(entries: list, name: str, state: _Quantizer) -> _Quantizer:
 
 
 def _of_all_linears(entries: list, kind: str) -> _Quantizer:
-    """The quantizer of every linear layer's weight or input; refused when they differ."""
+    """The quantizer shared by every linear layer's weight or input; refused if they differ."""
     first = None
     for layer, linear in itertools.product(range(LAYERS), LINEARS):
         module = f"model.layers.{layer}.{linear}"
@@ -270,7 +275,7 @@ def _of_all_linears(entries: list, kind: str) -> _Quantizer:
 
 
 def _check_others(entries: list) -> None:
-    """Refused when outputs or what attention multiplies (the KV cache) are quantized."""
+    """Refuse quantized outputs and quantized operands of attention (the KV cache)."""
     names = [f"model.layers.0.{linear}.output_quantizer" for linear in LINEARS]
     names += [f"model.layers.0.self_attn.{name}_bmm_quantizer" for name in "qkv"]
     for name in names:
@@ -281,7 +286,7 @@ def _check_others(entries: list) -> None:
 
 
 def _attributes(found: _Quantizer) -> tuple[Any, dict[int, int], Any, Any]:
-    """(bits, {dimension: block}, bits of the blocks' scales, whether ranges are found as values come)."""
+    """(bits, {dimension: block}, bits of the block scales, whether ranges are dynamic)."""
     if not isinstance(found.attributes, Mapping):
         raise _Refused(f"{found.pattern} quantizes several times in a row; a layout does it once")
     for key, value in found.attributes.items():
@@ -320,7 +325,7 @@ def _blocks(found: _Quantizer) -> dict[Any, Any]:
 
 
 def _bits(value: Any) -> Any:
-    """(exponent, mantissa) bits of a float format, whichever way it is written; other values as they are."""
+    """(exponent, mantissa) bits of a float format, however it is written; other values unchanged."""
     if isinstance(value, str) and (named := NAMED.fullmatch(value.lower())):
         return int(named[1]), int(named[2])
     return tuple(value) if isinstance(value, list | tuple) else value

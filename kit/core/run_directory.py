@@ -1,7 +1,7 @@
-"""The run directory: where everything of a run lies, and how an artifact becomes whole or does not exist.
+"""The run directory: its layout, and how an artifact becomes whole or does not exist.
 
 Covers: atomic publication of directories and JSON files, manifests with sizes and content hashes, finding the newest
-whole adapter or checkpoint of a run. Needs only the standard library, so every room may import it.
+whole adapter or checkpoint of a run. Needs only the standard library, so every package may import it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kit.core.config.schema import Config
 
 MANIFEST = "manifest.json"
-TAKEN = (".safetensors", ".bin", ".json", ".jinja")  # what a reader of a checkpoint takes by its name
+TAKEN = (".safetensors", ".bin", ".json", ".jinja")  # files that checkpoint readers pick up by name
 INTO = ("dequantized", "original")  # the base that an adapter is merged into
 
 
@@ -41,7 +41,7 @@ def file_hash(path: Path) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put `path` into an OSError of the block that names no file, as that of a write to a full disk."""
+    """Add `path` to an OSError of the block that names no file, such as a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -66,7 +66,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The parsed JSON file; `BadInput` names the file when it is missing or not JSON."""
+    """Parse a JSON file; raises a `BadInput` that names the file if it is missing or not JSON."""
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -77,12 +77,13 @@ def read_json(path: Path) -> Any:
 
 @contextlib.contextmanager
 def publish(final: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary directory beside `final`, renamed to it when the block ends well and removed when it does not.
+    """Yield a temporary directory beside `final`; rename it to `final` on success, remove it on failure.
 
     Whatever interrupts the block (disk full, Ctrl-C, an exception), `final` is absent or whole. A process killed
     outright leaves a `.partial-…` directory that no tool reads and the next `publish` of the same name removes.
-    Raises `BadInput` when `final` exists and `overwrite` is false, also when it came meanwhile, and when another
-    process writes it now. A file system without locks cannot tell that: there the last one fails at its end, and a
+
+    Raises `BadInput` if `final` exists and `overwrite` is false, even if it appeared meanwhile, and if another process
+    is writing it. A file system without locks cannot detect the latter: there the last writer fails at its end, and a
     dead process's directory stays.
     """
     final = Path(final)
@@ -106,8 +107,10 @@ def publish(final: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """Bring every file of a directory to the disk, readable by whoever may read the directory: safetensors writes its
-    files for their owner alone, and a server may be another user."""
+    """Flush every file of a directory to disk and make it readable by whoever may read the directory.
+
+    safetensors writes files that only their owner may read, and a server may run as another user.
+    """
     for file in folder.rglob("*"):
         if file.is_file():
             with contextlib.suppress(OSError):  # a file system without modes
@@ -121,7 +124,7 @@ def _partial_of(final: Path) -> Path:
 
 
 def _make_partial(final: Path) -> tuple[Path, int]:
-    """A new directory for `final` and the open handle that holds its lock, which ends with the process."""
+    """Create a directory for `final`; return it with the open handle that holds its lock until the process ends."""
     while True:
         partial = _partial_of(final)
         partial.mkdir()
@@ -133,11 +136,11 @@ def _make_partial(final: Path) -> tuple[Path, int]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if partial.is_dir():
             return partial, lock
-        os.close(lock)  # taken for a dead process's before it was locked
+        os.close(lock)  # removed as a dead process's before it was locked
 
 
 def _remove_dead_partials(final: Path) -> None:
-    """Remove what killed processes left of `final`; `BadInput` when a living one writes it."""
+    """Remove what killed processes left of `final`; raise `BadInput` if a live one is writing it."""
     pattern = re.compile(rf"\.partial-{re.escape(final.name)}\.[0-9a-f]{{8}}")
     for partial in [entry for entry in final.parent.iterdir() if pattern.fullmatch(entry.name)]:
         try:
@@ -146,8 +149,8 @@ def _remove_dead_partials(final: Path) -> None:
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Under another name first: a writer on another host, whose lock a network file system may hide, then
-            # fails. It must not go on beside the removal and list what is left as the whole.
+            # Rename first: a writer on another host, whose lock a network file system may hide, then fails. It must
+            # not continue during the removal and list what is left as the whole.
             dead = partial.rename(_partial_of(final))
             shutil.rmtree(dead, ignore_errors=True)
         except BlockingIOError:
@@ -156,14 +159,17 @@ def _remove_dead_partials(final: Path) -> None:
                 "place."
             ) from None
         except OSError:
-            pass  # no locks here, so it may be in use; or its process ended well meanwhile
+            pass  # no locks here, so it may be in use; or its process finished meanwhile
         finally:
             os.close(handle)
 
 
 def _replace(partial: Path, final: Path) -> None:
-    """Rename a directory to `final`, where an old version lies; removing that takes its time and comes last, so that
-    whatever is raised in here, one of the two is at `final` whole. Of a link to the old version only the link goes."""
+    """Rename a directory to `final`, replacing an old version.
+
+    Removing the old version takes time and comes last, so whatever is raised here, one of the two is whole at `final`.
+    If `final` is a symlink, only the link is removed.
+    """
     old = _partial_of(final)
     try:
         final.rename(old)
@@ -177,7 +183,7 @@ def _replace(partial: Path, final: Path) -> None:
 
 
 def _rename_to_new(partial: Path, final: Path) -> None:
-    """Rename a directory; `BadInput` when there is another at `final`."""
+    """Rename a directory; raise `BadInput` if there is another one at `final`."""
     try:
         os.rename(partial, final)
     except OSError as error:
@@ -196,7 +202,7 @@ def write_manifest(directory: Path, kind: str, **fields: Any) -> dict:
         for file in sorted(directory.rglob("*"))
         if file.is_file() and file.name != MANIFEST
     }
-    # Hashing leaves the interpreter free, so the shards of a large checkpoint take a core each.
+    # Hashing releases the GIL, so the shards of a large checkpoint use a core each.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         hashes = pool.map(file_hash, files.values())
         listed = {
@@ -209,12 +215,12 @@ def write_manifest(directory: Path, kind: str, **fields: Any) -> dict:
 
 
 def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) -> dict:
-    """The manifest of a whole artifact.
+    """Return the manifest of a whole artifact.
 
-    Every listed file must be there with its listed size, and with its listed hash when `deep`; otherwise `BadInput`
-    says which file is off. `kind` ("adapter", "checkpoint", "base", …) must match when given. When `deep`, a
-    checkpoint must have no other file that readers take by its name: transformers puts an adapter that lies beside the
-    weights on them, and prefers model.safetensors to shards.
+    Every listed file must exist with its listed size, and with its listed hash if `deep`; otherwise raises a
+    `BadInput` that names the file. `kind` ("adapter", "checkpoint", "base", …) must match if given. If `deep`, a
+    checkpoint may hold no other file that readers pick up by name: transformers applies an adapter that lies beside
+    the weights, and prefers model.safetensors to shards.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -249,7 +255,7 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
 
 
 def _plain_adapter(directory: Path) -> str:
-    """Why an adapter that peft alone wrote is refused, and what can be done with it."""
+    """Error text for an adapter that peft alone wrote: why it is refused, and what can be done with it."""
     return (
         f"{directory} is an adapter without {MANIFEST}, as peft alone writes it: the manifest has the hash of the "
         "base that it was trained on, without which nothing shows that it fits this one. Only adapters of the kit's "
@@ -260,7 +266,7 @@ def _plain_adapter(directory: Path) -> str:
 
 
 def check_adapter_file(directory: Path, manifest: dict) -> None:
-    """`BadInput` unless an adapter's manifest lists its weights as safetensors."""
+    """Raise `BadInput` unless an adapter's manifest lists its weights as safetensors."""
     if "adapter_model.safetensors" not in manifest["files"]:
         has = "its weights as adapter_model.bin" if "adapter_model.bin" in manifest["files"] else "no weights"
         raise BadInput(
@@ -270,10 +276,10 @@ def check_adapter_file(directory: Path, manifest: dict) -> None:
 
 
 def base_directory(config: "Config") -> Path:
-    """Where the dequantized base of a configuration lies: `server.base`, else models/bases/<name of the model>, with
-    the storage in the name where that is not NF4.
+    """Path of a configuration's dequantized base: `server.base`, or else models/bases/<name of the model>.
 
-    What `python -m merge base` writes and a rollout server reads; nothing is looked at on the disk.
+    The name includes the storage unless it is NF4. `python -m merge base` writes it and a rollout server reads it;
+    nothing on disk is looked at here.
     """
     if config.server.base:
         return Path(config.server.base)
@@ -285,8 +291,10 @@ def base_directory(config: "Config") -> Path:
 
 
 def stored_as(config: "Config") -> dict[str, Any]:
-    """{key of the configuration: its value} of everything that decides how the base is stored. What base.json says of
-    it stands under other names: type, storage_dtype, double_quantization."""
+    """{configuration key: value} of everything that decides how the base is stored.
+
+    base.json has them under other names: type, storage_dtype, double_quantization.
+    """
     policy = config.policy
     found = {"model.dtype": config.model.dtype, "policy.quantization": policy.quantization}
     return found | ({"policy.double_quantization": policy.double_quantization} if policy.quantization == "nf4" else {})
@@ -309,11 +317,11 @@ class RunDir:
         self.merged = self.path / "merged"
         self.logs = self.path / "logs"
         self.not_finite = self.path / "not_finite"
-        self.replaces = False  # whether --overwrite starts a new run in the place of the one that is there
+        self.replaces = False  # whether --overwrite replaces the existing run
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDir":
-        """An existing run; `BadInput` when `path` is not one."""
+        """Open an existing run; raises `BadInput` if `path` is not one."""
         run = cls(path)
         if not run.path.is_dir():
             raise BadInput(f"no run directory at {run.path} (seen from {Path.cwd()}).")
@@ -323,7 +331,7 @@ class RunDir:
 
     @property
     def as_argument(self) -> str:
-        """The path as it stands in a command line that a message names."""
+        """The path, quoted for a command line in a message."""
         return shlex.quote(str(self.path))
 
     def config(self) -> dict:
@@ -331,19 +339,21 @@ class RunDir:
         return read_json(self.config_file)["config"]
 
     def merged_into(self, into: str) -> Path:
-        """Where the checkpoints lie that were merged into the dequantized or into the original base (`INTO`)."""
+        """Directory of the checkpoints merged into the dequantized or the original base (`INTO`)."""
         return self.merged if into == INTO[0] else self.path / f"merged-{into}"
 
     def adapter_dir(self, version: int) -> Path:
         return self.adapters / f"v{version:06d}"
 
     def newest_adapter(self) -> Path:
-        """The whole adapter with the highest version; half-written ones are never looked at."""
+        """The whole adapter with the highest version; half-written ones are never considered."""
         return _newest_whole(self.adapters, "v", "adapter")
 
     def newest_checkpoint(self, passed_over: list[str] | None = None) -> Path:
-        """The whole training checkpoint with the highest step, its files' content compared with its manifest.
-        `passed_over` gets what is wrong with newer ones."""
+        """The whole training checkpoint with the highest step, its files' content verified against its manifest.
+
+        Errors of newer checkpoints are appended to `passed_over`.
+        """
         return _newest_whole(self.checkpoints, "step-", "training-state", deep=True, passed_over=passed_over)
 
 
@@ -366,5 +376,5 @@ def _newest_whole(
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The step that `checkpoints/step-000010` was written after."""
+    """The step after which `checkpoints/step-000010` was written."""
     return int(checkpoint.name.removeprefix("step-"))

@@ -1,8 +1,8 @@
-"""Who trains in a run directory, how the last one ended, and how a new run takes the place of an old one.
+"""Which process trains in a run directory, how the last one ended, and how a new run replaces an old one.
 
-Needs only the standard library, so that whatever looks at a run may import it. A process that trains holds the lock of
-the directory for as long as it lives and names itself in it; one that ends leaves `end.json`. One that was killed
-leaves nothing, and is known by a lock that names a process which is gone.
+Needs only the standard library, so any tool that looks at a run can import it. A training process holds the
+directory's lock for as long as it lives and records its identity in the lock file; when it ends, it leaves `end.json`.
+A killed process leaves nothing and is recognized by a lock file that names a process which is gone.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from kit.core.run_directory import RunDir, read_json, write_json
 
 LOCK = ".lock"
 END = "end.json"
-REPLACED = ".replaced"  # the old run until the new one has its base
+REPLACED = ".replaced"  # holds the old run until the new one has its base
 LOCKS = Path("/proc/locks")
 DONE, FAILED, INTERRUPTED, KILLED = "done", "failed", "interrupted", "killed"
 LONGEST_ERROR = 2000  # characters
-# What a run writes that nothing is lost with: it is made again from the start, or says how a start failed.
+# Files that are safe to lose: a new start writes them again, or they only record why a start failed.
 WORTHLESS = ("config.json", "base.json", "data.json", "metrics.jsonl", "ledger.jsonl", "completions", "not_finite")
 WORTHLESS += ("sync", END)
-# Servers that are up already, and launch.up, write there; another start appends.
+# Servers that are already running, and launch.up, write here; another start appends.
 STAYS = (LOCK, REPLACED, "logs")
 
 
@@ -43,7 +43,7 @@ class End:
 
 
 def lock_run(run: RunDir) -> IO:
-    """Keep other trainers out of the run directory for as long as the returned file is open; it names this process."""
+    """Lock other trainers out of the run directory while the returned file is open; the file names this process."""
     run.path.mkdir(parents=True, exist_ok=True)
     file = open(run.path / LOCK, "a+")
     try:
@@ -60,7 +60,7 @@ def lock_run(run: RunDir) -> IO:
 
 
 def _began(pid: int) -> int | None:
-    """When a process of this machine began, in the kernel's ticks; None when there is none."""
+    """Start time of a process on this machine, in kernel ticks; None if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -68,10 +68,10 @@ def _began(pid: int) -> int | None:
 
 
 def trainer_pid(run: RunDir) -> int | None:
-    """The process of this machine that trains in the run now, by the lock it holds there; None when there is none.
+    """Pid of the process on this machine that trains in the run, by the lock it holds there; None if there is none.
 
-    Only looks: taking the lock, even for a moment, could turn away a trainer that starts. Sees nothing of other
-    machines, nor of what the kernel hides from a container.
+    Only reads: taking the lock, even for a moment, could turn away a starting trainer. Blind to other machines and to
+    processes that the kernel hides from a container.
     """
     try:
         status = os.stat(run.path / LOCK)
@@ -84,8 +84,10 @@ def trainer_pid(run: RunDir) -> int | None:
 
 
 def last_end(run: RunDir) -> End | None:
-    """How the last trainer of the run ended; None while one is at work, and where it cannot be known: before the first
-    start, and for a process of another machine that left no word."""
+    """How the run's last trainer ended; None while one is running, and if unknown.
+
+    Unknown means before the first start, or a process on another machine that left no `end.json`.
+    """
     if trainer_pid(run) is not None:
         return None
     with contextlib.suppress(BadInput, OSError, TypeError, ValueError):
@@ -107,13 +109,13 @@ def last_end(run: RunDir) -> End | None:
 
 @contextlib.contextmanager
 def trains_in(run: RunDir) -> Iterator[None]:
-    """Hold the run's directory and leave `end.json` in it; `BadInput` when another process holds it.
+    """Lock the run directory for the block and leave `end.json` in it; raises `BadInput` if another process holds it.
 
-    With `run.replaces` the old run stands aside until `drop_replaced`, and comes back if the start fails before that.
+    With `run.replaces` the old run is set aside until `drop_replaced`, and restored if the start fails before that.
     """
     with lock_run(run):
         if run.base_file.exists():
-            drop_replaced(run)  # of an earlier start that was killed while it deleted
+            drop_replaced(run)  # left by an earlier start that was killed while deleting
         before = (run.path / END).read_bytes() if (run.path / END).is_file() else None
         if run.replaces:
             _set_aside(run)
@@ -123,7 +125,7 @@ def trains_in(run: RunDir) -> Iterator[None]:
         except BaseException as error:
             if run.replaces and _restored(run):
                 pass
-            elif isinstance(error, BadInput) and before is not None:  # a start that was refused changes nothing
+            elif isinstance(error, BadInput) and before is not None:  # a refused start changes nothing
                 (run.path / END).write_bytes(before)
             else:
                 _record_end(run, INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED, _describe(error))
@@ -144,20 +146,19 @@ def _record_end(run: RunDir, how: str, error: str) -> None:
 
 
 def continuing_flags(run: RunDir) -> list[str]:
-    """What a recipe is started with where a run of that name may have begun: it goes on from a checkpoint, and without
-    one it begins anew."""
+    """Flags for a recipe whose run may already have begun: resume from a checkpoint, or start anew without one."""
     if any(run.checkpoints.glob("step-*")):
         return ["--resume"]
     return ["--overwrite"] if run.base_file.exists() else []
 
 
 def replaced_by_overwrite(run: RunDir) -> list[Path]:
-    """What a new run takes the place of."""
+    """Entries of the run directory that a new run replaces."""
     return sorted(entry for entry in run.path.iterdir() if entry.name not in STAYS) if run.path.is_dir() else []
 
 
 def describe_overwrite(run: RunDir) -> str:
-    """What `--overwrite` deletes that was worth making, in one line; empty when nothing was."""
+    """One line naming what `--overwrite` deletes that was worth making; empty if nothing was."""
     names = [entry.name for entry in replaced_by_overwrite(run) if entry.name not in WORTHLESS]
     counted = {
         "checkpoints": [entry.name for entry in sorted(run.checkpoints.glob("step-*"))],
@@ -179,18 +180,18 @@ def _remove(entry: Path) -> None:
 
 
 def _set_aside(run: RunDir) -> None:
-    """Move the old run aside, base.json first: without it the directory holds no run, whatever interrupts this."""
+    """Move the old run aside, base.json first: without it the directory holds no run, even if this is interrupted."""
     aside = run.path / REPLACED
     aside.mkdir(exist_ok=True)
     for entry in sorted(replaced_by_overwrite(run), key=lambda entry: entry.name != "base.json"):
-        if (aside / entry.name).exists():  # of a start that was killed before its base was loaded
+        if (aside / entry.name).exists():  # left by a start that was killed before its base was loaded
             _remove(entry)
         else:
             entry.rename(aside / entry.name)
 
 
 def _restored(run: RunDir) -> bool:
-    """Put the old run back, base.json last, unless the new one has its base by now."""
+    """Put the old run back, base.json last, and return True; return False if the new one already has its base."""
     aside = run.path / REPLACED
     if run.base_file.exists() or not aside.is_dir():
         return False
@@ -204,5 +205,5 @@ def _restored(run: RunDir) -> bool:
 
 
 def drop_replaced(run: RunDir) -> None:
-    """Delete the old run: the new one has a base of its own."""
+    """Delete the old run: the new one has its own base by now."""
     shutil.rmtree(run.path / REPLACED, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Prompts over which the input ranges of formats with static activations are measured.
+"""Prompts for calibrating the input ranges of formats with static activations.
 
-`policy.quant_calib_data: train` are the run's own training prompts, evenly spread over the split. A path is a jsonl
-file; every row has a `text` that is taken as it is, a `prompt` (text, or chat messages) or the question column of
-`data`. A file with a held-out problem in it is refused. Everything is checked before any weight is loaded.
+`policy.quant_calib_data: train` uses the run's own training prompts, evenly spread over the split. A path is a jsonl
+file; each row has a `text` that is used verbatim, a `prompt` (text, or chat messages) or the question column of
+`data`. A file that contains a held-out problem is refused. Everything is checked before any weight is loaded.
 """
 
 import json
@@ -15,10 +15,11 @@ from kit.core.errors import BadInput
 
 
 def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: Any) -> list[list[int]]:
-    """Token ids of `policy.quant_calib_size` prompts, each at most `policy.quant_sequence_length` of them.
+    """Token ids of `policy.quant_calib_size` prompts, each cut to `policy.quant_sequence_length` tokens.
 
-    `messages` are the run's training prompts as chat messages. The same each time. `BadInput` when there are fewer
-    prompts, and when a file of them is missing, empty, has a row without a prompt, or a held-out problem.
+    `messages` are the run's training prompts as chat messages. The choice is deterministic. Raises `BadInput` if there
+    are too few prompts, or if a prompt file is missing, empty, or has a row without a prompt or with a held-out
+    problem.
     """
     policy = config.policy
     if policy.quant_calib_data == TRAIN:
@@ -38,14 +39,14 @@ def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: A
 
 
 def _check_disjoint(rows: list[tuple[str, str | list[dict]]], config: Config) -> None:
-    """`BadInput` when a held-out question is one of these (place, prompt), or stands in one word for word."""
+    """Raise `BadInput` if one of these (place, prompt) equals a held-out question or contains one word for word."""
     from kit.data.leaks import find_leaks
     from kit.data.problems import Problem, load_problems
 
     suffix, seen = config.data.prompt_suffix, []
     for place, prompt in rows:
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-        # What a question was followed by is no part of it.
+        # The suffix is not part of the question.
         texts += [text.removesuffix(suffix) for text in texts if suffix and text.endswith(suffix)]
         seen += [Problem("", text, "", place) for text in texts]
     heldout = load_problems(config.data, "eval")
@@ -64,7 +65,7 @@ def _read(path: Path, config: Config) -> list[str | list[dict]]:
     if not path.is_file():
         raise BadInput(f"policy.quant_calib_data: no file at {path}. Name a jsonl file, or train.")
     found = []
-    with open(path, "rb") as lines:  # split at line feeds alone: JSON may hold other ends of lines
+    with open(path, "rb") as lines:  # split at line feeds only: JSON may hold other line endings
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

@@ -1,4 +1,4 @@
-"""Held-out questions among what a run has seen: equal by normalized text, or standing in it word for word."""
+"""Find held-out questions in what a run has seen: equal after normalization, or contained word for word."""
 
 import re
 import unicodedata
@@ -9,9 +9,9 @@ from typing import Any
 def find_leaks(held_out: Sequence[Any], training: Sequence[Any]) -> list[tuple[Any, Any, bool]]:
     """(held-out problem, training problem, whether they are equal) for every held-out problem that was trained on.
 
-    Equal: by normalized text. Otherwise contained: all words, numbers and signs of a held-out question of at least
-    `LEAST_WORDS` of them stand in a training question in one piece. A number that differs is another problem; a
-    paraphrase is not found, and neither is a training question inside a longer held-out one, since what is added may
+    Equal means equal normalized text. Otherwise contained: all words, numbers and signs of a held-out question of at
+    least `LEAST_WORDS` of them occur contiguously in a training question. A different number makes another problem. A
+    paraphrase is not found, and neither is a training question inside a longer held-out one, since the addition may
     ask for something else.
     """
     trained: dict[str, Any] = {}
@@ -29,7 +29,7 @@ def find_leaks(held_out: Sequence[Any], training: Sequence[Any]) -> list[tuple[A
 
 
 def _contained(questions: Sequence[str], trained: dict[str, Any]) -> dict[int, Any]:
-    """Index of a normalized question to the first training problem that holds it; only the first words are indexed."""
+    """{index of a normalized question: first training problem that contains it}; only opening words are indexed."""
     opening: dict[str, dict[tuple[str, ...], list[int]]] = {}
     words = [_WORD.findall(question) for question in questions]
     for index, own in enumerate(words):
@@ -54,9 +54,9 @@ _TYPOGRAPHY = str.maketrans("\u2018\u2019\u201c\u201d\u2010\u2011\u2013\u2212", 
 
 
 def normalized(question: str) -> str:
-    """The question without case, Unicode form, typographic marks, spacing and end punctuation; signs stay.
+    """Remove case, Unicode form, typographic marks, spacing and end punctuation from a question; signs stay.
 
-    Numbers keep their value and lose their form: 1,000 and 1000.0 are one number.
+    Numbers keep their value, not their spelling: 1,000 and 1000.0 are one number.
     """
     text = unicodedata.normalize("NFKC", question).translate(_TYPOGRAPHY).casefold()
     text = " ".join(text.split())

@@ -1,8 +1,8 @@
 """Near-copies among problems: the same text with other numbers, other names, or another question at its end.
 
-Two problems are as similar as the share of the pairs of adjacent words of the shorter one that stand in the other one.
-Every number counts as one sign, and every name as another: a name is a capitalized word that the problems never write
-in lower case. Not covered: paraphrases, and languages that capitalize nouns or do not separate words.
+Similarity is the share of the shorter problem's pairs of adjacent words that also occur in the other one. All numbers
+count as one word and all names as another; a name is a capitalized word that the problems never write in lower case.
+Not covered: paraphrases, and languages that capitalize nouns or do not separate words.
 """
 
 import itertools
@@ -19,7 +19,7 @@ _ROWS = 512  # compared with all others at once
 
 
 def shingles(questions: Sequence[str]) -> list[set[tuple[str, ...]]]:
-    """The pairs of adjacent words of each question, numbers and names replaced; its one word when it has no pair."""
+    """Pairs of adjacent words of each question, with numbers and names replaced; its single word if it has no pair."""
     texts = [_WORD.findall(question) for question in questions]
     lower = {word for words in texts for word in words if word.islower()}
 
@@ -36,9 +36,9 @@ def shingles(questions: Sequence[str]) -> list[set[tuple[str, ...]]]:
 
 
 def similar(left: Sequence[str], right: Sequence[str] | None = None) -> Iterator[tuple[int, list[int], list[float]]]:
-    """(index in `left`, indices in `right`, similarities above 0 up to 1) for every question of `left`.
+    """Yield (index in `left`, indices in `right`, similarities above 0 up to 1) for every question of `left`.
 
-    Without `right`, `left` is compared with itself, each question with itself as well. Time and memory grow with the
+    Without `right`, `left` is compared with itself, including each question with itself. Time and memory grow with the
     number of pairs that share any two words.
     """
     import numpy as np
@@ -57,7 +57,7 @@ def similar(left: Sequence[str], right: Sequence[str] | None = None) -> Iterator
 
 
 def _matrix(sets: list[set[tuple[str, ...]]]) -> "csr_matrix":
-    """Question by shingle, 1 where it has it."""
+    """Question-by-shingle matrix, 1 where the question has the shingle."""
     import numpy as np
     from scipy.sparse import csr_matrix
 
@@ -68,8 +68,11 @@ def _matrix(sets: list[set[tuple[str, ...]]]) -> "csr_matrix":
 
 
 def groups(questions: Sequence[str], threshold: float) -> list[list[int]]:
-    """Indices of the questions in groups, by their first ones: no two of different groups are as similar as
-    `threshold` or more. Within a group, every question is that similar to at least one other."""
+    """Group the indices of near-copies, ordered by each group's first question.
+
+    No two questions of different groups have a similarity of `threshold` or more. Within a group, every question has
+    that similarity to at least one other.
+    """
     parent = list(range(len(questions)))
 
     def root(index: int) -> int:
@@ -88,8 +91,10 @@ def groups(questions: Sequence[str], threshold: float) -> list[list[int]]:
 
 
 def nearest(left: Sequence[str], right: Sequence[str]) -> list[tuple[float, int | None]]:
-    """For each question of `left` (similarity, index) of the most similar one of `right`; (0.0, None) when no two
-    words are shared."""
+    """(similarity, index) of the most similar question of `right`, for each question of `left`.
+
+    (0.0, None) if no two words are shared.
+    """
     found: list[tuple[float, int | None]] = []
     for _, others, values in similar(left, right):
         found.append(max(zip(values, others, strict=True), key=lambda one: one[0], default=(0.0, None)))

@@ -1,9 +1,9 @@
-"""Problems: from a hub id or a local file to questions, reference answers and chat prompts.
+"""Load problems from a hub id or a local file, as questions, reference answers and chat prompts.
 
-Reads jsonl (also gzipped), json and parquet files, a directory with one file per split, what `datasets` wrote with
-`save_to_disk` (a `Dataset`, or a `DatasetDict` for a directory of splits), and hub datasets. A row that
-cannot be used is named by file and line; how many of those a run accepts is `data.max_bad_fraction`. Imports no torch
-and no transformers, so `--dry_run` and the eval tool can use it.
+Reads jsonl (also gzipped), json and parquet files, a directory with one file per split, data sets written by
+`datasets` with `save_to_disk` (a `Dataset`, or a `DatasetDict` for a directory of splits), and hub datasets. An
+unusable row is reported by file and line; `data.max_bad_fraction` sets how many of them a run accepts. Imports no
+torch and no transformers, so `--dry_run` and the eval tool can use it.
 """
 
 import difflib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TEXT_FORMATS = ("gsm8k", "boxed", "plain")  # whose answers a parser compares
 ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS, "any")
 SUFFIXES = (".jsonl", ".parquet", ".json", ".jsonl.gz")
-DICTIONARY = "dataset_dict.json"  # of DatasetDict.save_to_disk: the names of its splits
+DICTIONARY = "dataset_dict.json"  # written by DatasetDict.save_to_disk: the names of its splits
 SHOWN = 5  # bad rows listed in an error
 
 
@@ -50,7 +50,7 @@ class Problem:
 
 @dataclass
 class LoadReport:
-    """What `read_problems` saw: rows read, rows it could not use (place and reason), repeated questions."""
+    """Report of `read_problems`: rows read, unusable rows (place and reason), repeated questions."""
 
     rows: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
@@ -77,9 +77,9 @@ class _Row:
 def load_problems(data: "DataConfig", split: str, checks: Mapping[str, GoldCheck] | None = None) -> list[Problem]:
     """The usable problems of the "train" or "eval" split in file order, at most `max_{split}_problems` of them.
 
-    `checks` are what reward functions ask of references, by their names (`reward.gold_checks`): a row whose reference
-    no completion can match cannot be used. Raises `BadInput` when the source is missing, a column does not exist, or
-    more than `max_bad_fraction` of the rows cannot be used. `read_problems` returns the report as well.
+    `checks` are the reward functions' checks of references, by their names (`reward.gold_checks`): a row whose
+    reference no completion can match is unusable. Raises `BadInput` if the source is missing, a column does not exist,
+    or more than `max_bad_fraction` of the rows are unusable. `read_problems` returns the report as well.
     """
     return read_problems(data, split, checks)[0]
 
@@ -109,7 +109,7 @@ def read_problems(
             if known.gold != problem.gold:
                 report.bad.append((row.source, f"same question as {known.source}, other answer {problem.gold[:40]!r}"))
     of_rewards = checks or {}
-    if data.answer_format in TEXT_FORMATS:  # compared by a parser whatever the rewards are: by eval, by default
+    if data.answer_format in TEXT_FORMATS:  # a parser compares them whatever the rewards are: eval does by default
         of_rewards = {"": math_golds} | {name: check for name, check in of_rewards.items() if check is not math_golds}
     for name, check in of_rewards.items():
         unreadable = _unreadable(name, check, [problem.gold for problem in problems])
@@ -121,7 +121,7 @@ def read_problems(
 
 
 def _unreadable(name: str, check: GoldCheck, golds: list[str]) -> dict[int, str]:
-    """{index: why} of the references that a reward function's check finds; `BadInput` when an own one fails."""
+    """{index: why} of references that a reward function's check rejects; raises `BadInput` if a user's check fails."""
     try:
         found = {int(index): str(why) for index, why in check(golds)}
         if any(not 0 <= index < len(golds) for index in found):
@@ -137,7 +137,7 @@ def _unreadable(name: str, check: GoldCheck, golds: list[str]) -> dict[int, str]
 
 
 def first_row(data: "DataConfig", split: str) -> dict:
-    """The first row of a split that is an object, {} when there is none: what tells its columns."""
+    """The first row of a split that is an object, which shows its columns; {} if there is none."""
     return next((row.value for row in _rows(data, split) if row.value is not None), {})
 
 
@@ -173,8 +173,8 @@ def drop_long(
 ) -> tuple[list[Problem], int]:
     """The problems whose prompt fits in `max_prompt_length` tokens, and how many were dropped.
 
-    Prompts are never truncated: a cut question has another answer. `BadInput` when more than `max_bad_fraction` of
-    them are too long.
+    Prompts are never truncated: a truncated question has another answer. Raises `BadInput` if more than
+    `max_bad_fraction` of them are too long.
     """
     lengths = prompt_lengths(problems, tokenizer, data)
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
@@ -219,7 +219,7 @@ def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
 
 
 def _no_question(value: Any) -> str:
-    """Why the value of a question's column is no question."""
+    """Why the value of a question column is not a question."""
     if value is None or isinstance(value, str):
         return "the question is empty"
     if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
@@ -236,7 +236,7 @@ def _shortened(value: Any, most: int = 40) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8; JSON may hold one half of a surrogate pair, of an emoji that was cut."""
+    """Whether `text` can be written as UTF-8; JSON may hold half of a surrogate pair, from an emoji that was cut."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -245,12 +245,12 @@ def _is_unicode(text: str) -> bool:
 
 
 def _question_columns(row: dict, named: str) -> list[str]:
-    """The columns that make the question: `named`, or its parts where it joins several as `Body+Question`."""
+    """The columns that make up the question: `named`, or its parts if it joins several as `Body+Question`."""
     return [named] if named in row or "+" not in named else named.split("+")
 
 
 def _joined(parts: list[str]) -> str:
-    """The columns of a question as one text; a part that ends in a word is closed with a full stop."""
+    """Join the columns of a question into one text; a part that ends in a word gets a full stop."""
     if len(parts) == 1:
         return parts[0]
     stripped = [part.strip() for part in parts]
@@ -261,7 +261,8 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
     r"""The reference answer in a row's answer column, or None and the reason.
 
     `gsm8k`: the number after the last `####`. `boxed`: the last balanced `\boxed{}`. `plain`: the whole column, a
-    string or a number. `countdown`: JSON with numbers and target. `any`: the column as it is, what is no text as JSON.
+    string or a number. `countdown`: JSON with numbers and target. `any`: the column as it is, with anything but text
+    as JSON.
     """
     if answer_format == "any":
         return (answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)), ""
@@ -309,8 +310,10 @@ def _is_one_split(path: Path) -> bool:
 
 
 def _split_file(path: Path, split_name: str, split: str) -> Path:
-    """The file of a split: `path` itself, or `<split_name>` with one of `SUFFIXES` in the directory `path`. A folder
-    of `save_to_disk` stands for a file, and one of a `DatasetDict` for a directory of them."""
+    """The file of a split: `path` itself, or `<split_name>` with one of `SUFFIXES` in the directory `path`.
+
+    A folder of `save_to_disk` counts as a file, and that of a `DatasetDict` as a directory of them.
+    """
     if path.is_dir() and _is_one_split(path):
         return path
     if path.is_file():
@@ -332,7 +335,7 @@ def _split_file(path: Path, split_name: str, split: str) -> Path:
 
 
 def _has_rows(entry: Path) -> bool:
-    """Whether something in a directory of splits is one of them, by its name or as a saved data set."""
+    """Whether an entry of a directory of splits is one of them, by its name or as a saved data set."""
     return _is_one_split(entry) and (entry.is_dir() or entry.name.endswith(SUFFIXES)) and entry.name != DICTIONARY
 
 
@@ -406,7 +409,7 @@ def _saved_rows(folder: Path) -> Iterator[_Row]:
         rows = load_from_disk(str(folder))
         for number, row in enumerate(rows, 1):
             yield _as_row(f"{folder}:{number}", row)
-    except Exception as error:  # a file that is missing or cut: Arrow's errors and datasets' share no base class
+    except Exception as error:  # a missing or truncated file: Arrow's errors and datasets' share no base class
         reason = str(error).strip().splitlines()
         raise BadInput(
             f"{folder} is not a whole data set of save_to_disk: {type(error).__name__}: "
@@ -438,7 +441,7 @@ def _as_row(source: str, value: Any) -> _Row:
 
 
 def _check_columns(row: _Row, data: "DataConfig") -> None:
-    """A column that the first row lacks is a wrong name in the config, not a bad row."""
+    """Raise `BadInput` for a column that the first row lacks: that is a wrong name in the config, not a bad row."""
     columns = [("question_column", name) for name in _question_columns(row.value, data.question_column)]
     for key, name in (*columns, ("answer_column", data.answer_column)):
         if name not in row.value:

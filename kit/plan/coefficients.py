@@ -1,7 +1,7 @@
-"""Everything in the plan that is not arithmetic on shapes, in one table, each with where it comes from.
+"""Everything in the plan that is not arithmetic on shapes, in one table, each with its source.
 
 What can be counted (bytes of a tensor whose shape is known) is counted in memory.py. "Confirmed" means that the value
-was assumed before the points were measured, and that they agreed.
+was assumed before the points were measured, and that they agreed with it.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ TABLE = {
         4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": vLLM's sampler, up to 512 sequences"
     ),
     "fold_bytes": Coefficient(7, "bytes a weight of the largest fused layer", "kit/core/limits.py FOLD_GIB"),
-    # Layers of an NF4 copy in host memory are fetched faster than the ones before are given back.
+    # Layers of an NF4 copy in host memory are fetched faster than earlier ones are released.
     "fetched_share": Coefficient(1.0, "share of the NF4 copy", _ONE_CARD + ": 26.3 GiB, no sleep"),
     "fetched_share_sleep": Coefficient(0.5, "share of the NF4 copy", _ONE_CARD + ": 22.6 GiB, sleeping between steps"),
     "batched_tokens_large": Coefficient(8192, "tokens", "vLLM 0.26 default of a server on a card of 70 GiB or more"),

@@ -1,4 +1,4 @@
-"""The plan's expected figures against measured ones (bench/memory_points.py writes them)."""
+"""Compare the plan's expected figures with measured ones (written by bench/memory_points.py)."""
 
 import json
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from kit.plan.gpus import CARDS, recognize
 from kit.plan.shapes import Shape, shape_from_facts
 
 LIMIT = 0.10
-AS_EVER = ("plain", "torch")  # what needs no word in a point's name
+AS_EVER = ("plain", "torch")  # values left out of a point's name
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: what was measured, in GiB, and what the plan says."""
+    """One figure in GiB: what the plan predicts and what was measured."""
 
     name: str
     predicted: float
@@ -31,7 +31,7 @@ class Row:
 
 
 def recompute_of(point: dict[str, Any]) -> str:
-    """`train.recompute` of a point; those measured before it had a name say gradient_checkpointing, true or false."""
+    """`train.recompute` of a point; points older than that name say gradient_checkpointing, true or false."""
     return point.get("recompute", "full" if point.get("gradient_checkpointing", True) else "none")
 
 
@@ -50,7 +50,7 @@ def point_config(point: dict[str, Any]) -> Config:
             "max_prompt_length": point.get("prompt_tokens", 256),
             "max_completion_length": point.get("completion_tokens", 256),
             "sync": point.get("sync", "remerge"),
-            "keep_weights": point.get("keep_weights", "never"),  # as those were measured that do not say
+            "keep_weights": point.get("keep_weights", "never"),  # points without this key were measured so
         },
         "server": server,
         "train": {
@@ -110,12 +110,12 @@ def rows_of(point: dict[str, Any], card_name: str) -> list[Row]:
 
 
 def compare(points: dict[str, Any]) -> list[Row]:
-    """Every figure of every point without an error."""
+    """Every figure of every point that has no error."""
     return [row for point in points["points"] if "error" not in point for row in rows_of(point, points["card"])]
 
 
 def check(path: str, as_json: bool) -> int:
-    """Print predicted, measured and error; 1 when one is further off than 10 %."""
+    """Print predicted, measured and error; return 1 if one is off by more than 10 %."""
     points = read_json(Path(path))
     try:
         rows = compare(points)

@@ -1,8 +1,9 @@
-"""Seconds of a step before anything runs: rollouts, update, and how to split GPUs between trainer and server.
+"""Estimate the seconds of a step before anything runs, to split GPUs between trainer and server.
 
-Counts floating-point operations and bytes on a shape; how much of a card's peak is reached was measured on an H200
-(coefficients.py). Every completion is taken to reach its limit. Not covered: rewards, a calibration, a CPU, networks
-between machines, waiting for the longest completion of a step where lengths differ.
+Covers rollouts and update. Counts floating-point operations and bytes on a shape; the share of a card's peak that is
+reached was measured on an H200 (coefficients.py). Every completion is assumed to reach its limit. Not covered:
+rewards, a calibration, a CPU, networks between machines, waiting for the longest completion of a step if lengths
+differ.
 """
 
 import math
@@ -30,8 +31,10 @@ MEASURED_CARD = "h200"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of a step by phase, and the whole step at least and at most; `completions` of all processes.
-    With `overlaps` the rollout runs behind the update (`rollout.overlap`, on cards of its own)."""
+    """Expected seconds of a step by phase, and the low and high of the whole step; `completions` of all processes.
+
+    With `overlaps` the rollout runs during the update (`rollout.overlap`, on cards of its own).
+    """
 
     rollout: float
     update: float
@@ -47,7 +50,7 @@ class StepTime:
 
 
 def whole_step(rollout: float, update: float, other: float, overlaps: bool) -> float:
-    """Seconds of a step: its phases one after the other, or rollout and update at the same time."""
+    """Seconds of a step: its phases in sequence, or rollout and update at the same time."""
     return (max(rollout, update) if overlaps else rollout + update) + other
 
 
@@ -56,14 +59,17 @@ def can_estimate(card: Card) -> bool:
 
 
 def spread(card: Card) -> float:
-    """How far low and high are from what is expected, as a share, besides the host's pace."""
+    """How far low and high are from the expected time, as a share, apart from the host's speed."""
     return value("time_spread" if card.name == MEASURED_CARD else "time_spread_other")
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """The forward passes that a process makes over its completions once: how many, and for each of them tokens, scored
-    tokens, and operations of attention. A backward pass through frozen weights takes as many operations."""
+    """The forward passes that a process makes over its completions once: how many, and the size of each.
+
+    Per pass: tokens, scored tokens, and operations of attention. A backward pass through frozen weights takes as many
+    operations.
+    """
 
     count: int
     tokens: float
@@ -72,10 +78,13 @@ class Forwards:
 
 
 def forwards(shape: Shape, config: Config, completions: int) -> Forwards:
-    """Micro-batches of rows, or of tokens (`train.micro_batch_tokens`), where a group's prompt may be there once."""
+    """Forwards over micro-batches of rows, or of tokens (`train.micro_batch_tokens`).
+
+    With tokens, a group's prompt may be there only once.
+    """
     rollout, train = config.rollout, config.train
     prompt, completion = rollout.max_prompt_length, rollout.max_completion_length
-    # Causal: half of both products.
+    # Causal: half of both matmuls.
     pairs = 2 * shape.q_size * shape.layers
     if train.micro_batch_tokens is None:
         micro, length = min(train.per_device_train_batch_size, completions), prompt + completion
@@ -90,18 +99,20 @@ def forwards(shape: Shape, config: Config, completions: int) -> Forwards:
 
 
 def update_seconds(shape: Shape, config: Config, card: Card, completions: int, sign: int = 0) -> float:
-    """The reference's or the teacher's pass, loss and backward pass of one process for its `completions`, per
-    optimizer step; `sign` -1 is a fast host that starts the kernels, 1 a slow one."""
+    """Reference or teacher pass, loss and backward pass of one process for its `completions`, per optimizer step.
+
+    `sign` is -1 for a host that launches kernels fast, 1 for a slow one.
+    """
     train, policy, distills = config.train, config.policy, config.distill.is_given
     one = forwards(shape, config, completions)
-    # Forward and backward, and once per batch of rollouts the reference, which a distillation has none of.
+    # Forward and backward, and once per batch of rollouts the reference, which a distillation does not have.
     passes = 2 + (train.beta != 0 and not distills) / train.num_iterations
     again = run_again(shape, config) / shape.layers
     is_full = train.recompute == "full"
-    # The last product of a layer is not computed again.
+    # The last matmul of a layer is not recomputed.
     layer = shape.linear_weights / shape.layers
     products = passes + again * is_full * (1 - shape.intermediate * shape.hidden / layer)
-    is_flex = train.packed_attention == "flex" or config.model.dtype == "float32"  # which selective runs again, too
+    is_flex = train.packed_attention == "flex" or config.model.dtype == "float32"  # selective recomputes it, too
     attending = passes + again * (is_full or (train.micro_batch_tokens is not None and is_flex))
     if policy.compute == "fp8" and card.fp8_tflops is not None:
         products /= value("fp8_products")
@@ -115,7 +126,7 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     memory = (passes + again) * (moved + _input_traffic(shape, config, card, one.tokens))
     memory -= (2 + again) * one.tokens * _adapter_traffic(shape, config)
     seconds = arithmetic + memory / (card.gb_per_s * 1e9)
-    # The host starts kernels while the card computes: the slower of the two is what a pass takes.
+    # The host launches kernels while the card computes: a pass takes as long as the slower of the two.
     launch = shape.layers * value("launch_s") * (1 + sign * value("launch_spread"))
     found = one.count * max(seconds, (passes + again) * launch)
     if distills:
@@ -128,13 +139,13 @@ def _reached(card: Card) -> float:
 
 
 def _layer_traffic(shape: Shape, config: Config) -> float:
-    """Bytes a token that a pass moves beside products."""
+    """Bytes per token that a pass moves outside matmuls."""
     share = value("liger_traffic") if config.policy.kernels == "liger" else 1.0
     return layer_bytes(shape, config, padded=False) * shape.layers * value("update_traffic") * share
 
 
 def _adapter_traffic(shape: Shape, config: Config) -> float:
-    """Bytes a token and pass of peft's path that layers which are one function with their adapter do not move."""
+    """Bytes per token and pass that peft's path moves and layers fused with their adapter do not."""
     if config.policy.compute == "plain" and config.policy.quant_cfg is None:
         return 0.0
     outputs = sum(shape.linears[name][1] for name in shape.targeted(config.policy.target_modules))
@@ -142,14 +153,14 @@ def _adapter_traffic(shape: Shape, config: Config) -> float:
 
 
 def _dequantized_bytes(shape: Shape, config: Config) -> float:
-    """What dequantizing all linear layers moves, at the card's whole bandwidth."""
+    """Bytes moved to dequantize all linear layers, as if at the card's full bandwidth."""
     if config.policy.quantization == "none" and config.policy.quant_cfg is None:
         return 0.0
     return (2 + stored_bytes(config)) * shape.linear_weights / value("dequantize_bandwidth")
 
 
 def _weight_bytes(shape: Shape, config: Config, card: Card) -> float:
-    """What making the weights of a pass moves."""
+    """Bytes moved to make the weights of a pass."""
     plain, fmt = _dequantized_bytes(shape, config), quantized.format_of(config)
     if fmt is None:
         return plain
@@ -159,7 +170,7 @@ def _weight_bytes(shape: Shape, config: Config, card: Card) -> float:
 
 
 def _input_traffic(shape: Shape, config: Config, card: Card, tokens: float) -> float:
-    """What quantizing the inputs of a pass moves, where PyTorch does it."""
+    """Bytes moved to quantize the inputs of a pass, if PyTorch does it."""
     fmt = quantized.format_of(config)
     if fmt is None or fmt.activation is None or quantized.has_kernels(card):
         return 0.0
@@ -168,7 +179,7 @@ def _input_traffic(shape: Shape, config: Config, card: Card, tokens: float) -> f
 
 
 def _peak_seconds(shape: Shape, config: Config, card: Card) -> float:
-    """The weights' peaks, once an optimizer step, in formats that have them."""
+    """Seconds for the weights' peaks, once per optimizer step, in formats that have them."""
     fmt = quantized.format_of(config)
     if fmt is None or (fmt.weight.kind != "nvfp4" and fmt.weight.block[1] is not None):
         return 0.0
@@ -176,7 +187,7 @@ def _peak_seconds(shape: Shape, config: Config, card: Card) -> float:
 
 
 def format_seconds(shape: Shape, config: Config, card: Card, completions: int) -> float:
-    """Of `update_seconds`, what making the weights of `policy.quant_cfg` takes, peaks included."""
+    """The part of `update_seconds` that making the weights of `policy.quant_cfg` takes, peaks included."""
     one, reference = forwards(shape, config, completions), config.train.beta != 0 and not config.distill.is_given
     passes = 2 + reference / config.train.num_iterations + run_again(shape, config) / shape.layers
     made = one.count * passes * _weight_bytes(shape, config, card) / (card.gb_per_s * 1e9)
@@ -184,7 +195,7 @@ def format_seconds(shape: Shape, config: Config, card: Card, completions: int) -
 
 
 def teacher_seconds(shape: Shape, config: Config, card: Card, completions: int, sign: int = 0) -> float:
-    """Of `update_seconds`, the teacher's pass, unquantized, and its part of the divergence."""
+    """The part of `update_seconds` that the teacher's pass, unquantized, and its share of the divergence take."""
     model = teacher.shape_of(shape, config)
     one = forwards(model, config, completions)
     head = teacher.head_products(config)[1] * 2 * model.vocabulary * model.hidden * one.scored
@@ -196,7 +207,7 @@ def teacher_seconds(shape: Shape, config: Config, card: Card, completions: int, 
 
 
 def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -> float:
-    """One token for every one of `sequences` at half of the full length, on a vLLM server."""
+    """Seconds to decode one token for each of `sequences` at half of the full length, on a vLLM server."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
     fp8 = server.weights != "bf16" and card.fp8_tflops is not None
     read = shape.linear_weights * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
@@ -214,7 +225,7 @@ def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -
 
 
 def served_seconds(shape: Shape, config: Config, card: Card, completions: float, cache_gib: float) -> float:
-    """A rollout of `completions` on one replica with `cache_gib` of KV cache a GPU."""
+    """Seconds of a rollout of `completions` on one replica with `cache_gib` of KV cache per GPU."""
     at_once = max(1, min(config.server.max_num_seqs, int(cache_gib / sequence_gib(shape, config))))
     waves = math.ceil(completions / at_once)
     decode = decode_seconds(shape, config, card, completions / waves)
@@ -224,7 +235,7 @@ def served_seconds(shape: Shape, config: Config, card: Card, completions: float,
 
 
 def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> float:
-    """A rollout of `completions` by transformers in the trainer's process."""
+    """Seconds of a rollout of `completions` by transformers in the trainer's process."""
     rollout = config.rollout
     length = rollout.max_prompt_length + rollout.max_completion_length / 2
     bandwidth = value("decode_bandwidth") * card.gb_per_s * 1e9
@@ -250,8 +261,10 @@ def step_time(
     cache_gib: float,
     shares: bool = False,
 ) -> StepTime:
-    """A step of `completions` on `trainers` processes; without replicas each process generates its own. With `shares`
-    a card trains and serves; sampling and training slow each other down there, so the phases are added up."""
+    """Time of a step of `completions` on `trainers` processes; without replicas each process generates its own.
+
+    With `shares` a card trains and serves. Sampling and training slow each other down there, so phases are added up.
+    """
     mine = math.ceil(completions / trainers)
     if replicas:
         rollout = served_seconds(shape, config, card, completions / replicas, cache_gib)

@@ -1,4 +1,4 @@
-"""Whether a configuration fits its cards, the largest that does, and what to change first when it does not.
+"""Whether a configuration fits its cards, the largest one that does, and what to change first if it does not.
 
 Every figure comes from the same model (memory.py), run again on a changed copy of the configuration.
 """
@@ -24,7 +24,7 @@ STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched
 
 @dataclass
 class CardUse:
-    """One card (or the machine's memory): who is on it and what they take together, by phase."""
+    """One card (or the machine's memory): who uses it, and how much they take together, by phase."""
 
     name: str
     roles: list[str]
@@ -44,7 +44,7 @@ class CardUse:
 
 @dataclass
 class Layout:
-    """A configuration on its cards. `problems` are what stops it besides the memory of a card."""
+    """A configuration on its cards. `problems` are obstacles other than a card's memory."""
 
     shape: Shape
     config: Config
@@ -56,7 +56,7 @@ class Layout:
     problems: list[str]
     trainer: dict[str, dict[str, float]]
     server: dict[str, float] | None
-    chose: bool = False  # train.recompute was auto; `config` has what was taken
+    chose: bool = False  # train.recompute was auto; `config` holds what was chosen
 
     @property
     def fits(self) -> bool:
@@ -68,25 +68,27 @@ class Layout:
 
     @property
     def shares(self) -> bool:
-        """Whether a card trains and serves."""
+        """Whether any card both trains and serves."""
         return any({"trainer", "server"} <= set(one.roles) for one in self.cards)
 
     @property
     def completions(self) -> int:
-        """Completions of a step, of all processes."""
+        """Completions per step, over all processes."""
         train = self.config.train
         return train.per_device_train_batch_size * train.gradient_accumulation_steps * self.processes
 
 
 def check_keys(config: Config, card: Card, count: int) -> None:
-    """`BadInput` for what the recipe refuses on these cards, whatever they hold. How many processes a CPU gets, the
-    launcher says, so there any batch goes."""
+    """Raise `BadInput` for what the recipe refuses on these cards, regardless of their memory.
+
+    The launcher decides how many processes a CPU gets, so any batch is accepted there.
+    """
     trainer = placed(config, card, count).trainer
     check_config(config, max(1, len(trainer)) if count else max(1, config.rollout.group_size))
 
 
 def placed(config: Config, card: Card, count: int) -> Placement:
-    """Who gets which of `count` cards; `BadInput` when there are too few."""
+    """Assign `count` cards to trainer and replicas; raises `BadInput` if there are too few."""
     serving = config.rollout.backend == "server"
     listed = {"train.gpus": config.train.gpus, "server.gpus": config.server.gpus if serving else None}
     if count < (needed := 1 + max((gpu for gpus in listed.values() for gpu in gpus or []), default=-1)):
@@ -107,7 +109,7 @@ def placed(config: Config, card: Card, count: int) -> Placement:
 
 
 def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
-    """The configuration on `count` cards, 0 for the CPU; `BadInput` when its replicas need more cards."""
+    """Lay out the configuration on `count` cards, 0 for the CPU; raises `BadInput` if its replicas need more cards."""
     serving, where = config.rollout.backend == "server", placed(config, card, count)
     replicas = len(config.rollout.server_urls) if serving else 0
     processes = max(1, len(where.trainer))
@@ -146,7 +148,7 @@ def _phases(layout: Layout, hosted: int) -> dict[str, Estimate]:
 
 
 def _process(layout: Layout, parts: dict[str, float]) -> Estimate:
-    """A trainer process; its allocator keeps to `train.max_gpu_gib` where that suffices."""
+    """Memory of a trainer process; its allocator stays within `train.max_gpu_gib` if that suffices."""
     found, limit = memory.process_memory(parts, layout.card, layout.processes), layout.config.train.max_gpu_gib
     if limit is None or layout.card.is_cpu or memory.allocated(parts) > limit:
         return found
@@ -209,7 +211,7 @@ def is_refused(layout: Layout) -> bool:
 
 
 def changed(layout: Layout, keys: dict[str, Any]) -> Layout | None:
-    """The layout with some keys changed; None when that cannot be placed on the cards."""
+    """The layout with some keys changed; None if that cannot be placed on the cards."""
     try:
         again = {"train.recompute": "auto"} if layout.chose else {}
         return lay_out(layout.shape, with_keys(layout.config, again | keys), layout.card, layout.count)
@@ -218,7 +220,7 @@ def changed(layout: Layout, keys: dict[str, Any]) -> Layout | None:
 
 
 def micro_batches(completions: int) -> list[int]:
-    """Micro-batches that a process's completions can be cut into, smallest first."""
+    """Micro-batch sizes that divide a process's completions, smallest first."""
     return [size for size in range(1, completions + 1) if completions % size == 0]
 
 
@@ -229,14 +231,14 @@ def micro_batch_keys(config: Config, micro: int) -> dict[str, Any]:
 
 
 def largest_micro_batch(layout: Layout) -> int | None:
-    """The largest micro-batch with the same completions a step that fits; None when not even one at a time does."""
+    """The largest micro-batch that fits with the same completions per step; None if not even one at a time does."""
     train = layout.config.train
     sizes = micro_batches(train.per_device_train_batch_size * train.gradient_accumulation_steps)
     return _largest(sizes, lambda size: fits_with(layout, micro_batch_keys(layout.config, size)))
 
 
 def largest_pack(layout: Layout) -> int | None:
-    """The most `train.micro_batch_tokens`, a multiple of 1,024, that fits; None when a row does not."""
+    """The largest `train.micro_batch_tokens`, a multiple of 1,024, that fits; None if a single row does not."""
     train, rollout = layout.config.train, layout.config.rollout
     length = rollout.max_prompt_length + rollout.max_completion_length
     everything = train.per_device_train_batch_size * train.gradient_accumulation_steps * length
@@ -245,8 +247,10 @@ def largest_pack(layout: Layout) -> int | None:
 
 
 def largest_completion(layout: Layout) -> int | None:
-    """The longest completion (a multiple of 128 tokens) that fits with everything else as configured; on the server a
-    group of them has to be in the KV cache at once."""
+    """The longest completion (a multiple of 128 tokens) that fits with everything else as configured.
+
+    On a server, the KV cache must hold a group of them at once.
+    """
 
     def fits(steps: int) -> bool:
         found = changed(layout, {"rollout.max_completion_length": steps * STEP})
@@ -266,8 +270,10 @@ def sequences(layout: Layout) -> int:
 
 
 def largest_sequences(layout: Layout) -> int | None:
-    """The most completions of full length that a replica can generate at once when its KV cache takes what the card
-    has left; None without a server."""
+    """Most full-length completions that a replica generates at once if its KV cache takes what the card has left.
+
+    None without a server, and on a CPU.
+    """
     if layout.server is None or layout.card.is_cpu:
         return None
     hosting = next(one for one in layout.cards if "server" in one.roles)
@@ -285,7 +291,7 @@ def fits_with(layout: Layout, keys: dict[str, Any]) -> bool:
 
 
 def _largest(sizes: Any, fits: Callable[[int], bool]) -> int | None:
-    """The largest of the ascending sizes that fits; the smaller ones then fit, too."""
+    """The largest of the ascending sizes that fits, by bisection: the smaller ones then fit, too."""
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -295,7 +301,7 @@ def _largest(sizes: Any, fits: Callable[[int], bool]) -> int | None:
 
 @dataclass
 class Change:
-    """A change of the configuration, what it costs, and what it saves on the fullest card."""
+    """A change of the configuration, its price, and what it saves on the fullest card."""
 
     keys: dict[str, Any]
     price: str
@@ -304,7 +310,7 @@ class Change:
 
 
 def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
-    """Changes that can save memory, those that cost least first, each with its price."""
+    """Changes that can save memory, cheapest first, each with its price."""
     config, train = layout.config, layout.config.train
     shared = layout.shares
     found: list[tuple[dict[str, Any], str]] = []
@@ -359,15 +365,18 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
 
 
 def in_turn(config: Config) -> dict[str, Any]:
-    """What goes with a card that samples and trains: the plan counts no gain of `rollout.overlap` there, and with a
-    sampler that sleeps or is the trainer's process the recipe refuses it."""
+    """Keys that go with a card that both samples and trains.
+
+    The plan counts no gain from `rollout.overlap` there, and the recipe refuses it if the sampler sleeps or is the
+    trainer's process.
+    """
     return {"rollout.overlap": False} if config.rollout.overlap else {}
 
 
 def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any], str]]:
     config, server, found = layout.config, layout.config.server, []
     host = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
-    free = config.policy.quant_cfg is None  # else the format says what is served
+    free = config.policy.quant_cfg is None  # otherwise the format determines what is served
     if free and server.weights != "bf16" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
         found.append(({"server.weights": "bf16"}, "twice the memory for the server's weights"))
     if free and server.weights == "bf16" and layout.card.fp8_tflops:
@@ -393,7 +402,7 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any
 
 
 def changes(layout: Layout) -> list[Change]:
-    """What each candidate saves alone on the fullest card; those that help nothing or are refused are left out."""
+    """What each candidate alone saves on the fullest card, without those that do not help or are refused."""
     found, is_fine = [], not is_refused(layout)
     for keys, price in candidates(layout):
         after = changed(layout, keys)
@@ -410,7 +419,7 @@ def _same_card(layout: Layout, card: CardUse) -> CardUse:
 
 
 def remedy(layout: Layout) -> dict[str, Any] | None:
-    """Keys that together make it fit, the cheapest changes first; None when all of them do not suffice."""
+    """Keys that together make it fit, the cheapest changes first; None if all of them do not suffice."""
     keys: dict[str, Any] = {}
     for _ in range(24):
         if layout.fits:
@@ -425,13 +434,13 @@ def remedy(layout: Layout) -> dict[str, Any] | None:
 
 
 def cards_that_fit(layout: Layout) -> list[str]:
-    """Other cards, as many of them, on which the configuration fits as it is; those with the least memory first."""
+    """Other cards, in the same number, on which the configuration fits as it is; least memory first."""
     others = sorted((card for card in CARDS.values() if card.name != layout.card.name), key=lambda card: card.gib)
     return [card.name for card in others if lay_out(layout.shape, layout.config, card, layout.count).fits][:3]
 
 
 def step_time(layout: Layout) -> cost.StepTime:
-    """Seconds of a step of a layout on cards whose speed is known."""
+    """Step time of a layout on cards of known speed."""
     cache = layout.server["KV cache"] if layout.server else 0.0
     sizes = (layout.completions, layout.processes, layout.replicas, cache, layout.shares)
     return cost.step_time(layout.shape, layout.config, layout.card, *sizes)

@@ -1,4 +1,4 @@
-"""Cards by name: memory, arithmetic and bandwidth; and the ones of this machine."""
+"""Cards by name, with memory, arithmetic and bandwidth, and detection of this machine's cards."""
 
 import difflib
 import os
@@ -12,8 +12,9 @@ from kit.core.errors import BadInput
 
 @dataclass(frozen=True)
 class Card:
-    """One accelerator. `gib` is what torch sees of its memory; dense TFLOP/s in BF16 and FP8, GB/s of bandwidth. fp8
-    is None where the card has no FP8 arithmetic, the others are None where they are not known (a CPU, another card).
+    """One accelerator: the memory that torch sees, dense TFLOP/s in BF16 and FP8, GB/s of bandwidth.
+
+    `fp8_tflops` is None if the card has no FP8 arithmetic; the others are None if unknown (a CPU, another card).
     """
 
     name: str
@@ -53,7 +54,7 @@ CARDS = _cards(
     ("rtx3090", 23.6, 71, None, 936),
 )
 SHORT = {"h100": "h100-80g", "a100": "a100-80g", "4090": "rtx4090", "5090": "rtx5090", "3090": "rtx3090"}
-# How nvidia-smi names them; the first that fits. Two sizes of a card are told apart by their memory.
+# Names in nvidia-smi; the first match wins. Two sizes of a card are distinguished by their memory.
 _NAMES = (
     (r"B200", "b200"),
     (r"H200", "h200"),
@@ -73,11 +74,11 @@ _NAMES = (
     (r"RTX 4080", "rtx4080"),
     (r"RTX 3090", "rtx3090"),
 )
-HELD_BACK_GIB = 0.5  # nvidia-smi counts what the driver keeps: 140.4 GiB of an H200, of which torch sees 139.8
+HELD_BACK_GIB = 0.5  # nvidia-smi includes what the driver reserves: 140.4 GiB of an H200, of which torch sees 139.8
 
 
 def parse_gpus(text: str) -> tuple[Card, int]:
-    """The card and how many of it: `h100-80g:8`, `rtx4090`, `cpu`, or `auto` for those of this machine."""
+    """The card and its count: `h100-80g:8`, `rtx4090`, `cpu`, or `auto` for those of this machine."""
     if text == "auto":
         return own_gpus()
     name, colon, count_text = text.partition(":")
@@ -97,7 +98,7 @@ def parse_gpus(text: str) -> tuple[Card, int]:
 
 
 def own_gpus() -> tuple[Card, int]:
-    """The cards that CUDA shows here, the smallest standing for all; without any, the CPU and its memory."""
+    """The visible cards of this machine, all counted as the smallest; without any, the CPU and its memory."""
     if shutil.which("nvidia-smi") is None:
         return _this_cpu(), 0
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
@@ -117,7 +118,7 @@ def own_gpus() -> tuple[Card, int]:
 
 
 def recognize(name: str, gib: float) -> Card:
-    """The card that nvidia-smi reports as `name` with `gib` of memory; an unknown one has no speeds."""
+    """The card that nvidia-smi reports as `name` with `gib` of memory; an unknown card has no speeds."""
     for pattern, key in _NAMES:
         if re.search(pattern, name):
             if key == "a100-80g" and gib < 60:

@@ -12,7 +12,7 @@ from kit.plan.splitting import splits
 
 
 def choose_shape(config: Config, params: str | None = None, model: str | None = None) -> Shape:
-    """The shape that the command line names, else that of the configuration's model."""
+    """The shape that the command line names, or else that of the configuration's model."""
     if params is not None and model is not None:
         raise BadInput(f"--params {params} and --model {model} both name the model. Give one.")
     if params is not None:
@@ -21,15 +21,17 @@ def choose_shape(config: Config, params: str | None = None, model: str | None = 
 
 
 def make_layout(config: Config, shape: Shape, card: Card, count: int) -> Layout:
-    """The plan of a configuration on its cards; `BadInput` for keys that the recipe refuses, and for too few
-    cards."""
+    """Plan a configuration on its cards; raises `BadInput` for keys that the recipe refuses, and for too few cards."""
     check_keys(config, card, count)
     return lay_out(shape, config, card, count)
 
 
 def fits(config: Config, model_config: dict[str, Any] | None = None, gpus: str = "auto") -> tuple[bool, str]:
-    """Whether a run fits, and a summary of a few lines; `model_config` is the model's config.json when it was read
-    already, `gpus` is as --gpu takes it. `BadInput` when the model or the cards are not known."""
+    """Whether a run fits, and a summary of a few lines.
+
+    `model_config` is the model's config.json if it was read already; `gpus` has the form of --gpu. Raises `BadInput`
+    if the model or the cards are unknown.
+    """
     from kit.plan.report import summary
 
     layout = make_layout(config, config_shape(config, model_config), *parse_gpus(gpus))
@@ -37,7 +39,7 @@ def fits(config: Config, model_config: dict[str, Any] | None = None, gpus: str =
 
 
 def best_split(layout: Layout) -> Any:
-    """The fastest way to use the cards that fits; None when none does or the card's speed is not known."""
+    """The fastest way to use the cards that fits; None if none does or the card's speed is unknown."""
     if not layout.count or not can_estimate(layout.card):
         return None
     return next((one for one in splits(layout) if one.fits), None)

@@ -1,5 +1,7 @@
-"""Models x cards: the longest completion and the largest micro-batch that fit, with trainer and server on one card and
-on a card each."""
+"""Models x cards: the longest completion and the largest micro-batch that fit.
+
+Trainer and server share one card or have a card each.
+"""
 
 import json
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from kit.plan.memory import full_cache_gib
 from kit.plan.shapes import Shape, shape_by_size
 
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
-# One for every size of memory.
+# One card per memory size.
 SIZES = {"16 GB": "rtx4080", "24 GB": "rtx4090", "48 GB": "l40s", "80 GB": "h100-80g", "141 GB": "h200"}
 WAYS = ("shared", "split")
 GROUP, PROMPT, COMPLETION, COMPLETIONS = 8, 512, 2048, 64
@@ -42,12 +44,12 @@ def fits(shape: Shape, card: Card, way: str, tokens: int, micro: int) -> bool:
 
 
 def longest(shape: Shape, card: Card, way: str) -> int | None:
-    """The longest completion in tokens, one at a time in the update; None when not even 128 tokens fit."""
+    """The longest completion in tokens, one at a time in the update; None if not even 128 tokens fit."""
     return _most((shape.positions - PROMPT) // 128, lambda n: fits(shape, card, way, 128 * n, 1), lambda n: 128 * n)
 
 
 def widest(shape: Shape, card: Card, way: str) -> int | None:
-    """The largest micro-batch of completions of 2,048 tokens; None when not even one fits."""
+    """The largest micro-batch of completions of 2,048 tokens; None if not even one fits."""
     return _most(7, lambda n: fits(shape, card, way, COMPLETION, 2 ** (n - 1)), lambda n: 2 ** (n - 1))
 
 
@@ -60,7 +62,7 @@ def _most(largest: int, fits: Callable[[int], bool], spell: Callable[[int], int]
 
 
 def matrix() -> dict[str, dict[str, dict[str, dict[str, int | None]]]]:
-    """model -> size of the card -> shared or split -> completion_tokens, micro_batch."""
+    """model -> card size -> shared or split -> completion_tokens, micro_batch."""
     found: dict[str, Any] = {}
     for model in MODELS:
         shape = shape_by_size(model)

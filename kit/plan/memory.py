@@ -1,13 +1,14 @@
-"""GPU memory of the trainer and of a rollout server before anything is loaded: arithmetic on a shape and a
-configuration, GiB throughout. Imports no torch.
+"""Estimate GPU memory of the trainer and of a rollout server before anything is loaded, in GiB.
+
+Arithmetic on a shape and a configuration. Imports no torch.
 
 Covers the base as it is stored, the adapter with gradients and optimizer, activations with every `train.recompute`,
 fused and FP8 linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of
 rows and of tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV
 cache, CUDA graphs, LoRA slots, the copy of the base. Not covered: experts, sharded bases, host memory beside a GPU.
 
-Bytes a token were counted by following every allocation of the recipe's own forward and backward (transformers 5.17,
-peft 0.21.2, bitsandbytes 0.50.2 under autocast), one dimension of the shape varied at a time.
+Bytes per token were counted by tracing every allocation of the recipe's own forward and backward (transformers 5.17,
+peft 0.21.2, bitsandbytes 0.50.2 under autocast), varying one dimension of the shape at a time.
 """
 
 import os
@@ -30,13 +31,13 @@ STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base'
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
 RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
 CANARY_TOKENS = 256  # kit/rollout/canary_scores.py
-ROOM_FOR_KEPT = 0.5  # kept_weights.py: of the memory that generation leaves free
+ROOM_FOR_KEPT = 0.5  # kept_weights.py: share of the memory that generation leaves free
 KEPT = "kept weights"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """GiB: without fragmentation, as expected, and with the worst that was measured."""
+    """GiB without fragmentation, as expected, and with the worst fragmentation that was measured."""
 
     low: float
     expected: float
@@ -47,14 +48,16 @@ class Estimate:
 
 
 def nf4_bytes(double_quantization: bool) -> float:
-    """Bytes a weight: 4 bits and a float32 scale for 64 weights, or an 8-bit one with a float32 for 256 of those."""
+    """Bytes per weight: 4 bits, and a float32 scale per 64 weights or an 8-bit one with a float32 per 256 of those."""
     scale = 1 + 4 / SCALE_BLOCK if double_quantization else 4
     return 0.5 + scale / NF4_BLOCK
 
 
 def stored_bytes(config: Config, double_quantization: bool | None = None) -> float:
-    """Bytes a weight of the base's linear layers; the few scales of FP8 are left out. `double_quantization` of NF4 by
-    default as configured."""
+    """Bytes per weight of the base's linear layers; the few scales of FP8 are left out.
+
+    `double_quantization` of NF4 defaults to the configured value.
+    """
     policy = config.policy
     if policy.quantization == "nf4":
         return nf4_bytes(policy.double_quantization if double_quantization is None else double_quantization)
@@ -62,22 +65,25 @@ def stored_bytes(config: Config, double_quantization: bool | None = None) -> flo
 
 
 def copy_bytes(config: Config) -> float:
-    """Bytes a weight of what the workers of a replica keep for remerge: BF16 of an unquantized base."""
+    """Bytes per weight of the copy that a replica's workers keep for remerge: BF16 for an unquantized base."""
     return min(stored_bytes(config, double_quantization=False), 2)
 
 
 def optimizer_bytes(optimizer: str, adapter_bytes: int) -> float:
-    """Bytes of optimizer state a trained weight: two moments for Adam. bitsandbytes' 8-bit ones, paged or not, have a
-    float32 scale for 256 of them, and keep tensors below 4,096 weights in float32, which an adapter has few of."""
+    """Bytes of optimizer state per trained weight: two moments for Adam.
+
+    bitsandbytes' 8-bit optimizers, paged or not, have a float32 scale per 256 of them, and keep tensors below 4,096
+    weights in float32, of which an adapter has few.
+    """
     if "sgd" in optimizer:
         return 0
     return 2 * (1 + 4 / 256) if "8bit" in optimizer else 2 * adapter_bytes
 
 
 def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
-    """Bytes a token that one decoder layer keeps for its backward pass."""
+    """Bytes per token that one decoder layer keeps for its backward pass."""
     liger, narrow = config.policy.kernels == "liger", 4 if config.model.dtype == "float32" else 2
-    # torch's norms keep their input in float32, liger's as it is; liger's SwiGLU makes silu(gate) again.
+    # torch's norms keep their input in float32, liger's as it is; liger's SwiGLU recomputes silu(gate).
     normed = narrow if liger else 4
     targets = shape.targeted(config.policy.target_modules)
     # An adapter keeps its input.
@@ -90,7 +96,7 @@ def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
         query += 2 * narrow  # with a padding mask keys and values are repeated for every head
     else:
         key += 2 * narrow
-    # x Aᵀ; quantized layers compute it again.
+    # x Aᵀ; quantized layers recompute it.
     copies = 0 if config.policy.quant_cfg else 2 if config.policy.compute == "plain" else 1
     rank = copies * narrow * len(targets) * config.policy.lora_rank
     return (
@@ -99,36 +105,40 @@ def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
 
 
 def backward_bytes(shape: Shape, config: Config, padded: bool) -> float:
-    """Bytes a token at the peak of one layer's backward pass with checkpointing: what it keeps, the gradients of the
-    hidden states and those of the MLP."""
+    """Bytes per token at the peak of one layer's backward pass with checkpointing.
+
+    Sums the activations that the layer keeps, the gradients of the hidden states and those of the MLP.
+    """
     narrow = 4 if config.model.dtype == "float32" else 2
     kept = layer_bytes(shape, config, padded) + 3 * narrow * shape.hidden + 2 * narrow * shape.intermediate
-    # What the first pass kept of it is counted with the checkpoints.
+    # What the first pass kept is counted with the checkpoints.
     return kept - (checkpoint_bytes(shape, config) - narrow * shape.hidden)
 
 
 def checkpoint_bytes(shape: Shape, config: Config) -> float:
-    """Bytes a token that a layer which is run again keeps until then: its input; with selective also what attention
-    and the products with the base answered, but for the last product."""
+    """Bytes per token that a recomputed layer keeps until then: its input.
+
+    With selective, also the outputs of attention and of the matmuls with the base, except the last matmul.
+    """
     narrow = 4 if config.model.dtype == "float32" else 2
     if config.train.recompute != "selective":
         return narrow * shape.hidden
     products = shape.q_size + 2 * shape.kv_size + shape.hidden + 2 * shape.intermediate
     flex = config.train.packed_attention == "flex" or config.model.dtype == "float32"
-    # FlexAttention, a choice of packs, is run again.
+    # FlexAttention, an option for packs, is recomputed.
     attention = 0 if config.train.micro_batch_tokens and flex else narrow * shape.q_size + 4 * shape.heads
     return narrow * (shape.hidden + products) + attention
 
 
 def run_again(shape: Shape, config: Config) -> int:
-    """Decoder layers that the backward pass runs again."""
+    """Number of decoder layers that the backward pass recomputes."""
     if config.train.recompute == "none":
         return 0
     return len(recomputed_layers(shape.layers, config.train.recompute_fraction))
 
 
 def micro_batch(config: Config) -> tuple[int, int]:
-    """Tokens of a forward pass and how many of them are scored, at most."""
+    """Maximum tokens of a forward pass, and how many of them are scored."""
     train, rollout = config.train, config.rollout
     length = rollout.max_prompt_length + rollout.max_completion_length
     if train.micro_batch_tokens is None:
@@ -136,12 +146,12 @@ def micro_batch(config: Config) -> tuple[int, int]:
             train.per_device_train_batch_size * rollout.max_completion_length
         )
     everything = train.per_device_train_batch_size * train.gradient_accumulation_steps * length
-    tokens = max(length, min(train.micro_batch_tokens, everything))  # a row that is longer has a pack of its own
+    tokens = max(length, min(train.micro_batch_tokens, everything))  # a longer row gets a pack of its own
     return tokens, tokens
 
 
 def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """What a trainer process holds in every phase, without its context."""
+    """GiB that a trainer process holds in every phase, without its context."""
     narrow = 4 if config.model.dtype == "float32" else 2
     elsewhere = shape.vocabulary * shape.hidden if config.policy.embeddings == "host" and not card.is_cpu else 0
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
@@ -155,7 +165,7 @@ def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
 
 
 def _teacher(shape: Shape, config: Config, narrow: int, adapter: int) -> dict[str, float]:
-    """What of a teacher stays in memory; nothing where it is the base."""
+    """GiB of a teacher that stay in memory; empty if the teacher is the base."""
     if not config.distill.is_given:
         return {}
     if (other := teacher.shape_of(shape, config)) is shape:
@@ -166,8 +176,11 @@ def _teacher(shape: Shape, config: Config, narrow: int, adapter: int) -> dict[st
 
 
 def tile_gib(shape: Shape, tokens: int, narrow: int, card: Card) -> float:
-    """The tile of logits that TRL's log-prob head works on; on a CPU a smaller one (head_tiles.py) and what PyTorch
-    makes of it in float32. It is as wide for a small vocabulary, but a CPU gives memory only to what is written."""
+    """GiB of the tile of logits that TRL's log-prob head works on.
+
+    On a CPU a smaller one (head_tiles.py) and PyTorch's float32 copies. The tile is as wide for a small vocabulary,
+    but a CPU commits memory only for what is written.
+    """
     if not card.is_cpu:
         return min(tokens, value("head_rows")) * value("head_columns") * narrow / GIB
     words = min(tokens, value("head_rows_cpu")) * min(value("head_columns"), shape.vocabulary)
@@ -179,13 +192,16 @@ def workspace_gib(card: Card) -> float:
 
 
 def dequantized_gib(shape: Shape, narrow: int) -> float:
-    """The largest linear layer in the compute dtype, with its scales in float32."""
+    """GiB of the largest linear layer in the compute dtype, with its scales in float32."""
     return shape.largest_linear * (narrow + 8 / NF4_BLOCK) / GIB
 
 
 def weight_gib(shape: Shape, config: Config, card: Card, tokens: int) -> float:
-    """What a product with the base makes of its weight: the largest layer in the compute dtype; with FP8 the MLP's
-    two layers with one input in a byte each, and their gradients, whose tokens become FP8 too."""
+    """GiB of the weight made for a matmul with the base: the largest layer in the compute dtype.
+
+    With FP8, the two MLP layers that share an input, a byte per weight, and their gradients, whose tokens become FP8
+    too.
+    """
     if config.policy.quant_cfg:
         return quantized.weight_gib(shape, config, card)
     if config.policy.quantization == "none":
@@ -199,9 +215,9 @@ def weight_gib(shape: Shape, config: Config, card: Card, tokens: int) -> float:
 def update_parts(
     shape: Shape, config: Config, card: Card, processes: int = 1, padded: bool = True
 ) -> dict[str, float]:
-    """What is allocated at the peak of an update, by part: the larger of the layers' and of the head's peak.
+    """GiB allocated at the peak of an update, by part: the larger of the layers' and of the head's peak.
 
-    `padded` says that prompts or completions differ in length, as they do in a run: then a mask is made.
+    `padded`: whether prompts or completions differ in length, as they do in a run; then a mask is made.
     """
     rollout, train = config.rollout, config.train
     narrow = 4 if config.model.dtype == "float32" else 2
@@ -221,7 +237,7 @@ def update_parts(
     whole = shape.layers - again
     if again:
         found["checkpoints"] = tokens * again * checkpoint_bytes(shape, config) / GIB
-        if train.recompute_offload and not card.is_cpu:  # one goes out or comes back, one is used
+        if train.recompute_offload and not card.is_cpu:  # one is in transit, one in use
             found["checkpoints"] -= tokens * max(0, again - 2) * narrow * hidden / GIB
         layers = tokens * backward_bytes(shape, config, padded) / GIB
     else:
@@ -240,7 +256,7 @@ def update_parts(
 
 
 def _tiles(shape: Shape, config: Config, scored: int, narrow: int, card: Card) -> float:
-    """The tiles of logits of a log-prob head; of a distillation those of the divergence, and the teacher's states."""
+    """GiB of a log-prob head's logits tiles; in a distillation, of the divergence's tiles and the teacher's states."""
     tile = tile_gib(shape, scored, narrow, card)
     if not config.distill.is_given:
         return tile
@@ -249,7 +265,7 @@ def _tiles(shape: Shape, config: Config, scored: int, narrow: int, card: Card) -
 
 
 def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """What is allocated at the peak of a pass without gradients: the reference's."""
+    """GiB allocated at the peak of a pass without gradients, the reference's, by part."""
     narrow = 4 if config.model.dtype == "float32" else 2
     tokens, scored = micro_batch(config)
     layer = _forward_gib(shape, tokens, narrow) + weight_gib(shape, config, card, tokens)
@@ -259,12 +275,12 @@ def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
 
 
 def _forward_gib(shape: Shape, tokens: int, narrow: int) -> float:
-    """One layer without gradients."""
+    """GiB of one layer's forward pass without gradients."""
     return tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB
 
 
 def teaching_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """What is allocated at the peak of the teacher's pass, which no quantizers are on in."""
+    """GiB allocated at the peak of the teacher's pass, which runs without quantizers, by part."""
     narrow = 4 if config.model.dtype == "float32" else 2
     (tokens, scored), model = micro_batch(config), teacher.shape_of(shape, config)
     layer = _forward_gib(model, tokens, narrow) + dequantized_gib(model, narrow)
@@ -273,22 +289,24 @@ def teaching_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]
 
 
 def calibration_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """What is allocated at the peak of the pass that looks for input ranges, which no quantizers are on in."""
+    """GiB allocated at the peak of the calibration of input ranges, which runs without quantizers, by part."""
     narrow = 4 if config.model.dtype == "float32" else 2
     tokens = quantized.calibration_tokens(config)
     layer = _forward_gib(shape, tokens, narrow) + dequantized_gib(shape, narrow)
-    looked_at = 2 * narrow * tokens * shape.intermediate / GIB  # the real tokens' inputs, and their sizes
+    looked_at = 2 * narrow * tokens * shape.intermediate / GIB  # the real tokens' inputs, and their magnitudes
     return resident(shape, config, card) | {"one layer's forward pass": layer + looked_at}
 
 
 def kv_token_bytes(shape: Shape, width: int) -> int:
-    """Bytes of keys and values of one token in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     return 2 * shape.layers * shape.kv_size * width
 
 
 def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """What is allocated at the peak of a rollout: in process the KV cache of all completions of the step, with a
-    server the canary's logits."""
+    """GiB allocated at the peak of a rollout, by part.
+
+    In process, the KV cache of all completions of the step; with a server, the canary's logits.
+    """
     narrow = 4 if config.model.dtype == "float32" else 2
     rollout, found = config.rollout, resident(shape, config, card) | {"workspace": workspace_gib(card)}
     if rollout.backend == "server":
@@ -313,11 +331,13 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
 
 
 def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> float:
-    """Weights that are made once for a rollout in process (`rollout.keep_weights`), where `taken_gib` are allocated
-    besides; 0 where each is made for its product, or stored as it is multiplied with."""
+    """GiB of weights made once per in-process rollout (`rollout.keep_weights`), with `taken_gib` allocated besides.
+
+    0 if each weight is made for its matmul, or is stored as it is multiplied.
+    """
     policy, mode = config.policy, config.rollout.keep_weights
     made_once = policy.quantization == "nf4" or policy.quant_cfg is not None
-    # The FP8 codes of a format are made for every product.
+    # The FP8 codes of a format are made for every matmul.
     if (
         config.rollout.backend == "server"
         or mode == "never"
@@ -327,7 +347,7 @@ def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> floa
         return 0.0
     width = 1 if policy.compute == "fp8" else 4 if config.model.dtype == "float32" else 2
     needed = shape.linear_weights * width / GIB
-    limit = None if card.is_cpu else config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
+    limit = None if card.is_cpu else config.train.max_gpu_gib  # of torch's allocator, which excludes the context
     context = value("cpu_trainer_gib" if card.is_cpu else "trainer_context_gib")
     free = (card.gib - context if limit is None else limit) - taken_gib
     return needed if mode == "always" or needed <= ROOM_FOR_KEPT * free else 0.0
@@ -336,8 +356,10 @@ def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> floa
 def trainer_phases(
     shape: Shape, config: Config, card: Card, processes: int = 1, padded: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Parts by phase: calibration where a format has input ranges, rollout, log-probs or the teacher's pass, update.
-    The sum of a phase's parts is what torch has allocated at most."""
+    """Parts by phase: calibration if a format has input ranges, rollout, log-probs or the teacher's pass, update.
+
+    The sum of a phase's parts is the most that torch has allocated.
+    """
     found = {"calibration": calibration_parts(shape, config, card)} if quantized.calibration_tokens(config) else {}
     found["rollout"] = generation_parts(shape, config, card)
     if config.distill.is_given:
@@ -352,7 +374,7 @@ def allocated(parts: dict[str, float]) -> float:
 
 
 def process_memory(parts: dict[str, float], card: Card, processes: int = 1) -> Estimate:
-    """What a process takes of its card at the peak of a phase: allocated, fragmented, and the context."""
+    """Memory that a process takes on its card at the peak of a phase: allocated, fragmented, and the context."""
     moving = sum(gib for name, gib in parts.items() if name not in RESIDENT)
     context = value("cpu_trainer_gib" if card.is_cpu else "trainer_context_gib")
     if processes > 1 and not card.is_cpu:
@@ -366,13 +388,16 @@ def process_memory(parts: dict[str, float], card: Card, processes: int = 1) -> E
 
 
 def _has_holes() -> bool:
-    """Whether glibc's malloc leaves holes between activations: it asks the system for each large tensor when this
-    variable says so, which takes no more than the tensor and longer."""
+    """Whether glibc's malloc leaves holes between activations.
+
+    With MALLOC_MMAP_THRESHOLD_ set it asks the system for each large tensor: no more memory than the tensor, but
+    slower.
+    """
     return "MALLOC_MMAP_THRESHOLD_" not in os.environ
 
 
 def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """What one GPU of a replica holds, by part, once it has synced."""
+    """GiB that one GPU of a replica holds once it has synced, by part."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
     width = 2 if config.model.dtype == "bfloat16" or server.weights != "bf16" else 4
     linear = width if server.weights == "bf16" else 1
@@ -400,15 +425,18 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     if not server.enforce_eager and not card.is_cpu:
         scale = shape.layers / 36 * min(server.max_num_seqs, 512) / 256
         found["CUDA graphs"] = value("graph_gib") * scale
-    # On a CPU the API and the engine are a process each.
+    # On a CPU the API and the engine are separate processes.
     found["context"] = 2 * value("cpu_process_gib") if card.is_cpu else value("server_context_gib")
     found["KV cache"] = cache_gib(shape, config, card, found)
     return found
 
 
 def _format_gib(config: Config, card: Card, weights: float) -> float:
-    """What folding a layer of so many weights takes more in a format: it in float32 for vLLM to quantize, and on a
-    card without the kernels what PyTorch makes of some rows."""
+    """Extra GiB needed to fold a layer of this many weights in a quantized format.
+
+    It is held in float32 for vLLM to quantize; on a card without the kernels PyTorch's temporaries for some rows are
+    added.
+    """
     if (fmt := quantized.format_of(config)) is None:
         return 0.0
     made = 0 if quantized.has_kernels(card) else quantized.TORCH_WEIGHT[fmt.weight.kind] * min(weights, FOLD_CHUNK)
@@ -416,12 +444,12 @@ def _format_gib(config: Config, card: Card, weights: float) -> float:
 
 
 def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]) -> float:
-    """GiB of KV cache on one GPU: `server.kv_cache_gib`, else what the other parts leave of the server's share."""
+    """GiB of KV cache on one GPU: `server.kv_cache_gib`, or else what the other parts leave of the server's share."""
     if config.server.kv_cache_gib is not None:
         return config.server.kv_cache_gib
     if card.is_cpu:
         return min(4.0, full_cache_gib(shape, config))
-    # launch.server takes the copy and a layer's part off the share; vLLM does not know of what else a fold needs.
+    # launch.server subtracts the copy and a layer's part from the share; vLLM does not know what else a fold needs.
     fmt = quantized.format_of(config)
     known = FOLD_GIB + FORMAT_GIB * (fmt is not None and fmt.name in BY_VLLM)
     unknown = max(0.0, others.get("folding a layer", 0.0) - known) + others.get("layers fetched", 0.0)
@@ -435,18 +463,18 @@ def kv_width(config: Config) -> int:
 
 
 def sequence_gib(shape: Shape, config: Config) -> float:
-    """KV cache of one sequence of full length on one GPU of a replica."""
+    """GiB of KV cache for one sequence of full length on one GPU of a replica."""
     length = config.rollout.max_prompt_length + config.rollout.max_completion_length
     return length * kv_token_bytes(shape, kv_width(config)) / config.server.tensor_parallel / GIB
 
 
 def full_cache_gib(shape: Shape, config: Config) -> float:
-    """KV cache in which all `server.max_num_seqs` sequences reach full length."""
+    """GiB of KV cache in which all `server.max_num_seqs` sequences reach full length."""
     return config.server.max_num_seqs * sequence_gib(shape, config)
 
 
 def batched_tokens(config: Config, card: Card) -> float:
-    """Tokens of one forward pass of the server at most."""
+    """Maximum tokens of one forward pass of the server."""
     given = config.server.vllm.get("max_num_batched_tokens")
     if given is not None:
         return given
@@ -456,7 +484,7 @@ def batched_tokens(config: Config, card: Card) -> float:
 
 
 def server_memory(parts: dict[str, float], config: Config) -> Estimate:
-    """What a replica takes of one card. Without `server.kv_cache_gib` the cache takes up what the rest leaves."""
+    """Memory that a replica takes on one card. Without `server.kv_cache_gib` the cache takes what the rest leaves."""
     total, spread = sum(parts.values()), value("server_spread")
     if config.server.kv_cache_gib is None:
         return Estimate(total, total, total + parts.get("CUDA graphs", 0.0))
@@ -464,16 +492,18 @@ def server_memory(parts: dict[str, float], config: Config) -> Estimate:
 
 
 def asleep_memory(parts: dict[str, float]) -> Estimate:
-    """What a sleeping replica keeps of its card: its copy of the base, when that is there, context and CUDA graphs."""
+    """Memory that a sleeping replica keeps: its copy of the base, if it is on the card, context and CUDA graphs."""
     kept = parts.get("copy of the base", 0.0) + value("asleep_gib")
     return Estimate(kept * 0.7, kept, kept * 1.3)
 
 
 def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """GiB of all cards together that GRPO without quantization would need for weights, optimizer and activations,
-    without KV cache, contexts and CUDA graphs, and this configuration beside it: every weight trained
-    (BF16 weights and gradients, float32 masters and Adam moments, a frozen reference), or a LoRA on a BF16 base; the
-    BF16 weights of rollout server and teacher in both."""
+    """GiB over all cards that GRPO without quantization would need, with this configuration for comparison.
+
+    Counts weights, optimizer and activations, without KV cache, contexts and CUDA graphs. Either every weight is
+    trained (BF16 weights and gradients, float32 masters and Adam moments, a frozen reference), or a LoRA on a BF16
+    base; both include the BF16 weights of rollout server and teacher.
+    """
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     parts = update_parts(shape, config, card)
     moving = sum(gib for name, gib in parts.items() if name not in (*RESIDENT, "gradients"))

@@ -1,4 +1,4 @@
-"""Which GPUs the replicas get and which the trainer, from the run's configuration."""
+"""Assign GPUs to the replicas and to the trainer, from the run's configuration."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,23 @@ from kit.core.errors import BadInput
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of the replicas in order and of the trainer, by the names that CUDA_VISIBLE_DEVICES takes."""
+    """GPUs of the replicas, in order, and of the trainer, named as in CUDA_VISIBLE_DEVICES."""
 
     servers: tuple[str, ...] = ()
     trainer: tuple[str, ...] = ()
     is_machine_without: bool = False
 
     def environment(self, gpus: tuple[str, ...]) -> dict[str, str]:
-        """What shows a process these GPUs and no others."""
+        """Environment variables that show a process these GPUs and no others."""
         return {} if self.is_machine_without else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def place(config: Config, visible: list[str], replicas_on_gpus: bool, trainer_on_gpus: bool = True) -> Placement:
-    """Who gets which of the GPUs that CUDA shows here; `BadInput` with the numbers when they do not suffice.
+    """Assign the visible GPUs to replicas and trainer; raises `BadInput` with the numbers if they do not suffice.
 
-    Replicas take what `server.gpus` lists, else the first ones; the trainer what `train.gpus` lists, else the others,
-    or all when it has to share: on a machine of one GPU, and when the replicas sleep during the update. The lists
-    count from the first GPU of CUDA_VISIBLE_DEVICES.
+    Replicas take the GPUs of `server.gpus`, or else the first ones. The trainer takes those of `train.gpus`, or else
+    the others, or all if it has to share: on a machine with one GPU, and when the replicas sleep during the update.
+    The lists count from the first GPU of CUDA_VISIBLE_DEVICES.
     """
     server, train = config.server, config.train
     servers: tuple[str, ...] = ()

@@ -1,13 +1,13 @@
-"""What `policy.quant_cfg` adds to memory and time: layers that compute with a deployment format's weights
-(quantized_linear.py).
+"""Memory and time that `policy.quant_cfg` adds: layers that compute in a deployment format (quantized_linear.py).
 
-Ŵ = Q(base + s·B·A) is made for every product, in the forward, the backward and the reference's pass, and let go: one
-layer's at a time. What stays for the backward pass is x̂, the layer's input as the format has it. Weight peaks and
-input ranges, 4 bytes a channel or a layer, are not counted. On a GPU with FP8 arithmetic one kernel makes a weight; on
-others, and on a CPU, the definition in PyTorch does, which writes float32 copies (quantize.py). Imports no torch.
+Ŵ = Q(base + s·B·A) is made for every matmul, in the forward, the backward and the reference's pass, and then released:
+one layer's at a time. What stays for the backward pass is x̂, the layer's input in the format. Weight peaks and input
+ranges, 4 bytes per channel or layer, are not counted. On a GPU with FP8 arithmetic one kernel makes a weight; on
+others, and on a CPU, the reference implementation in PyTorch does, which writes float32 copies (quantize.py). Imports
+no torch.
 
-Bytes were counted by following every allocation, as those of memory.py (`tests/unit/test_plan_quantized.py`); seconds
-of a weight were measured on an H200.
+Bytes were counted by tracing every allocation, as in memory.py (`tests/unit/test_plan_quantized.py`); seconds per
+weight were measured on an H200.
 """
 
 import functools
@@ -21,11 +21,11 @@ from kit.plan.gpus import Card
 from kit.plan.shapes import Shape
 
 GIB = 2**30
-# Bytes at most while PyTorch makes a weight, and an input, of this kind; a value each.
+# Peak bytes per value while PyTorch makes a weight, and an input, of this kind.
 TORCH_WEIGHT, TORCH_INPUT = {"fp8": 15, "int4": 15, "nvfp4": 24}, {"fp8": 13, "nvfp4": 22}
-# Bytes that it reads and writes for them.
+# Bytes per value that it reads and writes for them.
 TORCH_WEIGHT_MOVES, TORCH_INPUT_MOVES = {"fp8": 97, "int4": 95, "nvfp4": 157}, {"fp8": 58, "nvfp4": 117}
-# FP8 codes become x̂ again in the backward pass, in float32: beyond the two gradients of the MLP that are there then.
+# FP8 codes become float32 x̂ again in the backward pass: bytes beyond the MLP's two gradients that are alive then.
 FP8_ROWS = 6
 
 
@@ -35,23 +35,23 @@ def _read(text: str) -> QuantFormat:
 
 
 def format_of(config: Config) -> QuantFormat | None:
-    """The format that the policy computes in; `BadInput` when `policy.quant_cfg` names none."""
+    """The format that the policy computes in; raises `BadInput` if `policy.quant_cfg` names none."""
     return None if config.policy.quant_cfg is None else _read(config.policy.quant_cfg)
 
 
 def has_kernels(card: Card) -> bool:
-    """Whether the kernels of quantize_kernel.py run there; a card that is not known is taken to be new."""
+    """Whether the kernels of quantize_kernel.py run on the card; an unknown card is assumed to be new."""
     return not card.is_cpu and (card.fp8_tflops is not None or card.bf16_tflops is None)
 
 
 def multiplies_fp8(config: Config, card: Card) -> bool:
-    """Whether forward products are taken of FP8 codes."""
+    """Whether forward matmuls take FP8 codes."""
     fmt = format_of(config)
     return fmt is not None and fmt.name == "fp8" and has_kernels(card) and config.model.dtype == "bfloat16"
 
 
 def problems(shape: Shape, config: Config, card: Card) -> list[str]:
-    """Why this shape, or a server on this card, does not compute in `policy.quant_cfg`."""
+    """Why this shape, or a server on this card, cannot compute in `policy.quant_cfg`."""
     if (fmt := format_of(config)) is None:
         return []
     found = format_rules.problems(config)
@@ -69,8 +69,10 @@ def problems(shape: Shape, config: Config, card: Card) -> list[str]:
 
 
 def kept_bytes(shape: Shape, config: Config, card: Card) -> float:
-    """Bytes a token that a layer keeps for its backward pass beyond what memory.layer_bytes counts: x̂ in the place of
-    x, which attention has beside it as its answer."""
+    """Bytes per token that a layer keeps for its backward pass beyond memory.layer_bytes.
+
+    x̂ in place of x; attention keeps x beside it, as its output.
+    """
     fmt = format_of(config)
     if fmt is None or fmt.activation is None:
         return 0.0
@@ -78,14 +80,14 @@ def kept_bytes(shape: Shape, config: Config, card: Card) -> float:
     narrow, attention = 4 if config.model.dtype == "float32" else 2, "o_proj" in targets
     if not multiplies_fp8(config, card):
         return narrow * shape.q_size * attention
-    # FP8 codes and a float32 scale a token, instead of 16 bits.
+    # FP8 codes and a float32 scale per token, instead of 16 bits.
     hidden = bool({"q_proj", "k_proj", "v_proj"} & set(targets)) + bool({"gate_proj", "up_proj"} & set(targets))
     saved = hidden * shape.hidden + shape.intermediate * ("down_proj" in targets)
     return shape.q_size * attention + 4 * (hidden + attention + ("down_proj" in targets)) - saved
 
 
 def backward_bytes(shape: Shape, config: Config, card: Card) -> float:
-    """Bytes a token beyond memory.backward_bytes at the peak of a layer's backward pass, without what it keeps."""
+    """Bytes per token beyond memory.backward_bytes at the peak of a layer's backward pass, without what it keeps."""
     fmt = format_of(config)
     if fmt is None or fmt.activation is None:
         return 0.0
@@ -97,13 +99,13 @@ def backward_bytes(shape: Shape, config: Config, card: Card) -> float:
 
 
 def weight_gib(shape: Shape, config: Config, card: Card) -> float:
-    """One Ŵ, of the largest layer, and what it is made with."""
+    """GiB of one Ŵ, of the largest layer, and of the temporaries that make it."""
     fmt, narrow = format_of(config), 4 if config.model.dtype == "float32" else 2
     return shape.largest_linear * (narrow if has_kernels(card) else TORCH_WEIGHT[fmt.weight.kind]) / GIB
 
 
 def calibration_tokens(config: Config) -> int:
-    """Tokens of a forward pass that looks for input ranges, at most; 0 in formats that have none."""
+    """Maximum tokens of a forward pass that calibrates input ranges; 0 in formats that have none."""
     fmt, policy = format_of(config), config.policy
     if fmt is None or not fmt.needs_calibration:
         return 0

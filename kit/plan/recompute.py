@@ -1,8 +1,8 @@
-"""`train.recompute: auto`: the least that the backward pass computes again and that fits the card.
+"""`train.recompute: auto`: the least recomputation in the backward pass that fits the card.
 
-Fits means that the plan's high figure of the update is within the card's memory, or `train.max_gpu_gib`; what replicas
-on the same card take is taken off. Only sizes that every process sees alike are used (the card's memory, not what is
-free of it now), so all processes of a run come to the same answer.
+It fits if the plan's high figure of the update is within the card's memory, less what replicas on the same card take,
+and within `train.max_gpu_gib`. Only sizes that every process sees alike are used (the card's memory, not what is
+currently free), so all processes of a run come to the same answer.
 """
 
 import copy
@@ -21,8 +21,10 @@ CHOICES = [("none", 1.0), *((mode, fraction) for mode in ("selective", "full") f
 
 
 def least(shape: Shape, config: Config, card: Card, processes: int, replicas: int) -> tuple[str, float]:
-    """Mode and fraction with the fewest expected seconds among those that fit; full where none does. `replicas` are
-    on the trainer's card."""
+    """Mode and fraction with the fewest expected seconds among those that fit; full if none does.
+
+    `replicas` are on the trainer's card.
+    """
     if card.is_cpu:
         return "none", 1.0
     room = card.gib
@@ -36,7 +38,7 @@ def least(shape: Shape, config: Config, card: Card, processes: int, replicas: in
         made = set_recompute(config, mode, fraction)
         parts = memory.update_parts(shape, made, card, processes)
         high = memory.process_memory(parts, card, processes).high
-        limit = config.train.max_gpu_gib  # of torch's allocator, which the context is no part of
+        limit = config.train.max_gpu_gib  # of torch's allocator, which excludes the context
         context = memory.process_memory(parts, card, processes).low - memory.allocated(parts)
         if high <= room and (limit is None or high - context <= limit):
             completions = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
@@ -52,8 +54,10 @@ def set_recompute(config: Config, mode: str, fraction: float) -> Config:
 
 
 def resolve(config: Config, facts: dict[str, Any], processes: int) -> str:
-    """Put a mode and a fraction in the place of `auto`, and return what they are in one line. `facts` is the model's
-    config.json. A model that the plan does not know gets full."""
+    """Replace `auto` by a mode and a fraction, and return them in one line.
+
+    `facts` is the model's config.json. A model that the plan does not know gets full.
+    """
     card, _ = parse_gpus("cpu" if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" else "auto")
     try:
         shape = config_shape(config, facts)

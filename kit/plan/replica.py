@@ -1,4 +1,4 @@
-"""What a replica takes of its card, for those who check a configuration and have no plan of it."""
+"""GPU memory that a replica takes, for callers that check a configuration without a plan."""
 
 from typing import Any
 
@@ -10,8 +10,10 @@ from kit.plan.shapes import config_shape
 
 
 def replica_gib(config: Config, facts: dict[str, Any] | None = None) -> float | None:
-    """GiB that the plan expects of each GPU of a replica on this machine; None for a model that it does not know.
-    `facts` is the model's config.json, when it was read already."""
+    """GiB that the plan expects on each GPU of a replica on this machine; None for an unknown model.
+
+    `facts` is the model's config.json, if it was read already.
+    """
     try:
         shape = config_shape(config, facts)
         parts = memory.server_parts(shape, config, parse_gpus("auto")[0])

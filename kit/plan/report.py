@@ -14,7 +14,7 @@ from kit.plan.splitting import Split
 
 
 def spell(keys: dict[str, Any]) -> str:
-    """Keys as they are typed on a command line."""
+    """Spell keys as on a command line."""
 
     def word(value: Any) -> str:
         return shlex.quote(value if isinstance(value, str) else json.dumps(value))
@@ -27,7 +27,7 @@ def _range(one: Estimate) -> str:
 
 
 def verdict(layout: Layout) -> str:
-    """One sentence: whether it fits, and on which card most is missing."""
+    """One sentence: whether it fits, with the figures of the card that has the least room."""
     worst = layout.worst
     numbers = f"{worst.name}: {_range(worst.peak)} of {worst.limit_gib:.1f} GiB"
     if not layout.fits:
@@ -51,8 +51,7 @@ def title(layout: Layout) -> str:
 
 
 def counted(layout: Layout) -> str | None:
-    """What the figures hold of a format, of weights kept for a rollout and of a teacher, a sentence each; None without
-    any of them."""
+    """One sentence each on what a format, weights kept for a rollout and a teacher add; None without any of them."""
     shape, config, card, found = layout.shape, layout.config, layout.card, []
     arguments = (shape, config, card, math.ceil(layout.completions / layout.processes))
     timed = layout.count and cost.can_estimate(card)
@@ -142,7 +141,7 @@ def _cards_table(layout: Layout) -> Any:
 
 
 def _together(names: list[str]) -> str:
-    """GPU 0, GPU 1, GPU 2 as GPU 0 to 2; as GPU 0, 2 where one in between is missing."""
+    """Join names: GPU 0, GPU 1, GPU 2 to GPU 0 to 2; to GPU 0, 2 if one in between is missing."""
     numbers = [name.rpartition(" ")[2] for name in names]
     if len(names) == 1:
         return names[0]
@@ -151,7 +150,7 @@ def _together(names: list[str]) -> str:
 
 
 def _parts_table(layout: Layout) -> Any:
-    """What the largest phase of the trainer and a server consist of."""
+    """Table of the parts of the trainer's update and of a server."""
     table = _table("of that, GiB", "trainer, update", "", "server, each GPU", "")
     trainer = [(name, f"{gib:.2f}") for name, gib in layout.trainer["update"].items() if gib >= 0.005]
     server = [(name, f"{gib:.2f}") for name, gib in (layout.server or {}).items() if gib >= 0.005]
@@ -209,7 +208,7 @@ def _print_changes(console: Any, layout: Layout) -> None:
 
 
 def time_rows(layout: Layout) -> list[Split]:
-    """The ways to split the cards; nothing on a CPU and on a card whose speed is not known."""
+    """The ways to split the cards; empty on a CPU and on a card of unknown speed."""
     if not layout.count or not cost.can_estimate(layout.card):
         return []
     return splitting.splits(layout)
@@ -248,7 +247,7 @@ def _print_times(console: Any, layout: Layout) -> None:
 
 
 def _use(trainers: int, servers: int, count: int) -> str:
-    """How many cards train and serve, also where they are the same ones."""
+    """How many cards train and how many serve, in words; they may be the same ones."""
     if trainers == servers == count > 1:
         return f"{count} train and serve"
     return f"{trainers} train" + (f", {servers} serve" if servers else ", in process")

@@ -15,9 +15,11 @@ from kit.core.formats import find_experts
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder. `positions` is its longest context in tokens; `qk_norm` says that query and key are normed per
-    head (Qwen3), `qkv_bias` that they have biases (Qwen2.5), `gated` that the MLP has a gate. Activations are counted
-    as those of a gated MLP."""
+    """Dimensions of a dense decoder. Activations are counted as those of a gated MLP.
+
+    `positions` is its longest context in tokens. `qk_norm`: query and key are normalized per head (Qwen3); `qkv_bias`:
+    they have biases (Qwen2.5); `gated`: the MLP has a gate.
+    """
 
     name: str
     hidden: int
@@ -50,7 +52,7 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Weights of all linear layers but the output layer: what is stored as NF4, and as FP8 on a server."""
+        """Weights of all linear layers except the output layer: stored as NF4, and as FP8 on a server."""
         return self.layers * sum(ins * outs for ins, outs in self.linears.values())
 
     @property
@@ -74,7 +76,7 @@ class Shape:
         return self.layers * sum(rank * sum(self.linears[name]) for name in chosen)
 
     def targeted(self, targets: str | list[str]) -> list[str]:
-        """The linear layers of a decoder layer that get an adapter; `BadInput` when a name fits none."""
+        """The linear layers of a decoder layer that get an adapter; raises `BadInput` if a name matches none."""
         if isinstance(targets, str):
             return list(self.linears)
         names = [name.rpartition(".")[2] for name in targets]
@@ -101,9 +103,9 @@ def _llama3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool)
     return sizes | {"head_dim": hidden // heads, "vocabulary": 128256, "tied": tied, "positions": 131072}
 
 
-# Model types of transformers whose MLP is two linear layers and no gate.
+# Model types of transformers whose MLP is two linear layers without a gate.
 UNGATED = ("apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
-LONGEST = 131072  # where a config.json names no limit
+LONGEST = 131072  # if a config.json names no limit
 # From the config.json of each model on the hub.
 KNOWN = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
@@ -133,7 +135,7 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attenti
 
 
 def shape_by_size(text: str) -> Shape:
-    """The shape of a size (`8b`: Qwen3's where it exists) or of a family and size (`llama3-8b`)."""
+    """The shape of a size (`8b`: Qwen3's if it exists) or of a family and size (`llama3-8b`)."""
     key = text.lower()
     if key not in KNOWN:
         key = next((name for name in KNOWN if name.endswith(f"-{key}")), key)
@@ -165,7 +167,7 @@ def find_shape(source: str, revision: str | None = None) -> Shape:
 
 
 def config_shape(config: Config, facts: dict[str, Any] | None = None) -> Shape:
-    """The shape of a run's model; `facts` is its config.json, when it was read already."""
+    """The shape of a run's model; `facts` is its config.json, if it was read already."""
     source = config.model.source
     if facts:
         return shape_from_facts(facts, source)
@@ -196,7 +198,7 @@ def _from_file(file: Path, source: str) -> Shape:
     if not isinstance(facts, dict):
         raise BadInput(f"{file} must hold a model's configuration; it holds {facts!r:.60}.")
     if all(key in facts for key in _NEEDED) and "tie_word_embeddings" not in facts:
-        # What is left out is the default of the model's class, which only transformers knows.
+        # A missing key means the default of the model's class, which only transformers knows.
         from transformers import AutoConfig
 
         facts["tie_word_embeddings"] = AutoConfig.from_pretrained(file.parent).tie_word_embeddings
@@ -204,7 +206,7 @@ def _from_file(file: Path, source: str) -> Shape:
 
 
 def shape_from_facts(facts: dict[str, Any], source: str) -> Shape:
-    """The shape that a config.json describes; `BadInput` says why a model is not covered."""
+    """The shape that a config.json describes; raises a `BadInput` that says why a model is not covered."""
     kind = facts.get("model_type", "unknown")
     if experts := find_experts(facts):
         raise BadInput(

@@ -1,4 +1,4 @@
-"""How to divide the cards between trainer and servers: every way that can be placed, with its seconds of a step."""
+"""Every possible way to divide the cards between trainer and servers, with its seconds of a step."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Split:
 
 
 def _shared_cache(layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
-    """The KV cache of a server that shares its card: of all sequences at full length, as far as the card has room."""
+    """KV cache of a server that shares its card: all sequences at full length, as far as the card has room."""
     config = layout.config
     if config.server.kv_cache_gib is not None:
         return {}
@@ -44,8 +44,10 @@ def _shared_cache(layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared_by_all(layout: Layout) -> dict[str, Any] | None:
-    """Keys with which every card trains and serves, one after the other and without sleeping: the replicas hold the
-    KV cache of their part of a step, as far as there is room, and the trainer's limit is what they leave."""
+    """Keys with which every card both trains and serves, in turn and without sleeping; None if nothing fits.
+
+    The replicas hold the KV cache of their part of a step, as far as there is room. The trainer's limit is the rest.
+    """
     config, card = layout.config, layout.card
     each, everyone = config.server.tensor_parallel, list(range(layout.count))
     if layout.count < 2 or layout.count % each or card.is_cpu:
@@ -75,15 +77,17 @@ def _urls(replicas: int) -> list[str]:
 
 
 def _batch_keys(layout: Layout, trainers: int) -> dict[str, Any]:
-    """The step's completions on so many trainer processes, in micro-batches that are no larger than now."""
+    """Batch keys for the step's completions on this many trainer processes, with micro-batches no larger than now."""
     own = layout.completions // trainers
     micro = max(size for size in micro_batches(own) if size <= layout.config.train.per_device_train_batch_size)
     return {"train.per_device_train_batch_size": micro, "train.gradient_accumulation_steps": own // micro}
 
 
 def splits(layout: Layout) -> list[Split]:
-    """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first; also
-    all of them for both where that fits."""
+    """Every way to divide the cards that can be placed and divides the step's completions evenly, fastest first.
+
+    Includes all cards for both if that fits.
+    """
     config, found, is_fine = layout.config, [], not is_refused(layout)
     each, total = config.server.tensor_parallel, layout.completions
     own = {"rollout.backend": "in_process", "train.gpus": list(range(layout.count))} | in_turn(config)

@@ -1,14 +1,16 @@
-"""How the frozen base is stored (`policy.quantization`): what goes with it, and its name. Imports no torch."""
+"""How the frozen base is stored (`policy.quantization`): its name, and settings that conflict with it.
+
+Imports no torch.
+"""
 
 from kit.core.config.schema import Config
 
-# What the base is, by policy.quantization, in words for a sentence.
+# Names of the base in a sentence, by policy.quantization.
 CALLED = {"nf4": "NF4", "fp8": "FP8", "none": "unquantized"}
 
 
 def problems(config: Config, sharded: str | None) -> list[str]:
-    """What of the configuration a base that is not in NF4 does not go with. `sharded` is
-    `sharding_rules.announced()`."""
+    """Settings that conflict with a base that is not in NF4. `sharded` is `sharding_rules.announced()`."""
     policy, found = config.policy, []
     kind = policy.quantization
     if kind == "nf4":
@@ -32,7 +34,7 @@ def problems(config: Config, sharded: str | None) -> list[str]:
 
 
 def describe_base(config: Config) -> str:
-    """The base in a few words: what it is made of, how it is stored, what its numbers are in."""
+    """The base in a few words: its source, its storage and its compute dtype."""
     policy, model = config.policy, config.model
     text = f"{model.source}, {policy.quantization}, {model.dtype} compute"
     if policy.quantization != "nf4":

@@ -1,4 +1,4 @@
-"""Checks of a configuration that involve several keys, and of its run directory; all before any weight is loaded."""
+"""Checks of a configuration across keys, and of its run directory, all before any weight is loaded."""
 
 import math
 import os
@@ -27,7 +27,7 @@ from kit.core.run_directory import RunDir, checkpoint_step, read_json
 from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
-# A resumed run may change these and no others: they decide how the run is carried out, not what is learned.
+# A resumed run may change these and no others: they decide how the run executes, not what is learned.
 FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
@@ -36,7 +36,7 @@ FREE_ON_RESUME = (
     *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
     *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
-    "policy.quant_cfg",  # the name; check_resumed_format sees to it that the format is the run's
+    "policy.quant_cfg",  # the name only; check_resumed_format ensures that the format is the run's
 )
 
 
@@ -299,7 +299,7 @@ def uses_deepspeed() -> bool:
 
 
 def _micro_batches(config: Config) -> list[str]:
-    """What of the configuration `train.micro_batch_tokens` does not go with."""
+    """Settings that conflict with `train.micro_batch_tokens`."""
     budget, rollout, found = config.train.micro_batch_tokens, config.rollout, []
     kernels = config.train.packed_attention
     if budget is None:
@@ -309,7 +309,7 @@ def _micro_batches(config: Config) -> list[str]:
                 "reads it. Set train.micro_batch_tokens, or leave train.packed_attention out."
             )
         return found
-    # In float16, autocast casts what attention gets.
+    # In float16, autocast casts the inputs of attention.
     is_half = config.train.trl.get("fp16") or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     if kernels == "cudnn" and config.model.dtype == "float32" and not is_half:
         found.append(
@@ -387,19 +387,19 @@ def _kept_weights(config: Config, sharded: str | None) -> list[str]:
 
 
 def check_run_directory(config: Config, resume: bool, processes: int, overwrite: bool = False) -> RunDir:
-    """The run's directory, free to be written; `BadInput` when it holds another run (or none to resume), or when a
-    process of this machine trains in it.
+    """The run directory, ready to be written.
 
-    A directory holds a run once `base.json` is there; what a start that failed before, rollout servers and launch.up
-    leave there is no run. With `overwrite` any run may be there: what it holds is named, and `setup.started` deletes
-    it once the new run has its base.
+    Raises `BadInput` if it holds another run (or none to resume), or if a process on this machine trains in it. A
+    directory holds a run once `base.json` exists; leftovers of a failed start, of rollout servers and of launch.up do
+    not count. With `overwrite` any run may be there: its contents are listed, and `setup.started` deletes them once
+    the new run has its base.
     """
     run = RunDir(config.run.directory)
     if resume and overwrite:
         raise BadInput("--resume continues a run and --overwrite starts it anew. Give one of them.")
     if run.path.exists() and not run.path.is_dir():
         raise BadInput(f"{run.path} is a file. Set run.output_dir to a directory.")
-    if is_main_process() and (pid := trainer_pid(run)) is not None:  # the others may come when it trains
+    if is_main_process() and (pid := trainer_pid(run)) is not None:  # other ranks may get here once it trains
         raise BadInput(
             f"{run.path} is being trained in by process {pid}. Wait for its end, or start another run with "
             "--run.name NAME."
@@ -425,7 +425,7 @@ def check_run_directory(config: Config, resume: bool, processes: int, overwrite:
             "delete this one and start anew with --overwrite."
         )
     before = read_json(run.config_file)
-    # A key that is newer than the run had its default's meaning.
+    # A key newer than the run meant its default.
     known = to_dict(config_from_dict(before["config"], str(run.config_file)))
     changed = _changed_keys(known, to_dict(config))
     steps = before["config"]["train"]["max_steps"]
@@ -450,7 +450,7 @@ def check_run_directory(config: Config, resume: bool, processes: int, overwrite:
 
 
 def _check_no_run(run: RunDir, resume: bool, overwrite: bool) -> None:
-    """`BadInput` unless a run may be started in this directory, which holds none."""
+    """Raise `BadInput` unless a run may be started in this directory, which holds none."""
     aside = run.path / REPLACED
     if aside.exists() and not overwrite:
         raise BadInput(
@@ -471,14 +471,14 @@ def _check_no_run(run: RunDir, resume: bool, overwrite: bool) -> None:
 
 
 def _is_left_before_a_run(entry: Path) -> bool:
-    """Whether a start that failed, or the run's servers or launch.up, which start first, may have written this."""
+    """Whether this may come from a failed start, or from the run's servers or launch.up, which start first."""
     if entry.name == "logs":
         return all(file.name.startswith(("server", *STARTED_BY_UP)) for file in entry.iterdir())
     return entry.name in ("config.json", LOCK, END)
 
 
 def _check_overwrite(config: Config, run: RunDir) -> None:
-    """Say what `--overwrite` deletes; `BadInput` when the new run would start from some of it."""
+    """Print what `--overwrite` deletes; raise `BadInput` if the new run would start from some of it."""
     used = {
         "policy.init_adapter": config.policy.init_adapter,
         "policy.quant_cfg": config.policy.quant_cfg,

@@ -1,11 +1,11 @@
-"""Values that fields of the configuration are checked for later than their types, for `--help` to name them.
+"""Values of configuration fields that are checked later than their types, listed so that `--help` can name them.
 
-Each is that of the module that checks it, which a test compares. Needs only the standard library.
+Each list mirrors the module that checks it; a test compares them. Needs only the standard library.
 """
 
 REFERENCES = ("adapter_off", "none")
 TRACKERS = ("trackio", "tensorboard", "wandb")
-# Those of transformers.training_args.OptimizerNames, which would import torch.
+# From transformers.training_args.OptimizerNames, whose import would load torch.
 OPTIMIZERS = (
     *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor"),
     *("adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit"),
@@ -16,7 +16,7 @@ OPTIMIZERS = (
     *("lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
     *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
 )
-# Names of reward/.
+# Reward functions in reward/.
 REWARDS = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
 REWARDS += ("boxed_format", "think_format", "length", "repetition", "language")
 # Formats that a run can be trained for.

@@ -1,4 +1,4 @@
-"""What a distillation needs of the configuration: its own group, and what of GRPO's keys it sets or leaves aside.
+"""What a distillation needs from the configuration: its own group, and the GRPO keys that it sets or ignores.
 
 Imports no torch.
 """
@@ -11,14 +11,14 @@ from kit.core.config import sharding_rules
 from kit.core.config.schema import Config
 
 BASE = "base"  # distill.teacher: the student's own model
-MOST_CHUNK_TOKENS = 4096  # trl's own tile
-# Keys of GRPO's loss that a distillation has no use for, and the values that leave trl nothing to do for them.
+MOST_CHUNK_TOKENS = 4096  # TRL's own tile
+# Keys of GRPO's loss that a distillation does not use, with the values that make them no-ops in TRL.
 SET = {"train.loss_type": "dapo", "train.beta": 0.0, "rollout.correction": "none"}
 UNUSED = ("train.scale_rewards", "train.epsilon", "train.epsilon_high", "rollout.correction_cap")
 
 
 def settled(config: Config) -> Config:
-    """A copy in which the keys of GRPO's loss are what a distillation has (`SET`)."""
+    """A copy with the keys of GRPO's loss set for a distillation (`SET`)."""
     changed = {"train": {}, "rollout": {}}
     for key, value in SET.items():
         group, name = key.split(".")
@@ -27,7 +27,7 @@ def settled(config: Config) -> Config:
 
 
 def without_effect(config: Config) -> str:
-    """What of the configuration a distillation does not learn from, in one line."""
+    """One line naming the settings that a distillation does not learn from."""
     found = []
     for key in (*SET, *UNUSED):
         group, name = key.split(".")
@@ -39,7 +39,7 @@ def without_effect(config: Config) -> str:
 
 
 def problems(config: Config) -> list[str]:
-    """Why this configuration with a teacher is no distillation that works."""
+    """Why this configuration with a teacher does not work as a distillation."""
     distill, policy, found = config.distill, config.policy, []
     if distill.teacher_adapter and distill.teacher not in (None, BASE):
         found.append(
@@ -73,12 +73,12 @@ def problems(config: Config) -> list[str]:
 
 
 def is_own_model(config: Config) -> bool:
-    """Whether the teacher is the student's own model, with another adapter or none."""
+    """Whether the teacher is the student's own model, with or without another adapter."""
     return config.distill.teacher in (None, BASE)
 
 
 def _nothing_to_learn(config: Config) -> list[str]:
-    """A student that equals its teacher at the start, in every bit, has no divergence and never gets one."""
+    """Error if student and teacher are equal in every bit at the start: their divergence is 0 and stays 0."""
     distill, policy = config.distill, config.policy
     if not is_own_model(config) or policy.quant_cfg is not None:
         return []

@@ -1,5 +1,7 @@
-"""The configuration's YAML, its values matched to the annotated types of the fields, and those types in words. Imports
-no torch."""
+"""Read the configuration's YAML, match its values to the fields' annotated types, and spell out those types.
+
+Imports no torch.
+"""
 
 import types
 import typing
@@ -9,10 +11,10 @@ import yaml
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice in a group is an error; PyYAML takes the last one and says nothing."""
+    """YAML loader that rejects duplicate keys in a group; PyYAML silently keeps the last one."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """A group as PyYAML reads it; `yaml.YAMLError` with the line of a key that it has twice."""
+        """Read a group as PyYAML does; raise `yaml.YAMLError` with the line of a duplicate key."""
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -22,7 +24,7 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def match_type(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Whether `value` is of the annotated type, and the value as that type (int to float, "1e-4" to float)."""
+    """Whether `value` matches the annotated type, and the value converted to it (int to float, "1e-4" to float)."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True, value
@@ -47,7 +49,7 @@ def match_type(value: Any, hint: Any) -> tuple[bool, Any]:
 
 
 def literals(hint: Any) -> tuple:
-    """The values of the Literal in an annotated type; empty when it has none."""
+    """The values of the Literal in an annotated type; empty if it has none."""
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)
     return tuple(value for option in typing.get_args(hint) for value in literals(option))

@@ -1,11 +1,11 @@
-"""How rollout servers serve the format of a policy (`policy.quant_cfg`): the same numbers, by `server.weights`."""
+"""How rollout servers serve a policy's format (`policy.quant_cfg`): the same numbers, through `server.weights`."""
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 
-# Formats that vLLM's own quantization serves, and `server.weights`; others are BF16 weights that hold their numbers.
+# Formats served by vLLM's own quantization, with `server.weights`; others are BF16 weights with the same numbers.
 BY_VLLM = {"fp8": "fp8_per_channel", "fp8_block": "fp8_per_block"}
 
 
@@ -20,7 +20,7 @@ def served_format(config: Config) -> QuantFormat | None:
 
 
 def problems(config: Config) -> list[str]:
-    """Why the replicas would not sample in the numbers of `policy.quant_cfg`; also that it names no format."""
+    """Why the replicas would not sample in the numbers of `policy.quant_cfg`; includes an unknown format."""
     policy, server = config.policy, config.server
     if policy.quant_cfg is None:
         if server.quant_cfg is None:

@@ -1,7 +1,7 @@
 """The configuration of a run: one YAML, strict, checked before any weight is loaded. Imports no torch.
 
-Precedence: default < YAML < command line (`--train.learning_rate 1e-4`). An unknown key, a wrong type or choice is an
-error that names the key, where it stands and the nearest valid key. Checks of several keys are in `checks.py`.
+Precedence: default < YAML < command line (`--train.learning_rate 1e-4`). An unknown key or a wrong type or choice is
+an error that names the key, its source and the nearest valid key. Checks across keys are in `checks.py`.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput, did_you_mean
 from kit.core.format_names import read_quant_format
 
-FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; what a misspelled argument may have meant
-# Keys that have a successor, and how each value is written there.
+FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; suggested for a misspelled argument
+# Keys that were replaced, and how to write each value now.
 REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
 
 
@@ -128,7 +128,7 @@ def _all_keys(kind: type = Config, prefix: str = "") -> list[str]:
 
 
 def _nearest(key: str, group: list[str]) -> str:
-    """The valid key meant by a misspelled one: in its own group first, then the same leaf name in any group."""
+    """Suggest the valid key for a misspelled one: in its own group first, then the same leaf name in any group."""
     prefix, _, leaf = key.rpartition(".")
     if hint := did_you_mean(leaf, group, f"{prefix}." if prefix else ""):
         return hint
@@ -185,7 +185,7 @@ def _split_overrides(arguments: list[str], flags: tuple[str, ...]) -> list[tuple
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             value = text
-        # Where text is expected, what was typed is the text: a name like 007, a prompt with a colon in it.
+        # If text is expected, take the argument literally: a name like 007, a prompt with a colon in it.
         kind = _leaf_type(key)
         pairs.append((key, text if kind is str or (kind == (str | None) and value is not None) else value))
     return pairs
@@ -199,8 +199,10 @@ def _leaf_type(key: str) -> Any:
 
 
 def judge_in_own_format(config: Config, given: dict) -> None:
-    """Make the run's own format that of its gate and a column of its matrix, unless `given`, its eval group, says
-    another; `BadInput` when there is no such format."""
+    """Make the run's own format its gate's and a column of its matrix, unless its eval group `given` overrides it.
+
+    Raises `BadInput` if there is no such format.
+    """
     gated = "format" in (given.get("gate") or {})
     if gated and "formats" in given:
         return

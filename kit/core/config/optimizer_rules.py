@@ -1,7 +1,7 @@
-"""What `train.optimizer` can be, and what it cannot be together with: those that update weights in the backward pass.
+"""Valid values of `train.optimizer`, and settings that conflict with optimizers that step in the backward pass.
 
-transformers 5.17: LOMO's step is its backward pass, and the layerwise ones step in a hook of every weight, as soon as
-its gradient is there. Imports no torch.
+transformers 5.17: LOMO's step is its backward pass, and the layerwise optimizers step in a hook on every weight, as
+soon as its gradient is ready. Imports no torch.
 """
 
 from kit.core.config.choices import OPTIMIZERS
@@ -13,8 +13,7 @@ LAYERWISE = "_layerwise"
 
 
 def problems(config: Config) -> list[str]:
-    """That there is no such optimizer, or why a step of it would be several: a step's rows go through more than one
-    backward pass."""
+    """Errors for an unknown optimizer, and for one that steps in every backward pass when a step has several."""
     train = config.train
     if train.optimizer not in OPTIMIZERS:
         hint = did_you_mean(train.optimizer, OPTIMIZERS) or f" Use one of {', '.join(OPTIMIZERS)}."

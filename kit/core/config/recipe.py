@@ -9,14 +9,14 @@ PLAIN, QUANTIZED, DISTILLATION = "recipes/grpo_qlora.py", "recipes/grpo_qat.py",
 
 
 def recipe_of(config: Config) -> str:
-    """The recipe's file, from the root of the repository."""
+    """The recipe's file, relative to the root of the repository."""
     if config.distill.is_given:
         return DISTILLATION
     return PLAIN if config.policy.quant_cfg is None else QUANTIZED
 
 
 def check_recipe(config: Config, recipe: str) -> None:
-    """`BadInput` when `recipe` is not the one that trains this configuration."""
+    """Raise `BadInput` unless `recipe` is the one that trains this configuration."""
     needed = recipe_of(config)
     if needed == recipe:
         return
@@ -34,8 +34,10 @@ def check_recipe(config: Config, recipe: str) -> None:
 
 
 def check_resumed_format(config: Config, run: RunDir) -> None:
-    """`BadInput` unless the run's newest whole checkpoint was trained for the format that `policy.quant_cfg` means,
-    whatever name it was started with; also when there is no whole checkpoint."""
+    """Raise `BadInput` unless the newest whole checkpoint was trained for the format that `policy.quant_cfg` means.
+
+    The name that the run was started with does not matter. Also raised if there is no whole checkpoint.
+    """
     trained = read_manifest(run.newest_checkpoint()).get("quant_cfg")
     given = config.policy.quant_cfg
     wanted = None if given is None else read_quant_format(given).name

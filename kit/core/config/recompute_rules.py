@@ -4,8 +4,7 @@ from kit.core.config.schema import Config
 
 
 def problems(config: Config, splits: str | None) -> list[str]:
-    """What of `train.recompute` cannot work; `splits` is how the base is split over processes
-    (sharding_rules.announced)."""
+    """Settings of `train.recompute` that cannot work; `splits` is what `sharding_rules.announced` returns."""
     train, found = config.train, []
     if not 0 < train.recompute_fraction <= 1:
         found.append(
@@ -37,6 +36,6 @@ def problems(config: Config, splits: str | None) -> list[str]:
 
 
 def recomputed_layers(layers: int, fraction: float) -> list[int]:
-    """Which of the decoder layers are run again: the share `fraction` of them, rounded up, evenly spread."""
+    """Indices of the decoder layers to recompute: the share `fraction` of them, rounded up, evenly spread."""
     chosen = -int(-layers * fraction // 1)
     return [n for n in range(layers) if (n + 1) * chosen // layers > n * chosen // layers]

@@ -4,7 +4,7 @@ from kit.core.config.schema import Config
 
 
 def noise_problems(config: Config, sharding: str | None) -> list[str]:
-    """What of the configuration the noise does not go with. `sharding`: what splits the base over processes."""
+    """Settings that conflict with the noise. `sharding` is what splits the base over processes."""
     policy, found = config.policy, []
     start, end, stages = policy.quant_noise_start, policy.quant_noise_end, policy.quant_noise_stages
     if not start and not end:
@@ -30,7 +30,7 @@ def noise_problems(config: Config, sharding: str | None) -> list[str]:
 
 
 def overlap_problems(config: Config) -> list[str]:
-    """Why this configuration cannot generate ahead; nothing without `rollout.overlap`."""
+    """Settings that conflict with `rollout.overlap`; empty if it is off."""
     rollout, found = config.rollout, []
     if not rollout.overlap:
         return found

@@ -11,13 +11,15 @@ from kit.core.config.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS, T
 from kit.core.errors import BadInput
 
 TRAIN = "train"  # policy.quant_calib_data: the run's own training prompts
-# The formats of a checkpoint, in the order in which they are made; merge/README.md says what each stores.
+# Checkpoint formats, in the order in which they are made; merge/README.md says what each stores.
 FORMATS = ("bf16", "fp8", "fp8_block", "fp8_static", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
 
 def _option(default: Any = MISSING, help: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with its help string; without a default the YAML or the command line must give it. `choices`
-    are the values that a later check takes; those of a Literal are its own."""
+    """A dataclass field with its help string; without a default the YAML or the command line must set it.
+
+    `choices` are the values that a later check accepts; a Literal has its own.
+    """
     metadata = {"help": help, "choices": choices}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -48,7 +50,7 @@ class ModelConfig:
         return self.path or self.id
 
     def check_path(self) -> None:
-        """`BadInput` when `path` is no directory here: transformers would ask the hub for a model of that name."""
+        """Raise `BadInput` if `path` is not a local directory: transformers would look for it on the hub."""
         if self.path is not None and not Path(self.path).is_dir():
             seen = f"model.path {self.path} is no directory (seen from {Path.cwd()})."
             raise BadInput(f"{seen} Name one that holds a model, or leave it out to take {self.id} from the hub.")
@@ -57,7 +59,7 @@ class ModelConfig:
 @dataclass(kw_only=True)
 class PolicyConfig:
     quantization: Literal["nf4", "fp8", "none"] = _option("nf4", "storage of the frozen base; none: model.dtype")
-    double_quantization: bool = _option(True, "quantize nf4's block scales too: 4.13 instead of 4.5 bits a weight")
+    double_quantization: bool = _option(True, "quantize nf4's block scales too: 4.13 instead of 4.5 bits per weight")
     lora_rank: int = _option(16, "rank of the adapter")
     lora_alpha: int = _option(32, "the adapter's update is scaled by alpha / rank")
     lora_dropout: float = _option(
@@ -70,12 +72,12 @@ class PolicyConfig:
     )
     compute: Literal["plain", "fused", "fp8"] = _option(
         "plain",
-        "products with the frozen base: plain is peft's path; fused is one function for base and adapter; fp8 is that "
-        "with the base's products in FP8, as the server quantizes them",
+        "matmuls with the frozen base: plain is peft's path; fused is one function for base and adapter; fp8 is fused "
+        "with the base's matmuls in FP8, quantized as on the server",
     )
     kernels: Literal["torch", "liger"] = _option("torch", "norms, rotary embedding and SwiGLU; liger needs a GPU")
     embeddings: Literal["gpu", "host"] = _option(
-        "gpu", "where the input embedding lies; host looks its rows up in host memory (untied models)"
+        "gpu", "where the input embedding is stored; host looks its rows up in host memory (untied models)"
     )
     reference: str = _option(
         "adapter_off", "KL reference; adapter_off is the same model without the adapter; none with beta 0", REFERENCES
@@ -83,7 +85,7 @@ class PolicyConfig:
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
     quant_cfg: str | None = _option(
         None,
-        "format to train for; also a name of nvidia-modelopt, or a YAML file in its form; null: none",
+        "format to train for; also an nvidia-modelopt name, or a YAML file in its form; null: none",
         TRAINED_FORMATS,
     )
     quant_calib_data: str = _option("train", "prompts that calibrate activation ranges: train, or a local jsonl file")
@@ -92,7 +94,7 @@ class PolicyConfig:
     quant_sequence_length: int = _option(512, "tokens of a prompt that the calibration uses")
     quant_noise_start: float = _option(0.0, "noise on the sampler's RMSNorm scales at the start; 0 = off")
     quant_noise_end: float = _option(0.0, "noise on the sampler's RMSNorm scales at the end")
-    quant_noise_stages: int = _option(10, "stages in which the noise goes from start to end")
+    quant_noise_stages: int = _option(10, "number of stages from the start noise to the end noise")
 
 
 @dataclass(kw_only=True)
@@ -102,10 +104,10 @@ class RolloutConfig:
     max_prompt_length: int = _option(
         512, "longest prompt in tokens, with chat template; longer: dropped, up to data.max_bad_fraction"
     )
-    max_completion_length: int = _option(256, "longest completion in tokens; cut ones count as truncated")
+    max_completion_length: int = _option(256, "longest completion in tokens; longer ones count as truncated")
     keep_weights: Literal["auto", "always", "never"] = _option(
         "auto",
-        "in process: make each weight once a rollout instead of for every token; auto, where the weights take at most "
+        "in process: make each weight once per rollout instead of for every token; auto: if the weights take at most "
         "half of the free memory",
     )
     overlap: bool = _option(False, "generate the next batch during the update: one step off-policy, corrected")
@@ -124,10 +126,10 @@ class RolloutConfig:
         "path", "how an adapter reaches the replicas: path on a file system they share, or in the HTTP body"
     )
     request_timeout_s: float = _option(600.0, "longest wait for one generation request")
-    retries: int = _option(1, "further attempts, on the next replica, at a generation request that failed")
-    max_in_flight: int = _option(256, "prompts under way at once, over all replicas")
+    retries: int = _option(1, "retries of a failed generation request, on the next replica")
+    max_in_flight: int = _option(256, "prompts in flight at once, over all replicas")
     canary_prompts: int = _option(4, "training prompts that trainer and replicas score after each sync; 0 = no check")
-    max_canary_delta: float = _option(0.25, "stop when the mean |Δlogp| on the canary, nats a token, exceeds this")
+    max_canary_delta: float = _option(0.25, "stop when the mean |Δlogp| on the canary, nats per token, exceeds this")
     max_sampler_k3: float = _option(
         0.1, "stop when KL(sampler || policy) per token, nats, exceeds this; with overlap it includes the lag"
     )
@@ -140,18 +142,18 @@ class ServerConfig:
         None, "directory of the dequantized base (python -m merge base); default models/bases/<name>"
     )
     weights: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "bf16"] = _option(
-        "fp8_per_channel", "what vLLM stores the dequantized base as"
+        "fp8_per_channel", "format in which vLLM stores the dequantized base"
     )
     quant_cfg: str | None = _option(
-        None, "format that the replicas compute in; default policy.quant_cfg, and no other", TRAINED_FORMATS
+        None, "format that the replicas compute in; default policy.quant_cfg, the only one allowed", TRAINED_FORMATS
     )
     kv_cache: Literal["auto", "fp8"] = _option("auto", "type of the KV cache; auto is the model's own")
     tensor_parallel: int = _option(1, "GPUs per replica")
     gpus: list[int] | None = _option(None, "GPUs of the replicas, tensor_parallel each; default what CUDA shows")
     gpu_memory_utilization: float = _option(0.9, "share of the card that a replica may take, weights and KV cache")
     kv_cache_gib: float | None = _option(None, "GiB of KV cache instead of what the share leaves")
-    nf4_copy: Literal["gpu", "host"] = _option("gpu", "where remerge keeps its NF4 copy (0.56 bytes a weight)")
-    sleep: bool = _option(False, "weights to host memory and no KV cache during the update: for a shared card")
+    nf4_copy: Literal["gpu", "host"] = _option("gpu", "where remerge keeps its NF4 copy (0.56 bytes per weight)")
+    sleep: bool = _option(False, "during the update, weights in host memory and no KV cache: for a shared card")
     max_num_seqs: int = _option(256, "completions that a replica generates at once")
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
@@ -177,7 +179,7 @@ class DataConfig:
         None, "local jsonl/json/parquet file, folder of <split>.jsonl, or of save_to_disk; overrides id"
     )
     train_split: str = _option("train", "split to train on")
-    eval_split: str = _option("test", "split that is held out")
+    eval_split: str = _option("test", "held-out split")
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
     question_column: str = _option("question", "column of the problem text; Body+Question joins two")
     answer_column: str = _option("answer", "column of the reference answer")
@@ -231,11 +233,11 @@ class TrainConfig:
     max_gpu_gib: float | None = _option(None, "GPU memory that a trainer process may take; default the whole card")
     recompute: Literal["full", "selective", "none", "auto"] = _option(
         "full",
-        "what the backward pass computes again: full, decoder layers; selective, all but products and attention; "
-        "none; auto, the least for which the plan's high memory figure fits the card",
+        "what the backward pass recomputes: full, decoder layers; selective, all but matmuls and attention; none; "
+        "auto, the least for which the plan's high memory figure fits the card",
     )
     recompute_fraction: float = _option(1.0, "share of the decoder layers that recompute applies to, evenly spread")
-    recompute_offload: bool = _option(False, "with recompute: the layers' inputs wait in pinned host memory")
+    recompute_offload: bool = _option(False, "with recompute: keep the layers' inputs in pinned host memory")
     save_steps: int = _option(50, "steps between checkpoints and published adapters")
     keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept")
     trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")
@@ -245,7 +247,7 @@ class TrainConfig:
 class DistillConfig:
     teacher: str | None = _option(
         None,
-        "base: the student's own model without quantizers and adapter; or another model by id or path, stored as "
+        "base: the student's own model without quantizers or adapter; or another model by id or path, stored as "
         "policy.quantization says; null with teacher_adapter null: no distillation",
     )
     teacher_revision: str | None = _option(None, "hub revision of another model as teacher")
@@ -258,7 +260,7 @@ class DistillConfig:
     js_beta: float = _option(
         0.5, "with js: share of the teacher in the mixture that both are compared with, between 0 and 1"
     )
-    temperature: float = _option(1.0, "both distributions are softened by it before they are compared")
+    temperature: float = _option(1.0, "softens both distributions before they are compared")
     chunk_tokens: int = _option(
         1024, "tokens whose logits exist at a time, 256 KiB each (32,768 words of both models)"
     )
@@ -273,8 +275,8 @@ class DistillConfig:
 class WatchConfig:
     completions_every: int = _option(10, "steps between samples of completions; 0 = never")
     completions_per_step: int = _option(64, "completions written per sampled step")
-    eval_every: int = _option(0, "steps between measurements of the held-out accuracy while training; 0 = never")
-    eval_problems: int = _option(64, "held-out problems of such a measurement, one completion each")
+    eval_every: int = _option(0, "steps between measurements of held-out accuracy during training; 0 = never")
+    eval_problems: int = _option(64, "held-out problems per measurement, one completion each")
     report_to: list[str] = _option([], "trackers that get each step's metrics and completions", TRACKERS)
 
 
@@ -283,17 +285,17 @@ class GateConfig:
     format: Literal[FORMATS] = _option(
         "fp8", "the format that would be deployed; with policy.quant_cfg by default its own"
     )
-    min_gain: float = _option(0.0, "least accuracy gain over the base, at the lower end of its interval")
-    max_quantization_loss: float = _option(0.05, "most accuracy that the format may lose against bf16")
-    min_parse_rate: float = _option(0.9, "least share of completions with an answer that can be read")
-    max_prompt_leak: float = _option(0.01, "most share of completions that repeat the prompt")
-    min_end_of_turn_rate: float = _option(0.9, "least share of completions that end by the stop token")
-    max_token_hit_rate: float = _option(0.1, "most share of completions that are cut at the token limit")
-    min_problems: int | None = _option(None, "least held-out problems behind the verdict; null sets no limit")
-    max_policy_kl: float = _option(0.05, "most KL(policy || artifact) per token, nats")
+    min_gain: float = _option(0.0, "minimum accuracy gain over the base, at the lower end of its interval")
+    max_quantization_loss: float = _option(0.05, "maximum accuracy that the format may lose against bf16")
+    min_parse_rate: float = _option(0.9, "minimum share of completions with a parseable answer")
+    max_prompt_leak: float = _option(0.01, "maximum share of completions that repeat the prompt")
+    min_end_of_turn_rate: float = _option(0.9, "minimum share of completions that end with the stop token")
+    max_token_hit_rate: float = _option(0.1, "maximum share of completions truncated at the token limit")
+    min_problems: int | None = _option(None, "minimum held-out problems behind the verdict; null sets no limit")
+    max_policy_kl: float = _option(0.05, "maximum KL(policy || artifact) per token, nats")
 
     def problems(self) -> list[str]:
-        """What is wrong with the limits, such as 5 for 5 points: a share outside 0..1 lets everything pass."""
+        """Errors in the limits, such as 5 for 5 points: a share outside 0..1 lets everything pass."""
         names = ("max_quantization_loss", "min_parse_rate", "max_prompt_leak", "min_end_of_turn_rate")
         found = [
             f"eval.gate.{name} ({value:g}) must be a fraction in 0..1; 5 points are 0.05."
@@ -329,7 +331,7 @@ class EvalConfig:
     reward: str | None = _option(
         None, "score by this reward, also module:function; default what data.answer_format says", REWARDS
     )
-    reward_threshold: float = _option(1.0, "with eval.reward, a completion of at least this reward counts as right")
+    reward_threshold: float = _option(1.0, "with eval.reward, the least reward of a correct completion")
     gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "thresholds for promotion"})
 
 

@@ -1,5 +1,6 @@
-"""How the base will be split over the trainer's processes, as `accelerate launch` announces it, and which
-of those ways do not train. Imports no torch.
+"""How `accelerate launch` will split the base over the trainer's processes, and which splits cannot train.
+
+Imports no torch.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 from kit.core.config.schema import Config
 
 FSDP2, ZERO3 = "FSDP2", "ZeRO-3"
-# What `accelerate launch` announces of FSDP: the value that works, accelerate's default, and why no other does.
+# FSDP settings of `accelerate launch`: the value that works, accelerate's default, and why no other works.
 FSDP_SETTINGS = {
     "FSDP_VERSION": (
         "2",
@@ -32,20 +33,20 @@ FSDP_SETTINGS = {
         "it renames the base's tensors, and train.recompute does the same",
     ),
 }
-# The optimizers that step a part of a tensor as they step the whole.
+# Optimizers that step a part of a tensor just as they step the whole.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 CONFIGS = "accelerate_configs/fsdp2.yaml"
 
 
 def announced() -> str | None:
-    """How the base will be split, as `accelerate launch` announces it; None: it is whole in every process."""
+    """How `accelerate launch` will split the base; None if every process holds all of it."""
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         return FSDP2
     return ZERO3 if _zero_optimization().get("stage") == 3 else None
 
 
 def problems(config: Config) -> list[str]:
-    """What of the announced settings would not train, each with its reason."""
+    """Announced settings that would not train, each with its reason."""
     kind, found = announced(), []
     if kind == FSDP2:
         for variable, (works, default, why) in FSDP_SETTINGS.items():
@@ -70,7 +71,7 @@ def problems(config: Config) -> list[str]:
 
 
 def _zero_optimization() -> dict[str, Any]:
-    """`zero_optimization` as `accelerate launch` announces it: by a DeepSpeed file, or in its own variables."""
+    """`zero_optimization` as `accelerate launch` passes it on: in a DeepSpeed file, or in its own variables."""
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
     found: dict[str, Any] = {"stage": int(stage) if stage.isdigit() else stage}
     for name in ("offload_param", "offload_optimizer"):
@@ -79,12 +80,12 @@ def _zero_optimization() -> dict[str, Any]:
         facts = json.loads(Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")).read_text())
         given = facts["zero_optimization"]
         return found | {key: value for key, value in given.items() if not (key == "stage" and value == "auto")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # DeepSpeed says what is wrong with it
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # DeepSpeed reports what is wrong with it
         return found
 
 
 def offloading_problems(settings: dict[str, Any]) -> list[str]:
-    """Why ZeRO-3 with these settings was not tested; empty when nothing goes to host memory."""
+    """Why ZeRO-3 with these settings is untested; empty if nothing is offloaded to host memory."""
     found = []
     for name in ("offload_param", "offload_optimizer"):
         device = (settings.get(name) or {}).get("device", "none")
@@ -97,7 +98,7 @@ def offloading_problems(settings: dict[str, Any]) -> list[str]:
 
 
 def refused(name: str) -> str:
-    """Why the base cannot be split in this way."""
+    """Error text for a way of splitting the base that is refused."""
     return (
         f"{name} splits the base over the processes in a way that was not tested with 4-bit weights. Use accelerate "
         f"launch with accelerate_configs/ddp.yaml, or split it with {CONFIGS} or zero3.yaml."

@@ -1,4 +1,4 @@
-"""A GPU that a trainer process and rollout servers share: who is on it, and whether both fit."""
+"""A GPU shared by a trainer process and rollout servers: who uses it, and whether both fit."""
 
 import os
 import socket
@@ -8,9 +8,9 @@ from kit.core.config.schema import Config
 
 
 def replicas_beside_trainer(config: Config) -> int:
-    """The most replicas that share one GPU with a trainer process of this machine, as far as the configuration tells.
+    """Largest number of replicas that share one GPU with a trainer process on this machine, by the configuration.
 
-    Without server.gpus the replicas take the GPUs that CUDA shows, in order, and so do the trainer processes.
+    Without server.gpus the replicas take the visible GPUs in order, and so do the trainer processes.
     """
     if config.rollout.backend != "server":
         return 0
@@ -32,7 +32,7 @@ def _is_this_machine(url: str) -> bool:
 
 
 def describe_split(config: Config) -> str | None:
-    """How trainer and replicas share a GPU, in one line; None when they do not."""
+    """One line on how trainer and replicas share a GPU; None if they do not."""
     replicas, server = replicas_beside_trainer(config), config.server
     if not replicas:
         return None
@@ -47,11 +47,11 @@ def describe_split(config: Config) -> str | None:
 
 
 def split_problem(config: Config, card_gib: float, replica_gib: float | None = None) -> str | None:
-    """What the trainer's limit and the replicas' part of a shared GPU are too much for; None when they fit.
+    """Error if the trainer's limit and the replicas' part exceed a shared GPU; None if they fit.
 
-    `replica_gib` is what the plan says that a replica with `server.kv_cache_gib` takes; None where it does not know
-    the model: then the KV cache alone is counted. A replica that sleeps is not counted: its part and the trainer's
-    largest are not taken at the same time.
+    `replica_gib` is the plan's figure for a replica with `server.kv_cache_gib`; None if the plan does not know the
+    model, and then only the KV cache is counted. A sleeping replica is not counted: its part and the trainer's peak
+    are not held at the same time.
     """
     limit, server, replicas = config.train.max_gpu_gib, config.server, replicas_beside_trainer(config)
     if limit is None or not replicas or server.sleep:

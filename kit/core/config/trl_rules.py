@@ -1,9 +1,9 @@
-"""Fields of trl's GRPOConfig that `train.trl` does not pass on: the kit does their work itself, does not do it, or
-could not hold what it promises of a run.
+"""Fields of TRL's GRPOConfig that `train.trl` rejects.
 
-Some of these would end the run after its base is recorded, so that its directory could be neither resumed nor started
-anew; others would change the policy behind the kit's back or upload a checkpoint that is not whole. Fields that the
-kit sets are refused where it sets them (`trainer.trainer_arguments`). Imports no torch.
+The kit does their work itself, does not support them, or could not keep its promises about a run with them. Some of
+these would end the run after its base is recorded, so that its directory could be neither resumed nor started anew;
+others would change the policy behind the kit's back or upload an incomplete checkpoint. Fields that the kit sets are
+refused where it sets them (`trainer.trainer_arguments`). Imports no torch.
 """
 
 from typing import Any
@@ -23,36 +23,36 @@ INSTEAD = {
     "push_to_hub": "python -m merge --push_to_hub uploads merged checkpoints",
     "sync_ref_model": "the reference is the base itself, the policy with its adapter off, which stays as it is",
     "torch_compile": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
-    # Either of these switches torch_compile on.
+    # Either of these turns on torch_compile.
     "torch_compile_backend": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
     "torch_compile_mode": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
     "use_transformers_continuous_batching": "it casts the adapter's masters. rollout.backend server samples fast",
     "use_transformers_paged": "it casts the adapter's masters. rollout.backend server samples fast",
     "use_liger_kernel": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
 }
-# Those that take generation out of step with the optimizer, or leave state out of the checkpoints.
+# Fields that put generation out of step with the optimizer, or leave state out of the checkpoints.
 INEXACT_ON_RESUME = ("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip")
 INEXACT_ON_RESUME += ("save_only_model",)
-# Those that split the base over processes.
+# Fields that split the base over processes.
 SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
-# Those that change what is sampled, and their values that do not; a server is not told of them.
+# Fields that change what is sampled, with the values that do not; they are not sent to a server.
 SAMPLER_FIELDS = {"min_p": (None, 0), "repetition_penalty": (None, 1), "generation_kwargs": (None, {})}
-# Those about how the trainer's own process generates.
+# Fields for generation in the trainer's own process.
 OWN_GENERATION_FIELDS = ("cache_implementation", "transformers_continuous_batching_config")
-# The one field of trl's vLLM client that the kit's loss reads and has no key for.
+# The one field of TRL's vLLM client that the kit's loss reads without a key of its own.
 FLOOR_FIELD = "vllm_importance_sampling_clip_min"
-# Terms of the loss that are of a whole batch, and their values that are none: no sum over micro-batches gives them.
+# Loss terms over a whole batch, with the values that disable them: no sum over micro-batches yields them.
 WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
 
 
 def problems(config: Config) -> list[str]:
-    """A sentence for each field of `train.trl` that would be ignored, or would do what the kit must not."""
+    """One sentence for each field of `train.trl` that would be ignored, or would do what the kit must not."""
     found = [_problem(config, key, value) for key, value in config.train.trl.items()]
     return [f"train.trl.{problem}" for problem in found if problem]
 
 
 def _problem(config: Config, key: str, value: Any) -> str:
-    """What is wrong with a field, from its name on; empty when nothing is."""
+    """Error text starting with the field's name; empty if valid."""
     rollout = config.rollout
     is_server = rollout.backend == "server"
     is_off = value is None or value is False or value == "no"
