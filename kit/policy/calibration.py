@@ -10,8 +10,8 @@ from kit.core.errors import CheckFailed
 
 
 def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield batches of `size` prompts of similar lengths as (token ids (B, L) padded on the right, mask of the real
-    ones (B, L))."""
+    """Yield batches of `size` prompts of similar lengths as (token ids (B, L) padded on the right, mask of real tokens
+    (B, L))."""
     import torch
 
     prompts = sorted((ids for ids in prompts if ids), key=len)
@@ -45,9 +45,9 @@ def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> st
 def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     """Measure the input ranges of formats with static activations and return the state; empty for other formats.
 
-    A range is the largest |input| of a layer over batches of (token ids (B, L), mask of the real ones (B, L)), padded
-    on the right, of the current model with its quantizers off. `CheckFailed` if a layer gets no input or one that is
-    not finite.
+    A range is the largest |input| of a layer of the current model, with its quantizers off, over batches of (token ids
+    (B, L), mask of real tokens (B, L)), padded on the right. `CheckFailed` if a layer gets no input or one that is not
+    finite.
     """
     import torch
 

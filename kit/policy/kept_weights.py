@@ -101,7 +101,7 @@ def keeping_weights(
     try:
         for layer in layers:
             layer.kept = {}
-            if type(layer) is bnb.nn.Linear4bit:  # fused_linear.py's own classes look at `kept` themselves
+            if type(layer) is bnb.nn.Linear4bit:  # fused_linear.py's own classes check `kept` themselves
                 layer.forward = functools.partial(_forward, layer)
         yield room
     finally:

@@ -220,7 +220,7 @@ def publish_adapter(
     base_hash: str,
     gathered: "dict[str, torch.Tensor] | None" = None,
 ) -> Path:
-    """Write the adapter and its manifest to `directory` atomically; return the directory.
+    """Write the adapter and its manifest to `directory`, all or nothing; return the directory.
 
     `gathered` are its tensors if the model holds only parts of them (`sharding.gather_adapter`). The state of
     quantized layers is written with it.

@@ -62,7 +62,7 @@ class AdapterFile:
         self._host: torch.Tensor | None = None
 
     def write(self, directory: Path, version: int) -> Path:
-        """Write the current adapter to `directory` atomically; return the directory."""
+        """Write the current adapter to `directory`, all or nothing; return the directory."""
         partial = directory.parent / f".partial-{directory.name}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -17,7 +17,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def pass_full_disk(error: Exception) -> None:
-    """Re-raise `error` if a download failed on a full disk, which is no fault of the input."""
+    """Re-raise `error` if a download failed on a full disk, which is not the input's fault."""
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         raise error
 

@@ -191,8 +191,7 @@ def plain_name(name: str) -> str:
 
 
 def hash_base(model: torch.nn.Module) -> dict:
-    """Return the content of `base.json` for a model that `load_frozen` loaded: one hash per base tensor and one over
-    all.
+    """Return the content of `base.json` for a model from `load_frozen`: one hash per base tensor and one over all.
 
     The result is the same for the model alone and wrapped by peft, before and after training; LoRA tensors are left
     out and tied weights counted once. A quantized tensor's hash covers what is stored: NF4's packed bytes and the

@@ -27,7 +27,7 @@ class Rounding:
     """Estimated rounding error of one kind of weight: the file holds only the size of the quantization step."""
 
     kind: str  # attn_q, token_embd, …
-    type: str  # GGUF's name of the storage
+    type: str  # GGUF's name of the storage type
     tensors: int
     weights: int
     bits: float  # per weight, scales included

@@ -50,7 +50,7 @@ def dequantize_command(path: str | Path, revision: str | None = None) -> str:
     is_local = Path(path).is_dir()
     words = ["python", "-m", "merge", "dequantize", "--model.path" if is_local else "--model.id", str(path)]
     words += ["--model.revision", revision] if revision and not is_local else []
-    # A local model may be given as `.` or `..`, which are no usable names.
+    # A local model may be given as `.` or `..`, which have no usable name.
     name = Path(path).resolve().name if is_local else Path(path).name
     return shlex.join([*words, "--out", f"models/{name}-bf16"])
 
@@ -74,7 +74,7 @@ def _output_of(model: torch.nn.Module) -> list[str]:
 def select_shards(
     directory: Path, wanted: set[str], config: Any, complaint: str, listed: dict[str, list[str]] | None = None
 ) -> dict[str, list[str]]:
-    """Return {shard file: its tensors among `wanted`} of a checkpoint, or of the files given as `listed`.
+    """Return {shard file: its tensors among `wanted`} of a checkpoint, or of what is made of its files (`listed`).
 
     `BadInput`, starting with `complaint`, if a wanted tensor is missing or the checkpoint has any other. A tied
     checkpoint may store the output embedding twice; the model has it once. Tensors that transformers ignores on load

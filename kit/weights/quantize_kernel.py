@@ -314,8 +314,8 @@ def quantize(
     is_rounded: bool = True,
     is_codes: bool = False,
 ) -> torch.Tensor:
-    """Return base + scaling · b · a (out, in), rounded to BF16 if `is_rounded`, then fake-quantized to `fmt` (None: as
-    it is), in the base's dtype; its FP8 codes (fmt fp8) if `is_codes`.
+    """Return base + scaling · b · a (out, in), rounded to BF16 if `is_rounded` and fake-quantized to `fmt` (None: not
+    quantized), in the base's dtype; its FP8 codes (fmt fp8) if `is_codes`.
 
     a (r, in) and b (out, r) are float32 or 16 bits, both None without an adapter; `peak` comes from
     `quantize.weight_peak`. NF4 requires blocks of 64 and `in` a multiple of 64; both sizes must be multiples of the

@@ -15,7 +15,7 @@ from kit.core.errors import BadInput
 from kit.core.run_directory import read_json
 from kit.weights.checkpoint import checkpoint_shards
 
-SWEEPS = 4  # of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
+SWEEPS = 4  # iterations of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
 
 
 class StoredWeights:

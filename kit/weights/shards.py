@@ -34,7 +34,7 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-ALIGNMENT = 8  # size of the widest type: any tensor is aligned behind a part whose size this divides
+ALIGNMENT = 8  # size of the widest type: any tensor after a part of a multiple of this size is aligned
 MOST_PARTS = 8  # most parts that a format stores per tensor; NF4 stores six
 ENTRY_BYTES = 200  # header bytes per part, besides its module's name
 

@@ -13,7 +13,7 @@ from kit.weights.fp8 import LEAST_SCALE, Fp8Linear, row_scales, to_e4m3
 # Gradients are smaller than any activation: with vLLM's floor most of them would become zero. Above this floor,
 # dividing by the scale is exact in float32.
 LEAST_GRADIENT_SCALE = 2.0**-80
-MULTIPLE = 16  # torch._scaled_mm accepts no other sizes
+MULTIPLE = 16  # torch._scaled_mm only accepts sizes that are multiples of this
 
 
 def quantize_rows(

@@ -17,7 +17,7 @@ DTYPES = ("BF16", "F16", "F32")
 
 
 class Refused(Exception):
-    """An adapter that this server cannot serve as the trainer computes it; the message is the reason and the fix."""
+    """Adapter that this server cannot serve as the trainer computes it; the message is the reason and the fix."""
 
 
 @dataclass(frozen=True)

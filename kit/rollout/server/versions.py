@@ -25,7 +25,7 @@ from kit.rollout.server.quantized_fold import QUANT_CFG
 
 REMERGE = "kit.rollout.server.remerge.Remerge"
 QUANTIZED_INPUTS = (
-    "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs"  # remerge too, for formats with static activations
+    "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs"  # also remerge, for formats with static activations
 )
 NF4_COPY = "GRPO_KIT_NF4_COPY"  # environment variable of the server: one of COPIES
 COPIES = ("gpu", "host")
