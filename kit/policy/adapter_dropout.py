@@ -1,9 +1,9 @@
-"""The adapter's dropout (`policy.lora_dropout`): on in the forward and backward pass of the loss and nowhere else.
+"""The adapter's dropout (`policy.lora_dropout`): active in the forward and backward pass of the loss and nowhere else.
 
 Completions are sampled, held-out problems are answered and reference log-probs are computed without it: the policy is
 the model without dropout. Old log-probs come from the loss's own first forward, so the importance ratio of a batch's
 first update is exactly 1. A further update with the same batch (`train.num_iterations`) drops the same entries again,
-so its ratio is what the update before changed, and not another draw of the mask.
+so its ratio reflects the previous update, not another draw of the mask.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-SEED = "dropout_seed"  # stands in a batch beside TRL's own entries
+SEED = "dropout_seed"  # key in a batch, next to TRL's own entries
 
 
 def adapter_dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:
@@ -26,7 +26,7 @@ def adapter_dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:
 
 @contextlib.contextmanager
 def turned_off(dropouts: list[torch.nn.Dropout]) -> Iterator[None]:
-    """Let these layers drop nothing for the length of the block, in training mode too."""
+    """Disable these dropout layers within the block, in training mode too."""
     rates = [layer.p for layer in dropouts]
     try:
         for layer in dropouts:
@@ -38,7 +38,7 @@ def turned_off(dropouts: list[torch.nn.Dropout]) -> Iterator[None]:
 
 
 def seed_of(batch: dict[str, Any]) -> int:
-    """The seed of the batch's dropout masks, drawn from torch's generator at the first call."""
+    """Seed of the batch's dropout masks, drawn from torch's generator on the first call."""
     if SEED not in batch:
         batch[SEED] = int(torch.randint(2**31, ()))
     return batch[SEED]
@@ -46,7 +46,7 @@ def seed_of(batch: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch for the block and restore the state of its generators. A checkpointed layer that runs again in the
+    """Seed torch within the block and restore its generators on exit. A checkpointed layer that is recomputed in the
     backward pass restores the state of its first run by itself."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

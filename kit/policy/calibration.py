@@ -1,4 +1,5 @@
-"""Input ranges of formats with static activations: measured over kit/data/calibration_prompts.py, or taken over."""
+"""Set the input ranges of formats with static activations: calibrate over kit/data/calibration_prompts.py, or restore
+those of `policy.init_adapter`."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from kit.core.errors import CheckFailed
 
 
 def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[Any, Any]]:
-    """`size` prompts at a time, of similar lengths, as (token ids (B, L) padded on the right, which of them are real
+    """Yield batches of `size` prompts of similar lengths as (token ids (B, L) padded on the right, mask of real tokens
     (B, L))."""
     import torch
 
@@ -23,8 +24,8 @@ def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[
 
 
 def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> str:
-    """Calibrate a policy as it starts over `prompts` (token ids), or take over the ranges of `policy.init_adapter`
-    where that was trained for a format; what was done, in one line."""
+    """Calibrate the initial policy over `prompts` (token ids), or restore the ranges of `policy.init_adapter` if it
+    was trained for a format; return a one-line summary."""
     from kit.core.run_directory import read_manifest
     from kit.policy.quantized_linear import restore_quantizers
 
@@ -42,11 +43,11 @@ def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> st
 
 
 def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    """Find the input ranges of formats with static activations and return the state; nothing for other formats.
+    """Measure the input ranges of formats with static activations and return the state; empty for other formats.
 
-    The largest |input| of every layer over batches of (token ids (B, L), which of them are real (B, L)), padded on the
-    right, by the model as it is now with its quantizers off. `CheckFailed` when a layer gets no input or one that is
-    not finite.
+    A range is the largest |input| of a layer of the current model, with its quantizers off, over batches of (token ids
+    (B, L), mask of real tokens (B, L)), padded on the right. `CheckFailed` if a layer gets no input or one that is not
+    finite.
     """
     import torch
 
@@ -92,7 +93,7 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
             "needs none: fp8, nvfp4a16, w4a16."
         )
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        everyone = torch.stack([peaks[name] for name in layers])  # the same but for another device's rounding
+        everyone = torch.stack([peaks[name] for name in layers])  # equal up to rounding on other devices
         torch.distributed.all_reduce(everyone, op=torch.distributed.ReduceOp.MAX)
         peaks = dict(zip(layers, everyone.unbind(), strict=True))
     load_quantizer_state(model, {f"{plain_name(name)}{AMAX}": peak for name, peak in peaks.items()})

@@ -1,24 +1,24 @@
 """A frozen linear layer and its adapter as one autograd function, in BF16 or with the base's products in FP8.
 
-`policy.compute: fused`. y = x Wᵀ + s (x Aᵀ) Bᵀ. W, unless unquantized, is dequantized for every product, in the
-forward pass and again in the backward pass, and let go: what stays is x, which q, k and v share, and x Aᵀ. The
-adapter's part is added into y in place; peft's path writes it, its multiple, a copy of the base's product and the sum.
+`policy.compute: fused`. y = x Wᵀ + s (x Aᵀ) Bᵀ. Unless W is unquantized, it is dequantized for every product, in the
+forward pass and again in the backward pass, and then released. Only x, which q, k and v share, and x Aᵀ are saved. The
+adapter's part is added to y in place; peft's path writes it, its multiple, a copy of the base's product and the sum.
 
-`policy.compute: fp8`. The base's products are FP8 × FP8: W as vLLM's `fp8_per_channel` makes it of the dequantized
-weight, so the bytes that a rollout server with that base multiplies with, and of a base in FP8 the bytes it is stored
-in; x per token, as the server. Backward, dX = g W = (g · s) W₈ with s the scales of W's output channels: with them in
-the gradient before it is quantized per token, the same bytes of W serve. The adapter's products, and all gradients of
-it, stay in the compute dtype.
+`policy.compute: fp8`. The base's products are FP8 × FP8. W is quantized from the dequantized weight as in vLLM's
+`fp8_per_channel`, which gives the bytes that a rollout server with that base multiplies with; an FP8 base is used in
+its stored bytes. x is quantized per token, as on the server. Backward, dX = g W = (g · s) W₈ with s the scales of W's
+output channels: they are multiplied into the gradient before it is quantized per token, so the same bytes of W serve.
+The adapter's products, and all its gradients, stay in the compute dtype.
 
-Layers with one input (q, k, v; gate, up) are one autograd function: the first one's call computes for all, the others
-take what it left. x is quantized once, and the adapters' products with x, their A's gradients and what they add to dX
-are one product each. With fp8, dX of such a group is one product too, [g₁ · s₁, g₂ · s₂, …] [W₁; W₂; …]: a token's
-gradients of all the group's layers share one FP8 scale. A layer that is called with another input, twice, or with
-other settings than those that the first call saw, computes by itself.
+Layers with the same input (q, k, v; gate, up) are one autograd function: the first layer's call computes for all, the
+others pick up their precomputed outputs. x is quantized once, and the adapters' products with x, their A's gradients
+and their contributions to dX are one product each. With fp8, dX of such a group is one product too,
+[g₁ · s₁, g₂ · s₂, …] [W₁; W₂; …]: a token's gradients of all the group's layers share one FP8 scale. A layer that is
+called with another input, twice, or with settings that differ from those the first call saw, computes by itself.
 
 Written for peft 0.21, bitsandbytes 0.50 and torch 2.11 to 2.13. On a GPU the conversions are `fp8_kernel.py`'s; the
-functions here define them. Without one, FP8 products are taken in float32 of the same FP8 numbers: exact and slow.
-Not covered: dropout and variants of LoRA, a base that is split over processes.
+functions here are their reference implementation. Without a GPU, FP8 products are computed in float32 from the same
+FP8 numbers: exact and slow. Not covered: LoRA dropout and variants, a base that is split over processes.
 """
 
 import warnings
@@ -46,17 +46,18 @@ from kit.weights.stored_weight import (
     weight_of,
 )
 
-FEW_TOKENS = 64  # up to these bitsandbytes' own kernel multiplies with the packed bytes and dequantizes nothing
-FEW_KEPT = 4  # up to these it is faster than a product with a weight that is there already: it reads a quarter
-# Layers that are called with the same tensor, in the order of the calls.
+FEW_TOKENS = 64  # up to this many, bitsandbytes' own kernel multiplies with the packed bytes, without dequantizing
+FEW_KEPT = 4  # up to this many, it is faster than a product with a kept weight: it reads a quarter of the bytes
+# Layers that are called with the same tensor, in call order.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# From so many values on, and up to that rank, a kernel of our own adds the adapter's part: cuBLAS reaches half of the
-# memory's speed there. Smaller ones cost their launch.
+# From this many values on, and up to this rank, our own kernel adds the adapter's part: cuBLAS reaches half of the
+# memory bandwidth there. For smaller outputs the launch costs more.
 LARGE, WIDEST_RANK = 1 << 24, 64
 
 
 def check_compute(compute: str, dtype: str) -> None:
-    """`BadInput` when `policy.compute` is fp8 and this machine's GPU cannot; without a GPU it is emulated."""
+    """`BadInput` if `policy.compute` is fp8 and this machine's GPU does not support it; without a GPU FP8 is
+    emulated."""
     if compute != "fp8" or not torch.cuda.is_available():
         return
     capability = torch.cuda.get_device_capability()
@@ -73,11 +74,11 @@ def check_compute(compute: str, dtype: str) -> None:
 
 
 def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
-    """Make every linear layer of `model` that the base stores (`policy.quantization`) compute as `compute` (fused or
-    fp8) says; returns how many there are.
+    """Switch every linear layer of `model` that the base stores (`policy.quantization`) to `compute` (fused or fp8);
+    return how many there are.
 
-    Layers change their class and nothing else: names, tensors, `disable_adapter`, saving and loading stay. `BadInput`
-    for an adapter that is not plain LoRA. With fp8, layers with a size that 16 does not divide are computed as fused,
+    Only the layers' class changes: names, tensors, `disable_adapter`, saving and loading stay. `BadInput` for an
+    adapter that is not plain LoRA. With fp8, layers with a size that is not a multiple of 16 are computed as fused,
     and a warning counts them.
     """
     changed, odd = 0, []
@@ -130,7 +131,7 @@ def check_plain(name: str, module: Any) -> None:
 
 
 class Product:
-    """The base of one layer, and the group of layers with the same input that it belongs to."""
+    """Products with one layer's base weight, and the group of layers with the same input that it belongs to."""
 
     def __init__(self, layer: Layer, is_fp8: bool):
         self.layer, self.is_fp8 = layer, is_fp8
@@ -139,11 +140,12 @@ class Product:
 
     @staticmethod
     def compute(*args: Any) -> tuple[torch.Tensor, ...]:
-        """The products of layers with one input, for autograd; arguments as `_Linear`."""
+        """Compute the outputs of layers with the same input, with autograd; arguments as in `_Linear`."""
         return _Linear.apply(*args)
 
     def scale(self) -> torch.Tensor:
-        """(out, 1) float32; kept, 4 bytes a channel, because finding it takes as long as using it. FP8 has its own."""
+        """FP8 scales (out, 1) float32 of the weight; cached, 4 bytes per channel, because computing them takes as long
+        as using them. An FP8 layer has its own."""
         if isinstance(self.layer, Fp8Linear):
             return self.layer.weight_scale
         device = self.layer.weight.device
@@ -153,8 +155,8 @@ class Product:
         return self._scale
 
     def forward(self, rows: torch.Tensor, quantized: tuple | None = None) -> torch.Tensor:
-        """rows · Wᵀ + bias (T, out) of rows (T, in) in the compute dtype; `quantized` is `quantize_rows(rows)`, which
-        FP8 products are taken with."""
+        """Return rows · Wᵀ + bias (T, out) of rows (T, in) in the compute dtype. With `quantized`, the result of
+        `quantize_rows(rows)`, the product is FP8."""
         bias = self.layer.bias
         if quantized is None:
             weight = weight_of(self.layer).to(rows.dtype)
@@ -165,7 +167,7 @@ class Product:
 
 
 def input_gradient(products: list[Product], gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Σ gᵢ · Wᵢ (T, in) of layers with one input, gᵢ (T, outᵢ) in the compute dtype."""
+    """Return Σ gᵢ · Wᵢ (T, in) of layers with the same input, gᵢ (T, outᵢ) in the compute dtype."""
     first, dtype = products[0], gradients[0].dtype
     if not first.is_fp8 or not len(gradients[0]):
         dx = gradients[0] @ weight_of(first.layer).to(dtype)
@@ -182,8 +184,8 @@ def input_gradient(products: list[Product], gradients: list[torch.Tensor]) -> to
 
 
 class _Linear(torch.autograd.Function):
-    """base(x) + scaling · (x aᵀ) bᵀ of every product, x (…, in); factors are a (r, in), b (out, r) of the first one,
-    of the second one, …, both None where it has no adapter."""
+    """base(x) + scaling · (x aᵀ) bᵀ for every product, x (…, in). `factors` are a (r, in), b (out, r) of the first
+    product, then of the second, …; both None for a product without an adapter."""
 
     @staticmethod
     def forward(ctx, x, products, scaling, dtype, *factors):
@@ -197,7 +199,7 @@ class _Linear(torch.autograd.Function):
                 y = product.forward(rows, quantized)
                 if b is not None:
                     add_low_rank(y, part, b.to(dtype).t(), scaling)
-                # Not a view: autograd would refuse to let a layer change it in place.
+                # Not a view: autograd would not let a layer change it in place.
                 outputs.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])).to(x.dtype))
             ctx.save_for_backward(x if xa is not None else None, xa, *factors)
             ctx.set_materialize_grads(False)
@@ -235,13 +237,13 @@ class _Linear(torch.autograd.Function):
 
 
 def _stack(factors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-    """(Σ r, in) of factors (r, in), without those that are None."""
+    """Stack factors (r, in) to (Σ r, in), skipping those that are None."""
     given = [one.to(dtype) for one in factors if one is not None]
     return torch.cat(given) if len(given) > 1 else given[0]
 
 
 def _parts(stacked: torch.Tensor | None, factors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The columns of `stacked` (T, Σ r) that belong to each of the factors (r, in); None for those that are None."""
+    """Columns of `stacked` (T, Σ r) that belong to each of the factors (r, in); None for those that are None."""
     parts, first = [], 0
     for one in factors:
         size = 0 if one is None else len(one)
@@ -251,14 +253,14 @@ def _parts(stacked: torch.Tensor | None, factors: Sequence[torch.Tensor | None])
 
 
 def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
-    """y += scaling · left · right, in place: y (T, n), left (T, r), right (r, n)."""
+    """y += scaling · left · right in place: y (T, n), left (T, r), right (r, n)."""
     if y.numel() < LARGE or left.shape[1] > WIDEST_RANK or y.dtype not in (torch.bfloat16, torch.float16):
         y.addmm_(left, right, alpha=scaling)
     else:
         torch.ops.kit.add_low_rank_(y, left, right, scaling)
 
 
-# An operator, so that recompute.py sees that it changes what it keeps.
+# A registered operator, so that recompute.py sees that it modifies a kept output.
 _library = torch.library.Library("kit", "FRAGMENT")
 _library.define("add_low_rank_(Tensor(a!) y, Tensor left, Tensor right, float scaling) -> Tensor(a!)")
 
@@ -274,14 +276,14 @@ def _add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scal
 
 
 def gradient(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """left · right in `dtype`; a float32 gradient is not rounded to the compute dtype on its way."""
+    """left · right in `dtype`; a float32 gradient is never rounded to the compute dtype."""
     if left.is_cuda and dtype == torch.float32 and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
 
 class Settings(NamedTuple):
-    """What a layer's call computes with: its adapter's factors, both None without one."""
+    """Settings of one layer call: the adapter's factors, both None without one, scaling and compute dtype."""
 
     a: torch.Tensor | None
     b: torch.Tensor | None
@@ -294,10 +296,9 @@ class Settings(NamedTuple):
 
 
 class Waiting:
-    """Outputs that a model's layers have not taken yet, of one group at a time: whatever is computed next, drops what
-    nobody took."""
+    """Precomputed outputs of one layer group; discarded when another group runs."""
 
-    outputs: dict[int, tuple[tuple, torch.Tensor]] | None = None  # by the layer's place: its settings' versions, y
+    outputs: dict[int, tuple[tuple, torch.Tensor]] | None = None  # {layer's index: (its settings' versions, y)}
     taken_from: tuple = ()
 
 
@@ -327,7 +328,7 @@ class Group:
 
 
 def _fit(together: list[Settings | None]) -> bool:
-    """Whether layers can be one function: one dtype, and one scaling of those with an adapter."""
+    """Whether layers can be one function: the same dtype, and the same scaling for those with an adapter."""
     if not together or None in together or len({one.dtype for one in together}) > 1:
         return False
     return len({one.scaling for one in together if one.a is not None}) <= 1
@@ -346,29 +347,29 @@ def output_of(module: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def _takes_own_kernel(product: Product, x: torch.Tensor) -> bool:
-    """Whether bitsandbytes multiplies a few tokens, as in generation, faster than after dequantizing all of W."""
+    """Whether bitsandbytes' kernel for a few tokens, as in generation, is faster than dequantizing all of W."""
     few = is_few(x, FEW_TOKENS if vars(product.layer).get("kept") is None else FEW_KEPT)
     return few and isinstance(product.layer, bnb.nn.Linear4bit) and not product.is_fp8 and not torch.is_grad_enabled()
 
 
 def is_few(x: torch.Tensor, tokens: int) -> bool:
-    """Whether x (…, in) is on a GPU and has at most so many rows."""
+    """Whether x (…, in) is on a GPU and has at most `tokens` rows."""
     return x.is_cuda and x.numel() <= tokens * x.shape[-1]
 
 
 def compute_dtype(layer: Layer, x: torch.Tensor) -> torch.dtype:
-    """What the products of a layer with x are computed in."""
+    """Dtype that a layer's products with x are computed in."""
     is_stored = isinstance(layer, bnb.nn.Linear4bit | Fp8Linear)
     return layer.compute_dtype or x.dtype if is_stored else layer.weight.dtype
 
 
 class _FusedLora:
-    """peft's layer with this module's products; merged weights and adapters per row stay peft's."""
+    """peft's layer with this module's products; merged weights and per-row adapters are left to peft."""
 
     product: Product
 
     def settings(self, x: torch.Tensor) -> Settings | None:
-        """None where the layer computes as peft does."""
+        """Settings of this call; None if it is left to peft."""
         active = [name for name in self.active_adapters if name in self.lora_A] if not self.disable_adapters else []
         if self.merged or len(active) > 1 or _takes_own_kernel(self.product, x):
             return None
@@ -388,7 +389,7 @@ class _FusedBase:
     product: Product
 
     def settings(self, x: torch.Tensor) -> Settings | None:
-        """None where bitsandbytes computes."""
+        """Settings of this call; None if it is left to bitsandbytes."""
         if _takes_own_kernel(self.product, x):
             return None
         return Settings(None, None, 0.0, compute_dtype(self, x))

@@ -1,4 +1,4 @@
-"""What a trainer process takes of its GPU, and what it gives back."""
+"""GPU memory of a trainer process: allocator settings, limit and release."""
 
 import gc
 import os
@@ -12,22 +12,22 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 
 def use_expandable_segments() -> None:
-    """Let torch's allocator grow its segments in place of keeping one for every size that it was asked for; nothing
-    without a GPU, or when one of `ALLOCATOR_VARIABLES` says what is wanted.
+    """Make torch's allocator grow its segments instead of keeping one for every requested size; a no-op without a GPU,
+    or if one of `ALLOCATOR_VARIABLES` is set.
 
-    Completions have other lengths in every step, so activations have other sizes. After a first step too short for a
-    whole pack, 12 of 97 GiB lay in segments that later activations did not fit (recipes/PERFORMANCE.md).
-    Called before this process allocates anything. Not by the environment, which servers that are started from the
-    same shell would have too: vLLM has to switch it off for the memory pool of `server.sleep`.
+    Completion lengths, and so activation sizes, differ in every step. After a first step too short for a whole pack,
+    12 of 97 GiB were held in segments that later activations did not fit (recipes/PERFORMANCE.md).
+    Call before this process allocates anything. Not set through the environment, which servers started from the same
+    shell would inherit: vLLM has to switch it off for the memory pool of `server.sleep`.
     """
     if torch.cuda.is_available() and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def limit_gpu_memory(config: Config) -> None:
-    """Let this process take at most `train.max_gpu_gib` of its GPU; `BadInput` when the card is smaller.
+    """Cap this process's GPU memory at `train.max_gpu_gib`; `BadInput` if the card is smaller.
 
-    An allocation beyond it is an out-of-memory error, also when the card has room: that room is the replica's.
+    An allocation beyond it is an out-of-memory error, even if the card has room: that room is the replica's.
     """
     limit = config.train.max_gpu_gib
     if limit is None:
@@ -42,7 +42,7 @@ def limit_gpu_memory(config: Config) -> None:
 
 
 def free_gpu_cache() -> None:
-    """Hand this process's unused GPU memory back to the card; nothing without a GPU."""
+    """Return this process's unused GPU memory to the card; a no-op without a GPU."""
     if torch.cuda.is_available():
-        gc.collect()  # tensors in reference cycles count as used
+        gc.collect()  # tensors in reference cycles count as allocated
         torch.cuda.empty_cache()

@@ -1,13 +1,13 @@
-"""`policy.embeddings: host`: the frozen input embedding lies in host memory, and a forward copies its tokens' rows.
+"""`policy.embeddings: host`: keep the frozen input embedding in host memory; a forward copies only its tokens' rows.
 
-Qwen3-8B's is 1.16 GiB of which a micro-batch reads a few megabytes. The rows are looked up by the host and come
+Qwen3-8B's table is 1.16 GiB, of which a micro-batch reads a few megabytes. The host looks up the rows and copies them
 through pinned memory, (tokens, hidden) at a time: the same numbers, so losses and gradients are those of
 `embeddings: gpu` bit for bit. The price: a forward waits until the host has the token ids. The table itself is not
-pinned, since the card never reads it, and torch would round its size up to a power of two.
+pinned, since the card never reads it and torch would round its size up to a power of two.
 
-The weight is no parameter: nothing that moves, splits, broadcasts or saves a model's parameters sees it, and the
-model's device is the card. `kit.weights.frozen_base.hash_base` reads it by `host_weight`, so the base's hash
-covers it. The base is loaded as ever, with the table on the card until `keep_embedding_on_host`; a step takes more
+The weight is not a parameter: nothing that moves, splits, broadcasts or saves a model's parameters sees it, and the
+model's device is the card. `kit.weights.frozen_base.hash_base` reads it as `host_weight`, so the base's hash covers
+it. The base is loaded as usual, with the table on the card until `keep_embedding_on_host`; a step takes more memory
 than that.
 """
 
@@ -20,7 +20,7 @@ from kit.core.errors import BadInput
 
 
 class HostEmbedding(torch.nn.Module):
-    """Rows of `weight` (vocabulary, hidden), on the device of the ids that ask for them."""
+    """Look up rows of `weight` (vocabulary, hidden) on the host; return them on the device of the ids."""
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()
@@ -30,19 +30,19 @@ class HostEmbedding(torch.nn.Module):
         return f"{tuple(self.host_weight.shape)}, {self.host_weight.dtype}, on the host"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """(…, hidden) of ids (…)."""
+        """Return (…, hidden) for ids (…)."""
         table = self.host_weight
         wanted = ids.reshape(-1).cpu()
         size = len(wanted), table.shape[1]
         rows = torch.empty(size, dtype=table.dtype, device="cpu", pin_memory=ids.is_cuda)
         torch.index_select(table, 0, wanted, out=rows)
-        # torch gives pinned memory to no one else before its copies have been made.
+        # torch does not reuse pinned memory until pending copies from it are done.
         return rows.to(ids.device, non_blocking=True).view(*ids.shape, size[1])
 
 
 def check_embeddings(config: Config, model_config: Any) -> None:
-    """`BadInput` when `policy.embeddings` is host and the model, by its transformers config, multiplies with its input
-    embedding."""
+    """`BadInput` if `policy.embeddings` is host and, according to its transformers config, the model multiplies with
+    its input embedding."""
     if config.policy.embeddings == "host" and model_config.get_text_config().tie_word_embeddings:
         raise BadInput(
             f"policy.embeddings is host and {config.model.source} has tied word embeddings: its output layer "
@@ -51,8 +51,8 @@ def check_embeddings(config: Config, model_config: Any) -> None:
 
 
 def keep_embedding_on_host(model: torch.nn.Module) -> None:
-    """Put a `HostEmbedding` in the place of the model's input embedding; `BadInput` where that is more than a lookup
-    of a frozen table."""
+    """Replace the model's input embedding with a `HostEmbedding`; `BadInput` if it is more than a lookup of a frozen
+    table."""
     found, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(found) is not torch.nn.Embedding or found.max_norm is not None:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Memory of this machine and of this process, where there is no GPU to ask. Needs only the standard library."""
+"""Host memory of this machine and of this process. Needs only the standard library."""
 
 import contextlib
 import ctypes
@@ -10,36 +10,36 @@ from pathlib import Path
 
 CLEAR_REFS, MEMINFO, OWN_GROUPS = Path("/proc/self/clear_refs"), Path("/proc/meminfo"), Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
-# The limit, what is used, and what of it is page cache that goes first: cgroup v2, and v1.
+# Limit, usage, and the part of the usage that is reclaimable page cache: cgroup v2 and v1.
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def reset_peak_resident() -> None:
-    """Let `peak_resident_gib` count from now on; a no-op where the system cannot."""
+    """Reset the peak that `peak_resident_gib` reports; a no-op if the system does not support it."""
     with contextlib.suppress(OSError):
         CLEAR_REFS.write_text("5")
 
 
 def peak_resident_gib() -> float:
-    """This process's peak resident memory since the last reset, or since its start."""
+    """Peak resident memory of this process since the last reset, or since its start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def release_freed() -> None:
-    """Give freed memory back to the system, which glibc keeps where blocks behind it are used; a no-op with another C
+    """Return freed memory to the system, which glibc retains while blocks behind it are in use; a no-op with another C
     library."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_gib() -> float:
-    """Host memory that processes may still take: what Linux calls available, or what a cgroup leaves of its limit."""
+    """Host memory that processes may still allocate: Linux's MemAvailable, or what is left of a cgroup's limit."""
     return min(_meminfo("MemAvailable"), *(limit - used for limit, used in _groups()), _total()) / 2**30
 
 
 def limit_gib() -> float:
-    """Host memory of this machine, or of its cgroup where that allows less."""
+    """Host memory of this machine, or its cgroup's limit if lower."""
     return min(_total(), *(limit for limit, _ in _groups()), _meminfo("MemTotal")) / 2**30
 
 
@@ -50,12 +50,12 @@ def _total() -> float:
 def _meminfo(name: str) -> float:
     try:
         return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE)[1])
-    except (OSError, TypeError):  # no Linux
+    except (OSError, TypeError):  # not Linux
         return _total()
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """(limit, used without inactive page cache) in bytes of every memory cgroup that this process is in."""
+    """Yield (limit, usage without inactive page cache) in bytes of every memory cgroup that this process is in."""
     try:
         lines = [line.split(":", 2) for line in OWN_GROUPS.read_text().splitlines()]
     except OSError:
@@ -64,7 +64,7 @@ def _groups() -> Iterator[tuple[int, int]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root, names = (GROUPS / "memory", VERSION_1) if controllers else (GROUPS, VERSION_2)
-        place = root / path.strip("/")  # in a container the path may be the host's, and the root its own
+        place = root / path.strip("/")  # in a container the path may be the host's and the root the container's
         for folder in dict.fromkeys([place, *place.parents]):
             if folder.is_relative_to(root) and (found := _group(folder, *names)):
                 yield found
@@ -72,7 +72,7 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 def _group(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
     try:
-        most = int((folder / limit).read_text())  # "max": there is none
+        most = int((folder / limit).read_text())  # "max": no limit
         cached = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
         return most, int((folder / used).read_text()) - (int(cached[1]) if cached else 0)
     except (OSError, ValueError):

@@ -1,15 +1,15 @@
-"""`rollout.keep_weights`: a policy that generates multiplies with weights that are made once for the whole rollout.
+"""`rollout.keep_weights`: dequantize each weight once per rollout instead of for every product.
 
-Decoding is one product per layer and token, and a layer in NF4 dequantizes its whole weight for each of them. In the
-block of `keeping_weights` every layer makes its weight at its first product and multiplies with that tensor until the
-block ends: the dequantized base, FP8 codes of it (`policy.compute: fp8`), or the weight with the adapter as a
-deployment format has it (`policy.quant_cfg`).
+Decoding is one product per layer and token, and an NF4 layer dequantizes its whole weight for each of them. Within
+`keeping_weights` every layer computes its weight at its first product and multiplies with that tensor until the block
+ends: the dequantized base, FP8 codes of it (`policy.compute: fp8`), or the weight with the adapter in a deployment
+format (`policy.quant_cfg`).
 
-Exact: the adapter stays unmerged, and the products are those that bitsandbytes, peft and fused_linear.py take of the
-same weight. On a CPU every sampled token and log-prob is bit for bit what it is without. On a GPU bitsandbytes
-multiplies a few rows by a kernel that dequantizes on its way and rounds otherwise; up to `fused_linear.FEW_KEPT` rows
-are left to it, and more are computed as the update computes them. Packed bytes, quant states and the base's hash are
-not touched.
+Exact: the adapter stays unmerged, and the products are those that bitsandbytes, peft and fused_linear.py compute from
+the same weight. On a CPU every sampled token and log-prob is bit for bit the same as without. On a GPU bitsandbytes
+multiplies a few rows with a kernel that dequantizes on the fly and rounds differently; up to `fused_linear.FEW_KEPT`
+rows are left to it, and more are computed as in the update. Packed bytes, quant states and the base's hash are not
+touched.
 
 Not covered: bases in FP8 or unquantized without `policy.quant_cfg` (nothing is kept), bases split over processes by
 FSDP or ZeRO-3 (never kept; checks.py refuses `always`).
@@ -28,12 +28,12 @@ from kit.policy import fused_linear, quantized_linear
 from kit.policy.host_memory import available_gib, release_freed
 from kit.weights.nf4 import block_maxima
 
-ROOM_FOR_KEPT = 0.5  # of the memory that generation leaves free
+ROOM_FOR_KEPT = 0.5  # share of the memory that generation leaves free
 GIB = 2**30
 
 
 class Room(NamedTuple):
-    """GiB that keeping the weights takes, GiB that this process may still allocate, and whether they are kept."""
+    """GiB needed to keep the weights, GiB that this process may still allocate, and whether they are kept."""
 
     needed_gib: float
     free_gib: float
@@ -46,8 +46,8 @@ class Room(NamedTuple):
 
 
 def decoding_gib(model: torch.nn.Module, rows: int, tokens: int) -> float:
-    """What generating `rows` sequences of at most `tokens` takes at its peak: the KV cache, which grows by a copy of a
-    layer's part, and four float32 copies of the last logits."""
+    """Peak GiB of generating `rows` sequences of at most `tokens`: the KV cache, which grows by copying one layer's
+    part, and four float32 copies of the last logits."""
     facts = model.config.get_text_config()
     heads = getattr(facts, "num_key_value_heads", None) or facts.num_attention_heads
     size = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
@@ -56,8 +56,9 @@ def decoding_gib(model: torch.nn.Module, rows: int, tokens: int) -> float:
 
 
 def room_for(model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: int = 0) -> Room | None:
-    """What keeping the weights of `model` takes, and whether `mode` (`rollout.keep_weights`) keeps them; None where
-    there is nothing to keep. What is free is free besides generating `rows` sequences of at most `tokens`."""
+    """Return the memory needed to keep the weights of `model`, and whether `mode` (`rollout.keep_weights`) keeps them;
+    None if there is nothing to keep. Free memory excludes what generating `rows` sequences of at most `tokens` takes.
+    """
     layers = _layers(model)
     if not layers:
         return None
@@ -68,12 +69,12 @@ def room_for(model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: 
 
 
 def free_gib(device: torch.device) -> float:
-    """GiB that this process may still allocate: of a GPU within `train.max_gpu_gib`, of a host its share of what is
+    """GiB that this process may still allocate: on a GPU within `train.max_gpu_gib`, on a host its share of what is
     available to all processes of the run on it."""
     if device.type != "cuda":
         return available_gib() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, total = torch.cuda.mem_get_info(device)
-    # What the allocator holds and does not use is free to this process too.
+    # Memory that the allocator holds unused is also free to this process.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     limit = total * torch.cuda.get_per_process_memory_fraction(device)  # train.max_gpu_gib
     return min(free, limit - torch.cuda.memory_allocated(device)) / GIB
@@ -83,10 +84,10 @@ def free_gib(device: torch.device) -> float:
 def keeping_weights(
     model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: int = 0
 ) -> Iterator[Room | None]:
-    """Keep the weights that `model` multiplies with until the block ends, however it ends; yields what was decided,
-    None where there is nothing to keep. Arguments as `room_for`.
+    """Keep the weights that `model` multiplies with until the block exits; yields the decision, None if there is
+    nothing to keep. Arguments as in `room_for`.
 
-    The weights of `model` may not change in the block, but for an adapter's under `policy.quant_cfg`.
+    The weights of `model` must not change within the block, except an adapter's under `policy.quant_cfg`.
     """
     room = room_for(model, mode, rows, tokens)
     if room is None or not room.is_kept:
@@ -100,7 +101,7 @@ def keeping_weights(
     try:
         for layer in layers:
             layer.kept = {}
-            if type(layer) is bnb.nn.Linear4bit:  # fused_linear.py's own classes look at `kept` themselves
+            if type(layer) is bnb.nn.Linear4bit:  # fused_linear.py's own classes check `kept` themselves
                 layer.forward = functools.partial(_forward, layer)
         yield room
     finally:
@@ -108,15 +109,15 @@ def keeping_weights(
             vars(layer).pop("kept", None)
             vars(layer).pop("forward", None)
         if layers[0].weight.device.type == "cpu":
-            release_freed()  # else the weights' memory and the KV cache's stay taken during the update
+            release_freed()  # otherwise the memory of weights and KV cache stays allocated during the update
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:
-    """The layers whose weight is made for every product."""
+    """Layers whose weight is computed for every product."""
     if quantized_linear.quantizers_of(model) is not None:
         return [module.product.layer for module in quantized_linear.quantized_layers(model).values()]
     found = [one for one in model.modules() if isinstance(one, bnb.nn.Linear4bit)]
-    # A layer whose forward something else replaced computes as that says.
+    # Skip layers whose forward something else has replaced.
     return [one for one in found if "forward" not in vars(one) and one.weight.quant_state is not None]
 
 
@@ -131,8 +132,8 @@ def _bytes(layer: Any, is_quantized: bool) -> int:
 
 
 def _forward(layer: bnb.nn.Linear4bit, x: torch.Tensor) -> torch.Tensor:
-    """As bitsandbytes' `Linear4bit.forward` (0.50), with the kept weight; the layer's own where a gradient is asked
-    for, and for a few rows on a GPU."""
+    """bitsandbytes' `Linear4bit.forward` (0.50) with the kept weight. Falls back to the layer's own forward if a
+    gradient is needed, and for a few rows on a GPU."""
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or getattr(layer.bias, "requires_grad", False))
     if needs_gradient or not layer.compute_type_is_set or fused_linear.is_few(x, fused_linear.FEW_KEPT):
         return type(layer).forward(layer, x)
@@ -142,7 +143,7 @@ def _forward(layer: bnb.nn.Linear4bit, x: torch.Tensor) -> torch.Tensor:
 
 
 def _weight(layer: bnb.nn.Linear4bit, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (out, in), dequantized straight to `dtype` as bitsandbytes' product does."""
+    """Weight (out, in), dequantized directly to `dtype` as in bitsandbytes' product."""
     if dtype not in layer.kept:
         state = layer.weight.quant_state
         layer.kept[dtype] = torch.ops.bitsandbytes.dequantize_4bit.default(

@@ -1,12 +1,13 @@
-"""`policy.kernels: liger`: RMSNorm, rotary embedding and SwiGLU of a loaded model by liger-kernel's Triton kernels.
+"""`policy.kernels: liger`: liger-kernel's Triton kernels for RMSNorm, rotary embedding and SwiGLU of a loaded model.
 
-liger-kernel's own `apply_liger_kernel_to_*` also put their kernels into transformers' modules, for every model of the
-process; here they go into the layers of one model. TRL's chunked log-prob head and the loss stay. Written for
-liger-kernel 0.8 and transformers 5.17; `bench/kernels_check.py` compares values and gradients with torch's.
+liger-kernel's own `apply_liger_kernel_to_*` also patch transformers' modules, for every model of the process; here
+only the layers of one model are patched. TRL's chunked log-prob head and the loss stay. Written for liger-kernel 0.8
+and transformers 5.17; `bench/kernels_check.py` compares values and gradients with torch's.
 
-A norm's kernel writes its gradient over the one it is given, which nothing else reads: the answers of these norms go
-into linear layers or rotary embedding only. SwiGLU's does so with gate and up projections, after their last use. Both
-hold for a layer that is run again (`train.recompute`), as what it writes to was made, or kept, for that one run.
+A norm's kernel overwrites the incoming gradient with its own. Nothing else reads it: the outputs of these norms go
+only into linear layers or rotary embedding. SwiGLU's kernel overwrites the gate and up projections after their last
+use. Both are safe for a recomputed layer (`train.recompute`), because what is overwritten was made, or kept, for that
+one run.
 """
 
 import importlib.util
@@ -17,13 +18,13 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 
 INSTALL = "pip install liger-kernel==0.8.5"
-# Models of RMSNorm as Llama casts it (product with the weight in 16 bits), rotary embedding of whole heads and SwiGLU.
+# Models with Llama's RMSNorm casting (product with the weight in 16 bits), rotary embedding of whole heads and SwiGLU.
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 
 
 def check_kernels(config: Config, model_type: str, installed: bool = True) -> None:
-    """`BadInput` when `policy.kernels` names kernels that do not know the model or, with `installed`, are not
+    """`BadInput` if `policy.kernels` names kernels that do not support the model or, with `installed`, are not
     installed."""
     if config.policy.kernels == "torch":
         return
@@ -40,7 +41,7 @@ def check_kernels(config: Config, model_type: str, installed: bool = True) -> No
 
 
 def check_gpu(config: Config) -> None:
-    """`BadInput` when `policy.kernels` needs a GPU and there is none; for a run, not for a dry one."""
+    """`BadInput` if `policy.kernels` needs a GPU and there is none; not called in a dry run."""
     import torch
 
     if config.policy.kernels == "liger" and not torch.cuda.is_available():
@@ -50,11 +51,11 @@ def check_gpu(config: Config) -> None:
 
 
 def use_kernels(model: Any, config: Config) -> dict[str, int]:
-    """Give `model` (transformers', with or without an adapter) the kernels of `policy.kernels`; returns how many
+    """Patch `model` (transformers', with or without an adapter) with the kernels of `policy.kernels`; return how many
     norms, rotary embeddings and SwiGLUs changed.
 
-    Rotary embedding works in place. Without a norm between it and the projections (Llama, Qwen2), that would be on
-    what `train.recompute selective` keeps, so there torch's stays.
+    The rotary embedding kernel works in place. Without a norm between it and the projections (Llama, Qwen2), it would
+    overwrite what `train.recompute selective` keeps, so torch's is used there.
     """
     if config.policy.kernels == "torch":
         return {}
@@ -81,9 +82,9 @@ def use_kernels(model: Any, config: Config) -> dict[str, int]:
 
 
 def _with_rotary(forward: Any, rotary: Any) -> types.FunctionType:
-    """An attention's forward that finds `rotary` under the name by which it calls transformers' function.
+    """Copy an attention's forward with `rotary` in place of transformers' `apply_rotary_pos_emb`.
 
-    `ValueError` when it does not call it by that name, as after a change of transformers.
+    `ValueError` if it does not call a function of that name, as after a change in transformers.
     """
     if "apply_rotary_pos_emb" not in forward.__code__.co_names:
         raise ValueError(f"{forward.__qualname__} does not call apply_rotary_pos_emb")

@@ -1,7 +1,7 @@
-"""The policy: a base that never changes (NF4, FP8 or unquantized), a LoRA adapter that does, and the reference, which
-is the same model with the adapter off.
+"""The policy: a frozen base (NF4, FP8 or unquantized), a trained LoRA adapter, and the reference, which is the same
+model with the adapter off.
 
-Covers loading, the adapter's shape, publishing versioned adapters, and the proof that the base stayed as it was.
+Covers loading, the adapter's shape, publishing versioned adapters, and verifying that the base is unchanged.
 """
 
 from pathlib import Path
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def check_base(config: Config) -> Any:
-    """The base model's transformers config, read without any weight.
+    """Check the base model without reading any weight; return its transformers config.
 
-    `BadInput` when it is not there or quantized already, a mixture of experts, when transformers cannot build it with
-    `model.attn_implementation`, when a name in `policy.target_modules` is no linear layer of it (peft would adapt
-    the others and say nothing), when no layer of it would get an adapter, or when its files lack some of it or
-    name it otherwise.
+    `BadInput` if the model is missing, already quantized or a mixture of experts; if transformers cannot build it with
+    `model.attn_implementation`; if a name in `policy.target_modules` is not a linear layer of it (peft would silently
+    adapt only the others); if no layer of it would get an adapter; or if its files lack some of its tensors or name
+    them differently.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
@@ -57,8 +57,8 @@ def check_base(config: Config) -> Any:
 
 
 def adapted_layers(config: Config, facts: Any) -> list[str]:
-    """Names of the linear layers that get an adapter, of a model with the transformers config `facts`; no weight is
-    read. Errors as `check_base`."""
+    """Names of the linear layers that get an adapter, for a model with the transformers config `facts`; reads no
+    weights. Errors as in `check_base`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ def adapted_layers(config: Config, facts: Any) -> list[str]:
     head = model.get_output_embeddings()
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     targets = config.policy.target_modules
-    if isinstance(targets, str):  # all-linear: as peft, all but the output layer
+    if isinstance(targets, str):  # all-linear: as in peft, all but the output layer
         return [name for name in linears if model.get_submodule(name) is not head]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
@@ -80,10 +80,10 @@ def adapted_layers(config: Config, facts: Any) -> list[str]:
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """The base model's tokenizer, with which rewards get completions as they were generated.
+    """Load the base model's tokenizer, set up so that rewards get completions as they were generated.
 
-    `BadInput` when it has no chat template or one that fails on the run's prompts, and when no stop token can end a
-    completion: what eval would refuse once the run is over.
+    `BadInput` if it has no chat template or one that fails on the run's prompts, or if no stop token can end a
+    completion: eval would refuse these after the run.
     """
     from transformers import AutoTokenizer
 
@@ -102,14 +102,15 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     check_template(tokenizer, probe, config.data.chat_template_kwargs)
     model_stop_tokens(source, tokenizer, config.data.chat_template_kwargs, config.model.revision)
     for name in ("response_template", "response_schema"):
-        # With either, TRL (1.16) parses completions and rewards get them without what was thought; eval reads it all.
+        # With either, TRL (1.16) parses completions and strips the thinking from what rewards get; eval reads it all.
         if getattr(tokenizer, name, None) is not None:
             setattr(tokenizer, name, None)
     return tokenizer
 
 
 def load_policy_base(config: Config) -> "torch.nn.Module":
-    """The frozen base, on this process's device but for what `policy.embeddings` says, without an adapter."""
+    """Load the frozen base without an adapter, on this process's device except what `policy.embeddings` keeps on the
+    host."""
     from accelerate import PartialState
 
     from kit.policy.host_embedding import keep_embedding_on_host
@@ -131,10 +132,10 @@ def load_policy_base(config: Config) -> "torch.nn.Module":
 
 
 def bare_generation_config(own: Any) -> Any:
-    """A model's `GenerationConfig` reduced to its special tokens.
+    """Reduce a model's `GenerationConfig` to its special tokens.
 
-    `generate` fills whatever the caller leaves open from the model's own file: min_p, num_beams, no_repeat_ngram_size
-    and others would change what is sampled, and no log-prob would say so.
+    `generate` fills options that the caller leaves unset from the model's own file: min_p, num_beams,
+    no_repeat_ngram_size and others would change what is sampled, and no log-prob would show it.
     """
     from transformers import GenerationConfig
 
@@ -143,7 +144,7 @@ def bare_generation_config(own: Any) -> Any:
 
 
 def lora_config(policy: PolicyConfig) -> Any:
-    """peft's `LoraConfig`; bias, DoRA and extra saved modules stay off because no rollout server can hold them."""
+    """Build peft's `LoraConfig`. Bias, DoRA and extra saved modules stay off: no rollout server supports them."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -160,8 +161,8 @@ def lora_config(policy: PolicyConfig) -> Any:
 def set_adapter_dtype(model: "torch.nn.Module", dtype: str) -> None:
     """Store the trained adapter weights as `dtype`.
 
-    TRL 1.16 casts the adapter of a 4-bit model to bfloat16. There most updates of a small learning rate round to
-    nothing (at 1e-6 six entries in a thousand move in 30 steps), so float32 is the default here.
+    TRL 1.16 casts the adapter of a 4-bit model to bfloat16. In bfloat16 most updates of a small learning rate round to
+    nothing (at 1e-6 six entries in a thousand move in 30 steps), so the default here is float32.
     """
     import torch
 
@@ -171,8 +172,8 @@ def set_adapter_dtype(model: "torch.nn.Module", dtype: str) -> None:
 
 
 def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
-    """`BadInput` unless `policy.init_adapter` is a whole adapter of this shape (and of this base, when known), trained
-    for no format but `policy.quant_cfg`."""
+    """`BadInput` unless `policy.init_adapter` is a whole adapter of this shape (and of this base, if known), trained
+    for no format other than `policy.quant_cfg`."""
     directory = config.policy.init_adapter
     if directory is None:
         return
@@ -198,7 +199,7 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
 
 
 def load_adapter_weights(model: "torch.nn.Module", directory: str | Path) -> None:
-    """Put a published adapter's weights into the model's adapter; `BadInput` when any name or shape differs."""
+    """Load a published adapter's weights into the model's adapter; `BadInput` if any name or shape differs."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -219,10 +220,10 @@ def publish_adapter(
     base_hash: str,
     gathered: "dict[str, torch.Tensor] | None" = None,
 ) -> Path:
-    """Write the adapter to `directory` whole or not at all, with its manifest; returns the directory.
+    """Write the adapter and its manifest to `directory`, all or nothing; return the directory.
 
-    `gathered` are its tensors where the model holds parts of them (`sharding.gather_adapter`). The state of quantized
-    layers goes with it.
+    `gathered` are its tensors if the model holds only parts of them (`sharding.gather_adapter`). The state of
+    quantized layers is written with it.
     """
     from peft import get_peft_model_state_dict
 
@@ -252,13 +253,13 @@ def publish_adapter(
 
 
 def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bool = True) -> dict:
-    """The content of the frozen base, written as `base.json`.
+    """Hash the frozen base, write it as `base.json` and return its content.
 
-    `BadInput`, and nothing is written, when a resumed run was started on another base or `policy.init_adapter` was
+    `BadInput`, and nothing is written, if a resumed run was started on another base or `policy.init_adapter` was
     trained on another.
     """
     facts = hash_base(model)
-    # A local path as merge and eval can find it from anywhere; of a hub id, the commit that was loaded.
+    # For a local path, one that merge and eval find from anywhere; for a hub id, the commit that was loaded.
     source = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
     facts |= {"model": source, "revision": config.model.revision or facts["revision"]}
     check_init_adapter(config, facts["hash"])
@@ -275,7 +276,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
 
 
 def check_base_unchanged(model: "torch.nn.Module", facts: dict) -> None:
-    """`CheckFailed`, naming the tensors, when any byte of the frozen base differs from `facts` (base.json)."""
+    """`CheckFailed`, naming the tensors, if any byte of the frozen base differs from `facts` (base.json)."""
     now = hash_base(model)
     if now["hash"] == facts["hash"]:
         return

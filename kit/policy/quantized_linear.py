@@ -1,22 +1,22 @@
-"""Linear layers that compute with the numbers of the deployed checkpoint, and learn through them: `policy.quant_cfg`.
+"""`policy.quant_cfg`: linear layers that compute with the numbers of the deployed checkpoint and train through them.
 
 y = x̂ Ŵᵀ, with Ŵ the base and the adapter as the format stores them, Q(base + s·B·A) (quantize.py), and x̂ the input
-as the format's server quantizes it; x itself where only weights are quantized. Backward, both quantizations pass the
+as the format's server quantizes it, or x itself if only weights are quantized. Backward, both quantizations pass the
 gradient straight through:
 
     dX = g Ŵ        dB = s · gᵀ (x̂ Aᵀ)        dA = s · (g B)ᵀ x̂
 
-which is the gradient of the merged weight, s · gᵀ x̂, taken apart by the chain rule of B·A: nothing of size (out, in)
-is computed but Ŵ, and Ŵ is made again for every product and let go. What stays is x̂. Layers with one input (q, k, v;
-gate, up) are one function, so x is quantized and kept once; Group and Waiting are fused_linear.py's. With the adapter
-off the base is quantized in the same way: the reference is the deployed base, and the KL to it begins at 0.
+which is the gradient of the merged weight, s · gᵀ x̂, decomposed by the chain rule of B·A: only Ŵ has size (out, in),
+and it is recomputed for every product and released. Only x̂ is saved. Layers with the same input (q, k, v; gate, up)
+are one function, so x is quantized and saved once; Group and Waiting are fused_linear.py's. With the adapter off the
+base is quantized in the same way: the reference is the deployed base, and the KL to it begins at 0.
 
-A weight's peak is found again when the adapter has changed, and kept until then: 4 bytes, or 4 a channel. A static
-input range is found once (calibration.py) and is the state that checkpoints and adapters carry.
+A weight's peak is cached until the adapter changes: 4 bytes, or 4 per channel. A static input range is measured once
+(calibration.py) and is the state that checkpoints and adapters carry.
 
-`fp8` on a GPU with FP8 arithmetic takes the product of the FP8 codes; other formats, and a CPU, multiply in the
-compute dtype. Works over NF4 layers of bitsandbytes, FP8 ones and unquantized ones. Not covered: LoRA dropout and
-variants, several adapters, a base that is split over processes.
+`fp8` on a GPU with FP8 arithmetic multiplies the FP8 codes; other formats, and a CPU, multiply in the compute dtype.
+Works on bitsandbytes' NF4 layers, FP8 layers and unquantized layers. Not covered: LoRA dropout and variants, several
+adapters, a base that is split over processes.
 """
 
 import contextlib
@@ -47,22 +47,22 @@ from kit.weights.quantize import (
     quantized_weight,
 )
 
-STATE = "quantizer.safetensors"  # beside an adapter and in a checkpoint
-AMAX = ".input_amax"  # of a tensor's name in it, behind the layer's
+STATE = "quantizer.safetensors"  # next to an adapter and in a checkpoint
+AMAX = ".input_amax"  # suffix of the layer's name in it
 WATCHED = ("quant_clip_fraction", "quant_peak_ratio")  # keys of metrics.jsonl
-WATCHED_TOKENS = 256  # of a layer's call that the share beyond the range is counted in
+WATCHED_TOKENS = 256  # tokens per layer call in which values beyond the range are counted
 
 
 class Quantizers:
-    """What the quantized layers of one model share: the format, whether they quantize, and what they watch."""
+    """Shared state of one model's quantized layers: the format, whether they quantize, and range statistics."""
 
     def __init__(self, fmt: QuantFormat):
         self.fmt, self.is_on, self.keeps_weights = fmt, True, False
-        self._beyond: torch.Tensor | None = None  # values beyond the calibrated range, and the largest |x| / range
+        self._beyond: torch.Tensor | None = None  # (values beyond the calibrated range, largest |x| / range)
         self._seen = 0
 
     def watch(self, rows: torch.Tensor, peak: torch.Tensor) -> None:
-        """Count values of rows (T, in) beyond ± peak, in some of the rows."""
+        """Count values of rows (T, in) beyond ± peak, in a sample of the rows."""
         if not rows.numel():
             return
         sample = rows[:: -(-len(rows) // WATCHED_TOKENS)].abs()
@@ -74,7 +74,7 @@ class Quantizers:
         self._seen += sample.numel()
 
     def watched(self) -> dict[str, float]:
-        """What was counted since the last call; empty without static input ranges."""
+        """Return the statistics since the last call and reset them; empty without static input ranges."""
         if self._beyond is None:
             return {}
         beyond, largest = self._beyond.tolist()
@@ -83,7 +83,7 @@ class Quantizers:
 
 
 class Product:
-    """The quantized product of one layer; takes the place of linear.Product."""
+    """Quantized product of one layer; replaces linear.Product."""
 
     is_fp8 = False
 
@@ -102,16 +102,16 @@ class Product:
         return _QuantizedLinear.apply(*args)
 
     def forget(self) -> None:
-        """Find the weight's peak again at the next product, whatever the adapter's tensors say."""
+        """Recompute the weight's peak at the next product, regardless of the adapter tensors' versions."""
         self._peaks.pop(True, None)
         self._kept = None
 
     def peak(self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> torch.Tensor | None:
-        """The peak of the weight with these factors: of all fused layers where the format asks for that."""
+        """Peak of the weight with these factors, or of all fused layers if the format requires it."""
         own = self._own_peak(a, b, scaling)
         if own is None or not self.quantizers.fmt.shares_peak or len(self.fused) == 1:
             return own
-        # Of a layer without an adapter, the others may still compute with theirs.
+        # If this layer has no adapter, the others may still compute with theirs.
         is_adapted = a is not None or any(one.has_adapter_on() for one in self.fused if one is not self)
         peaks = [own if one is self else one._own_peak(*one.factors(is_adapted)) for one in self.fused]
         known = self._shared.get(is_adapted)
@@ -120,11 +120,11 @@ class Product:
         return known[1]
 
     def has_adapter_on(self) -> bool:
-        """Whether the layer has an adapter and computes with it now."""
+        """Whether the layer has an adapter and it is enabled."""
         return hasattr(self.module, "lora_A") and not self.module.disable_adapters
 
     def factors(self, with_adapter: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-        """a (r, in), b (out, r) and the scaling of the layer's adapter; None twice without one."""
+        """Return a (r, in), b (out, r) and the scaling of the layer's adapter; (None, None, 0.0) without one."""
         name = next(iter(getattr(self.module, "lora_A", ())), None)
         if not with_adapter or name is None:
             return None, None, 0.0
@@ -164,14 +164,14 @@ class Product:
     def forward(
         self, rows: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        """rows · Ŵᵀ + bias (T, out) of rows (T, in) in the compute dtype, quantized already."""
+        """Return rows · Ŵᵀ + bias (T, out) of already quantized rows (T, in) in the compute dtype."""
         shape, bias = (self.layer.out_features, self.layer.in_features), self.layer.bias
-        # What is run again for a product whose answer is known needs no weight.
+        # A recomputation whose product is already known needs no weight.
         weight = rows.new_empty(shape) if is_answered(shape) else self.weight(a, b, scaling, rows.dtype)
         return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
 
     def has_fp8_product(self, rows: torch.Tensor) -> bool:
-        """Whether the product is taken of FP8 codes."""
+        """Whether the product multiplies FP8 codes."""
         if self.quantizers.fmt.name != "fp8" or not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
             return False
         sizes = self.layer.in_features, self.layer.out_features
@@ -181,7 +181,7 @@ class Product:
     def fp8_forward(
         self, quantized: tuple, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, dtype: torch.dtype
     ) -> torch.Tensor:
-        """As `forward`, of `linear.quantize_rows(rows)` and the codes of Ŵ."""
+        """`forward` computed from `linear.quantize_rows(rows)` and the codes of Ŵ."""
         codes, by_token = quantized
         shape, bias = (self.layer.out_features, self.layer.in_features), self.layer.bias
         peak = self.peak(a, b, scaling)
@@ -192,12 +192,12 @@ class Product:
 
 
 def _version(a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> tuple:
-    # Not by the object: a tensor that is saved for the backward pass may come back as another one.
+    # Not the object's id: a tensor saved for the backward pass may come back as another object.
     return (*((one.data_ptr(), one._version) for one in (a, b) if one is not None), scaling)
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """x̂ Ŵᵀ of every product, x (…, in); arguments as linear._Linear."""
+    """x̂ Ŵᵀ for every product, x (…, in); arguments as in linear._Linear."""
 
     @staticmethod
     def forward(ctx, x, products, scaling, dtype, *factors):
@@ -211,9 +211,9 @@ class _QuantizedLinear(torch.autograd.Function):
                 kept = (first.input(rows, any(ctx.needs_input_grad)),)
                 ys = [p.forward(kept[0], a, b, scaling) for p, a, b in zip(products, down, up, strict=True)]
                 if first.quantizers.fmt.activation is None:
-                    kept = (x,)  # which is there already
+                    kept = (x,)  # already in memory
             for y in ys:
-                # Not a view: autograd would refuse to let a layer change it in place.
+                # Not a view: autograd would not let a layer change it in place.
                 outputs.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])).to(x.dtype))
             ctx.kept = len(kept) if any(ctx.needs_input_grad[4:]) else 0
             ctx.save_for_backward(*kept[: ctx.kept], *factors)
@@ -252,19 +252,19 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def _rows(kept: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-    """x̂ (T, in) of what was kept: itself, or FP8 codes and their scales."""
+    """x̂ (T, in) from what was saved: x̂ itself, or FP8 codes and their scales."""
     if len(kept) == 2:
         return (kept[0].float() * kept[1]).to(dtype)
     return kept[0].reshape(-1, kept[0].shape[-1]).to(dtype)
 
 
 class _Quantized:
-    """Before a layer's own class: its products are quantized ones, unless `quantizers_off` says otherwise."""
+    """Mixin before a layer's own class: its products are quantized, except within `quantizers_off`."""
 
     product: Product
 
     def settings(self, x: torch.Tensor) -> Settings:
-        """What this call computes with."""
+        """Settings of this call."""
         layer = self.product.layer
         dtype = getattr(layer, "compute_dtype", None) or (x.dtype if _is_4bit(layer) else layer.weight.dtype)
         if not hasattr(self, "lora_A") or self.disable_adapters:
@@ -312,11 +312,11 @@ CLASSES = {
 
 
 def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
-    """Make the linear layers that a checkpoint of format `fmt` quantizes compute with its numbers; returns how many.
+    """Make the linear layers that a checkpoint of format `fmt` quantizes compute with its numbers; return how many.
 
-    These are the NF4 layers of an NF4 base, else all linear layers but the output embedding. Layers change their class
-    and nothing else: names, tensors, `disable_adapter`, saving and loading stay. `BadInput` for an adapter that is not
-    plain LoRA and for a shape that the format does not divide.
+    These are the NF4 layers of an NF4 base, else all linear layers but the output embedding. Only the layers' class
+    changes: names, tensors, `disable_adapter`, saving and loading stay. `BadInput` for an adapter that is not plain
+    LoRA and for a shape that the format does not divide.
     """
     layers = quantized_layers(model)
     shapes = {plain_name(name): _shape(module) for name, module in layers.items()}
@@ -334,8 +334,8 @@ def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
 
 
 def quantized_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The layers, by their name in `model`, that `use_quantized_linears` changes or has changed; the peft layer where
-    there is an adapter."""
+    """Layers that `use_quantized_linears` changes or has changed, by their name in `model`; the peft layer if there is
+    an adapter."""
     found = {name: one for name, one in model.named_modules() if isinstance(one, _Quantized)}
     if found:
         return found
@@ -373,13 +373,13 @@ def _make_groups(model: torch.nn.Module) -> None:
 
 
 def quantizers_of(model: torch.nn.Module) -> Quantizers | None:
-    """What the quantized layers of `model` share; None where it has none."""
+    """Shared state of the quantized layers of `model`; None if it has none."""
     return next((one.product.quantizers for one in model.modules() if isinstance(one, _Quantized)), None)
 
 
 @contextlib.contextmanager
 def quantizers_off(model: torch.nn.Module) -> Iterator[None]:
-    """Let the block compute with the base and adapter as they are, by peft's path; nothing where none is quantized."""
+    """Compute with the unquantized base and adapter within the block, by peft's path; a no-op if none is quantized."""
     quantizers = quantizers_of(model)
     if quantizers is None:
         yield
@@ -393,8 +393,8 @@ def quantizers_off(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping_quantized(model: torch.nn.Module, quantizers: Quantizers) -> Iterator[None]:
-    """Make every quantized weight once in the block instead of for every product; `kept_weights.keeping_weights` asks
-    whether there is room."""
+    """Compute every quantized weight only once within the block, not for every product; `kept_weights.keeping_weights`
+    checks whether there is room."""
     quantizers.keeps_weights = True
     try:
         yield
@@ -405,20 +405,20 @@ def keeping_quantized(model: torch.nn.Module, quantizers: Quantizers) -> Iterato
 
 
 def forget_peaks(model: torch.nn.Module) -> None:
-    """Find the peaks of weights with the adapter again: for optimizers that write past the tensors' version."""
+    """Recompute the peaks of weights with the adapter: for optimizers that bypass the tensors' version counter."""
     for module in quantized_layers(model).values():
         module.product.forget()
 
 
 def quantizer_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """{"<layer in the plain model>.input_amax": () float32 on the CPU} of formats with static input ranges, once they
-    are known; else empty. Weight peaks follow from the weights."""
+    """Return {"<layer in the plain model>.input_amax": () float32 on the CPU} for formats with static input ranges,
+    once calibrated; else empty. Weight peaks follow from the weights."""
     named = {plain_name(name): module.product.input_peak for name, module in quantized_layers(model).items()}
     return {f"{name}{AMAX}": peak.float().cpu().clone() for name, peak in named.items() if peak is not None}
 
 
 def load_quantizer_state(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Set the input ranges; `BadInput` when the state is not that of this model's layers and format."""
+    """Set the input ranges; `BadInput` if the state does not belong to this model's layers and format."""
     layers, quantizers = quantized_layers(model), quantizers_of(model)
     wanted = {f"{plain_name(name)}{AMAX}" for name in layers} if quantizers.fmt.needs_calibration else set()
     if odd := sorted(wanted ^ state.keys()):
@@ -432,8 +432,8 @@ def load_quantizer_state(model: torch.nn.Module, state: dict[str, torch.Tensor])
 
 
 def write_quantizer_state(model: torch.nn.Module, directory: Path) -> dict[str, str]:
-    """Write the state into `directory` and return what a manifest says of it: the format and the state's hash. Nothing
-    of either for a model without quantized layers."""
+    """Write the state into `directory` and return its manifest entries: the format and the state's hash. Writes and
+    returns nothing for a model without quantized layers."""
     from safetensors.torch import save_file
 
     from kit.weights.frozen_base import hash_pairs, hash_tensor
@@ -448,7 +448,7 @@ def write_quantizer_state(model: torch.nn.Module, directory: Path) -> dict[str, 
 
 
 def read_quantizer_state(directory: Path) -> tuple[str | None, dict[str, torch.Tensor]]:
-    """(the format's name, the state) that `write_quantizer_state` wrote; `BadInput` when there is none."""
+    """Read (format name, state) written by `write_quantizer_state`; `BadInput` if there is none."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -460,7 +460,7 @@ def read_quantizer_state(directory: Path) -> tuple[str | None, dict[str, torch.T
 
 
 def restore_quantizers(model: torch.nn.Module, directory: str | Path) -> None:
-    """Set the input ranges that were written into `directory`; `BadInput` when they are of another format."""
+    """Set the input ranges that were written into `directory`; `BadInput` if they are of another format."""
     name, state = read_quantizer_state(Path(directory))
     if name != (fmt := quantizers_of(model).fmt).name:
         raise BadInput(f"{directory} was written for format {name}, this policy computes in {fmt.name}.")

@@ -1,22 +1,22 @@
-"""What a backward pass computes again: `train.recompute` and `train.recompute_fraction`.
+"""Recomputation in the backward pass: `train.recompute` and `train.recompute_fraction`.
 
-`full` keeps a decoder layer's input and runs the layer again (torch's non-reentrant checkpoint, as transformers and
-TRL do). `selective` also keeps what matrix products and attention answered, so that norms, SwiGLU, rotary embedding
-and casts are run again and no product of the base. `none` keeps everything. In the second run nobody reads the answer
-of a layer's last product, `down_proj`, where the layer ends with a residual sum; it is not computed. Gradients are
-those of `none`, bit for bit.
+`full` keeps a decoder layer's input and reruns the layer (torch's non-reentrant checkpoint, as transformers and TRL
+do). `selective` also keeps the outputs of matrix products and attention, so that norms, SwiGLU, rotary embedding and
+casts are recomputed but no product of the base. `none` keeps everything. If a layer ends with a residual sum, the
+output of its last product, `down_proj`, is not read in the second run and not computed. Gradients are those of `none`,
+bit for bit.
 
-What a layer keeps, and which operations of its products and attention are done again, counted (no seconds) for a Qwen3
-layer of hidden size 512 (MLP 1,536; 8 heads of 64, 2 of keys and values) on an NF4 base with LoRA of rank 16 on all
-linear layers, bfloat16 autocast, 256 tokens; `tests/unit/test_recompute.py` counts them again:
+Memory kept per layer, and the share of its products and attention that is recomputed, counted in operations (not
+seconds) for a Qwen3 layer of hidden size 512 (MLP 1,536; 8 heads of 64, 2 of keys and values) on an NF4 base with LoRA
+of rank 16 on all linear layers, bfloat16 autocast, 256 tokens; `tests/unit/test_recompute.py` repeats the count:
 
-    recompute    kept a token    done again, share of a forward pass
+    recompute    kept per token  recomputed, share of a forward pass
     none             24,448 B     0 %
     selective        10,784 B     5 %, the adapter's products
     full              1,024 B    76 %, all but down_proj
 
-Attention compiled by FlexAttention (`train.packed_attention: flex` on a GPU) is no operator that torch shows here:
-`selective` runs it again.
+Attention compiled by FlexAttention (`train.packed_attention: flex` on a GPU) is not visible here as an operator:
+`selective` recomputes it.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from typing import Any
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
 
-# The layer's answer is a residual plus the MLP's: nothing between them would need down_proj's answer once more.
+# The layer's output is a residual plus the MLP's output: nothing in between needs down_proj's output again.
 ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
 ATTENTION = ("flash", "efficient", "cudnn")
-_now = threading.local()  # backward passes run in threads of their own
+_now = threading.local()  # backward passes run in their own threads
 
 
 def use_recompute(model: Any, config: Config) -> int:
-    """Make `model.gradient_checkpointing_enable` do what `train.recompute` says, and return the number of layers.
+    """Make `model.gradient_checkpointing_enable` follow `train.recompute`; return the number of recomputed layers.
 
     transformers' Trainer and TRL turn checkpointing on through that method, TRL again after every pass without
-    gradients (`trl.models.utils.disable_gradient_checkpointing`, trl 1.16). Changes this model alone. `ValueError` for
+    gradients (`trl.models.utils.disable_gradient_checkpointing`, trl 1.16). Changes only this model. `ValueError` for
     `auto`, which `kit.plan.recompute` resolves before anything is loaded.
     """
     mode = config.train.recompute
@@ -63,7 +63,7 @@ def use_recompute(model: Any, config: Config) -> int:
         enable(gradient_checkpointing_kwargs, **others)
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number in chosen
-            if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):  # which takes no contexts
+            if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):  # accepts no contexts
                 continue
             function = functools.partial(layer._gradient_checkpointing_func, context_fn=context)
             layer._gradient_checkpointing_func = _from_host(function, inputs) if inputs else function
@@ -73,7 +73,7 @@ def use_recompute(model: Any, config: Config) -> int:
 
 
 def _from_host(function: Callable, inputs: Any) -> Callable:
-    """A checkpoint whose saved arguments wait where `inputs` puts them; what the layer saves is the checkpoint's."""
+    """Wrap a checkpoint so that `inputs` offloads its saved arguments; what the layer saves stays the checkpoint's."""
     import torch
 
     def checkpoint(run: Callable, *args: Any) -> Any:
@@ -84,7 +84,7 @@ def _from_host(function: Callable, inputs: Any) -> Callable:
 
 
 def _contexts(mode: str, rank: int) -> Callable[[], tuple]:
-    """What torch's checkpoint calls for every layer: a context of its first run and one of its second."""
+    """Return the function that torch's checkpoint calls for every layer: contexts of its first and second run."""
     if mode == "full":
         return lambda: (contextlib.nullcontext(), _second_run(None, rank))
 
@@ -98,7 +98,7 @@ def _contexts(mode: str, rank: int) -> Callable[[], tuple]:
 
 @contextlib.contextmanager
 def _second_run(mode: Any, rank: int) -> Iterator[None]:
-    """The layer is run again, in selective's mode or in none."""
+    """Context of a layer's second run, in selective's mode or in none."""
     _now.again, _now.mode, _now.rank = True, mode, rank
     try:
         with mode or contextlib.nullcontext():
@@ -106,11 +106,11 @@ def _second_run(mode: Any, rank: int) -> Iterator[None]:
     finally:
         _now.again, _now.mode = False, None
         if mode:
-            mode.latest = None  # torch holds the mode for as long as the layer's graph
+            mode.latest = None  # torch keeps the mode alive as long as the layer's graph
 
 
 def _skip_unread(module: Any, rank: int) -> None:
-    """Wrap the forward of a layer's last linear layer (this module alone): its product is not read in a second run."""
+    """Wrap the forward of a layer's last linear layer (only this module): its product is not read in a second run."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -131,21 +131,21 @@ def _is_last() -> bool:
 
 
 def is_answered(shape: tuple[int, int]) -> bool:
-    """Whether a product with a base's weight of this shape (out, in) is not computed now, in a layer's second run: its
-    answer was kept, or nobody reads it. So nobody reads the weight."""
+    """Whether a product with a base weight of this shape (out, in) is skipped in a layer's second run: its output was
+    kept, or is never read. The weight is then not read either."""
     if not getattr(_now, "again", False) or (_now.mode is None and not _is_last()):
         return False
     return _is_of_base(shape, _now.rank)
 
 
 def _is_of_base(sizes: tuple, rank: int) -> bool:
-    """Whether the right side of a product is a weight of the base, and no factor of the adapter. Those of two or three
-    layers with one input are one product (fused_linear.py)."""
+    """Whether the right operand of a product is a base weight and not an adapter factor. The factors of two or three
+    layers with the same input are one product (fused_linear.py)."""
     return min(sizes) > rank and min(sizes) not in (2 * rank, 3 * rank)
 
 
 def _product(operator: Any, args: tuple, rank: int) -> tuple | None:
-    """The shape of what a product with the base's weights answers; None for every other operator.
+    """Output shape of a product with a base weight; None for every other operator.
 
     Products with the adapter's factors have its rank as one of their sizes.
     """
@@ -164,8 +164,8 @@ def _product(operator: Any, args: tuple, rank: int) -> tuple | None:
 
 
 def _is_kept(operator: Any, args: tuple, rank: int) -> bool:
-    """Whether selective keeps an answer: of attention, and of products but for the adapter's, which are small, and
-    for the last one, which is not read."""
+    """Whether selective keeps an output: those of attention and of products, except the adapter's, which are small,
+    and the last one, which is not read."""
     name = str(operator)
     if "scaled_dot_product" in name or "packed_flash" in name:
         return any(kind in name for kind in ATTENTION)
@@ -174,8 +174,8 @@ def _is_kept(operator: Any, args: tuple, rank: int) -> bool:
 
 @functools.cache
 def _modes() -> tuple[type, type]:
-    """The modes of a layer's first and second run. torch's own (create_selective_checkpoint_contexts) refuse an answer
-    that is changed in place, as `fused_linear.py` adds the adapter's product to the base's."""
+    """Modes of a layer's first and second run. torch's own (create_selective_checkpoint_contexts) reject an output
+    that is modified in place, and `fused_linear.py` adds the adapter's product to the base's in place."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
@@ -197,7 +197,7 @@ def _modes() -> tuple[type, type]:
 
         @classmethod
         def ignore_compile_internals(cls) -> bool:
-            return True  # else torch would not run compiled FlexAttention in it
+            return True  # otherwise torch would not run compiled FlexAttention in it
 
     class First(Mode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +223,7 @@ def _modes() -> tuple[type, type]:
                 self.latest = source.new_empty(shape, dtype=keys.get("out_dtype") or source.dtype)
                 return self.latest
             if is_sum(operator) and is_same(self.latest, args[0]):
-                return args[0]  # it is in what was kept
+                return args[0]  # the kept output already includes it
             return operator(*args, **keys)
 
     return First, Second

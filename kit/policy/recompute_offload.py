@@ -1,11 +1,11 @@
-"""`train.recompute_offload`: inputs of layers that are run again wait in pinned host memory.
+"""`train.recompute_offload`: keep the inputs of recomputed layers in pinned host memory.
 
-A layer's input goes to the host on a stream of its own while the next layers run, and comes back while the layer after
-it is run again, one ahead: the card holds two of them instead of one a layer. transformers' `offload` copies on the
-compute stream, which then waits; TRL's `activation_offloading` is no field of its GRPOConfig (trl 1.16).
+A layer's input is copied to the host on a separate stream while the next layers run, and back while the layer after it
+is recomputed, one ahead: the card holds two inputs instead of one per layer. transformers' `offload` copies on the
+compute stream, which then waits; TRL's `activation_offloading` is not a field of its GRPOConfig (trl 1.16).
 
-The process queues a layer only when the card has come to the one before. Further ahead, what it lets go would stay
-taken until the card is there, and every layer's input would lie on the card once more.
+The process queues a layer only when the card has reached the one before. If it ran further ahead, released inputs
+would stay allocated until the card catches up, and every layer's input would be on the card again.
 """
 
 import weakref
@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 
-AHEAD = 1  # layers that are queued behind the one that the card computes
+AHEAD = 1  # layers queued behind the one that the card computes
 
 
 class _Waiting:
-    """An input on the host; on its way back once `fetched` is there."""
+    """An input on the host; being copied back once `fetched` is set."""
 
     def __init__(self, host: torch.Tensor, device: torch.device, before: "_Waiting | None"):
         self.host, self.device = host, device
-        # Who needs it is the graph; a chain of references would keep the inputs of steps long done.
+        # The graph owns the inputs; a chain of strong references would keep those of finished steps alive.
         self.before = weakref.ref(before) if before is not None else lambda: None
         self.fetched: torch.Tensor | None = None
         self.event: Any = None
 
 
 class HostInputs:
-    """Hooks for tensors that autograd saves: `pack` takes one away, `unpack` gives it back. Without a GPU the copies
-    are plain ones, in the same order. What needs no gradient stays: masks and rotary angles, which all layers share;
-    and so does the empty tensor on the CPU that the checkpoint of torch 2.11 saves beside its arguments."""
+    """Hooks for tensors that autograd saves: `pack` offloads one, `unpack` restores it. Without a GPU the copies are
+    plain ones, in the same order. Tensors that need no gradient stay: masks and rotary angles, which all layers share.
+    So does the empty CPU tensor that torch 2.11's checkpoint saves next to its arguments."""
 
     def __init__(self) -> None:
         self._latest: Any = lambda: None
@@ -71,7 +71,7 @@ class HostInputs:
         return tensor
 
     def _stay_close(self, event: Any) -> None:
-        """Wait until the card is `AHEAD` layers behind the one that `event` belongs to."""
+        """Wait until the card is at most `AHEAD` layers behind the one that `event` belongs to."""
         self._reached.append(event)
         if len(self._reached) > AHEAD:
             self._reached.pop(0).synchronize()
@@ -82,7 +82,8 @@ class HostInputs:
         if self._stream is None:
             waiting.fetched = waiting.host.clone()
             return
-        # Made on this stream, so it takes no memory that the compute stream may still use; the copy out came first.
+        # Allocated on this stream, so it reuses no memory that the compute stream may still use; the copy out came
+        # first.
         with torch.cuda.stream(self._stream):
             waiting.fetched = waiting.host.to(waiting.device, non_blocking=True)
             waiting.event = self._stream.record_event()

@@ -1,8 +1,8 @@
-"""A base that is split over the trainer's processes: FSDP2 and DeepSpeed ZeRO-3.
+"""Split the base over the trainer's processes with FSDP2 or DeepSpeed ZeRO-3.
 
 Written for accelerate 1.15, torch 2.13 and deepspeed 0.19.8. Each process loads and quantizes the whole base, hashes
-it, and keeps its part of every tensor. What accelerate announces in the environment is checked before anything is
-loaded (`problems`), and what it made of it before the first step (`prepare`).
+it, and keeps its part of every tensor. accelerate's settings in the environment are checked before anything is loaded
+(`problems`), and what it made of them before the first step (`prepare`).
 """
 
 import contextlib
@@ -16,13 +16,14 @@ from kit.core.errors import BadInput
 if TYPE_CHECKING:
     import torch
 
-# What DeepSpeed sizes by the model's hidden size when told "auto"; its own defaults are a gradient buffer of 1 GiB,
-# and matrices of up to 100,000 entries that are never split.
+# Settings that DeepSpeed derives from the model's hidden size if "auto". Its own defaults are a gradient buffer of
+# 1 GiB, and matrices of up to 100,000 entries that are never split.
 ZERO3_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
 def quant_storage() -> "torch.dtype":
-    """What the base's packed bytes are stored as: FSDP2 splits floating tensors only, and casts all but bfloat16."""
+    """Storage dtype of the base's packed bytes: FSDP2 splits only floating-point tensors, and casts all but
+    bfloat16."""
     import torch
 
     return torch.bfloat16 if announced() == FSDP2 else torch.uint8
@@ -30,7 +31,7 @@ def quant_storage() -> "torch.dtype":
 
 @contextlib.contextmanager
 def loading_whole(arguments: Any) -> Iterator[None]:
-    """Let the block build models whole: once transformers 5.17 knows of ZeRO-3, it wants to split each as it is made.
+    """Build models whole within the block: once transformers 5.17 knows of ZeRO-3, it splits each as it is made.
 
     `arguments` are the trainer's.
     """
@@ -48,10 +49,10 @@ def loading_whole(arguments: Any) -> Iterator[None]:
 
 
 def prepare(accelerator: Any, model: Any) -> str | None:
-    """How `accelerator` will split `model`, which is the policy before that; `BadInput` where it would in a way that
-    does not work, wherever that was asked for.
+    """Return how `accelerator` will split `model`, the policy before wrapping; `BadInput` for a way that does not
+    work, wherever it was requested.
 
-    Sets what has no key in an accelerate config.
+    Also sets options that have no key in an accelerate config.
     """
     plugin, parallel = accelerator.state.deepspeed_plugin, accelerator.parallelism_config
     kind = {"FSDP": FSDP2, "MEGATRON_LM": "Megatron-LM"}.get(accelerator.distributed_type.value)
@@ -71,7 +72,7 @@ def prepare(accelerator: Any, model: Any) -> str | None:
             raise BadInput("\n".join(offloading))
         for name in ZERO3_SIZES:
             settings.setdefault(name, "auto")
-        # deepspeed 0.19.8 calls functions that torch 2.13 has new names for, several lines of it a step.
+        # deepspeed 0.19.8 calls functions that torch 2.13 has renamed, which warns several times a step.
         warnings.filterwarnings("ignore", message=r".torch\.distributed\.\w+_tensor. is deprecated")
     if kind == FSDP2:
         _prepare_fsdp2(accelerator, model)
@@ -88,15 +89,15 @@ def _prepare_fsdp2(accelerator: Any, model: Any) -> None:
             "the other weights. Set mixed_precision: bf16."
         )
     if accelerator.mixed_precision == "bf16":
-        # accelerate sums the gradients in bfloat16; an adapter in float32 has float32 gradients.
+        # accelerate would reduce gradients in bfloat16; a float32 adapter has float32 gradients.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    # transformers then lets a process that has generated enough go on until all have: every forward is collective.
+    # Makes transformers keep generating on a finished process until all are done: every forward is collective.
     model.get_base_model()._is_fsdp_managed_module = True
 
 
 def gather_adapter(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
-    """Every tensor of the adapter, whole, by the parameter's name; called by all processes."""
+    """Gather every adapter tensor whole, by parameter name; called by all processes."""
     from kit.weights.gather import whole
 
     named = {name: one for name, one in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}

@@ -1,11 +1,11 @@
-"""The teacher of a distillation: whose next-token distribution the student is to match.
+"""The teacher of a distillation: the model whose next-token distribution the student learns to match.
 
 - `distill.teacher base`: the student's own model with its adapter off and its quantizers off. No second model.
-- `distill.teacher_adapter`: the same with another adapter's weights in the place of the student's, for the length of
-  the teacher's pass. What a quantization-aware distillation heals is a policy that was trained unquantized: it is the
-  teacher, and `policy.init_adapter`, the same directory, is where the student starts. Costs the adapter once more.
-- another model by id or path: loaded beside the student and stored as its base is (policy.quantization). Its
-  tokenizer has to be the student's.
+- `distill.teacher_adapter`: the same with another adapter's weights swapped in for the teacher's pass.
+  Quantization-aware distillation heals a policy that was trained unquantized: that policy is the teacher, and
+  `policy.init_adapter`, the same directory, is where the student starts. Costs the memory of one more adapter.
+- another model by id or path: loaded next to the student and stored as its base is (policy.quantization). It must
+  have the student's tokenizer.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from kit.weights.model_files import check_complete
 if TYPE_CHECKING:
     import torch
 
-PREFIX = "base_model.model."  # of a layer's name in an adapter file
+PREFIX = "base_model.model."  # prefix of layer names in an adapter file
 
 
 def check_teacher(config: Config, run: RunDir, tokenizer: Any, model_config: Any) -> None:
-    """`BadInput` unless the teacher fits the student, as far as files tell; no weight is read.
+    """`BadInput` unless the teacher fits the student, as far as the files tell; reads no weights.
 
     `model_config` is the transformers config of the student's model.
     """
@@ -64,7 +64,7 @@ def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
 
 
 def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
-    """The base hash of the student's base before it is loaded, and where it stands; None where nothing says it."""
+    """Hash of the student's base before it is loaded, and the file it comes from; None if not recorded."""
     own = [] if run.replaces else [run.base_file]
     for file in (*own, base_directory(config) / "base.json"):
         if file.is_file():
@@ -75,7 +75,7 @@ def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
 
 
 def check_adapter_base(config: Config, base_hash: str, source: str = "this base") -> None:
-    """`BadInput` when `distill.teacher_adapter` was trained on another base than the one with this base hash."""
+    """`BadInput` if `distill.teacher_adapter` was trained on another base than the one with this base hash."""
     directory = config.distill.teacher_adapter
     if directory is None:
         return
@@ -125,7 +125,7 @@ def _check_model(config: Config, tokenizer: Any, model_config: Any) -> None:
 
 
 def load_teacher(config: Config) -> "torch.nn.Module | None":
-    """Another model as teacher, frozen, on this process's device; None where it is the student's own."""
+    """Load another model as teacher, frozen, on this process's device; None if it is the student's own."""
     if is_own_model(config):
         return None
     from accelerate import PartialState
@@ -143,9 +143,9 @@ def load_teacher(config: Config) -> "torch.nn.Module | None":
 
 
 class Teacher:
-    """`with teacher.of(student) as model:` the causal language model that teaches, for passes without gradients.
+    """Provide the teacher for passes without gradients: `with teacher.of(student) as model:`.
 
-    `student` is the peft model that the trainer trains; inside the block it is not the student.
+    `student` is the peft model being trained; within the block it must not be used as the student.
     """
 
     def __init__(self, config: Config, student: "torch.nn.Module", other: "torch.nn.Module | None" = None):
@@ -156,7 +156,8 @@ class Teacher:
 
     @contextlib.contextmanager
     def of(self, student: "torch.nn.Module") -> Iterator["torch.nn.Module"]:
-        """See above; quantizers, adapter and gradients of the student are after the block what they were before."""
+        """Yield the teacher's causal language model. The student's quantizers, adapter and gradients are as before on
+        exit."""
         if self.other is not None:
             yield self.other
             return
@@ -171,9 +172,9 @@ class Teacher:
 
 @contextlib.contextmanager
 def _wearing(weights: "list[tuple[torch.nn.Parameter, torch.Tensor]]") -> Iterator[None]:
-    """Put other values into parameters for the length of the block. Autograd's nodes, optimizer state and gradients
-    belong to the parameters and do not notice; autocast does not either, and would go on with its casts of the values
-    before."""
+    """Swap other values into parameters for the length of the block. Autograd's nodes, optimizer state and gradients
+    belong to the parameters and are unaffected. autocast's cache is cleared, or it would keep using its casts of the
+    previous values."""
     import torch
 
     own = [parameter.data for parameter, _ in weights]
@@ -189,8 +190,8 @@ def _wearing(weights: "list[tuple[torch.nn.Parameter, torch.Tensor]]") -> Iterat
 
 
 def _read_adapter(student: "torch.nn.Module", directory: Path) -> "list[tuple[torch.nn.Parameter, torch.Tensor]]":
-    """The student's adapter parameters, each with the teacher's weight for it; its scale is in B, so that the
-    student's own scaling gives s·B·A of the teacher also where rank or alpha differ."""
+    """Return the student's adapter parameters, each with the teacher's weight for it. The teacher's scale is folded
+    into B, so that the student's own scaling gives the teacher's s·B·A even if rank or alpha differ."""
     from safetensors.torch import load_file
 
     facts = json.loads((directory / "adapter_config.json").read_text())

@@ -1,7 +1,7 @@
-"""The adapter as it travels to the replicas: one file, written in one go.
+"""The adapter file sent to the replicas: one file, written in one go.
 
-A checkpoint's adapter (`kit.policy.load.publish_adapter`) is float32, hashed and synced to the disk; this one lives
-for one step. Its values are what the trainer's forward computes with, bfloat16 unless the model computes in float32.
+A checkpoint's adapter (`kit.policy.load.publish_adapter`) is float32, hashed and synced to disk; this one lives for
+one step. It holds the values that the trainer's forward computes with, bfloat16 unless the model computes in float32.
 """
 
 import copy
@@ -23,13 +23,13 @@ SAFETENSORS_NAMES = {"torch.bfloat16": "BF16", "torch.float32": "F32"}
 
 
 class AdapterFile:
-    """Writes the adapter of one model again and again; names, order and header never change, so they are made once.
+    """Write the adapter of one model repeatedly; names, order and header never change, so they are computed once.
 
-    The file's safetensors metadata holds the text of adapter_config.json under `adapter_config`, so that it is enough
-    by itself when it travels in an HTTP body. With a quantization format its name is there too, under `quant_cfg`, and
-    under `input_peaks` the largest |input| of each layer, {name: value} as JSON, which calibration set for good.
-    `gathered` are the adapter's tensors where the model holds parts of them (`sharding.gather_adapter`): as they are
-    now, so each version then takes a new object.
+    The file's safetensors metadata holds the text of adapter_config.json under `adapter_config`, so that the file is
+    self-contained when sent in an HTTP body. With a quantization format, `quant_cfg` holds its name and `input_peaks`
+    the largest |input| of each layer, {name: value} as JSON, which calibration fixes once.
+    `gathered` are the adapter's tensors if the model holds only parts of them (`sharding.gather_adapter`). They are a
+    snapshot, so each version then needs a new object.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AdapterFile:
         self._host: torch.Tensor | None = None
 
     def write(self, directory: Path, version: int) -> Path:
-        """The adapter as it is now in `directory`, whole or not at all; returns the directory."""
+        """Write the current adapter to `directory`, all or nothing; return the directory."""
         partial = directory.parent / f".partial-{directory.name}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -87,7 +87,7 @@ class AdapterFile:
         return directory
 
     def _bytes(self) -> Any:
-        """All tensors one after the other, as a NumPy array of bytes in host memory."""
+        """Concatenate all tensors into a NumPy array of bytes in host memory."""
         import torch
 
         sizes, device = [parameter.numel() for parameter in self.parameters], self.parameters[0].device
@@ -100,14 +100,14 @@ class AdapterFile:
             # A few launches for all 504 tensors of an 8B shape.
             torch._foreach_copy_(parts, sources)
             if flat is not self._host:
-                # One copy to the host: 504 small ones take longer than the 87 MB they carry.
+                # A single copy to the host: the overhead of 504 small ones exceeds the time for their 87 MB.
                 self._host.copy_(flat, non_blocking=True)
                 torch.cuda.current_stream(device).synchronize()
         return self._host.view(torch.uint8).numpy()
 
 
 def _config_text(config: Any) -> str:
-    """adapter_config.json as peft saves it."""
+    """Text of adapter_config.json as peft saves it."""
     config = copy.copy(config)
     config.inference_mode = True
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +116,7 @@ def _config_text(config: Any) -> str:
 
 
 def _header(shapes: dict[str, Any], dtype: "torch.dtype", metadata: dict[str, str]) -> bytes:
-    """The safetensors header: its length as 8 bytes, then JSON padded so that the data is aligned to 8 bytes."""
+    """Safetensors header: its length as 8 bytes, then JSON padded so that the data is aligned to 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, shape in shapes.items():

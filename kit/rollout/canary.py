@@ -1,6 +1,6 @@
-"""The canary of a sync: the same tokens scored by the trainer and by a replica, and what the difference says.
+"""The canary of a sync: score the same tokens in the trainer and on a replica, and interpret the difference.
 
-A replica that serves other weights, an older adapter or none samples from another policy, and nothing in its answers
+A replica that serves other weights, a stale adapter or none samples from another policy, and nothing in its answers
 shows it. So after every sync it scores a few fixed sequences, and the trainer compares. Needs numpy, no torch.
 """
 
@@ -14,21 +14,21 @@ import numpy as np
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_json, write_json
 
-# The adapter's own shift must be this many times the noise before a replica is told to be nearer to one side.
+# The adapter's own shift must be this many times the noise before a replica counts as nearer to one side.
 DECISIVE = 2.0
 
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """Distances on the canary's tokens, nats a token.
+    """Distances on the canary's tokens, in nats per token.
 
     `mean` and `max` are |server - policy|, `k3` is the estimator of KL(server || policy) on these tokens (which the
     server did not sample, so it is a distance, not that KL). `to_base` is the mean |server - base|, `shift` the mean
     |policy - base|: what the adapter changes.
 
-    `nearest` says which of the two the server holds. `noise` is the smaller of `mean` and `to_base`: what is left
-    between the server and the model it is nearest to. Below `DECISIVE` times the noise the shift cannot be seen
-    through it, and the answer is "undecided", as it is for an adapter that is still zero.
+    `nearest` says which of the two the server holds. `noise` is the smaller of `mean` and `to_base`: the remaining
+    distance between the server and the model it is nearest to. A shift below `DECISIVE` times the noise cannot be told
+    apart from it, and the result is "undecided", as it is for an adapter that is still zero.
     """
 
     mean: float
@@ -65,8 +65,8 @@ class CanaryResult:
 def compare(
     server: Sequence[np.ndarray], policy: Sequence[np.ndarray], base: Sequence[np.ndarray] | None
 ) -> CanaryResult:
-    """The canary of one replica: log-probs (len - 1,) per sequence, of the replica and of the trainer with its adapter
-    on and off; without `base` the nearest is undecided. ValueError when lengths differ."""
+    """Compare log-probs (len - 1,) per sequence of one replica with the trainer's, adapter on (`policy`) and off
+    (`base`). Without `base`, `nearest` is "undecided". ValueError if lengths differ."""
     theirs, ours = _flat(server), _flat(policy)
     off = _flat(base) if base is not None else ours
     if not theirs.shape == ours.shape == off.shape:
@@ -110,7 +110,7 @@ def write_canary(
     policy: Sequence[np.ndarray],
     base: Sequence[np.ndarray],
 ) -> None:
-    """Keep what `python -m launch.server canary` needs to check a replica by hand, without any model."""
+    """Write what `python -m launch.server canary` needs to check a replica by hand, without any model."""
     facts: dict[str, Any] = {"session": session, "version": version, "way": way}
     facts["sequences"] = [[int(token) for token in ids] for ids in sequences]
     facts |= {"policy": [_list(one) for one in policy], "base": [_list(one) for one in base]}
@@ -118,7 +118,7 @@ def write_canary(
 
 
 def read_canary(path: Path) -> dict:
-    """What `write_canary` wrote, its scores as arrays; `BadInput` when there is none."""
+    """Read what `write_canary` wrote, with scores as arrays; `BadInput` if there is none."""
     facts = read_json(path)
     try:
         for name in ("policy", "base"):

@@ -1,4 +1,4 @@
-"""The trainer's half of the canary: which tokens are scored, and their log-probs by the policy and by the base."""
+"""The trainer's half of the canary: the tokens to score, and their log-probs under the policy and the base."""
 
 import contextlib
 from typing import Any
@@ -11,10 +11,10 @@ MOST_PROMPT_TOKENS, MOST_TOKENS = 128, 256
 
 
 class CanaryScorer:
-    """The first prompts of this process, each with a completion of the policy once there is one.
+    """Score the first prompts of this process, each with a completion of the policy once there is one.
 
-    An adapter acts on completions; a prompt alone hardly shows it. The sequences then stay the same to the end.
-    `longest` is the context of the replicas: scoring needs room for one token more than a sequence has.
+    An adapter acts on completions; a prompt alone hardly shows it. The sequences then stay the same until the end.
+    `longest` is the context length of the replicas: scoring needs room for one more token than a sequence has.
     """
 
     def __init__(self, prompts: int, longest: int):
@@ -25,14 +25,14 @@ class CanaryScorer:
         self._extended = False
 
     def choose(self, prompts: list[list[int]]) -> None:
-        """Take the first distinct prompts of a generation, unless they were taken before."""
+        """Take the first distinct prompts of a generation, unless some were already taken."""
         if self.sequences or not self.prompts:
             return
         first: dict[tuple[int, ...], int] = {}
         for row, ids in enumerate(prompts):
             first.setdefault(tuple(ids), row)
         self._rows = [row for ids, row in first.items() if len(ids) > 1][: self.prompts]
-        # What is nearest to the answer stays. Two tokens are the shortest that has a log-prob.
+        # Keep the tokens nearest to the answer, and at least two: one token alone has no log-prob.
         kept = max(2, min(MOST_PROMPT_TOKENS, self.most_tokens // 2))
         self.sequences = [list(prompts[row])[-kept:] for row in self._rows]
 
@@ -49,7 +49,7 @@ class CanaryScorer:
         return self._checked(_score(trainer, self.sequences))
 
     def base(self, trainer: Any) -> list[np.ndarray]:
-        """The same with the adapter off; computed once, the base never changes."""
+        """The same with the adapter off; computed once, since the base never changes."""
         if self._base is None:
             with trainer.accelerator.unwrap_model(trainer.model).disable_adapter():
                 self._base = self._checked(_score(trainer, self.sequences))
@@ -65,9 +65,9 @@ class CanaryScorer:
 
 
 def _score(trainer: Any, sequences: list[list[int]]) -> list[np.ndarray]:
-    """One forward as the training forward computes it: same autocast, same mode, no dropout (checks.py).
+    """Run one forward exactly as in training: same autocast, same mode, no dropout (checks.py).
 
-    Where the base is split, all processes call this together.
+    If the base is split, all processes call this together.
     """
     import torch
     from trl.models.utils import disable_gradient_checkpointing
@@ -75,7 +75,7 @@ def _score(trainer: Any, sequences: list[list[int]]) -> list[np.ndarray]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     length = max(map(len, sequences))
     device = trainer.accelerator.device
-    # Padded on the right: with causal attention the tokens before never see it, so no mask is needed.
+    # Padded on the right: with causal attention earlier tokens never see the padding, so no mask is needed.
     ids = torch.tensor([row + [row[-1]] * (length - len(row)) for row in sequences], device=device)  # (S, L)
     with (
         torch.no_grad(),
@@ -83,8 +83,8 @@ def _score(trainer: Any, sequences: list[list[int]]) -> list[np.ndarray]:
         # FSDP2 and DeepSpeed cast the weights instead.
         contextlib.nullcontext() if trainer.sharding else trainer.accelerator.autocast(),
     ):
-        # Past the outer model, whose forward accelerate wraps: that one would copy all logits to float32. FSDP2 and
-        # ZeRO-3 begin a forward there.
+        # Bypass the outer model's forward: accelerate's wrapper would copy all logits to float32. FSDP2 and ZeRO-3
+        # need it, because they start a forward there.
         forward = model if trainer.sharding else model.get_base_model()
         logits = forward(input_ids=ids, use_cache=False).logits  # (S, L, vocabulary)
     scores = []

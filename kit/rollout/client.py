@@ -1,6 +1,6 @@
 """Rollouts from separate vLLM replicas: token ids in, token ids and the sampler's log-probs out.
 
-The replicas hold the dequantized base (`python -m launch.server`) and are told of each adapter version by
+The replicas hold the dequantized base (`python -m launch.server`) and receive each adapter version through
 `kit/rollout/sync.py`. TRL's own server path is not used: it merges the adapter into the NF4 weights and streams
 packed bytes. The trainer's process needs no vLLM.
 """
@@ -28,18 +28,16 @@ from kit.rollout.overlap import Ahead
 from kit.rollout.replica import PROTOCOL, Replica, ReplicaError, Sample, is_tested_vllm
 from kit.rollout.sync import START, AdapterSync, restart_hint, start_hint
 
-FIRST_ANSWER_S = 5.0  # wait for one answer while a replica starts
-OTHER_REQUESTS = (
-    10  # of a step besides generation, one after the other: wake, stage, activate, score, roll back, sleep
-)
+FIRST_ANSWER_S = 5.0  # timeout of one request while a replica starts
+OTHER_REQUESTS = 10  # sequential requests of a step besides generation: wake, stage, activate, score, roll back, sleep
 
 
 class ServerRollout:
-    """Generates the groups of a step on the replicas of `rollout.server_urls`; used by every trainer process.
+    """Generate the groups of a step on the replicas of `rollout.server_urls`; used by every trainer process.
 
-    After `generate`, `versions` holds the adapter version behind each of this process's completions and `report` what
-    the main process knows about the sync: `sync_seconds` by part, `canary_delta` and `canary_k3` (the worst replica).
-    `hidden_s` are the seconds of generation behind `begin`, before `generate` waited for the rest.
+    After `generate`, `versions` holds the adapter version of each of this process's completions, and `report` the main
+    process's metrics of the sync: `sync_seconds` by part, `canary_delta` and `canary_k3` (the worst replica).
+    `hidden_s` are the seconds of generation after `begin`, before `generate` waited for the rest.
     """
 
     def __init__(self, config: Config, tokenizer: Any, run: RunDir):
@@ -57,13 +55,13 @@ class ServerRollout:
         self._dispatcher: Dispatcher | None = None
         self._adapter: AdapterFile | None = None
         self._scores: tuple = ()
-        self._served: int | None = None  # as every process knows it
+        self._served: int | None = None  # the same in every process
         self._may_be_asleep = False
         self._silent: set[str] = set()
         self._waiting: Any = None  # the process group in which processes wait for the main one
 
     def check(self, linears: list[str], vocabulary: int) -> None:
-        """Wait for every replica and refuse one that cannot serve this run; before any weight is loaded.
+        """Wait for every replica and reject those that cannot serve this run; called before any weight is loaded.
 
         `linears` are the names of the layers that get an adapter. `CheckFailed` after `rollout.server_wait_s`.
         """
@@ -98,7 +96,7 @@ class ServerRollout:
                 )
 
     def _problems(self, info: dict, linears: list[str], vocabulary: int, tokenizer: str) -> list[str]:
-        """Why a replica cannot serve this run, each with what to do."""
+        """Reasons why a replica cannot serve this run, each with its fix."""
         rollout, way = self.config.rollout, self.config.rollout.sync
         found = []
         if not is_tested_vllm(info["vllm"]):
@@ -155,7 +153,8 @@ class ServerRollout:
         return found
 
     def _other_settings(self, info: dict) -> list[str]:
-        """What of the `server` group a replica was started with differently: by hand, or before the YAML changed."""
+        """Settings of the `server` group that a replica was started with differently: by hand, or before the YAML
+        changed."""
         found, server = [], self.config.server
         fmt = served_format(self.config)
         if (computes := info.get("quant_cfg")) != (fmt and fmt.name):
@@ -164,11 +163,11 @@ class ServerRollout:
                 f"{fmt.name if fmt else 'nothing'}. Restart it with this config ({START})."
             )
         held = {key: info[key] for key in ("weights", "kv_cache", "tensor_parallel")}
-        # Other names that vLLM has for the same.
+        # vLLM's other names for the same value.
         held["kv_cache"] = {"fp8_e4m3": "fp8", "bfloat16": "auto"}.get(info["kv_cache"], info["kv_cache"])
         wanted = {key: getattr(server, key) for key in held}
         if server.weights == "bf16" and self.config.model.dtype != "bfloat16":
-            wanted["weights"] = self.config.model.dtype  # bf16 stands for weights without quantization
+            wanted["weights"] = self.config.model.dtype  # bf16 stands for unquantized weights
         for key, value in held.items():
             if value != wanted[key]:
                 found.append(
@@ -178,7 +177,7 @@ class ServerRollout:
         return found
 
     def _wait(self, replica: Replica, deadline: float) -> dict:
-        """What the replica is, once it answers; refused, hanging and unready replicas all end at the deadline."""
+        """Return the replica's info once it answers; refused, hanging and unready ones all fail at the deadline."""
         limit, said = self.config.rollout.server_wait_s, False
         while True:
             try:
@@ -215,9 +214,9 @@ class ServerRollout:
     def generate(
         self, trainer: Any, prompt_ids: list[list[int]], group: int | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Completions and sampler log-probs for this process's prompts, in order.
+        """Return completions and sampler log-probs for this process's prompts, in order.
 
-        The main process syncs the adapter and asks for all processes' groups; a prompt stands `group` (default
+        The main process syncs the adapter and requests all processes' groups; a prompt is repeated `group` (default
         `group_size`) times in a row, so it is sent once with n = group. Every process gets its share.
         """
         from accelerate.utils import gather_object
@@ -228,7 +227,7 @@ class ServerRollout:
             samples, version = self._take(trainer, everything)
         else:
             if self.config.server.sleep:
-                # Every process, before the replicas wake: the update's cached blocks are memory that they need.
+                # In every process, before the replicas wake: they need the memory of the update's cached blocks.
                 free_gpu_cache()
                 trainer.accelerator.wait_for_everyone()
             error = self._ask_policy(trainer, everything) if trainer.sharding else None
@@ -241,8 +240,8 @@ class ServerRollout:
         return [ids for ids, _ in mine], [logps for _, logps in mine]
 
     def begin(self, trainer: Any, prompt_ids: list[list[int]]) -> None:
-        """Sync the adapter, then start to generate for this process's prompts; the next `generate` must be for the
-        same and takes what was made. Without prompts, only the sync. Called by all processes together."""
+        """Sync the adapter, then start generating for this process's prompts. The next `generate` must be for the same
+        prompts and takes the result. Without prompts, only sync. Called by all processes together."""
         from accelerate.utils import gather_object
 
         ahead, self.report = Ahead(gather_object(prompt_ids)), {}
@@ -252,7 +251,7 @@ class ServerRollout:
         self._ahead = ahead if ahead.prompts else None
 
     def _take(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[tuple], int]:
-        """The samples that `begin` asked for and the version that made them."""
+        """Return the samples that `begin` requested and the version that made them."""
         ahead, self._ahead = self._ahead, None
         if ahead.prompts != prompts:
             raise CheckFailed(
@@ -264,7 +263,8 @@ class ServerRollout:
         return samples, ahead.version
 
     def _in_main_process(self, trainer: Any, work: Callable[[], Any], error: KitError | None = None) -> Any:
-        """What `work` returns, in every process; also its error, since the others wait for the outcome."""
+        """Run `work` in the main process and return its result in every process; its error is raised in every process
+        too, since the others wait for the outcome."""
         self._meet()
         outcome: list[Any] = [None, None, error]
         if trainer.accelerator.is_main_process and error is None:
@@ -282,8 +282,8 @@ class ServerRollout:
         return outcome[0]
 
     def _meet(self) -> None:
-        """Make, once and in every process, the group in which they wait for the main one. On the CPU: a collective of
-        NCCL that waits is a kernel that spins, and takes its time from a replica on the same card."""
+        """Create once, in every process, the group in which they wait for the main one. On the CPU: a waiting NCCL
+        collective is a spinning kernel, which takes time from a replica on the same card."""
         from torch import distributed
 
         is_alone = (
@@ -293,7 +293,7 @@ class ServerRollout:
             self._waiting = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.longest_s))
 
     def _broadcast(self, outcome: list[Any]) -> None:
-        """Put the main process's `outcome` in the place of every other's."""
+        """Replace every process's `outcome` with the main process's."""
         if self._waiting is not None:
             from torch import distributed
 
@@ -301,19 +301,19 @@ class ServerRollout:
 
     @property
     def longest_s(self) -> float:
-        """More seconds than what the main process does alone can take, since each of its requests has a limit. A main
-        process that ends is noticed at once."""
+        """Upper bound in seconds on what the main process does alone, since each of its requests has a limit. If the
+        main process dies, the others notice at once."""
         from torch import distributed
 
         config, rollout = self.config, self.config.rollout
         completions = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
         prompts = completions * distributed.get_world_size() // rollout.group_size + config.watch.eval_problems
-        at_once = max(1, min(rollout.max_in_flight, 2 * len(self.replicas)))  # the dispatcher sends more, never fewer
+        at_once = max(1, min(rollout.max_in_flight, 2 * len(self.replicas)))  # the dispatcher never sends fewer
         requests = OTHER_REQUESTS + math.ceil(prompts / at_once) * (1 + rollout.retries)
         return rollout.server_wait_s + requests * rollout.request_timeout_s
 
     def close(self) -> None:
-        """Leave the replicas awake; called once, however the run ends, by the main process."""
+        """Leave the replicas awake; called once by the main process, however the run ends."""
         self.sync.settle()
         if not self._may_be_asleep:
             return
@@ -325,7 +325,7 @@ class ServerRollout:
             print(f"{url} may be left asleep: {reason}. The next start of a trainer wakes it.", flush=True)
 
     def _step(self, trainer: Any, prompts: list[list[int]], group: int | None = None) -> list[tuple]:
-        """Wake, sync, generate, sleep; the samples of all processes."""
+        """Wake, sync, generate, sleep; return the samples of all processes."""
         if self._may_be_asleep:
             with trainer.timed("wake"):
                 self._all_or_fail(lambda replica: replica.wake(), "wake up")
@@ -337,7 +337,7 @@ class ServerRollout:
         if self.config.server.sleep:
             with trainer.timed("sleep"):
                 self._may_be_asleep = True
-                self.sync.settle()  # a replica that sleeps cannot forget an adapter
+                self.sync.settle()  # a sleeping replica cannot discard an adapter
                 self._all_or_fail(lambda replica: replica.sleep(), "go to sleep")
         self._drop_connections()
         return samples
@@ -361,8 +361,8 @@ class ServerRollout:
             replica.close()
 
     def _ask_policy(self, trainer: Any, prompts: list[list[int]]) -> KitError | None:
-        """Where the base is split, all that a sync needs of the policy, in every process together and before any
-        request: a forward or a gather that one process leaves out would stop the others for ever."""
+        """For a split base, collect everything that a sync needs of the policy, in all processes together and before
+        any request: a forward or gather that one process skips would block the others forever."""
         self.scorer.choose(prompts)
         if trainer.adapter_version == self._served:
             return None
@@ -389,7 +389,7 @@ class ServerRollout:
             return AdapterFile(model, dtype, trainer.base_hash, gathered)
         from kit.policy.quantized_linear import AMAX, quantizer_state
 
-        # The quantized weight is that of the factors as they are trained, which is also what merging takes.
+        # Quantize from the factors in their training dtype, as merging does.
         dtype = getattr(torch, self.config.policy.adapter_dtype)
         peaks = {name.removesuffix(AMAX): peak.item() for name, peak in quantizer_state(model).items()}
         return AdapterFile(model, dtype, trainer.base_hash, gathered, fmt.name, peaks)

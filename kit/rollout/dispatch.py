@@ -1,8 +1,8 @@
-"""Spreads the generation requests of a step over the replicas: by load, long prompts first, each answer taken once.
+"""Distribute the generation requests of a step over the replicas: by load, long prompts first, each answer used once.
 
-Requests run in threads of their own and never write a result: they hand it to the loop in `run`, which takes an answer
-only from the attempt that is under way for its prompt. What an abandoned attempt answers later is dropped.
-`ask_all` is for what every replica is asked once: a change of the served version, sleep, wake.
+Requests run in their own threads and never write a result: they pass it to the loop in `run`, which accepts an answer
+only from the attempt in flight for its prompt. Late answers of abandoned attempts are dropped.
+`ask_all` is for requests sent once to every replica: a change of the served version, sleep, wake.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from typing import Any
 from kit.core.errors import CheckFailed, KitError
 from kit.rollout.replica import CONTINUE, Replica, ReplicaError, Sample
 
-PROBE_EVERY_S, PROBE_TIMEOUT_S, PROBES = 5.0, 10.0, 2  # a replica that hangs is given up after at most 30 s
-RETRY_AFTER_S = 1.0  # before the same replica is asked again; another one is asked at once
+PROBE_EVERY_S, PROBE_TIMEOUT_S, PROBES = 5.0, 10.0, 2  # a hanging replica is given up on after at most 30 s
+RETRY_AFTER_S = 1.0  # delay before retrying on the same replica; another one is tried at once
 
 # (replica, id of the attempt, token ids of the prompt) -> the group's samples
 Ask = Callable[[Replica, str, list[int]], list[Sample]]
@@ -34,7 +34,7 @@ class GenerationFailed(KitError):
 
 @dataclass
 class _Task:
-    """One prompt: its place in the batch and what its attempts came to."""
+    """One prompt: its row in the batch and the outcome of its attempts."""
 
     row: int
     errors: list[ReplicaError] = field(default_factory=list)
@@ -45,31 +45,31 @@ class _Task:
 @dataclass
 class _Attempt:
     task: _Task
-    place: int  # of the replica
+    place: int  # index of the replica
     deadline: float
 
 
 class Dispatcher:
-    """Sends prompts to replicas and collects the samples in order.
+    """Send prompts to replicas and collect the samples in order.
 
-    `capacity[i]` is the number of prompts that replica i can generate at once; the load is measured in it.
-    `late_answers` counts answers that came after their attempt was given up.
+    `capacity[i]` is the number of prompts that replica i can generate at once; load is measured relative to it.
+    `late_answers` counts answers that arrived after their attempt was abandoned.
     """
 
     def __init__(
         self, replicas: list[Replica], capacity: list[float], retries: int, max_in_flight: int, timeout_s: float
     ):
         self.replicas, self.capacity, self.retries = replicas, capacity, retries
-        # Prompts beyond twice what runs at once would only queue on a replica, where no other can take them over.
+        # Prompts beyond twice the total capacity would only queue on a replica, where no other can take them over.
         self.most = max(1, min(max_in_flight, int(2 * sum(capacity))))
         self.timeout_s, self.late_answers = timeout_s, 0
         self._serial = itertools.count()
 
     def run(self, prompts: list[list[int]], ask: Ask, name: str) -> list[list[Sample]]:
-        """The samples of every prompt, in the order of `prompts`.
+        """Return the samples of every prompt, in the order of `prompts`.
 
         `GenerationFailed` as soon as one prompt has failed `1 + retries` times, or once in a way that a retry cannot
-        mend; any other error of `ask` is passed on. Requests still under way are then left to themselves.
+        fix; any other error of `ask` is re-raised. Requests still in flight are then abandoned.
         """
         # Long prompts first: the last one to finish then costs least.
         ready = deque(_Task(row) for row in sorted(range(len(prompts)), key=lambda row: -len(prompts[row])))
@@ -112,11 +112,11 @@ class Dispatcher:
             except Exception as error:
                 results.put((key, error))
 
-        # Not a pool: its threads would be waited for at exit, and a hanging request would keep the run alive.
+        # Not a pool: its threads are joined at exit, and a hanging request would keep the run alive.
         threading.Thread(target=request, daemon=True).start()
 
     def _pick(self, running: dict[str, _Attempt], down: set[int], task: _Task) -> int:
-        """The replica with the least load; another than the last one when an attempt failed."""
+        """Pick the replica with the least load; after a failed attempt, a different one if possible."""
         load = [0] * len(self.replicas)
         for attempt in running.values():
             load[attempt.place] += 1
@@ -125,7 +125,8 @@ class Dispatcher:
         return min(others, key=lambda place: (load[place] / self.capacity[place], place))
 
     def _wait(self, results: queue.SimpleQueue, running: dict[str, _Attempt], down: set[int]) -> list[tuple]:
-        """What ended: (attempt, samples or error), also of attempts past their deadline or on a dead replica."""
+        """Return finished attempts as (attempt, samples or error), including those past their deadline or on a dead
+        replica."""
         now = time.monotonic()
         found = []
         try:
@@ -144,7 +145,7 @@ class Dispatcher:
         return found
 
     def _failed(self, attempt: _Attempt, error: Exception, tokens: int, down: set[int]) -> _Task:
-        """The task to try again; raises when it must not be."""
+        """Return the task to retry; raise if it must not be retried."""
         task = attempt.task
         if not isinstance(error, ReplicaError):
             raise error
@@ -173,7 +174,7 @@ class Dispatcher:
 def silences(
     replica: Replica, action: str, has_work: Callable[[], bool], finished: threading.Event
 ) -> Iterator[ReplicaError]:
-    """An error whenever a replica that has work answers nothing at all, until `finished`: its process hangs, its
+    """Yield an error whenever a replica that has work answers nothing at all, until `finished`: its process hangs, its
     connections stay open."""
     silent = 0
     while not finished.wait(PROBE_EVERY_S):
@@ -192,10 +193,10 @@ def silences(
 def ask_all(
     replicas: list[Replica], call: Callable[[Replica], Any], probe: str | None = None
 ) -> tuple[dict[str, Any], dict[str, ReplicaError]]:
-    """One request to every replica at once: the answers by URL and the failures by URL.
+    """Send one request to every replica at once; return the answers by URL and the failures by URL.
 
-    With `probe`, the name of the request, a replica that hangs is given up as `Dispatcher.run` does it; without, the
-    request's own limit decides.
+    With `probe`, the name of the request, a hanging replica is given up on as in `Dispatcher.run`; without, the
+    request's own timeout applies.
     """
     results: queue.SimpleQueue = queue.SimpleQueue()
     finished = {replica.url: threading.Event() for replica in replicas}
@@ -213,7 +214,7 @@ def ask_all(
 
     for replica in replicas:
         for work in (request, watch) if probe else (request,):
-            # Not a pool: it would wait for the request that hangs.
+            # Not a pool: it would wait for a hanging request.
             threading.Thread(target=work, args=(replica,), daemon=True).start()
     outcomes: dict[str, tuple[bool, Any]] = {}
     while len(outcomes) < len(finished):

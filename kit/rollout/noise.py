@@ -1,23 +1,24 @@
-"""Noise on the sampler's RMSNorm scales, as QeRL adds it (arXiv 2510.11696, adaptive quantization noise).
+"""Noise on the sampler's RMSNorm scales, as in QeRL (arXiv 2510.11696, adaptive quantization noise).
 
-A norm's scale w feeds q, k, v or gate and up, so w + z is the same as noise on all of their weights' columns, and
-costs nothing to compute. z ~ N(0, σ²) of every component is drawn anew for each adapter version. σ goes in stages of
-equal length over `train.max_steps`: none in the first, then from `policy.quant_noise_start` to `quant_noise_end`,
-each stage the same factor below the one before. That is what QeRL's published code does (its noise_scheduler.py; its
-scripts go from 1e-2 to 1e-4 in 10 stages), and so are these two, which decide what is learned:
+A norm's scale w feeds q, k, v or gate and up, so w + z is equivalent to noise on all of their weights' columns, and
+costs nothing to compute. z ~ N(0, σ²) is drawn anew per component for each adapter version. σ follows stages of equal
+length over `train.max_steps`: zero in the first, then from `policy.quant_noise_start` to `quant_noise_end`, each stage
+lower than the previous one by the same factor. This matches QeRL's published code (its noise_scheduler.py; its scripts
+go from 1e-2 to 1e-4 in 10 stages), as do these two choices, which decide what is learned:
 
-- Only the sampler is noisy. Log-probs of the update, of the reference and of the canary are taken without noise. The
-  held-out accuracy while training (`watch.eval_every`) is the sampler's, so it is with noise.
-- Nothing there corrects for it. Here `rollout.correction` does with rollouts from servers, as for any sampler that is
-  not the policy; `none` is QeRL's way, and so is generation in the trainer's process. `sampler_k3` contains the noise.
+- Only the sampler is noisy. Log-probs of the update, of the reference and of the canary are computed without noise.
+  The held-out accuracy during training (`watch.eval_every`) is the sampler's, so it includes noise.
+- QeRL does not correct for the noise. Here `rollout.correction` does with rollouts from servers, as for any sampler
+  that is not the policy; `none` matches QeRL, and so does generation in the trainer's process. `sampler_k3` includes
+  the noise.
 
-A scale in BF16 takes a draw only where that is more than half of the distance to its neighbour, 2^-9 to 2^-8 near 1:
-of σ 1e-2 77 % of the components move, of 1e-3 3 %, below 5e-4 none. There the last stages of 1e-2 to 1e-4 are without
+A BF16 scale changes only if the draw exceeds half the distance to its neighbour, 2^-9 to 2^-8 near 1: at σ 1e-2 77 %
+of the components move, at 1e-3 3 %, below 5e-4 none. In BF16 the last stages of 1e-2 to 1e-4 are therefore without
 noise.
 
-Other than there, the scales are restored before each draw (QeRL's add up where it does not train the norms), and the
-last norm and the norms of queries and keys keep theirs: no quantized weight follows them directly. Imports torch
-inside functions: the rollout servers and the checks of a configuration share this file.
+Unlike in QeRL, the scales are restored before each draw (QeRL's noise accumulates where it does not train the norms),
+and the last norm and the norms of queries and keys get no noise: no quantized weight follows them directly. Imports
+torch inside functions: the rollout servers and the checks of a configuration share this file.
 """
 
 import contextlib
@@ -31,22 +32,22 @@ from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed
 
 NORMS = re.compile(r"(?:^|\.)(layers\.\d+\.(?:input|post_attention)_layernorm)\.weight$")
-# Another prime than TRL and torch add to seeds, so that runs with neighbouring seeds share no draw.
+# A different prime from those that TRL and torch add to seeds, so that runs with neighbouring seeds share no draw.
 SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The standard deviation of an adapter version's noise, and the seed of its draw."""
+    """Standard deviation of an adapter version's noise, and the seed of its draw."""
 
     sigma: float
     seed: int
 
 
 def noise_of(config: Config, version: int) -> Noise | None:
-    """The noise of the sampler of adapter `version`, the number of updates made; None when it is off in this run.
+    """Noise of the sampler for adapter `version`, the number of updates made; None if it is off in this run.
 
-    A function of the configuration and the version alone, so a resumed run goes on with it.
+    Depends only on the configuration and the version, so a resumed run continues it.
     """
     policy = config.policy
     if not policy.quant_noise_start:
@@ -57,7 +58,7 @@ def noise_of(config: Config, version: int) -> Noise | None:
 
 
 def sigma_at(step: int, steps: int, start: float, end: float, stages: int) -> float:
-    """σ of a step (from 0): 0 in the first of `stages`, then start · (end / start)^(i / (stages - 2)), i from 0."""
+    """σ at a step (from 0): 0 in the first of `stages`, then start · (end / start)^(i / (stages - 2)), i from 0."""
     stage = min(step * stages // steps, stages - 1)
     if stage == 0:
         return 0.0
@@ -65,8 +66,8 @@ def sigma_at(step: int, steps: int, start: float, end: float, stages: int) -> fl
 
 
 def norms(model: Any) -> dict[str, Any]:
-    """{name from `layers.` on: scale (hidden,)} of the norms that get noise, by the same names in a trainer and in a
-    server; `CheckFailed` when there is none."""
+    """Return {name from `layers.` on: scale (hidden,)} of the norms that get noise, with the same names in a trainer
+    and in a server; `CheckFailed` if there is none."""
     found = {match[1]: weight for name, weight in model.named_parameters() if (match := NORMS.search(name))}
     if not found:
         raise CheckFailed(
@@ -77,7 +78,7 @@ def norms(model: Any) -> dict[str, Any]:
 
 
 def draw(name: str, size: int, noise: Noise) -> Any:
-    """z (size,) float32 for the norm of this name: the same on every machine and device."""
+    """Draw z (size,) float32 for the norm of this name: the same on every machine and device."""
     import torch
 
     digest = hashlib.sha256(f"{noise.seed}/{name}".encode()).digest()
@@ -86,14 +87,14 @@ def draw(name: str, size: int, noise: Noise) -> Any:
 
 
 class NoisyNorms:
-    """The norms of one model with their own scales kept aside; `set` puts noise on those, never on noise."""
+    """Norms of one model, with a copy of their own scales; `set` adds noise to that copy, so it never accumulates."""
 
     def __init__(self, model: Any):
         self.weights = norms(model)
         self.own = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def set(self, noise: Noise | None) -> None:
-        """Noise on every norm, in place and rounded once to its type; None and σ = 0 take it off."""
+        """Set noise on every norm, in place and rounded once to its dtype; None and σ = 0 remove it."""
         for name, weight in self.weights.items():
             own = self.own[name]
             if noise is None or not noise.sigma:
@@ -104,7 +105,7 @@ class NoisyNorms:
 
 @contextlib.contextmanager
 def noisy(model: Any, noise: Noise | None) -> Iterator[None]:
-    """The norms of `model` with noise inside the block, and as they were after it."""
+    """Add noise to the norms of `model` within the block; restore them on exit."""
     if noise is None or not noise.sigma:
         yield
         return
@@ -117,5 +118,5 @@ def noisy(model: Any, noise: Noise | None) -> Iterator[None]:
 
 
 def facts(noise: Noise | None) -> dict[str, Any]:
-    """What metrics.jsonl says of a step's noise; nothing when it is off in this run."""
+    """Entries of a step's noise in metrics.jsonl; empty if it is off in this run."""
     return {} if noise is None else {"noise_sigma": noise.sigma, "noise_seed": noise.seed}

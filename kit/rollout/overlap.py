@@ -4,13 +4,14 @@
                                   servers: batch k+1 from version k-1 ------------------------|
     step k+1: take batch k+1 (wait for what is left) | sync version k, ask for batch k+2 | ...
 
-Batch k+1 is sampled from version k-1 and learned from by version k, a lag of one. The importance correction compares
-the policy of step k+1 with the sampler's own log-probs, so it corrects for the lag as it does for the servers' other
-numerics. The first step of a process, and of each pass over the data, finds nothing generated ahead, generates as
-without overlap and has no lag. A checkpoint holds nothing of the batch under way, the ledger only what a step took.
+Batch k+1 is sampled from version k-1 and used to update version k, a lag of one. The importance correction compares
+the policy of step k+1 with the sampler's own log-probs, so it corrects for the lag as it does for the servers'
+different numerics. The first step of a process, and of each pass over the data, has no batch generated ahead: it
+generates as without overlap and has no lag. A checkpoint holds nothing of the batch in flight, the ledger only what a
+step consumed.
 
-The background thread does HTTP and nothing else: collective operations, tokenizing, the sync and its canary stay on
-the main thread, in the same order in every process. It is a daemon, so it keeps no process alive.
+The background thread only does HTTP: collective operations, tokenizing, the sync and its canary stay on the main
+thread, in the same order in every process. It is a daemon, so it keeps no process alive.
 """
 
 import copy
@@ -21,10 +22,10 @@ from typing import Any
 
 
 class Ahead:
-    """A batch that is generated in a background thread.
+    """A batch generated in a background thread.
 
-    `prompts` are the token ids of all processes, `version` the adapter's that samples; `hidden_s` is, once it was
-    taken, for how many seconds it was generated before anyone waited for it. Only the main process starts it.
+    `prompts` are the token ids of all processes, `version` is the adapter version that samples. After `take`,
+    `hidden_s` is the number of seconds it was generated before anyone waited for it. Only the main process starts it.
     """
 
     def __init__(self, prompts: list[list[int]]):
@@ -34,12 +35,12 @@ class Ahead:
         self._started = self._ended = 0.0
 
     def start(self, generate: Callable[[], Any]) -> None:
-        """Run `generate` in a thread of its own; it must bound its own time."""
+        """Run `generate` in a background thread; it must bound its own time."""
 
         def run() -> None:
             try:
                 self._samples = generate()
-            except BaseException as error:  # for the thread that takes it
+            except BaseException as error:  # re-raised in the thread that takes it
                 self._error = error
             self._ended = time.perf_counter()
 
@@ -48,7 +49,7 @@ class Ahead:
         self._thread.start()
 
     def take(self) -> Any:
-        """What `generate` returned, or its error; waits for it."""
+        """Wait for `generate`; return its result or raise its error."""
         asked = time.perf_counter()
         self._thread.join()
         self.hidden_s = min(asked, self._ended) - self._started
@@ -58,16 +59,16 @@ class Ahead:
 
 
 class OverlappedRollouts:
-    """The part of `PolicyTrainer` that looks one batch ahead and has it generated during the update.
+    """Part of `PolicyTrainer` that draws the next batch early and generates it during the update.
 
     Written for transformers 5.17, whose loop draws the batches of one optimizer step through `get_batch_samples`, and
-    for trl 1.16, which generates for the first of them and makes prompt ids by `_tokenize_prompts`.
+    for trl 1.16, which generates for the first of them and makes prompt ids with `_tokenize_prompts`.
     """
 
-    _lookahead: tuple[Any, tuple] | None = None  # (iterator, what get_batch_samples returned for the next step)
+    _lookahead: tuple[Any, tuple] | None = None  # (iterator, get_batch_samples' result for the next step)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
-        """The step's batches; with overlap those of the next step are drawn too, if the pass over the data has any."""
+        """Return the step's batches; with overlap, also draw the next step's, if the pass over the data has any."""
         if not self.config.rollout.overlap:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         iterator, drawn = self._lookahead or (None, None)
@@ -91,7 +92,7 @@ class OverlappedRollouts:
         return output
 
     def _next_prompt_ids(self) -> list[list[int]]:
-        """Token ids of this process's prompts of the next step, as trl will make them; empty when there is none."""
+        """Token ids of this process's prompts of the next step, as trl will make them; empty if there is none."""
         if self._lookahead is None:
             return []
         rows = self._lookahead[1][0][0]

@@ -1,8 +1,8 @@
 """HTTP client of one rollout replica: the /v1/rollout routes that `kit/rollout/server/endpoint.py` adds to a vLLM
 server.
 
-Token ids travel as base64 of little-endian int32 and log-probs as base64 of little-endian float32, so that a NaN
-arrives as one and no number is printed and parsed again. Needs requests and numpy, no torch and no vLLM.
+Token ids are sent as base64 of little-endian int32 and log-probs as base64 of little-endian float32, so that a NaN
+arrives as a NaN and no number is formatted and parsed again. Needs requests and numpy, no torch and no vLLM.
 """
 
 import base64
@@ -27,17 +27,17 @@ from kit.core.limits import VLLM_BELOW, VLLM_FROM
 PROTOCOL = 1
 PREFIX = "/v1/rollout"
 CONNECT_TIMEOUT_S, DISCARD_TIMEOUT_S = 10.0, 15.0
-# All but a generation takes seconds; a server gives its workers 120 s and then says so
+# Everything but generation takes seconds; a server reports an error after waiting 120 s for its workers
 # (kit/rollout/server/versions.py). Only the first stage may have to wait until the server has read its NF4 copy.
 CHANGE_TIMEOUT_S, FIRST_STAGE_TIMEOUT_S = 130.0, 600.0
 CONTINUE = "Then continue with --resume."
 
 
 class ReplicaError(KitError):
-    """A replica that did not do what it was asked.
+    """A failed request to a replica.
 
-    `status` is the HTTP status, None when no answer came; `text` its reason; `retry` says whether the same request
-    may succeed elsewhere or later: no answer and 5xx yes, 4xx no.
+    `status` is the HTTP status, None if no answer came; `text` is the reason; `retry` says whether the same request
+    may succeed elsewhere or later: yes for no answer and 5xx, no for 4xx.
     """
 
     def __init__(self, url: str, action: str, text: str, status: int | None = None, retry: bool = True):
@@ -46,13 +46,13 @@ class ReplicaError(KitError):
 
     @property
     def is_conflict(self) -> bool:
-        """Whether the replica works, for another trainer or on another base; `text` says what to do then."""
+        """Whether the replica works, but for another trainer or on another base; `text` then includes the fix."""
         return self.status == 409
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion: ids (T,) int32, the sampler's log-probs of them (T,) float32, "stop" or "length"."""
+    """One completion: ids (T,) int32, the sampler's log-probs (T,) float32, "stop" or "length"."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -93,14 +93,15 @@ def is_tested_vllm(version: str) -> bool:
 
 
 def log_name(url: str) -> str:
-    """The file name of a replica's log: by its port, and by its machine too when others can share the directory."""
+    """File name of a replica's log: its port, and its host too if it is on another machine that may share the
+    directory."""
     parts = urlsplit(url)
     machine = "" if is_loopback(parts.hostname or "") else f"-{(parts.hostname or '').replace(':', '_')}"
     return f"server{machine}-{parts.netloc.rpartition(':')[2]}.log"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -110,10 +111,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Replica:
-    """The routes of one replica as methods; every failure is a `ReplicaError`. May be used from several threads.
+    """Routes of one replica as methods; every failure is a `ReplicaError`. Thread-safe.
 
-    `timeout_s` bounds the wait for one generation, and with `CHANGE_TIMEOUT_S` that for any other answer. The API key
-    is taken from VLLM_API_KEY, as the server takes it.
+    `timeout_s` bounds the wait for one generation, and together with `CHANGE_TIMEOUT_S` that for any other answer. The
+    API key is read from VLLM_API_KEY, as on the server.
     """
 
     def __init__(self, url: str, timeout_s: float, connections: int = 256):
@@ -128,12 +129,12 @@ class Replica:
             self._http.headers["Authorization"] = f"Bearer {key}"
 
     def close(self) -> None:
-        """Drop idle connections; the next request opens new ones. A server closes them too, after a few seconds,
-        and a request sent at that moment would be lost."""
+        """Close idle connections; the next request opens new ones. The server closes them too after a few seconds, and
+        a request sent at that moment would be lost."""
         self._http.close()
 
     def info(self, timeout_s: float | None = None) -> dict:
-        """What the replica holds, serves and can do."""
+        """Return what the replica holds, serves and supports."""
         return self._ask("GET", "info", timeout_s=timeout_s)
 
     def generate(
@@ -150,7 +151,7 @@ class Replica:
         session: str | None,
         version: int | None,
     ) -> tuple[int | None, list[Sample]]:
-        """The version that sampled, and `n` completions of one prompt in index order."""
+        """Return the version that sampled, and `n` completions of one prompt in index order."""
         sampling = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         body = {"request_id": request_id, "token_ids": encode_ids(token_ids), **sampling}
         body |= {"stop_token_ids": stop_token_ids, "session": session, "version": version}
@@ -165,9 +166,9 @@ class Replica:
             raise self._not_understood("generate", error) from None
 
     def score(self, sequences: list[Sequence[int]], session: str | None, version: int | None) -> list[np.ndarray]:
-        """Log-prob of every token after the first, at temperature 1: float32 (len - 1,) per sequence.
+        """Return the log-prob of every token after the first, at temperature 1: float32 (len - 1,) per sequence.
 
-        Session and version None score the base.
+        With session and version None, score the base.
         """
         body = {"sequences": [encode_ids(ids) for ids in sequences], "session": session, "version": version}
         answer = self._ask("POST", "score", body=body, timeout_s=self.change_timeout_s)
@@ -191,7 +192,7 @@ class Replica:
         body: bytes | None = None,
         is_first: bool = False,
     ) -> float:
-        """Load an adapter version without serving it, from a directory both sides see or from the file's bytes;
+        """Load an adapter version without serving it, from a directory both sides see or from the file's bytes; return
         the replica's seconds. The first of a session may take up to `FIRST_STAGE_TIMEOUT_S`."""
         where = {"way": way, "run": run, "session": session, "version": version, "base_hash": base_hash}
         limit = min(FIRST_STAGE_TIMEOUT_S, self.timeout_s) if is_first else self.change_timeout_s
@@ -200,27 +201,28 @@ class Replica:
         return answer.get("seconds", 0.0)
 
     def activate(self, session: str, version: int) -> dict:
-        """Serve a staged version; the replica's seconds by part."""
+        """Serve a staged version; return the replica's seconds by part."""
         body = {"session": session, "version": version}
         return self._ask("POST", "activate", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
 
     def discard(self, session: str, version: int) -> None:
-        """Forget a staged version; one that is not there is fine."""
+        """Discard a staged version; a no-op if it is not staged."""
         body = {"session": session, "version": version}
-        # Short: the end of a run waits for it, also when the replica hangs.
+        # Short: the end of a run waits for it, even if the replica hangs.
         self._ask("POST", "discard", body=body, timeout_s=min(DISCARD_TIMEOUT_S, self.timeout_s))
 
     def noise(self, session: str, version: int, sigma: float, seed: int) -> dict:
-        """Noise on the norms of the served version until another is activated; the replica's seconds by part."""
+        """Add noise to the norms of the served version until another is activated; return the replica's seconds by
+        part."""
         body = {"session": session, "version": version, "sigma": sigma, "seed": seed}
         return self._ask("POST", "noise", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
 
     def sleep(self) -> float:
-        """Give the GPU memory back until `wake`; seconds."""
+        """Release the GPU memory until `wake`; return the seconds it took."""
         return self._ask("POST", "sleep", timeout_s=self.change_timeout_s).get("seconds", 0.0)
 
     def wake(self) -> float:
-        """Weights and KV cache back in place; seconds."""
+        """Restore weights and KV cache; return the seconds it took."""
         return self._ask("POST", "wake", timeout_s=self.change_timeout_s).get("seconds", 0.0)
 
     def _ask(
@@ -266,7 +268,7 @@ class Replica:
 
 
 class _KeepAlive(HTTPAdapter):
-    """Connections that notice within half a minute that the other machine is gone: a generation waits in silence."""
+    """Connections that detect a dead peer within half a minute: a generation waits without traffic."""
 
     def init_poolmanager(self, *arguments: Any, **kwargs: Any) -> None:
         options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
@@ -277,7 +279,7 @@ class _KeepAlive(HTTPAdapter):
 
 
 def _reason(error: Exception) -> str:
-    """The innermost cause: requests wraps urllib3, which wraps the socket's own error."""
+    """Innermost cause of an error: requests wraps urllib3, which wraps the socket's own error."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return f"{type(error).__name__}: {error}"[:300]

@@ -1,13 +1,13 @@
-"""Adapter sync: how a new version of the adapter comes to be what every replica samples from.
+"""Adapter sync: make every replica sample from a new version of the adapter.
 
-Only the adapter travels. Whether a replica folds it into its weights or serves it unmerged is the replica's work
+Only the adapter is sent. Whether a replica folds it into its weights or serves it unmerged is up to the replica
 (`rollout.sync`); for the trainer both are the same four requests: stage on all, activate on all, score the canary,
-discard the version before. Nothing is sampled from a version that not every replica serves: whatever fails, all that
-answer go back to the version before, and the run ends with the replica's name. The first version of a session has none
-before it; the message then says what each replica serves.
+discard the previous version. Nothing is sampled from a version that not every replica serves: on any failure, all
+replicas that answer roll back to the previous version, and the run ends with an error that names the replica. The
+first version of a session has no previous one; the message then says what each replica serves.
 
-vLLM's prefix cache knows an adapter by name, so versions of a resumed run must not share names with the first ones:
-each trainer process has a session of its own.
+vLLM's prefix cache identifies an adapter by name, so versions of a resumed run must not share names with earlier ones:
+each trainer process has its own session.
 """
 
 import secrets
@@ -29,17 +29,17 @@ from kit.rollout.dispatch import ask_all
 from kit.rollout.noise import Noise
 from kit.rollout.replica import CONTINUE, Replica, ReplicaError, log_name
 
-# Scores of the policy and of the base on the canary's sequences; called while the replicas work.
+# The canary's sequences, and the scores of the policy and of the base on them.
 Scores = tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]
-STATE_TIMEOUT_S = 5.0  # for what a replica serves, once something has failed
+STATE_TIMEOUT_S = 5.0  # for asking a replica what it serves, after a failure
 START = "python -m launch.server --config ..."
 _LOST = "did not answer, so what it serves is not known"
 
 
 class AdapterSync:
-    """Publishes adapter versions to all replicas; a failure takes those that answer back to the version before.
+    """Publish adapter versions to all replicas; on failure, roll those that answer back to the previous version.
 
-    After `publish`, `seconds` holds its wall-clock parts (write, stage, activate, canary, noise if there is any) and
+    After `publish`, `seconds` holds its wall-clock parts (write, stage, activate, canary, and noise if any) and
     `canary` the result of each replica by URL; `served` is the version that all replicas sample from.
     """
 
@@ -57,10 +57,10 @@ class AdapterSync:
     def publish(
         self, version: int, adapter: AdapterFile, score: Callable[[], Scores] | None, noise: Noise | None = None
     ) -> None:
-        """Make all replicas serve this version; `CheckFailed`, naming the replica, when one cannot.
+        """Make all replicas serve this version; `CheckFailed`, naming the replica, if one cannot.
 
-        `score` is run in this thread while the replicas load and switch; None leaves the canary out. `noise` is put
-        on their norms after the canary, which compares without it.
+        `score` runs in this thread while the replicas load and switch; None skips the canary. `noise` is added to
+        their norms after the canary, which compares without it.
         """
         self.seconds, self.canary = {}, {}
         self.settle()
@@ -86,18 +86,18 @@ class AdapterSync:
         if noise is not None and noise.sigma:
             self._make_noisy(version, noise)
         previous, self.served = self.served, version
-        # Nothing waits for it: the first completions of the new version need not.
+        # In the background: the first completions of the new version need not wait for it.
         self._cleanup = self._background.submit(self._forget, previous, directory)
 
     def _swap(self, version: int, directory: Path, base_hash: str) -> None:
-        """Stage everywhere, then activate everywhere; after a failure every replica that answers is as before, but
-        for a first version that some serve already."""
+        """Stage on all replicas, then activate on all. After a failure every replica that answers is as before, except
+        that some may already serve a first version."""
         rollout, is_first = self.config.rollout, self.served is None
         what = {"way": rollout.sync, "run": self.config.run.name, "session": self.session, "version": version}
         what |= {"base_hash": base_hash, "is_first": is_first}
         what |= {"body": (directory / WEIGHTS).read_bytes()} if rollout.transport == "body" else {"path": directory}
         started = time.perf_counter()
-        # A server that still reads its NF4 copy answers no probe either.
+        # A server that is still reading its NF4 copy does not answer probes either.
         failed = ask_all(self.replicas, lambda one: one.stage(**what), probe=None if is_first else "stage")[1]
         self.seconds["stage"] = time.perf_counter() - started
         if failed:
@@ -121,7 +121,7 @@ class AdapterSync:
     def _check_canary(
         self, version: int, sequences: list[list[int]], policy: list[np.ndarray], base: list[np.ndarray]
     ) -> None:
-        """Compare every replica's scores with the trainer's; `CheckFailed` after the roll back when one is off."""
+        """Compare every replica's scores with the trainer's; if one is off, roll back and raise `CheckFailed`."""
         scored, failed = ask_all(self.replicas, lambda one: one.score(sequences, self.session, version), probe="score")
         self.canary = {url: compare(scores, policy, base) for url, scores in scored.items()}
         limit = self.config.rollout.max_canary_delta
@@ -141,7 +141,7 @@ class AdapterSync:
         write_canary(self.folder / "canary.json", **facts, sequences=sequences, policy=policy, base=base)
 
     def _make_noisy(self, version: int, noise: Noise) -> None:
-        """The same noise on all replicas; `CheckFailed` after the roll back, which takes it off, when one fails."""
+        """Add the same noise on all replicas; if one fails, roll back, which removes it, and raise `CheckFailed`."""
         started = time.perf_counter()
         ask = lambda one: one.noise(self.session, version, noise.sigma, noise.seed)  # noqa: E731
         failed = ask_all(self.replicas, ask, probe="noise")[1]
@@ -154,9 +154,10 @@ class AdapterSync:
             )
 
     def _roll_back(self, version: int, failed: dict[str, ReplicaError]) -> str:
-        """Serve the version before wherever a replica answers, and forget this one; a sentence on what is served.
+        """Roll all replicas that answer back to the previous version and discard this one; return a sentence on what
+        is served.
 
-        A replica that did not answer is left alone: to wait for it again would only delay the end of the run.
+        A replica that did not answer is skipped: waiting for it again would only delay the end of the run.
         """
         answering, served = self._that_answer(failed), self.served
         if served is None:
@@ -174,7 +175,7 @@ class AdapterSync:
         return f"All replicas serve version {served} again."
 
     def _serving(self, version: int, answering: list[Replica]) -> str:
-        """What each replica serves after the first version failed, which is forgotten where it was only staged."""
+        """Describe what each replica serves after the first version failed; discard it where it was only staged."""
         infos = ask_all(answering, lambda one: one.info(timeout_s=STATE_TIMEOUT_S))[0]
         ours = {"session": self.session, "version": version}
         state, staged = [], []
@@ -192,11 +193,11 @@ class AdapterSync:
         return f"No version of this session was served before it: {', '.join(state)}."
 
     def _that_answer(self, failed: dict[str, ReplicaError]) -> list[Replica]:
-        """The replicas but those whose failure was to give no answer."""
+        """Replicas, except those that failed by not answering."""
         return [one for one in self.replicas if one.url not in failed or failed[one.url].status is not None]
 
     def _discard(self, replicas: list[Replica], version: int) -> None:
-        """Forget a version on these replicas; what stays is told and remembered."""
+        """Discard a version on these replicas; failures are printed and retried at the next sync."""
         for url, error in ask_all(replicas, lambda one: one.discard(self.session, version))[1].items():
             self._kept.add((url, version))
             print(
@@ -205,39 +206,39 @@ class AdapterSync:
             )
 
     def _discard_again(self) -> None:
-        """Forget what could not be forgotten before, so that adapters do not pile up on the GPU."""
+        """Retry failed discards, so that adapters do not pile up on the GPU."""
         kept, self._kept = self._kept, set()
         for version in sorted({version for _, version in kept}):
             self._discard([one for one in self.replicas if (one.url, version) in kept], version)
 
     def settle(self) -> None:
-        """Wait until the version before is gone from every replica and from the disk."""
+        """Wait until the previous version is discarded on every replica and deleted from disk."""
         if self._cleanup is not None:
             self._cleanup.result()
 
     def _forget(self, previous: int | None, directory: Path) -> None:
         if previous is not None:
-            # A slot that stays taken is not worth the run.
+            # A slot that stays occupied is no reason to fail the run.
             self._discard(self.replicas, previous)
         self._remove_all_but(directory)
 
     def _remove_all_but(self, directory: Path) -> None:
-        """Delete older versions, and what earlier processes of this run left."""
+        """Delete older versions, and leftovers of earlier processes of this run."""
         for entry in [*self.folder.glob("v[0-9]*"), *self.folder.parent.glob("*")]:
             if entry not in (directory, self.folder):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
 def start_hint(run: RunDir, urls: Iterable[str]) -> str:
-    """How replicas are started, with the logs that `launch.server` writes when it ran on this machine."""
+    """Command that starts replicas, and the logs that `launch.server` wrote if it ran on this machine."""
     logs = [run.logs / log_name(url) for url in urls]
     found = ", ".join(str(log) for log in logs if log.is_file())
     return f"{START}{f'; its log: {found}' if found else ''}"
 
 
 def restart_hint(run: RunDir, failed: Iterable[str]) -> str:
-    """What to do about replicas that failed, their URLs or {URL: error}; one that works for another trainer says it
-    itself."""
+    """Fix for failed replicas, given as URLs or {URL: error}. The error of one that works for another trainer already
+    has its own."""
     errors = failed if isinstance(failed, dict) else {}
     urls = [url for url in failed if not getattr(errors.get(url), "is_conflict", False)]
     return f"Restart it ({start_hint(run, urls)}), then continue with --resume." if urls else CONTINUE

@@ -1,8 +1,8 @@
 """Turn off the dropout that a base model's own configuration asks for.
 
-The base is frozen, so its dropout regularizes nothing. It would only make the policy that is trained another
-distribution than the one that samples, that the reference scores and that is deployed. The adapter's own dropout
-(`policy.lora_dropout`) is made later and stays. Imports torch for modules only.
+The base is frozen, so its dropout regularizes nothing. It would only make the trained policy a different distribution
+from the one that samples, that the reference scores and that is deployed. The adapter's own dropout
+(`policy.lora_dropout`) is added later and stays. Imports torch only when given a module.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def clear_dropout_rates(config: Any) -> None:
     """Set every dropout rate of a transformers config, and of the configs in it, to 0."""
     for name, value in list(vars(config).items()):
         if _is_rate(name, value):
-            vars(config)[name] = type(value)(0)  # past validators
+            vars(config)[name] = type(value)(0)  # bypasses validators
         elif isinstance(value, dict):
             value |= {key: type(rate)(0) for key, rate in value.items() if _is_rate(str(key), rate)}
         elif hasattr(value, "to_dict") and hasattr(value, "__dict__"):
@@ -25,7 +25,7 @@ def clear_dropout_rates(config: Any) -> None:
 
 
 def turn_off_dropout(model: Any) -> None:
-    """Set to 0 the rate of every dropout layer of a model and every rate that a module keeps for a functional call."""
+    """Zero the rate of every dropout layer of a model and every rate that a module keeps for a functional call."""
     import torch
 
     for module in model.modules():

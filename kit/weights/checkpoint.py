@@ -1,7 +1,7 @@
-"""The files of a checkpoint: where they lie, which of them transformers loads, and getting them from the hub.
+"""Locate a checkpoint's files, select those that transformers loads, and download them from the hub.
 
-Covers: safetensors in one file or in shards, a hub cache without a connection. Not covered: variants (`model.fp16…`),
-files that a config.json names itself (`transformers_weights`).
+Covers: safetensors in one file or in shards, an offline hub cache. Not covered: variants (`model.fp16…`), files that a
+config.json names itself (`transformers_weights`).
 """
 
 import errno
@@ -17,17 +17,17 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def pass_full_disk(error: Exception) -> None:
-    """Raise `error` again when it says that a download found the disk full, which is no fault of the input."""
+    """Re-raise `error` if a download failed on a full disk, which is not the input's fault."""
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         raise error
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None, weights: bool = True) -> Path:
-    """The local directory of a checkpoint: `model` itself, or the cached snapshot of a hub id.
+    """Return the local directory of a checkpoint: `model` itself, or the cached snapshot of a hub id.
 
-    Without `weights`, of a hub id only what is small is downloaded: configuration, tokenizer, index of the shards;
-    with them, besides those, only the files that transformers loads. All is of one commit, also when `revision` is a
-    branch that moves meanwhile.
+    For a hub id without `weights`, only the small files are downloaded: configuration, tokenizer, index of the shards;
+    with `weights`, also the files that transformers loads and no others. All files are from one commit, even if
+    `revision` is a branch that moves meanwhile.
     """
     from httpx import TransportError
 
@@ -39,7 +39,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None, weights: boo
     try:
         place = _download(str(model), revision, ["*.json", "*.txt", "*.jinja", "tokenizer.model"])
         if weights:
-            commit = place.name  # what the cache calls a snapshot's directory
+            commit = place.name  # the cache names a snapshot's directory after its commit
             _download(str(model), commit, [SINGLE])
             if not (place / SINGLE).is_file() and (place / INDEX).is_file():
                 _download(str(model), commit, sorted(set(_weight_map(place).values())))
@@ -51,10 +51,10 @@ def find_checkpoint(model: str | Path, revision: str | None = None, weights: boo
 
 
 def _download(model: str, revision: str | None, files: list[str]) -> Path:
-    """The snapshot with those of `files` that the hub has; without a connection, the cached one as it is.
+    """Return the snapshot with those of `files` that the hub has; offline, fall back to the cached one as it is.
 
-    huggingface_hub 1.33 falls back to the cache by itself for a branch, but of a commit it asks the hub for the list
-    of files, unless it downloaded that commit before.
+    huggingface_hub 1.33 falls back to the cache by itself for a branch, but for a commit it asks the hub for the list
+    of files unless it downloaded that commit before.
     """
     from httpx import TransportError
     from huggingface_hub import snapshot_download
@@ -74,9 +74,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
-    """{shard file: its tensor names}, in file order, of a safetensors checkpoint; `BadInput` when there is none.
+    """Return {shard file: its tensor names}, in file order, of a safetensors checkpoint; `BadInput` if there is none.
 
-    Of a single file and an index of shards, the single file counts, as for transformers.
+    If there is both a single file and an index of shards, the single file is used, as in transformers.
     """
     directory = Path(directory)
     if (directory / SINGLE).is_file():
@@ -97,15 +97,15 @@ def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """One tensor of a safetensors file, on the CPU.
+    """Read one tensor of a safetensors file, on the CPU.
 
-    The file is opened for it: what was read of an open one counts as this process's memory until it is closed.
+    The file is opened for each read: pages read from an open file count as this process's memory until it is closed.
     """
     with safe_open(file, framework="pt") as opened:
         return opened.get_tensor(name)
 
 
 def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """{tensor: its shape} of a safetensors file, from its header."""
+    """Return {tensor: its shape} of a safetensors file, from its header."""
     with safe_open(file, framework="pt") as opened:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}

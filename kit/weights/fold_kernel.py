@@ -1,7 +1,7 @@
-"""One GPU kernel that makes dequantize(NF4) + scale · B · A, so that a sync reads 4.5 bits a weight and writes 16.
+"""GPU kernel that computes dequantize(NF4) + scale · B · A, so that a sync reads 4.5 bits per weight and writes 16.
 
-The same sum in PyTorch (`dequantize` and `add_update` of `kit/rollout/server/remerge.py`) moves 38.6 bytes a weight,
-this 2.6. Imported on a GPU only: Triton comes with vLLM's CUDA build.
+The same sum in PyTorch (`dequantize` and `add_update` of `kit/rollout/server/remerge.py`) moves 38.6 bytes per weight,
+the kernel 2.6. Imported on a GPU only: Triton comes with vLLM's CUDA build.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def _fold(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # (C,)
     byte = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)  # (C / 2,)
     block = tl.program_id(1) * (COLUMNS // BLOCK_SIZE) + tl.arange(0, COLUMNS // BLOCK_SIZE)  # (C / 64,)
-    bytes_, blocks = columns // 2, columns // BLOCK_SIZE  # of a row
+    bytes_, blocks = columns // 2, columns // BLOCK_SIZE  # per row
     out += first * columns
     packed += first * bytes_
     absmax += first * blocks
@@ -35,14 +35,14 @@ def _fold(
     is_row = row[:, None] < left_rows
     pairs = tl.load(packed + row[:, None] * bytes_ + byte[None, :], mask=is_row & (byte[None, :] < bytes_), other=0)
     pairs = pairs.to(tl.int32)
-    # The first of two weights is in the upper half of their byte.
+    # The first of a byte's two weights is in its upper half.
     value = tl.interleave(tl.load(code + (pairs >> 4)), tl.load(code + (pairs & 15)))  # (R, C)
     # One load per block of 64: one per weight makes the kernel four times slower.
     scales = tl.load(
         absmax + row[:, None] * blocks + block[None, :], mask=is_row & (block[None, :] < blocks), other=0.0
     )
     value = tl.reshape(value, (ROWS, COLUMNS // BLOCK_SIZE, BLOCK_SIZE)) * scales[:, :, None]
-    # The dequantized weight is a number of the storage type, as in the trainer; the sum is float32.
+    # The dequantized weight is rounded to the storage type, as in the trainer; the sum is float32.
     weight = tl.reshape(value, (ROWS, COLUMNS)).to(out.dtype.element_ty).to(tl.float32)
     if HAS_UPDATE:
         update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -65,7 +65,7 @@ def _fold(
 def fold(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, update: Any) -> None:
     """out (rows, columns) = dequantize(packed, absmax) + scale · b · a, summed in float32 and rounded once.
 
-    `packed` (rows·columns/2,) uint8 and `absmax` (rows·columns/64,) float32 as bitsandbytes makes them, `code` (16,)
+    `packed` (rows·columns/2,) uint8 and `absmax` (rows·columns/64,) float32 are bitsandbytes' own, `code` is (16,)
     float32; `update` is (a (r, columns), b (rows, r), scale) or None. columns must be a multiple of 64.
     """
     rows, columns = out.shape

@@ -1,9 +1,9 @@
-"""FP8 of a weight with one scale per output channel, and a frozen linear layer that holds it.
+"""FP8 weights with one scale per output channel, and a frozen linear layer that stores one.
 
-The numbers are those of vLLM's `fp8_per_channel`: a float32 scale, a row's largest |value| / 448, and E4M3 codes. The
-weight they stand for, codes · scale rounded to the model's dtype, is what everything computes with. In BF16 a row's
-largest value comes out as it went in and a rounded value falls on its own code again, so FP8 of the dequantized weight
-is the same scales and codes: a server that quantizes it as it loads holds what the trainer does.
+The numbers are those of vLLM's `fp8_per_channel`: a float32 scale, a row's largest |value| / 448, and E4M3 codes. All
+computation uses the dequantized weight, codes · scale rounded to the model's dtype. In BF16 a row's largest value
+round-trips exactly and a rounded value maps back to its own code, so quantizing the dequantized weight gives the same
+scales and codes: a server that quantizes it on load holds what the trainer holds.
 """
 
 import torch
@@ -12,14 +12,14 @@ from torch.autograd.function import once_differentiable
 from kit.weights.nf4 import PIECE
 
 E4M3_MAX = 448.0
-LEAST_SCALE = 1 / (E4M3_MAX * 512)  # vLLM's, of weights and activations
+LEAST_SCALE = 1 / (E4M3_MAX * 512)  # vLLM's floor for weights and activations
 
 
 def row_scales(value: torch.Tensor, floor: float) -> torch.Tensor:
-    """The FP8 scale of every row of (T, n): its largest |value| / 448, at least `floor`; (T, 1) float32."""
+    """FP8 scale of each row of (T, n): its largest |value| / 448, at least `floor`; (T, 1) float32."""
     low, high = value.aminmax(dim=1, keepdim=True)
     peak = torch.maximum(low.abs(), high.abs()).float()
-    # A tensor as divisor: with a number, PyTorch multiplies by its reciprocal.
+    # Divide by a tensor: with a Python number, PyTorch multiplies by its reciprocal.
     return (peak / torch.full((), E4M3_MAX, device=value.device)).clamp_min(floor)
 
 
@@ -31,8 +31,8 @@ def to_e4m3(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def quantize_weight(
     weight: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes (out, in) float8_e4m3fn, scale (out, 1) float32) of a weight (out, in) in `dtype` on `device`, by default
-    its own; by pieces, which take 8 bytes for each of their values."""
+    """Return (codes (out, in) float8_e4m3fn, scale (out, 1) float32) of a weight (out, in) in `dtype` on `device`,
+    which default to its own. Works in pieces that take 8 bytes per value."""
     device = torch.device(device or weight.device)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(len(weight), 1, dtype=torch.float32, device=device)
@@ -54,7 +54,7 @@ class Fp8Linear(torch.nn.Linear):
     """A frozen linear layer whose weight is stored in FP8, in half of BF16's memory.
 
     `weight` (out, in) holds the codes as uint8, which nothing casts or trains; `weight_scale` (out, 1) is float32.
-    Every product dequantizes the weight and lets it go; for the backward pass nothing is kept.
+    Every product dequantizes the weight and releases it; nothing is saved for the backward pass.
     """
 
     def __init__(self, layer: torch.nn.Linear, device: torch.device | str | None = None):
@@ -64,7 +64,7 @@ class Fp8Linear(torch.nn.Linear):
         self.register_buffer("weight_scale", scale, persistent=False)
         if layer.bias is not None:
             self.bias = torch.nn.Parameter(layer.bias.data.to(codes.device), requires_grad=False)
-        # What the codes stand for, and what products are computed in.
+        # Dtype that the codes dequantize to, and dtype that products are computed in.
         self.storage_dtype = self.compute_dtype = layer.weight.dtype
 
     @property
@@ -73,7 +73,7 @@ class Fp8Linear(torch.nn.Linear):
         return self.weight.data.view(torch.float8_e4m3fn)
 
     def dequantized(self) -> torch.Tensor:
-        """The weight (out, in) that the layer computes with, in its storage dtype."""
+        """Weight (out, in) that the layer computes with, in its storage dtype."""
         return dequantize_with(self.codes, self.weight_scale, self.storage_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,10 +100,10 @@ class _Product(torch.autograd.Function):
 
 
 def store_in_fp8(model: torch.nn.Module, names: list[str], device: torch.device | str) -> None:
-    """Put an `Fp8Linear` on `device` in the place of each of these linear layers, one after the other, so that no more
-    than one of them is there twice."""
+    """Replace each of these linear layers with an `Fp8Linear` on `device`, one at a time, so that at most one layer is
+    in memory twice."""
     for name in names:
         parent, _, leaf = name.rpartition(".")
         layer = model.get_submodule(name)
         setattr(model.get_submodule(parent), leaf, Fp8Linear(layer, device))
-        layer.weight = None  # whoever else holds the layer does not hold its memory
+        layer.weight = None  # other references to the layer must not keep its memory alive

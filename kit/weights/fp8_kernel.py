@@ -1,9 +1,9 @@
 """GPU kernels of the linear layers: NF4 to BF16 or FP8 in one pass, FP8 rows of activations and gradients, and the
 adapter's part of an output.
 
-What each computes is defined in PyTorch in `stored_weight.py`, the adapter's part in `kit/policy/fused_linear.py`, bit
-for bit but for the order of the adapter's sums; `bench/linear_check.py` compares them. Written in Triton, for compute
-capability 8.9 and above (what is no FP8: any). Imported on a GPU only.
+The PyTorch reference implementations are in `stored_weight.py`, the adapter's part in `kit/policy/fused_linear.py`.
+The kernels match them bit for bit except for the order of the adapter's sums; `bench/linear_check.py` compares them.
+Written in Triton, for compute capability 8.9 and above (any, for those without FP8). Imported on a GPU only.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import triton.language as tl
 
 BLOCK_SIZE, NESTED_BLOCK = 64, 256  # of NF4, and of double quantization's second level
 MOST_PARTS = 3  # matrices whose rows are quantized together
-TILE = 4096  # columns that a program has in registers
+TILE = 4096  # columns that a program holds in registers
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -23,8 +23,8 @@ def _to_e4m3(value, scale, inverse):
     """value / scale rounded to float32 and then to FP8, as PyTorch rounds it.
 
     `inverse` is 1 / scale, correctly rounded: a quotient corrected once by its remainder is then correctly rounded
-    itself (Markstein's theorem), and a row needs one division instead of one per value. No `clamp`: it would turn what
-    is not a number into one.
+    itself (Markstein's theorem), and a row needs one division instead of one per value. No `clamp`: it would turn NaN
+    into a number.
     """
     quotient = value * inverse
     quotient = tl.fma(tl.fma(-quotient, scale, value), inverse, quotient)
@@ -39,7 +39,7 @@ def _unpack(
     IS_NESTED: tl.constexpr, IS_FP8: tl.constexpr, IS_TRANSPOSED: tl.constexpr, WEIGHT_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # 64-bit for where the tile starts, 32-bit offsets inside it.
+    # 64-bit offset of the tile, 32-bit offsets inside it.
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     first_column = tl.program_id(1) * COLUMNS
     left_rows = rows - tl.program_id(0) * ROWS
@@ -51,7 +51,7 @@ def _unpack(
     packed += first_row * bytes_
     pairs = tl.load(packed + row[:, None] * bytes_ + byte[None, :], mask=is_row & (byte[None, :] < bytes_), other=0)
     pairs = pairs.to(tl.int32)
-    # The first of two weights is in the upper half of their byte.
+    # The first of a byte's two weights is in its upper half.
     value = tl.interleave(tl.load(code + (pairs >> 4)), tl.load(code + (pairs & 15)))  # (R, C)
     # One load per block of 64: one per weight makes the kernel several times slower.
     is_block = is_row & (block[None, :] < blocks)
@@ -63,7 +63,7 @@ def _unpack(
     else:
         peak = tl.load(absmax + number, mask=is_block, other=0.0)
     value = tl.reshape(value, (ROWS, COLUMNS // BLOCK_SIZE, BLOCK_SIZE)) * peak[:, :, None]
-    # The dequantized weight is a number of the storage type before anything else is done with it.
+    # Round the dequantized weight to the storage type before using it.
     value = tl.reshape(value, (ROWS, COLUMNS)).to(WEIGHT_TYPE)
     if IS_FP8:
         by_row = tl.load(scale + first_row + row, mask=row < left_rows, other=1.0)  # (R,)
@@ -84,11 +84,11 @@ def unpack(
     transposed: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight (out, in) of NF4 bytes with the bitsandbytes quant state `state`, in the state's dtype; with `scale`
-    (out, 1) float32, weight / scale in FP8 (e4m3), stored as (in, out) when `transposed`. Written to `out`, whose rows
-    may have any stride, if given.
+    """Dequantize NF4 bytes with the bitsandbytes quant state `state` to a weight (out, in) in the state's dtype; with
+    `scale` (out, 1) float32, return weight / scale in FP8 (e4m3), stored as (in, out) when `transposed`. Written to
+    `out`, whose rows may have any stride, if given.
 
-    Blocks of 64, `in` a multiple of 64; double quantization (blocks of 256) is undone on the way.
+    Requires blocks of 64 and `in` a multiple of 64; double quantization (blocks of 256) is undone in the same pass.
     """
     rows, columns = state.shape
     shape = (columns, rows) if transposed else (rows, columns)
@@ -107,14 +107,14 @@ def unpack(
             IS_NESTED=nested is not None, IS_FP8=scale is not None, IS_TRANSPOSED=transposed,
             WEIGHT_TYPE=TYPES[state.dtype], ROWS=tile_rows, COLUMNS=tile_columns, BLOCK_SIZE=BLOCK_SIZE,
             NESTED_BLOCK=NESTED_BLOCK, num_warps=4,
-            enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
+            enable_fp_fusion=False,  # bitsandbytes rounds the product before adding the offset
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _peak(peak, x, by_column, columns, IS_SCALED: tl.constexpr, TILE: tl.constexpr):
-    # With factors, rows are kept out of the first cache: there the factors stay, which every row reads twice.
+    # With factors, rows bypass the L1 cache, which is left to the factors: every row reads them twice.
     CACHE: tl.constexpr = ".cg" if IS_SCALED else ""
     for start in range(0, columns, TILE):
         column = start + tl.arange(0, TILE)
@@ -143,7 +143,7 @@ def _quantize_rows(
     out, scale, x0, x1, x2, by0, by1, by2, columns0, columns1, columns2, stride0, stride1, stride2, floor,
     PARTS: tl.constexpr, IS_SCALED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # A row twice: first for its peak, then, out of a cache, for its codes. Held in registers, a row of 12,288
+    # Read each row twice: first for its peak, then, from a cache, for its codes. Held in registers, a row of 12,288
     # leaves no room for a second program to load while the first one stores.
     row = tl.program_id(0).to(tl.int64)
     x0 += row * stride0
@@ -168,8 +168,8 @@ def _quantize_rows(
 def quantize_rows(
     parts: list[torch.Tensor], floor: float, by_column: list[torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes (T, n) in FP8 (e4m3), scale (T, 1) float32) of up to three matrices (T, nᵢ) side by side, n = Σ nᵢ, each
-    times its `by_column` (nᵢ values, float32); one scale a row, at least `floor`.
+    """Return (codes (T, n) in FP8 (e4m3), scale (T, 1) float32) of up to three matrices (T, nᵢ) side by side,
+    n = Σ nᵢ, each times its `by_column` (nᵢ values, float32); one scale per row, at least `floor`.
     """
     parts = [x if x.stride(1) == 1 else x.contiguous() for x in parts]
     rows, widths = len(parts[0]), [x.shape[1] for x in parts]
@@ -212,8 +212,8 @@ def _add_low_rank(
 
 
 def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
-    """y += scaling · left · right in place: y (T, n) with steps of 1, left (T, r), right (r, n) of any strides, all
-    BF16 or all FP16; r at most 64. Summed in float32 and rounded once.
+    """y += scaling · left · right in place. y (T, n) has a column stride of 1, left (T, r) and right (r, n) any
+    strides; all BF16 or all FP16, r at most 64. Summed in float32 and rounded once.
     """
     (rows, columns), rank = y.shape, left.shape[1]
     left = left if left.stride(1) == 1 else left.contiguous()

@@ -1,10 +1,10 @@
-"""The one base: what the frozen weights of a run are, as a hash, and what they are as numbers, shard by shard.
+"""The frozen base of a run: load it, hash it, and read its dequantized weights shard by shard.
 
 Covers: loading a causal LM with its linear layers stored in NF4, in FP8 or unquantized (`policy.quantization`), NF4
 without the CPU repacking trap; the content hash that the trainer, the server and the merge compare; and reading the
-original checkpoint as the dequantized base without ever loading the model. Of an unquantized base that is the original
-itself, in the dtype it was trained with.
-Not covered: FP4, 8-bit integers, block sizes of NF4 other than the one transformers quantizes with.
+original checkpoint as the dequantized base without ever loading the model. An unquantized base is the original itself,
+in the dtype it was trained with.
+Not covered: FP4, 8-bit integers, NF4 block sizes other than the one transformers quantizes with.
 """
 
 import os
@@ -43,10 +43,10 @@ def load_frozen(
     quant_storage: torch.dtype = torch.uint8,
     **kwargs: Any,
 ) -> torch.nn.Module:
-    """A transformers causal LM whose linear layers (not the output embedding) are stored as `quantization` says: nf4
-    (`load_nf4`), fp8 (`Fp8Linear`) or none. Frozen all the same; arguments and errors as `load_nf4`.
+    """Load a transformers causal LM whose linear layers (not the output embedding) are stored as `quantization` says:
+    nf4 (`load_nf4`), fp8 (`Fp8Linear`) or none. Frozen in every case; arguments and errors as in `load_nf4`.
 
-    `BadInput` also when the checkpoint lacks a parameter of the model. With fp8 the model is read into host memory in
+    `BadInput` also if the checkpoint lacks a parameter of the model. With fp8 the model is read into host memory in
     `dtype`, and the device never holds more of a layer than its codes.
     """
     if quantization == "nf4":
@@ -73,12 +73,12 @@ def load_nf4(
     quant_storage: torch.dtype = torch.uint8,
     **kwargs: Any,
 ) -> torch.nn.Module:
-    """A transformers causal LM whose linear layers (not the output embedding) are bitsandbytes NF4.
+    """Load a transformers causal LM whose linear layers (not the output embedding) are bitsandbytes NF4.
 
     `dtype` is the dtype of everything else, the compute dtype and the dtype that the NF4 weights dequantize to.
-    `skip_modules` are left unquantized in addition to the output embedding. `device` defaults to CUDA when there is
-    one. `quant_storage` is the dtype that the packed bytes are stored as; they are the same bytes in each. `BadInput`,
-    before any weight is read, for a checkpoint that is quantized already and for a block size that transformers cannot
+    `skip_modules` are left unquantized in addition to the output embedding. `device` defaults to CUDA if available.
+    `quant_storage` is the dtype that the packed bytes are stored as; the bytes are the same in each. `BadInput`,
+    before any weight is read, for a checkpoint that is already quantized and for a block size that transformers cannot
     load.
     """
     from transformers import BitsAndBytesConfig
@@ -104,7 +104,7 @@ def load_nf4(
                 bnb_4bit_use_double_quant=double_quantization,
                 bnb_4bit_compute_dtype=dtype,
                 bnb_4bit_quant_storage=quant_storage,
-                # A list replaces transformers' own, which protects the output embedding, so that has to be in it.
+                # A list replaces transformers' own, which protects the output embedding, so it must include that.
                 llm_int8_skip_modules=None if not skip_modules else [*output_embedding(config), *skip_modules],
             ),
             **kwargs,
@@ -114,7 +114,7 @@ def load_nf4(
 
 
 def _whole_model(path: str | Path, **options: Any) -> torch.nn.Module:
-    """What transformers loads from `path`, without dropout; `BadInput` when the checkpoint lacks a parameter of it."""
+    """Load the model at `path` without dropout; `BadInput` if the checkpoint lacks one of its parameters."""
     from transformers import AutoModelForCausalLM
 
     clear_dropout_rates(options["config"])
@@ -129,8 +129,8 @@ def _default_device() -> torch.device | str:
 
 
 def stored_linears(model: torch.nn.Module) -> list[str]:
-    """The linear layers of a model that its base stores as `policy.quantization` says: those in NF4, else those in
-    FP8, else all but the output embedding and an adapter's own."""
+    """Names of the linear layers that the base stores as `policy.quantization` says: those in NF4, else those in FP8,
+    else all but the output embedding and an adapter's own."""
     from bitsandbytes.nn import Linear4bit
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -149,8 +149,8 @@ def _is_of_adapter(name: str) -> bool:
 def disable_cpu_repacking(model: torch.nn.Module) -> None:
     """Keep every Linear4bit's bytes as they are on a CPU with AVX512-BF16.
 
-    There bitsandbytes 0.50 repacks the weights in place at the first forward in eval mode; `train()` does not undo
-    it, the LoRA gradients that follow are wrong and `dequantize_4bit` returns garbage. Call right after loading.
+    On such a CPU bitsandbytes 0.50 repacks the weights in place at the first forward in eval mode. `train()` does not
+    undo it: later LoRA gradients are wrong and `dequantize_4bit` returns garbage. Call right after loading.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -160,9 +160,9 @@ def disable_cpu_repacking(model: torch.nn.Module) -> None:
 
 
 def dequantize(module: torch.nn.Module) -> torch.Tensor:
-    """The (out, in) weight that the trainer computes with for a linear layer of a base, in its storage dtype.
+    """Return the weight (out, in) that the trainer computes with for a linear layer of a base, in its storage dtype.
 
-    A peft layer is looked through. `CheckFailed` when bitsandbytes has repacked the layer.
+    A peft layer is unwrapped first. `CheckFailed` if bitsandbytes has repacked the layer.
     """
     from bitsandbytes.functional import dequantize_4bit
 
@@ -185,23 +185,23 @@ def _check_not_repacked(state: Any, name: str) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or module's name in the plain Hugging Face model, whatever wraps it (peft, DDP, compile)."""
+    """Name of a parameter or module in the plain Hugging Face model, without wrappers (peft, DDP, compile)."""
     name = name.removeprefix("module.").replace("_orig_mod.", "")
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def hash_base(model: torch.nn.Module) -> dict:
-    """The content of `base.json` for a model that `load_frozen` loaded: one hash per base tensor and one over all.
+    """Return the content of `base.json` for a model from `load_frozen`: one hash per base tensor and one over all.
 
-    The same for the model alone and wrapped by peft, before and after training; LoRA tensors are left out and tied
-    weights counted once. A quantized tensor's hash covers what is stored: NF4's packed bytes and the whole quant
-    state, FP8's codes and scales. Another tensor's covers its shape and its values as float32, so that casting it up
-    does not count as a change.
-    `offsets` holds the mean that double quantization takes off the block maxima: a float sum, whose last bit depends
-    on the device, so a reader has to be told it to quantize to the same bytes.
+    The result is the same for the model alone and wrapped by peft, before and after training; LoRA tensors are left
+    out and tied weights counted once. A quantized tensor's hash covers what is stored: NF4's packed bytes and the
+    whole quant state, FP8's codes and scales. Any other tensor's hash covers its shape and its values as float32, so
+    that upcasting does not count as a change.
+    `offsets` holds the mean that double quantization subtracts from the block maxima. It is a float sum whose last bit
+    depends on the device, so a reader needs it to quantize to the same bytes.
 
-    Of a model that FSDP2 or ZeRO-3 has split, every process calls this and gets the same: each tensor is gathered,
-    hashed with this process's copy of its quant state, and let go.
+    If FSDP2 or ZeRO-3 has split the model, every process calls this and gets the same result: each tensor is gathered,
+    hashed with this process's copy of its quant state, and released.
     """
     quantized, jobs, offsets, facts = [], {}, {}, None
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -238,7 +238,7 @@ def hash_base(model: torch.nn.Module) -> dict:
 
 
 def _named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters, and the weights that kit/policy/host_embedding.py keeps out of them."""
+    """Yield the model's parameters, and the weights that kit/policy/host_embedding.py keeps out of them."""
     yield from model.named_parameters()
     for name, module in model.named_modules():
         if (weight := getattr(module, "host_weight", None)) is not None:
@@ -246,9 +246,9 @@ def _named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _quant_state(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> Any:
-    """The bitsandbytes quant state of a parameter; None for one that is not quantized.
+    """bitsandbytes quant state of a parameter; None if it is not quantized.
 
-    FSDP2 puts a plain parameter in the place of bitsandbytes' own; the module keeps the state.
+    FSDP2 replaces bitsandbytes' parameter with a plain one; the module keeps the state.
     """
     module, _, leaf = name.rpartition(".")
     found = getattr(parameter, "quant_state", None)
@@ -256,7 +256,7 @@ def _quant_state(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> 
 
 
 def _fp8_layer(model: torch.nn.Module, name: str) -> Fp8Linear | None:
-    """The layer whose codes a parameter is."""
+    """The FP8 layer whose codes a parameter holds, or None."""
     module, _, leaf = name.rpartition(".")
     layer = model.get_submodule(module)
     return layer if leaf == "weight" and isinstance(layer, Fp8Linear) else None
@@ -265,8 +265,8 @@ def _fp8_layer(model: torch.nn.Module, name: str) -> Fp8Linear | None:
 def base_facts(
     tensors: dict[str, str], offsets: dict[str, float], quantized: list[str], facts: dict, model: Any, revision: Any
 ) -> dict:
-    """The content of `base.json`: tensor hashes, offsets and names of the linear layers that are stored as `facts`
-    (`nf4_facts`, `plain_facts`) say, and that formats quantize."""
+    """Content of `base.json`: tensor hashes, offsets and names of the linear layers that are stored as `facts`
+    (`nf4_facts`, `plain_facts`) say and that formats quantize."""
     return {
         "hash": hash_pairs(tensors),
         "model": model,
@@ -279,7 +279,7 @@ def base_facts(
 
 
 def nf4_facts(state: Any) -> dict:
-    """How a base is stored in NF4, by the bitsandbytes quant state of one of its layers."""
+    """Storage of an NF4 base, from the bitsandbytes quant state of one of its layers."""
     return {
         "type": state.quant_type,
         "double_quantization": state.nested,
@@ -290,16 +290,16 @@ def nf4_facts(state: Any) -> dict:
 
 
 def plain_facts(quantization: str, dtype: torch.dtype, device: torch.device | str) -> dict:
-    """How a base is stored in FP8 (`quantization` fp8) or unquantized (none)."""
+    """Storage of a base in FP8 (`quantization` fp8) or unquantized (none)."""
     return {"type": quantization, "storage_dtype": dtype_name(dtype), "device": torch.device(device).type}
 
 
 class BaseCheckpoint:
-    """The original checkpoint read as the dequantized base that a run was trained on, one tensor at a time.
+    """Read the original checkpoint as the dequantized base that a run was trained on, one tensor at a time.
 
-    `info` is the run's base.json. With `into` "original", what is read are the original weights instead, once they
-    are known to be those that the base was quantized from. Opening checks names only; `BadInput` when the checkpoint
-    is quantized already or its tensors are not the base's. Memory: one tensor, its stored and its dequantized form.
+    `info` is the run's base.json. With `into` "original", the original weights are read instead, once they are
+    verified to be those that the base was quantized from. Opening checks names only; `BadInput` if the checkpoint is
+    already quantized or its tensors are not the base's. Memory: one tensor in its stored and its dequantized form.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class BaseCheckpoint:
         self.config = unquantized_config(self.directory)
         self.storage = info["quantization"]["type"]
         self.dtype = getattr(torch, info["quantization"]["storage_dtype"])
-        # NF4 made on a GPU is made again on one where there is one: ties may round otherwise on another device.
+        # NF4 made on a GPU is remade on a GPU if available: ties may round differently on another device.
         self.device = device or (
             "cuda" if info["quantization"].get("device") == "cuda" and torch.cuda.is_available() else "cpu"
         )
@@ -328,40 +328,40 @@ class BaseCheckpoint:
         return f"{self.directory} is not the base the adapter was trained on ({self.info.get('model')})"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, from the file's header."""
+        """Shape of a tensor, from the file's header."""
         if name not in self._shapes:
             self._shapes |= read_shapes(self.directory / self.files[name])
         return self._shapes[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as the file has it, on the CPU: pages of the file, no copy."""
+        """Read the tensor as stored in the file, on the CPU: mapped pages of the file, no copy."""
         return read_tensor(self.directory / self.files[name], name)
 
     def original(self, name: str) -> torch.Tensor:
-        """The tensor in the dtype that the trainer loaded it with, on the base's device."""
+        """Read the tensor in the dtype that the trainer loaded it in, on the base's device."""
         return self.read(name).to(device=self.device, dtype=self.dtype)
 
     def unquantized_linears(self) -> list[str]:
-        """The linear modules that the base stores as they are: the output embedding and the run's skipped modules."""
+        """Linear modules that the base stores unquantized: the output embedding and the run's skipped modules."""
         modules = without_weights(self.config).named_modules()
         linears = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
         return [name for name in linears if f"{name}.weight" not in self.quantized]
 
     def nf4(self, name: str) -> tuple[torch.Tensor, Any]:
-        """(packed bytes, quant state) of a base tensor in NF4; `CheckFailed` when its hash is not base.json's."""
+        """Return (packed bytes, quant state) of a base tensor in NF4; `CheckFailed` if its hash is not base.json's."""
         packed, state = self.quantize(name, self.read(name))
         self.check(name, hash_quantized(packed, state))
         return packed, state
 
     def quantize(self, name: str, value: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """(packed bytes, quant state) of `value`, the file's tensor `name`, as the trainer quantized it."""
+        """Return (packed bytes, quant state) of `value`, the file's tensor `name`, as the trainer quantized it."""
         offset = self.info.get("offsets", {}).get(name)
         double = self.info["quantization"]["double_quantization"]
         return quantize_weight(value, double, offset, self.dtype, self.device)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A base tensor: dequantized for a quantized layer, else the checkpoint's own, in the storage dtype; or the
-        original one as the checkpoint has it. `CheckFailed` when its hash is not the one in base.json."""
+        """Read a base tensor: dequantized for a quantized layer, else the checkpoint's own, in the storage dtype; with
+        `into` "original", as the checkpoint stores it. `CheckFailed` if its hash is not the one in base.json."""
         with ThreadPoolExecutor(1) as pool:
             value = BaseTensor(self, name, pool)
             found = value.rows(0, value.count).reshape(self.shape(name))
@@ -369,7 +369,7 @@ class BaseCheckpoint:
         return found
 
     def check(self, name: str, value: str) -> None:
-        """`CheckFailed` when `value` is not what base.json says that `name` hashes to."""
+        """`CheckFailed` if `value` is not the hash of `name` in base.json."""
         if value != (expected := self.info["tensors"][name]):
             made = f" (NF4 made on {self.info['quantization'].get('device')}, read here on "
             made = f"{made}{torch.device(self.device).type})" if self.storage == "nf4" else ""
@@ -380,9 +380,9 @@ class BaseCheckpoint:
 
 
 class BaseTensor:
-    """One tensor of a base, read by rows; its hash is taken by `pool` meanwhile.
+    """One tensor of a base, read by rows while `pool` computes its hash.
 
-    `count` rows of `width` values: (out, in) of a weight, (n, 1) of a vector.
+    `count` rows of `width` values: (out, in) for a weight, (n, 1) for a vector.
     """
 
     def __init__(self, base: BaseCheckpoint, name: str, pool: ThreadPoolExecutor):
@@ -407,16 +407,16 @@ class BaseTensor:
                 self.nf4, self.value = (packed, block_maxima(state)), None
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """(first row, row after the last) of pieces that memory has room for."""
+        """Yield (first row, row after the last) of pieces that fit in memory."""
         step = max(PIECE[torch.device(self.base.device).type == "cuda"] // max(self.width, 1), 1)
-        # Rows that begin and end with a block, whatever the width.
+        # Align pieces to whole blocks, whatever the width.
         step += -step % BLOCK_SIZE
         yield from ((start, min(start + step, self.count)) for start in range(0, self.count, step))
 
     def rows(self, start: int, stop: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Rows (stop - start, width) on the base's device; of a weight in NF4, `start` is a multiple of 64.
+        """Return rows (stop - start, width) on the base's device; for an NF4 weight, `start` is a multiple of 64.
 
-        `device` is another one for a tensor that is not quantized: what needs no arithmetic can stay on the CPU.
+        `device` overrides the device of an unquantized tensor: it needs no arithmetic and can stay on the CPU.
         """
         if self.fp8 is not None:
             return fp8.dequantize_with(*(part[start:stop] for part in self.fp8), self.base.dtype)
@@ -429,14 +429,14 @@ class BaseTensor:
         return dequantize_with(packed[first // 2 : -(-last // 2)], blocks, (stop - start, self.width), self.base.dtype)
 
     def check(self) -> None:
-        """`CheckFailed` when the tensor is not that of base.json."""
+        """`CheckFailed` if the tensor is not the one in base.json."""
         self.base.check(self.name, self.hash.result())
 
 
 def dequantized_tensors(
     directory: str | Path, info: dict, device: str | torch.device | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, tensor) of the dequantized base, shard by shard; see `BaseCheckpoint` for the checks."""
+    """Yield every (name, tensor) of the dequantized base, shard by shard; see `BaseCheckpoint` for the checks."""
     base = BaseCheckpoint(directory, info, device)
     for names in base.shards.values():
         for name in names:
@@ -444,8 +444,8 @@ def dequantized_tensors(
 
 
 def load_base(base: BaseCheckpoint, device: str | torch.device | None = None, **kwargs: Any) -> torch.nn.Module:
-    """The base of a run as a model, stored as it was, with the bytes of its base.json; `CheckFailed` when it has
-    others."""
+    """Load the base of a run as a model, in its original storage and with the bytes of its base.json; `CheckFailed` if
+    they differ."""
     facts = base.info["quantization"]
     nf4 = {key: facts[key] for key in ("double_quantization", "block_size") if key in facts}
     model = load_frozen(
@@ -462,10 +462,10 @@ def load_base(base: BaseCheckpoint, device: str | torch.device | None = None, **
 
 
 def _match(model: torch.nn.Module, base: BaseCheckpoint) -> None:
-    """Make a loaded model's bytes those of base.json, or raise `CheckFailed`.
+    """Make a loaded model's bytes match base.json, or raise `CheckFailed`.
 
-    A layer in NF4 that differs is quantized again with the recorded offset first: NF4 made on another device differs
-    by the last bit of that mean.
+    An NF4 layer that differs is first requantized with the recorded offset: NF4 made on another device differs in the
+    last bit of that mean.
     """
     from bitsandbytes.nn import Params4bit
 

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 or DeepSpeed ZeRO-3 has split over the processes, made whole for a moment.
+"""Temporarily gather parameters that FSDP2 or DeepSpeed ZeRO-3 has split over the processes.
 
 Written for torch 2.13 and deepspeed 0.19.8. A gather is collective: every process calls it, for the same parameters in
 the same order.
@@ -19,7 +19,7 @@ def is_split(parameter: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def whole(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parameters' whole values as plain tensors, to be read within the block; what is not split is not copied."""
+    """Whole values of the parameters as plain tensors, to be read within the block; unsplit ones are not copied."""
     from torch.distributed.tensor import DTensor
 
     parameters = list(parameters)
@@ -27,7 +27,7 @@ def whole(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         if any(hasattr(parameter, "ds_id") for parameter in parameters):
             import deepspeed
 
-            # Without a modifier_rank nothing is written back.
+            # Without modifier_rank nothing is written back.
             stack.enter_context(deepspeed.zero.GatheredParameters(parameters))
         values = [one.detach() for one in parameters]
         values = [one.full_tensor() if isinstance(one, DTensor) else one for one in values]

@@ -1,8 +1,9 @@
-"""Reading a GGUF file: is it whole, weights and configuration by transformers, the tokenizer, and what its types cost.
+"""Read a GGUF file: validate it, load weights and configuration through transformers, build the tokenizer and estimate
+the rounding error of its types.
 
-The tokenizer is made here, from the file's tokens and merges: transformers' own conversion (5.17.0) drops the file's
-pre-tokenizer, so that blanks before digits become other tokens than the model was trained on, and decodes "▁" as a
-blank. Not covered: tokenizers other than byte-level BPE that splits digits (`smollm`), files in several parts.
+The tokenizer is built here from the file's tokens and merges: transformers' own conversion (5.17.0) drops the file's
+pre-tokenizer, so spaces before digits become other tokens than the model was trained on, and decodes "▁" as a space.
+Not covered: tokenizers other than byte-level BPE that splits digits (`smollm`), files in several parts.
 """
 
 from dataclasses import dataclass
@@ -17,25 +18,25 @@ if TYPE_CHECKING:
 
 STOP = "<|im_end|>"
 CONTROL = 3  # tokenizer.ggml.token_type of special tokens
-# What a reader of the package `gguf` raises for a file that ends early or holds something else.
+# Exceptions that the `gguf` package raises for a file that is truncated or of another kind.
 DAMAGED = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError, OSError)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What one kind of weight lost: of the error, only the size of the quantization step is in the file."""
+    """Estimated rounding error of one kind of weight: the file holds only the size of the quantization step."""
 
     kind: str  # attn_q, token_embd, …
-    type: str  # GGUF's name of the storage
+    type: str  # GGUF's name of the storage type
     tensors: int
     weights: int
-    bits: float  # a weight, scales included
-    # Root mean square of an error that is uniform within a step, over that of the weights; None: not rounded.
+    bits: float  # per weight, scales included
+    # RMS of an error that is uniform within a step, relative to the RMS of the weights; None: not rounded.
     noise: float | None
 
 
 def open_gguf(path: Path) -> "GGUFReader":
-    """The file's fields and tensors; `BadInput` when it is damaged or has a type that gguf cannot dequantize."""
+    """Open the file's fields and tensors; `BadInput` if it is damaged or has a type that gguf cannot dequantize."""
     from gguf import GGUFReader
 
     try:
@@ -63,14 +64,14 @@ def _check_types(path: Path, reader: "GGUFReader") -> None:
 
 
 def field(reader: "GGUFReader", name: str) -> Any:
-    """The value of a metadata field; `BadInput` when the file has none of that name."""
+    """Value of a metadata field; `BadInput` if the file has none of that name."""
     if (found := reader.get_field(name)) is None:
         raise BadInput(f"the GGUF file has no {name}, which this command needs.")
     return found.contents()
 
 
 def read_tokenizer(reader: "GGUFReader") -> "PreTrainedTokenizerFast":
-    """The tokenizer with chat template, stop and pad token; `BadInput` for a kind that is not made here."""
+    """Build the tokenizer with chat template, stop and pad token; `BadInput` for an unsupported kind."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,9 +102,9 @@ def read_tokenizer(reader: "GGUFReader") -> "PreTrainedTokenizerFast":
 
 
 def read_model(path: Path, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
-    """The model in BF16, as an unquantized one of its class, with the tokenizer's stop and pad token.
+    """Load the model in BF16, as an unquantized one of its class, with the tokenizer's stop and pad token.
 
-    `BadInput` when transformers does not know the architecture, or a weight is missing or not finite.
+    `BadInput` if transformers does not know the architecture, or a weight is missing or not finite.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -119,7 +120,7 @@ def read_model(path: Path, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedM
             f"{path.name} lacks {len(found['missing_keys'])} weights: {sorted(found['missing_keys'])[0]}, …"
         )
     values = loaded.config.to_dict()
-    # Saving refuses while it is there; the other names the file's author gave.
+    # Saving refuses while the first is present; the other two were set by the file's author.
     for key in ("quantization_config", "_model_name_or_path", "unk_token_id"):
         values.pop(key, None)
     if "rms_norm_eps" in values:
@@ -132,7 +133,7 @@ def read_model(path: Path, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedM
     for name, value in state.items():
         if not value.isfinite().all():
             raise BadInput(f"{path.name}: {name} has values that are not finite. Fetch it again.")
-    # Rotary frequencies are no part of a state; nothing but the state is saved.
+    # Rotary frequencies are not in the state dict; only the state dict is saved.
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     model.generation_config = GenerationConfig(**ids)
@@ -140,7 +141,7 @@ def read_model(path: Path, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedM
 
 
 def roundings(reader: "GGUFReader") -> list[Rounding]:
-    """What each kind of weight lost, in the order of the file; see `Rounding.noise`."""
+    """Rounding error of each kind of weight, in file order; see `Rounding.noise`."""
     groups: dict[tuple[str, str], list[ReaderTensor]] = {}
     for tensor in reader.tensors:
         kind = tensor.name.removesuffix(".weight").rpartition(".")[2]
@@ -159,7 +160,7 @@ def roundings(reader: "GGUFReader") -> list[Rounding]:
 
 
 def _noise(tensors: "list[ReaderTensor]") -> float | None:
-    """sqrt(mean(step²) / 12) over the weights' rms; None for types without one step a block."""
+    """sqrt(mean(step²) / 12) over the weights' RMS; None for types without a single step per block."""
     import numpy as np
     from gguf import GGMLQuantizationType, dequantize
 

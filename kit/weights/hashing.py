@@ -1,4 +1,4 @@
-"""Hashes of tensors, by their content: what base.json is made of."""
+"""Content hashes of tensors, as recorded in base.json."""
 
 import hashlib
 import json
@@ -8,18 +8,18 @@ import torch
 
 from kit.weights.shards import tensor_bytes
 
-HASH_BYTES = 1 << 26  # largest slice turned into float32 at once while hashing
+HASH_BYTES = 1 << 26  # largest slice converted to float32 at once while hashing
 
 
 def hash_pairs(tensors: dict[str, str]) -> str:
-    """The base's hash: BLAKE2b-256 over the sorted (name, tensor hash) pairs."""
+    """Hash of the base: BLAKE2b-256 over the sorted (name, tensor hash) pairs."""
     text = "".join(f"{name} {value}\n" for name, value in sorted(tensors.items()))
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
 def hash_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:
-    """BLAKE2b-128 of a tensor's shape and its values in `dtype` (its own by default) as float32, which holds every
-    bfloat16 and float16."""
+    """BLAKE2b-128 of a tensor's shape and of its values in `dtype` (default: its own) as float32, which represents
+    every bfloat16 and float16."""
     digest = hashlib.blake2b(str(tuple(tensor.shape)).encode(), digest_size=16)
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), HASH_BYTES // 4):
@@ -41,7 +41,7 @@ def hash_quantized(packed: torch.Tensor, state: Any) -> str:
 
 
 def hash_fp8(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> str:
-    """BLAKE2b-128 of a weight in FP8: its codes (out, in), one byte each, its scales and what they dequantize to."""
+    """BLAKE2b-128 of an FP8 weight: codes (out, in), one byte each, scales and the dtype that they dequantize to."""
     facts = ["fp8", list(codes.shape), dtype_name(dtype)]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     for part in (codes.view(torch.uint8), scale):

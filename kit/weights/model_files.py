@@ -1,4 +1,4 @@
-"""An original checkpoint against the model that its config.json describes, by names; no weight is read."""
+"""Check an original checkpoint's tensor names against the model that its config.json describes; reads no weights."""
 
 import shlex
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ import torch
 from kit.core.errors import BadInput
 from kit.weights.checkpoint import checkpoint_shards, pass_full_disk
 
-# quant_method of the checkpoints that `python -m merge dequantize` reads.
+# quant_method values that `python -m merge dequantize` reads.
 DEQUANTIZED = ("fp8", "compressed-tensors")
 
 
 def read_config(path: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a checkpoint, local or on the hub; `BadInput` when there is none."""
+    """Read the transformers config of a checkpoint, local or on the hub; `BadInput` if there is none."""
     from transformers import AutoConfig
 
     try:
@@ -27,13 +27,13 @@ def read_config(path: str | Path, revision: str | None = None) -> Any:
 
 
 def quantization_of(config: Any) -> dict:
-    """The `quantization_config` of a transformers config; empty when it has none."""
+    """`quantization_config` of a transformers config; empty if it has none."""
     found = getattr(config, "quantization_config", None) or {}
     return found if isinstance(found, dict) else found.to_dict()
 
 
 def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a checkpoint, local or on the hub; `BadInput` when it is quantized already."""
+    """Read the transformers config of a checkpoint, local or on the hub; `BadInput` if it is already quantized."""
     config = read_config(path, revision)
     if quantized := quantization_of(config):
         method = quantized.get("quant_method")
@@ -46,11 +46,11 @@ def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
 
 
 def dequantize_command(path: str | Path, revision: str | None = None) -> str:
-    """The command that writes a quantized checkpoint, local or on the hub, in BF16; to be typed as it is."""
+    """Command that writes a quantized checkpoint, local or on the hub, in BF16, quoted for the shell."""
     is_local = Path(path).is_dir()
     words = ["python", "-m", "merge", "dequantize", "--model.path" if is_local else "--model.id", str(path)]
     words += ["--model.revision", revision] if revision and not is_local else []
-    # A local model may be given as `.` or `..`, which have no name of their own.
+    # A local model may be given as `.` or `..`, which have no usable name.
     name = Path(path).resolve().name if is_local else Path(path).name
     return shlex.join([*words, "--out", f"models/{name}-bf16"])
 
@@ -74,11 +74,11 @@ def _output_of(model: torch.nn.Module) -> list[str]:
 def select_shards(
     directory: Path, wanted: set[str], config: Any, complaint: str, listed: dict[str, list[str]] | None = None
 ) -> dict[str, list[str]]:
-    """{shard file: its tensors among `wanted`} of a checkpoint, or of what is made of its files (`listed`).
+    """Return {shard file: its tensors among `wanted`} of a checkpoint, or of what is made of its files (`listed`).
 
-    `BadInput`, which begins with `complaint`, when one of them is not there or the checkpoint has any other. A tied
-    checkpoint may carry the output embedding a second time; the model has it once. What transformers passes over
-    when it loads the model is left out.
+    `BadInput`, starting with `complaint`, if a wanted tensor is missing or the checkpoint has any other. A tied
+    checkpoint may store the output embedding twice; the model has it once. Tensors that transformers ignores on load
+    are skipped.
     """
     listed = checkpoint_shards(directory) if listed is None else listed
     shards = {file: [name for name in names if name in wanted] for file, names in listed.items()}
@@ -94,23 +94,23 @@ def select_shards(
 
 
 def check_complete(path: str | Path, config: Any) -> None:
-    """`BadInput` when the safetensors at `path` lack parameters of the model that its config.json describes:
-    transformers would make them up. Only headers are read, of a local checkpoint. One that has tensors of other names
-    as well may have them under older names, which only loading tells (`refuse_made_up`)."""
+    """`BadInput` if the safetensors at `path` lack parameters of the model that its config.json describes:
+    transformers would initialize them randomly. Reads only headers, and only of a local checkpoint. A checkpoint that
+    also has unknown tensors may store them under older names; only loading can tell (`refuse_made_up`)."""
     if not any(Path(path).glob("*.safetensors")):
         return
     model = without_weights(config)
     wanted = {name for name, _ in model.named_parameters()}
     found = {name for names in checkpoint_shards(path).values() for name in names}
-    known = {f"{name}.weight" for name in _output_of(model)}  # of a tied model: a second time
+    known = {f"{name}.weight" for name in _output_of(model)}  # a tied model may store it twice
     if not found - wanted - known:
         refuse_made_up(path, wanted - found, len(wanted))
 
 
 def check_names(path: str | Path, config: Any) -> None:
-    """`BadInput` when the safetensors at `path` name their tensors otherwise than the model that transformers makes of
-    them, as those of a model of text and images do: merge reads the files themselves and refuses what was trained on
-    it. Only headers are read, of a local checkpoint."""
+    """`BadInput` if the safetensors at `path` use other tensor names than the model that transformers builds from
+    them, as vision-language models do: merge reads the files directly and would refuse an adapter trained on it.
+    Reads only headers, and only of a local checkpoint."""
     if not any(Path(path).glob("*.safetensors")):
         return
     model = without_weights(config)
@@ -123,7 +123,7 @@ def check_names(path: str | Path, config: Any) -> None:
 
 
 def refuse_made_up(path: str | Path, absent: Iterable[str], count: int) -> None:
-    """`BadInput` when `absent`, of `count` parameters of the model, names some: random weights are no base."""
+    """`BadInput` if any of the model's `count` parameters is in `absent`: random weights are no base."""
     if names := sorted(absent):
         raise BadInput(
             f"{path} has no {names[0]} ({len(names)} of {count} parameters of the model that its config.json "
@@ -132,7 +132,7 @@ def refuse_made_up(path: str | Path, absent: Iterable[str], count: int) -> None:
 
 
 def _unexpected(names: list[str], config: Any) -> list[str]:
-    """Those of `names`, none of them a parameter, that transformers 5.17 would report: a model's own patterns hide
+    """Names, none of them a parameter, that transformers 5.17 would report as unexpected: a model's own patterns hide
     the rest (the rotary frequencies of early Llama checkpoints, layers for multi-token prediction)."""
     keys = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     without_weights(config)._adjust_missing_and_unexpected_keys(keys)

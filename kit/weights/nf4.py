@@ -1,4 +1,4 @@
-"""NF4 of one weight as bitsandbytes makes it, by pieces, and the weight that it stands for."""
+"""Quantize one weight to NF4 piece by piece, exactly as bitsandbytes does, and dequantize it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ import torch
 
 # transformers 5.17 builds Linear4bit without a block size, so Params4bit's default is the only one it loads.
 BLOCK_SIZE = 64
-# Values that are quantized, dequantized and folded at once, on a CPU and on a GPU: whole blocks, whole bytes.
+# Values quantized, dequantized or folded at once, on a CPU and on a GPU: whole blocks, whole bytes.
 PIECE = (1 << 22, 1 << 24)
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Quantize with one CPU thread: the mean that double quantization takes is a float sum, and its last bit (so the
-    base's hash) would depend on the number of threads, measured with torch 2.13 at 49,152 blocks."""
+    """Quantize with one CPU thread. Double quantization takes a mean, which is a float sum: its last bit, and so the
+    base's hash, would depend on the number of threads (measured with torch 2.13 at 49,152 blocks)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -31,11 +31,11 @@ def quantize_weight(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """(packed bytes, quant state) of a weight, as loading it through transformers in `dtype` on `device` gives them.
+    """Return (packed bytes, quant state) of a weight, equal to loading it with transformers in `dtype` on `device`.
 
-    `offset` is the recorded mean of the block maxima (`offsets` in base.json); None takes this machine's own mean.
-    `dtype` and `device` are the weight's own by default. Blocks are independent of each other, so the weight is
-    quantized by pieces: on a CPU that takes some 20 bytes for each of a piece's values.
+    `offset` is the recorded mean of the block maxima (`offsets` in base.json); None computes it on this machine.
+    `dtype` and `device` default to the weight's own. Blocks are independent, so the weight is quantized in pieces; on
+    a CPU this takes some 20 bytes per value of a piece.
     """
     from bitsandbytes.functional import QuantState, get_4bit_type, quantize_4bit, quantize_blockwise
 
@@ -59,7 +59,7 @@ def quantize_weight(
 
 
 def block_maxima(state: Any) -> torch.Tensor:
-    """The float32 block maxima (blocks,) of a quant state, double quantization undone as bitsandbytes undoes it."""
+    """Float32 block maxima (blocks,) of a quant state; double quantization is undone as bitsandbytes does it."""
     from bitsandbytes.functional import dequantize_blockwise
 
     if not state.nested:
@@ -68,7 +68,7 @@ def block_maxima(state: Any) -> torch.Tensor:
 
 
 def dequantize_with(packed: torch.Tensor, absmax: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of `shape` in the storage dtype, from its packed bytes and plain block maxima."""
+    """Weight of `shape` in the storage dtype, dequantized from its packed bytes and plain block maxima."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     plain = QuantState(absmax, shape=torch.Size(shape), dtype=dtype, blocksize=BLOCK_SIZE, quant_type="nf4")

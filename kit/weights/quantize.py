@@ -1,15 +1,15 @@
-"""The numbers that a quantized checkpoint computes with, in the dtype of the model: quantized and dequantized at once.
+"""Fake quantization: the numbers that a quantized checkpoint computes with, in the dtype of the model.
 
 Weights are bit for bit what a reader of `merge/quantize.py`'s checkpoint computes with (`read_back`), rounded once to
 the compute dtype; only the sign of a zero may differ. Scales of FP8 and INT4 are BF16 numbers, as readers load them.
-Activations are what a server quantizes them to: FP8 per token, per group of 128 or by one static scale; FP4 in groups
+Activations are quantized as a server does it: FP8 per token, per group of 128 or by one static scale; FP4 in groups
 of 16 with E4M3 scales under a static global scale, as vLLM 0.31 emulates it.
 
-A *peak* is the largest |value| that a scale is made for: of a weight whole (`fp8_static`; `nvfp4`'s global scale), of
-every output channel (`fp8`), or of a layer's input, from calibration. Formats with a scale per block need none.
+A *peak* is the largest |value| that a scale must cover: of a whole weight (`fp8_static`; `nvfp4`'s global scale), of
+each output channel (`fp8`), or of a layer's input, from calibration. Formats with a scale per block need none.
 
-On a GPU with FP8 arithmetic `quantize_kernel.py` computes the same numbers in one pass; elsewhere, and as their
-definition, it is PyTorch. Not covered: gradients (quantized_linear.py passes them straight through).
+On a GPU with FP8 arithmetic `quantize_kernel.py` computes the same numbers in one pass; elsewhere PyTorch does, and it
+is the reference implementation. Not covered: gradients (quantized_linear.py passes them straight through).
 """
 
 import functools
@@ -24,17 +24,17 @@ from kit.weights.stored_weight import Layer
 
 E4M3_MAX, E2M1_MAX, INT4_MAX = 448.0, 6.0, 7.5
 LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126
-ZERO_SCALE = torch.finfo(torch.float32).eps  # of a block of zeros, as compressed-tensors has it
+ZERO_SCALE = torch.finfo(torch.float32).eps  # compressed-tensors' scale of a block of zeros
 ZERO_E4M3_SCALE = 0.125
-LEAST_GROUP_PEAK = 1e-10  # vLLM's, of groups of FP8 activations
+LEAST_GROUP_PEAK = 1e-10  # vLLM's, for groups of FP8 activations
 
 
 @torch.no_grad()
 def effective_weight(
     layer: Layer, a: torch.Tensor | None = None, b: torch.Tensor | None = None, scaling: float = 1.0
 ) -> torch.Tensor:
-    """base + scaling · b · a (out, in), summed in float32 and rounded once to BF16, as merging does; in the base's
-    dtype. a (r, in), b (out, r), both None without an adapter."""
+    """Return base + scaling · b · a (out, in) in the base's dtype, summed in float32 and rounded once to BF16, as
+    merging does. a (r, in) and b (out, r) are both None without an adapter."""
     if kernels := _kernels(layer.weight):
         return kernels.quantize(_source(layer), a, b, scaling, None, None)
     return effective_weight_in_torch(layer, a, b, scaling)
@@ -43,7 +43,7 @@ def effective_weight(
 def effective_weight_in_torch(
     layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """What `effective_weight` is to return."""
+    """Reference implementation of `effective_weight`."""
     weight = stored_weight.weight_in_torch(layer)
     dtype, weight = weight.dtype, weight.float()
     if a is not None:
@@ -66,8 +66,8 @@ def _has_peak(fmt: QuantFormat) -> bool:
 
 
 def weight_peak(weight: torch.Tensor, fmt: QuantFormat) -> torch.Tensor | None:
-    """The peak that `fmt` needs of a weight (out, in), float32: () of all of it, (out, 1) per output channel; None
-    where every block's own is used. Layers that a server fuses take the largest of theirs (`fmt.shares_peak`)."""
+    """Peak that `fmt` needs of a weight (out, in), float32: () for the whole weight, (out, 1) per output channel; None
+    if each block uses its own. Layers that a server fuses share the largest of their peaks (`fmt.shares_peak`)."""
     if not _has_peak(fmt):
         return None
     return _peak(weight, 1 if fmt.weight.block == (1, None) else None)
@@ -80,10 +80,10 @@ def _peak(value: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 @torch.no_grad()
 def fake_quantize_weight(weight: torch.Tensor, fmt: QuantFormat, peak: torch.Tensor | None = None) -> torch.Tensor:
-    """`weight` (out, in) as a reader of the exported checkpoint computes with it, in the same dtype.
+    """Return `weight` (out, in) as a reader of the exported checkpoint computes with it, in the same dtype.
 
-    `peak` as `weight_peak` makes it, which is taken of `weight` when it is None. Both sizes must be multiples of the
-    format's block.
+    `peak` comes from `weight_peak`; None computes it from `weight`. Both sizes must be multiples of the format's
+    block.
     """
     peak = weight_peak(weight, fmt) if peak is None else peak
     if kernels := _kernels(weight):
@@ -96,7 +96,7 @@ def fake_quantize_weight(weight: torch.Tensor, fmt: QuantFormat, peak: torch.Ten
 def fake_quantize_weight_in_torch(
     weight: torch.Tensor, fmt: QuantFormat, peak: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `fake_quantize_weight` is to return."""
+    """Reference implementation of `fake_quantize_weight`."""
     peak = weight_peak(weight, fmt) if peak is None else peak
     rows, columns = (size or whole for size, whole in zip(fmt.weight.block, weight.shape, strict=True))
     blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (out / R, R, in / C, C)
@@ -109,18 +109,18 @@ def fake_quantize_weight_in_torch(
 
 
 def _block_peak(blocks: torch.Tensor) -> torch.Tensor:
-    """(out / R, 1, in / C, 1) of (out / R, R, in / C, C)."""
+    """Largest |value| of each block: (out / R, 1, in / C, 1) from (out / R, R, in / C, C)."""
     peak = blocks.abs().amax(-1, keepdim=True)
     return peak if blocks.shape[1] == 1 else peak.amax(1, keepdim=True)
 
 
 def _divided(value: torch.Tensor, by: float) -> torch.Tensor:
-    # A tensor as divisor: with a number, PyTorch multiplies by its reciprocal on a GPU.
+    # Divide by a tensor: with a Python number, PyTorch multiplies by its reciprocal on a GPU.
     return value / torch.full((), by, device=value.device)
 
 
 def bf16_scale(peak: torch.Tensor, largest: float) -> torch.Tensor:
-    """peak / largest as a BF16 number, in float32; never 0."""
+    """peak / largest rounded to BF16, in float32; never 0."""
     scale = _divided(peak, largest).to(torch.bfloat16).float()
     return torch.where(scale == 0, ZERO_SCALE, scale)
 
@@ -136,7 +136,7 @@ def _int4(value: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(peak: torch.Tensor) -> torch.Tensor:
-    """NVFP4's global scale of weights with that peak: the power of two at or below 448 · 6 / peak, float32."""
+    """NVFP4's global scale for weights with this peak: the power of two at or below 448 · 6 / peak, float32."""
     tiny = torch.finfo(torch.float32).tiny
     quotient = torch.full((), E4M3_MAX * E2M1_MAX, device=peak.device) / peak.float().clamp(min=tiny)
     quotient = torch.where(quotient.isfinite(), quotient, 1.0)
@@ -145,7 +145,7 @@ def global_scale(peak: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4(blocks: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """(…, 16) in E2M1 with E4M3 scales that are multiplied by 1 / `by`."""
+    """Fake-quantize (…, 16) to E2M1 with E4M3 scales that are multiplied by 1 / `by`."""
     scale = _to_e4m3_number(_divided(_block_peak(blocks), E2M1_MAX) * by)
     scale = torch.where(scale == 0, ZERO_E4M3_SCALE, scale) / by
     return to_e2m1(blocks / scale) * scale
@@ -156,7 +156,7 @@ def _to_e4m3_number(value: torch.Tensor) -> torch.Tensor:
 
 
 def to_e2m1(value: torch.Tensor) -> torch.Tensor:
-    """The E2M1 number nearest to `value` (float32), ties to even: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    """Round `value` (float32) to the nearest E2M1 number, ties to even: ±0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 or ±6."""
     value = value.clamp(-E2M1_MAX, E2M1_MAX)
     size = value.abs()
     # 1 / the distance between two neighbours: exact powers of two.
@@ -184,8 +184,8 @@ def quantized_weight(
 def fp8_weight(
     layer: Layer, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, peak: torch.Tensor
 ) -> torch.Tensor:
-    """The FP8 codes of format fp8 (out, in); their scale is `bf16_scale(peak, E4M3_MAX)` with the peak (out, 1) of the
-    effective weight."""
+    """FP8 codes (out, in) of the effective weight in format fp8, scaled by `bf16_scale(peak, E4M3_MAX)` with the
+    effective weight's `peak` (out, 1)."""
     if kernels := _kernels(layer.weight):
         return kernels.quantize(_source(layer), a, b, scaling, FORMATS["fp8"], peak, is_codes=True)
     return fp8.to_e4m3(effective_weight_in_torch(layer, a, b, scaling), bf16_scale(peak, E4M3_MAX))
@@ -193,8 +193,8 @@ def fp8_weight(
 
 @torch.no_grad()
 def fake_quantize_activation(x: torch.Tensor, fmt: ActivationFormat, peak: torch.Tensor | None = None) -> torch.Tensor:
-    """x (…, in) as a server computes with it, in the same dtype. `peak` (): the largest |x| of calibration, for static
-    formats."""
+    """Return x (…, in) as a server computes with it, in the same dtype. `peak` (): the largest |x| from calibration,
+    for static formats."""
     if x.numel() and (kernels := _kernels(x)):
         return kernels.fake_quantize_activation(x, fmt, peak)
     return fake_quantize_activation_in_torch(x, fmt, peak)
@@ -203,7 +203,7 @@ def fake_quantize_activation(x: torch.Tensor, fmt: ActivationFormat, peak: torch
 def fake_quantize_activation_in_torch(
     x: torch.Tensor, fmt: ActivationFormat, peak: torch.Tensor | None
 ) -> torch.Tensor:
-    """What `fake_quantize_activation` is to return."""
+    """Reference implementation of `fake_quantize_activation`."""
     if fmt.kind == "nvfp4":
         return _nvfp4_activation(x.float(), peak, fmt.group).to(x.dtype)
     if fmt.per == "tensor":
@@ -220,14 +220,14 @@ def fake_quantize_activation_in_torch(
 def _nvfp4_activation(x: torch.Tensor, peak: torch.Tensor, group: int) -> torch.Tensor:
     by = torch.full((), E4M3_MAX * E2M1_MAX, device=x.device) / peak.float()
     groups = x.unflatten(-1, (-1, group))
-    # vLLM's order of operations, which decides ties.
+    # vLLM's order of operations; it decides ties.
     scale = _to_e4m3_number(by * (groups.abs().amax(-1, keepdim=True) * (1 / E2M1_MAX)))
     inverse = torch.where(scale == 0, 0.0, by / scale)
     return (to_e2m1(groups * inverse) * (scale / by)).flatten(-2)
 
 
 def _kernels(tensor: torch.Tensor) -> Any:
-    """The module of kernels where a tensor lies on a GPU that they run on; None elsewhere."""
+    """The kernel module if the tensor is on a GPU that supports it, else None."""
     if not tensor.is_cuda or not _has_fp8(tensor.device):
         return None
     from kit.weights import quantize_kernel
@@ -241,7 +241,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 
 def _source(layer: Layer) -> Any:
-    """A layer's base as the kernels take it: its NF4 bytes, or the weight where it is stored in another way."""
+    """Base of a layer in the kernels' form: its NF4 bytes, or the plain weight if stored otherwise."""
     from kit.weights.quantize_kernel import BLOCK_SIZE, NESTED_BLOCK, Source
 
     if not isinstance(layer, bnb.nn.Linear4bit):

@@ -1,12 +1,12 @@
-"""GPU kernels of fake quantization: a policy's weight from its NF4 bytes and its adapter in one pass, and activations.
+"""GPU kernels for fake quantization: a policy's weight from its NF4 bytes and adapter in one pass, and activations.
 
-What each computes is defined in PyTorch in `kit/weights/quantize.py`, bit for bit but for the order of the
-adapter's sums and the signs of zeros; blocks of weights with a scale below 2^-120 become 0.
+The PyTorch reference implementations are in `kit/weights/quantize.py`. The kernels match them bit for bit except for
+the order of the adapter's sums and the signs of zeros; blocks of weights with a scale below 2^-120 become 0.
 `bench/fake_quant_check.py` compares them. Written in Triton, for compute capability 8.9 and above. Imported on a
 GPU only.
 
-A weight costs 0.5 bytes to read and 2 to write. Formats with a peak of a channel or of the whole weight need a pass
-before, which reads the same and writes next to nothing.
+A weight costs 0.5 bytes to read and 2 to write. Formats with a peak per channel or of the whole weight need one more
+pass first, which reads the same bytes and writes next to nothing.
 """
 
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ from kit.weights import fp8_kernel
 from kit.weights.fp8_kernel import BLOCK_SIZE, NESTED_BLOCK, TYPES, _peak, _to_e4m3
 
 ROWS, COLUMNS = 64, 128
-FLAT, WIDEST = 4096, 4096  # values of a program
-LEAST_SCALE = 1 / (448.0 * 512)  # stored_weight.py's, of activations per token
+FLAT, WIDEST = 4096, 4096  # values per program
+LEAST_SCALE = 1 / (448.0 * 512)  # stored_weight.py's, for per-token activations
 
 
 class Source(NamedTuple):
-    """A weight's base: NF4 bytes with the bitsandbytes quant state, or the weight itself with None."""
+    """Base weight: NF4 bytes with their bitsandbytes quant state, or the plain weight with None."""
 
     data: torch.Tensor
     state: Any
@@ -41,9 +41,9 @@ def _merged(
     WEIGHT_TYPE: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This program's tile of base + scaling · b · a, (R, C) float32, as BF16 has it if IS_ROUNDED; 0 outside of the
+    """This program's tile (R, C) of base + scaling · b · a in float32, rounded to BF16 if IS_ROUNDED; 0 outside the
     weight."""
-    # 64-bit for where the tile starts, 32-bit offsets inside it.
+    # 64-bit offset of the tile, 32-bit offsets inside it.
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     first_column = tl.program_id(1) * COLUMNS
     row = tl.arange(0, ROWS)  # (R,)
@@ -58,7 +58,7 @@ def _merged(
             source + row[:, None] * stride + byte[None, :], mask=is_row & (byte[None, :] < columns // 2), other=0
         )
         pairs = pairs.to(tl.int32)
-        # The first of two weights is in the upper half of their byte.
+        # The first of a byte's two weights is in its upper half.
         weight = tl.interleave(tl.load(code + (pairs >> 4)), tl.load(code + (pairs & 15)))  # (R, C)
         # One load per block of 64: one per weight makes the kernel several times slower.
         is_block = is_row & (block[None, :] < blocks)
@@ -70,9 +70,9 @@ def _merged(
             size = size + tl.load(offset)
         else:
             size = tl.load(absmax + number, mask=is_block, other=0.0)
-        size = tl.where(is_block, size, 0.0)  # the offset, outside of the weight
+        size = tl.where(is_block, size, 0.0)  # outside the weight only the offset is left
         weight = tl.reshape(weight, (ROWS, COLUMNS // BLOCK_SIZE, BLOCK_SIZE)) * size[:, :, None]
-        # The dequantized weight is a number of the storage type before anything else is done with it.
+        # Round the dequantized weight to the storage type before using it.
         weight = tl.reshape(weight, (ROWS, COLUMNS)).to(WEIGHT_TYPE).to(tl.float32)
     else:
         weight = tl.load(
@@ -100,14 +100,14 @@ def _merged(
 
 @triton.jit
 def _merged_scale(peak, largest):
-    """peak / largest as a BF16 number, never 0."""
+    """peak / largest rounded to BF16, never 0."""
     scale = tl.div_rn(peak, largest).to(tl.bfloat16).to(tl.float32)
     return tl.where(scale == 0.0, 1.1920928955078125e-07, scale)
 
 
 @triton.jit
 def _inverse(scale):
-    """1 / scale, and 0 where that is beyond the numbers that a quotient can be corrected with."""
+    """1 / scale, or 0 where it is too large to correct a quotient with."""
     return tl.where(scale < 7.52316384526264e-37, 0.0, tl.div_rn(1.0, scale))  # 2^-120
 
 
@@ -120,7 +120,7 @@ def _quotient(value, scale, inverse):
 
 @triton.jit
 def _to_e2m1(value):
-    """The E2M1 number nearest to float32, ties to even. Adding 1.5 · 2^23 · step and taking it away again rounds to a
+    """Round float32 to the nearest E2M1 number, ties to even. Adding and subtracting 1.5 · 2^23 · step rounds to a
     multiple of `step`, the distance between two neighbours."""
     value = tl.where(value > 6.0, 6.0, value)
     value = tl.where(value < -6.0, -6.0, value)
@@ -131,7 +131,7 @@ def _to_e2m1(value):
 
 @triton.jit
 def _weight_global_scale(peak):
-    """The power of two at or below 448 · 6 / peak: of a float32, the exponent alone."""
+    """Power of two at or below 448 · 6 / peak: a float32's exponent alone."""
     quotient = tl.div_rn(2688.0, tl.where(peak < 1.1754943508222875e-38, 1.1754943508222875e-38, peak))
     by = (quotient.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     by = tl.where(quotient > 3.4028234663852886e38, 1.0, by)
@@ -144,7 +144,7 @@ def _fake_nvfp4(value, peak, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     groups = tl.reshape(value, (ROWS, COLUMNS // 16, 16))
     scale = tl.div_rn(tl.max(tl.abs(groups), 2), 6.0) * by
     scale = tl.where(scale > 448.0, 448.0, scale).to(tl.float8e4nv).to(tl.float32)
-    scale = scale * tl.div_rn(1.0, by)  # exact; of a scale of 0 the inverse and so the codes are 0
+    scale = scale * tl.div_rn(1.0, by)  # exact; a scale of 0 has an inverse of 0, so its codes are 0
     inverse = _inverse(scale)
     groups = _to_e2m1(_quotient(groups, scale[:, :, None], inverse[:, :, None])) * scale[:, :, None]
     return tl.reshape(groups, (ROWS, COLUMNS))
@@ -220,7 +220,7 @@ def _peaks(
 def _fake_groups(
     out, x, peak, count, KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Activations in groups of GROUP, or in one with a static range."""
+    """Fake-quantize activations in groups of GROUP, or as a whole with a static range."""
     first = tl.program_id(0).to(tl.int64) * TILE
     index = tl.arange(0, TILE)
     is_inside = index < count - first
@@ -249,7 +249,7 @@ def _fake_groups(
 
 @triton.jit
 def _fake_rows(out, x, columns, floor, TILE: tl.constexpr):
-    """Activations with a scale per row, which is read twice, as in fp8_kernel._quantize_rows."""
+    """Fake-quantize activations with a scale per row; each row is read twice, as in fp8_kernel._quantize_rows."""
     row = tl.program_id(0).to(tl.int64)
     x += row * columns
     out += row * columns
@@ -275,7 +275,7 @@ def _kind(fmt: QuantFormat | None) -> str:
 def _arguments(
     source: Source, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, is_rounded: bool
 ) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """What `_merged` takes: tensors, numbers, constants."""
+    """Arguments of `_merged`: tensors, numbers, constants."""
     (rows, columns), state, data = source.shape, source.state, source.data
     has_update = a is not None
     if has_update and (a.stride(1) != 1 or b.stride(1) != 1):
@@ -299,7 +299,7 @@ def _arguments(
         "RANK_BLOCK": 32 if has_update and a.shape[0] > 16 else 16,
         "BLOCK_SIZE": BLOCK_SIZE,
         "NESTED_BLOCK": NESTED_BLOCK,
-        "enable_fp_fusion": False,  # the definitions round products before they add
+        "enable_fp_fusion": False,  # the reference implementations round products before adding
     }
     return tensors, numbers, constants
 
@@ -314,17 +314,18 @@ def quantize(
     is_rounded: bool = True,
     is_codes: bool = False,
 ) -> torch.Tensor:
-    """base + scaling · b · a (out, in), rounded to BF16 if `is_rounded`, as a checkpoint of `fmt` has it (None: as
-    it is), in the base's dtype; its FP8 codes (fmt fp8) if `is_codes`.
+    """Return base + scaling · b · a (out, in), rounded to BF16 if `is_rounded` and fake-quantized to `fmt` (None: not
+    quantized), in the base's dtype; its FP8 codes (fmt fp8) if `is_codes`.
 
-    a (r, in), b (out, r), float32 or 16 bits, both None without an adapter; `peak` as `quantize.weight_peak` makes
-    it. NF4 in blocks of 64, `in` a multiple of 64; both sizes multiples of the format's block.
+    a (r, in) and b (out, r) are float32 or 16 bits, both None without an adapter; `peak` comes from
+    `quantize.weight_peak`. NF4 requires blocks of 64 and `in` a multiple of 64; both sizes must be multiples of the
+    format's block.
     """
     (rows, columns), kind = source.shape, _kind(fmt)
     dtype = torch.float8_e4m3fn if is_codes else source.dtype
     out = torch.empty(rows, columns, dtype=dtype, device=source.data.device)
     tensors, numbers, constants = _arguments(source, a, b, scaling, is_rounded)
-    # What shares a scale is a row of a tile in INT4, the whole tile in FP8 by blocks.
+    # A scale is shared by a row of a tile in INT4, by the whole tile in block-wise FP8.
     tile = (128, 128) if kind == "block" else (ROWS, fmt.weight.block[1] if kind == "int4" else COLUMNS)
     grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
     with fp8_kernel._on(out):
@@ -339,7 +340,7 @@ def quantize(
 def peak_of(
     source: Source, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, fmt: QuantFormat
 ) -> torch.Tensor:
-    """`quantize.weight_peak` of base + scaling · b · a: (out, 1) float32 per output channel, () of all of it."""
+    """`quantize.weight_peak` of base + scaling · b · a, float32: (out, 1) per output channel, () for all of it."""
     rows, columns = source.shape
     tiles = triton.cdiv(columns, COLUMNS)
     out = torch.empty(rows, tiles, dtype=torch.float32, device=source.data.device)
@@ -352,7 +353,7 @@ def peak_of(
 
 
 def fake_quantize_activation(x: torch.Tensor, fmt: ActivationFormat, peak: torch.Tensor | None) -> torch.Tensor:
-    """`quantize.fake_quantize_activation`."""
+    """GPU version of `quantize.fake_quantize_activation`."""
     x = x.contiguous()
     out, count, columns = torch.empty_like(x), x.numel(), x.shape[-1]
     with fp8_kernel._on(x):

@@ -1,8 +1,8 @@
-"""Read a layer's weight back out of a compressed-tensors checkpoint, as its reader computes with it.
+"""Read a layer's weight back from a compressed-tensors checkpoint, as its reader computes with it.
 
-For the diagnostics of formats that only a calibration can make, so that they are measured as they were written, and
-for a base out of a quantized checkpoint. AWQ moves scales between a layer and the one before it; the diagnostics take
-them out again (`unscaled`). Not covered: other layouts (AutoAWQ, ModelOpt's).
+Used for the diagnostics of formats that need calibration, so that they are measured as written, and for making a base
+from a quantized checkpoint. AWQ moves scales between a layer and the one before it; the diagnostics undo this
+(`unscaled`). Not covered: other layouts (AutoAWQ, ModelOpt's).
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ from kit.core.errors import BadInput
 from kit.core.run_directory import read_json
 from kit.weights.checkpoint import checkpoint_shards
 
-SWEEPS = 4  # of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
+SWEEPS = 4  # iterations of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
 
 
 class StoredWeights:
-    """The weights of a quantized checkpoint by module name, one at a time.
+    """Weights of a quantized checkpoint by module name, one at a time.
 
     `BadInput`, before any weight is read, for a checkpoint that compressed-tensors did not write.
     """
@@ -48,7 +48,7 @@ class StoredWeights:
             self.parts.setdefault(name.rpartition(".")[0], []).append(name)
 
     def weight(self, module: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """The float32 weight (out, in) of a module; None when the checkpoint does not hold it quantized."""
+        """Float32 weight (out, in) of a module; None if the checkpoint does not store it quantized."""
         names = self.parts.get(module, [])
         if not any(name.endswith(".weight_scale") for name in names):
             return None
@@ -56,7 +56,7 @@ class StoredWeights:
         for name in names:
             with safe_open(self.directory / self.files[name], framework="pt") as file:
                 part = file.get_tensor(name)
-            # Codes times a scale in 16 bits would round once more than the reader's own kernels do.
+            # Multiplying codes by a scale in 16 bits would round once more than the reader's own kernels do.
             is_short = part.dtype in (torch.bfloat16, torch.float16)
             found[name.removeprefix(f"{module}.")] = part.float() if is_short else part
         found = {key: part.to(device) for key, part in found.items() if key not in ("bias", "input_global_scale")}
@@ -64,13 +64,13 @@ class StoredWeights:
 
 
 def unscaled(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`value` ≈ diag(r)·`weight`·diag(c) with r and c taken out, both (out, in) float32.
+    """Remove r and c from `value` ≈ diag(r)·`weight`·diag(c); both are (out, in) float32.
 
     AWQ multiplies a layer's input columns by scales and divides the layer before it by them, which leaves the model
-    as it was: what it costs is the error of value/(r·c). r and c are fitted by alternating least squares, which
-    takes about (1/out + 1/in)/2 of the error with it: against the scales that llm-compressor 0.14 left in the norms of
-    a model of width 128, errors of .1086 to .1161 came out 1 % lower. Entries that were rounded to zero are left
-    out of the fit: a column whose scale is so small that few are left would seem to have a scale of nearly zero.
+    unchanged: its cost is the error of value/(r·c). r and c are fitted by alternating least squares, which absorbs
+    about (1/out + 1/in)/2 of the error: against the scales that llm-compressor 0.14 left in the norms of a model of
+    width 128, errors of .1086 to .1161 came out 1 % lower. Entries that were rounded to zero are left out of the fit:
+    a column whose scale is so small that few are left would seem to have a scale of nearly zero.
     """
     known = weight * (value != 0)
     rows = torch.ones_like(weight[:, :1])
@@ -82,7 +82,7 @@ def unscaled(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fit(value: torch.Tensor, model: torch.Tensor, axis: int) -> torch.Tensor:
-    """The factor along `axis` that brings `model` nearest to `value`; 1 where there is nothing to fit."""
+    """Least-squares factor along `axis` from `model` to `value`; 1 where there is nothing to fit."""
     above = (value * model).sum(axis, keepdim=True)
     below = model.square().sum(axis, keepdim=True)
     return torch.where((below > 0) & (above > 0), above / below, torch.ones_like(below))

@@ -1,6 +1,6 @@
-"""Checkpoint files written tensor by tensor: what is in memory is a tensor or two, never a shard.
+"""Write checkpoint files tensor by tensor: memory holds a tensor or two, never a shard.
 
-Covers: files whose tensors are known before (`TensorFile`) and files of parts that come as they are made
+Covers: files whose tensors are known in advance (`TensorFile`) and files of parts that arrive as they are made
 (`write_parts`), the index of several files, a full disk. Not covered: reading (checkpoint.py).
 """
 
@@ -34,19 +34,19 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-ALIGNMENT = 8  # the widest type, so that whatever follows a part whose size it divides is aligned
-MOST_PARTS = 8  # that a format stores for one tensor; NF4 stores six
-ENTRY_BYTES = 200  # of a part in the header, besides its module's name
+ALIGNMENT = 8  # size of the widest type: any tensor after a part of a multiple of this size is aligned
+MOST_PARTS = 8  # most parts that a format stores per tensor; NF4 stores six
+ENTRY_BYTES = 200  # header bytes per part, besides its module's name
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's values as bytes in host memory, row-major; no copy when that is how it lies there."""
+    """Values of a tensor as bytes in host memory, row-major; no copy if it is already stored that way."""
     return memoryview(tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy())
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """`CheckFailed` with the free space when what the block writes to `path` does not fit on the disk."""
+    """`CheckFailed` naming the free space if the block fails to write `path`."""
     try:
         yield
     except OSError as error:
@@ -64,15 +64,15 @@ def write_index(directory: Path, weight_map: dict[str, str], total: int) -> None
 
 
 class TensorFile:
-    """A safetensors file written one tensor at a time, in any order; the bytes are those of safetensors' `save_file`.
+    """Safetensors file written one tensor at a time, in any order; byte-identical to safetensors' `save_file`.
 
-    `tensors` is {name: (dtype, shape)} of everything that will be written. `CheckFailed` when the disk is full.
+    `tensors` is {name: (dtype, shape)} of everything that will be written. `CheckFailed` if the disk is full.
     """
 
     def __init__(self, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]):
         self.path = path
         self.header: dict[str, Any] = {"__metadata__": metadata}
-        # Wide types first, as save_file has them, so that every tensor is aligned.
+        # Wide types first, as in save_file, so that every tensor is aligned.
         end = 0
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
             dtype, shape = tensors[name]
@@ -90,9 +90,9 @@ class TensorFile:
         return self
 
     def write(self, name: str, tensor: torch.Tensor, at: int = 0) -> None:
-        """Write a tensor, which must have the dtype and the size that the header says.
+        """Write a tensor, which must have the dtype and size given in the header.
 
-        With `at`, or fewer values than the header says, a piece of it: values [at, at + numel) in row-major order.
+        With `at`, or with fewer values than in the header, write a piece: values [at, at + numel) in row-major order.
         """
         entry, data = self.header[name], tensor_bytes(tensor)
         start, end = entry["data_offsets"]
@@ -117,16 +117,16 @@ class TensorFile:
 
 
 def header_entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, end: int) -> dict:
-    """What a safetensors header says of a tensor."""
+    """Entry of a tensor in a safetensors header."""
     return {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
 
 
 class PartsFile:
-    """A safetensors file of parts that come one at a time and whose types and sizes nobody knows before.
+    """Safetensors file of parts that arrive one at a time, with types and sizes unknown in advance.
 
-    They lie in the order they come. The header is written last, into the room kept for `names` tensors of at most
-    `MOST_PARTS` parts each; blanks fill it, as the format allows. A part whose size `ALIGNMENT` does not divide waits
-    for the end, so that every tensor is aligned: those are small (NF4's quant state).
+    Parts are stored in order of arrival. The header is written last, into space reserved for `names` tensors of at
+    most `MOST_PARTS` parts each and padded with blanks, as the format allows. A part whose size is not a multiple of
+    `ALIGNMENT` is deferred to the end, so that every tensor is aligned: such parts are small (NF4's quant state).
     """
 
     def __init__(self, path: Path, names: list[str]):
@@ -144,9 +144,9 @@ class PartsFile:
         return self
 
     def write(self, name: str, part: torch.Tensor) -> None:
-        """Write a part, or keep it for the end when its size would push what follows out of alignment."""
+        """Write a part, or defer it to the end if its size would misalign what follows."""
         if part.nbytes % ALIGNMENT:
-            self.waiting[name] = part.clone()  # it may be a view of much more
+            self.waiting[name] = part.clone()  # it may be a view of a much larger tensor
         else:
             self._append(name, part)
 
@@ -175,10 +175,10 @@ class PartsFile:
 
 
 class Behind:
-    """Runs calls one after the other on a thread of its own, while the caller makes what comes next.
+    """Run calls one after the other on a background thread, while the caller prepares the next.
 
-    Calls whose `size` is at most `room` together wait or are under way, or a single larger one. `run` waits for that
-    and raises what a call before it raised.
+    Calls in flight have a total `size` of at most `room`, or are a single larger one. `run` waits until its call fits
+    and raises what an earlier call raised.
     """
 
     def __init__(self, room: int = 0) -> None:
@@ -192,7 +192,7 @@ class Behind:
         self.calls.append((size, self.pool.submit(call, *arguments)))
 
     def wait(self) -> None:
-        """Return when nothing is under way."""
+        """Return when no call is in flight."""
         while self.calls:
             self.calls.popleft()[1].result()
 
@@ -208,7 +208,7 @@ class Behind:
 
 
 def flush(path: Path) -> None:
-    """Have the disk write a file that is complete, so that it does so while the next one is made."""
+    """Flush a complete file to disk, so that this overlaps with making the next one."""
     with writing(path), open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -218,10 +218,10 @@ def write_parts(
 ) -> None:
     """Write a checkpoint of the files `shards` ({file: names of the tensors that it is made from}) into `directory`.
 
-    `parts(name)` gives what is stored for a tensor, {stored name: tensor on any device}, at most `MOST_PARTS`. It is
-    called while a thread writes the parts of the tensor before, so the parts of two tensors are in memory. One file
-    is named model.safetensors, several get an index. `CheckFailed` when the disk is full; the caller's `publish` then
-    removes what was written.
+    `parts(name)` returns what is stored for a tensor, {stored name: tensor on any device}, at most `MOST_PARTS`. It is
+    called while a thread writes the parts of the previous tensor, so the parts of two tensors are in memory. A single
+    file is named model.safetensors, several get an index. `CheckFailed` if the disk is full; the caller's `publish`
+    then removes what was written.
     """
     files = {file: names for file, names in shards.items() if names}
     weight_map: dict[str, str] = {}
@@ -234,7 +234,7 @@ def write_parts(
                     weight_map |= dict.fromkeys(made, file)
                     total += sum(part.nbytes for part in made.values())
                     writer.run(1, _write_all, out, made)
-                    del made  # the writer has it, and lets go of it before the tensor after the next is made
+                    del made  # the writer has it, and releases it before the tensor after the next is made
                 writer.wait()
             disk.run(0, flush, directory / file)
     name_files(directory, weight_map, total)

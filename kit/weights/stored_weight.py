@@ -1,7 +1,7 @@
-"""A frozen layer's weight as it is stored (NF4, FP8 or plain), read as numbers or as FP8 codes; rows of activations
-and of gradients in FP8.
+"""Read a frozen layer's stored weight (NF4, FP8 or plain) as numbers or FP8 codes; quantize rows of activations and
+gradients to FP8.
 
-With `fp8.py` these functions say what the numbers are; on a GPU `fp8_kernel.py` makes the same.
+Together with `fp8.py` these functions define the numbers; on a GPU `fp8_kernel.py` computes the same ones.
 """
 
 import bitsandbytes as bnb
@@ -10,18 +10,18 @@ from bitsandbytes.functional import dequantize_4bit
 
 from kit.weights.fp8 import LEAST_SCALE, Fp8Linear, row_scales, to_e4m3
 
-# A gradient is smaller than any activation: with vLLM's limit most of it would be zero. Above this one the division by
-# the scale is exact in float32.
+# Gradients are smaller than any activation: with vLLM's floor most of them would become zero. Above this floor,
+# dividing by the scale is exact in float32.
 LEAST_GRADIENT_SCALE = 2.0**-80
-MULTIPLE = 16  # torch._scaled_mm takes no other sizes
+MULTIPLE = 16  # torch._scaled_mm only accepts sizes that are multiples of this
 
 
 def quantize_rows(
     x: torch.Tensor, floor: float = LEAST_SCALE, by_column: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(FP8 codes (T, n), scale (T, 1)) of x (T, n), or of x · by_column (n values, float32), one scale per row.
+    """Return (FP8 codes (T, n), scale (T, 1)) of x (T, n), or of x · by_column (n values, float32), one scale per row.
 
-    With the defaults, vLLM's dynamic quantization per token.
+    The defaults give vLLM's dynamic per-token quantization.
     """
     if x.is_cuda:
         from kit.weights import fp8_kernel
@@ -33,14 +33,14 @@ def quantize_rows(
 def quantize_rows_in_torch(
     x: torch.Tensor, floor: float = LEAST_SCALE, by_column: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `quantize_rows` is to return."""
+    """Reference implementation of `quantize_rows`."""
     value = x if by_column is None else x.float() * by_column.view(1, -1)
     scale = row_scales(value, floor)
     return to_e4m3(value, scale), scale
 
 
 def quantize_gradients(parts: list[torch.Tensor], scales: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows` of gradients (T, outᵢ) side by side, each times its layer's scales: one scale a token."""
+    """`quantize_rows` of concatenated gradients (T, outᵢ), each times its layer's scales: one scale per token."""
     if parts[0].is_cuda:
         from kit.weights import fp8_kernel
 
@@ -57,9 +57,9 @@ def weight_of(
     transposed: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The dequantized weight (out, in) in its storage dtype; with `scale` (out, 1), FP8 codes of weight / scale,
-    stored as (in, out) when `transposed`. Written to `out` if given; not to be written to otherwise, because in
-    `kept_weights.keeping_weights` it is kept."""
+    """Return the dequantized weight (out, in) in its storage dtype; with `scale` (out, 1), the FP8 codes of
+    weight / scale, stored as (in, out) when `transposed`. Written to `out` if given. Otherwise the result is
+    read-only, because `kept_weights.keeping_weights` caches it."""
     kept = vars(layer).get("kept") if out is None and not transposed else None
     if kept is None:
         return _make_weight(layer, scale, transposed, out)
@@ -83,14 +83,14 @@ def _make_weight(
 
 
 def weight_in_torch(layer: Layer, scale: torch.Tensor | None = None, transposed: bool = False) -> torch.Tensor:
-    """What `weight_of` is to return."""
+    """Reference implementation of `weight_of`."""
     if isinstance(layer, Fp8Linear) and scale is not None:
         return layer.codes.t().contiguous() if transposed else layer.codes
     if isinstance(layer, Fp8Linear):
         weight = layer.dequantized()
     elif isinstance(layer, bnb.nn.Linear4bit):
         weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    else:  # merge.verify.compute_in casts the weight to compute in another dtype; its numbers stay
+    else:  # merge.verify.compute_in casts the weight to another compute dtype; its numbers stay the same
         weight = layer.weight.data.to(getattr(layer, "storage_dtype", layer.weight.dtype))
     if scale is None:
         return weight
@@ -103,6 +103,6 @@ def scaled_product(
 ) -> torch.Tensor:
     """(left · rightᵀ) · rows · columns in `dtype`: left (T, k), right (n, k) in FP8, rows (T, 1), columns (1, n)."""
     if left.is_cuda:
-        # Fast accumulation is what the server's kernel uses, and torch's kernels for scales per row are slow without.
+        # The server's kernel uses fast accumulation, and torch's kernels for per-row scales are slow without it.
         return torch._scaled_mm(left, right.t(), rows, columns, out_dtype=dtype, use_fast_accum=True)
     return ((left.float() @ right.float().t()) * rows * columns).to(dtype)

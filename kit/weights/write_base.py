@@ -1,9 +1,9 @@
-"""The dequantized base, of NF4 with its NF4 copy, written tensor by tensor from the original checkpoint, without the
-model. Of an unquantized base (`policy.quantization: none`) it is the original in BF16.
+"""Write the dequantized base, and for NF4 an NF4 copy, tensor by tensor from the original checkpoint, without loading
+the model. An unquantized base (`policy.quantization: none`) is the original in BF16.
 
 Covers: which weights transformers quantizes, from the model's shapes alone; the facts of `base.json`, equal to those
-of the loaded model; safetensors files written in place. Memory: one tensor with what quantizing it takes.
-Not covered: models whose parameters are named or laid out otherwise than in their checkpoint (fused experts, Conv1D).
+of the loaded model; safetensors files written in place. Memory: one tensor plus what quantizing it takes.
+Not covered: models whose parameters are named or laid out differently in their checkpoint (fused experts, Conv1D).
 """
 
 import contextlib
@@ -32,11 +32,11 @@ NF4_FOLDER = "nf4"
 
 @dataclass(frozen=True)
 class Plan:
-    """What transformers makes of a checkpoint when it loads it in NF4; the same layers are stored in FP8."""
+    """How transformers loads a checkpoint in NF4: shapes, quantized weights, ties. FP8 stores the same layers."""
 
     shapes: dict[str, tuple[int, ...]]  # of every parameter, in the model's order; a tied one once
     quantized: frozenset[str]  # the weights among them that are stored as `quantization` says
-    tied: dict[str, str]  # {name a checkpoint may carry besides: the parameter it is}
+    tied: dict[str, str]  # {additional name that a checkpoint may store: the parameter it is tied to}
     quantization: str = "nf4"
 
     def weights_bytes(self) -> int:
@@ -44,23 +44,23 @@ class Plan:
         return sum(2 * math.prod(shape) for shape in self.shapes.values())
 
     def copy_bytes(self) -> int:
-        """Size of the tensors of the NF4 copy, which other bases have none of."""
+        """Size of the tensors of the NF4 copy; 0 for other bases, which have none."""
         if self.quantization != "nf4":
             return 0
         return sum(copy_sizes(self.shapes[name])[0] + 4 * copy_sizes(self.shapes[name])[1] for name in self.quantized)
 
 
 def copy_sizes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(packed bytes, block maxima) of a weight in NF4."""
+    """Return (packed bytes, block maxima) of a weight in NF4."""
     numel = math.prod(shape)
     return -(-numel // 2), -(-numel // BLOCK_SIZE)
 
 
 def plan_base(config: Any, quantization: str = "nf4") -> Plan:
-    """The plan of a transformers config for a base of this storage, by transformers' own quantizer on a model without
+    """Plan a base of this storage for a transformers config, using transformers' own quantizer on a model without
     weights.
 
-    `BadInput` when nothing would be quantized, and for Conv1D layers, whose weights it turns before quantizing them.
+    `BadInput` if nothing would be quantized, and for Conv1D layers, whose weights it transposes before quantizing.
     """
     from bitsandbytes.nn import Linear4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -83,10 +83,10 @@ def plan_base(config: Any, quantization: str = "nf4") -> Plan:
 
 
 class Original:
-    """An original checkpoint, to be read as its base.
+    """Original checkpoint, to be read as its base.
 
-    Opening reads the headers only, unless the output embedding is there a second time. `BadInput` when the checkpoint
-    is quantized already or its tensors are not those of the model that its config.json describes.
+    Opening reads the headers only, unless the output embedding is stored twice. `BadInput` if the checkpoint is
+    already quantized or its tensors are not those of the model that its config.json describes.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Original:
         self._check_tied()
 
     def _check_tied(self) -> None:
-        """`BadInput` when a tied weight is stored twice and differs: transformers would load both, vLLM one."""
+        """`BadInput` if a tied weight is stored twice and differs: transformers would load both, vLLM one."""
         for file, names in checkpoint_shards(self.directory).items():
             for name in (name for name in names if name in self.plan.tied):
                 owner = self.plan.tied[name]
@@ -126,7 +126,7 @@ class Original:
                     )
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as the trainer loads it, before quantization."""
+        """Read the tensor as the trainer loads it, before quantization."""
         return self._read(self.files[name], name)
 
     def _read(self, file: str, name: str) -> torch.Tensor:
@@ -134,10 +134,10 @@ class Original:
 
 
 def write_base(source: Original, directory: Path, model: str, revision: str | None) -> dict:
-    """Write `model*.safetensors` (BF16, the source's shards), and `nf4/` for NF4, into `directory`; return what
-    base.json says.
+    """Write `model*.safetensors` (BF16, the source's shards), and `nf4/` for NF4, into `directory`; return the content
+    of base.json.
 
-    `model` and `revision` are recorded there as where the original comes from.
+    `model` and `revision` are recorded in it as the origin.
     """
     files = source.shards if len(source.shards) > 1 else {"model.safetensors": list(source.files)}
     quantization, quantized = source.plan.quantization, source.plan.quantized
@@ -177,9 +177,9 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
 def _write_tensor(
     source: Original, name: str, weights: TensorFile, copy: TensorFile | None, pool: ThreadPoolExecutor
 ) -> tuple[str, Any]:
-    """Write one tensor and, of one in NF4, its copy; return its hash and the quant state of NF4.
+    """Write one tensor and, for NF4, its copy; return its hash and the NF4 quant state.
 
-    The hash is taken by `pool` while the tensor is written.
+    `pool` computes the hash while the tensor is written.
     """
     value = source.read(name)
     if name not in source.plan.quantized or source.plan.quantization == "none":
@@ -205,7 +205,7 @@ def _write_tensor(
 def _open_pair(
     source: Original, directory: Path, file: str, names: list[str]
 ) -> Iterator[tuple[TensorFile, TensorFile | None]]:
-    """The BF16 file of a shard and the file of its NF4 copy, which is None for a shard without a weight in NF4."""
+    """Open the BF16 file of a shard and the file of its NF4 copy; None for the copy if the shard has no NF4 weight."""
     shapes = source.plan.shapes
     copied: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name in source.plan.quantized.intersection(names) if source.plan.quantization == "nf4" else ():

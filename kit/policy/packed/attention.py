@@ -1,9 +1,9 @@
-"""Attention over a packed row: several sequences one after the other, some behind a prompt that they share.
+"""Attention over a packed row: several sequences one after the other, some following a prompt that they share.
 
-A position sees itself and what is before it in its own segment and, behind a shared prompt, all of that prompt. On a
+A position sees itself and earlier positions of its own segment and, after a shared prompt, all of that prompt. On a
 GPU this is torch's FlexAttention with a `BlockMask` or, in half precision, FlashAttention's or cuDNN's kernels
-(`flash_packed`; `train.packed_attention` says which), on a CPU sdpa with a dense boolean mask. Each travels through
-transformers as the attention mask, which a layer that is recomputed in the backward pass gets once more.
+(`flash_packed`; selected by `train.packed_attention`), on a CPU sdpa with a dense boolean mask. Each is passed through
+transformers as the attention mask, which a layer recomputed in the backward pass receives again.
 `bench/packing_check.py` compares them and prints their times.
 """
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "sdpa_packed"
-# Of the block mask. A packed row on a GPU is a multiple of it long: blocks are whole, and their number is that of
-# positions divided by it, which is what lets one compiled kernel serve every length.
+# Block size of the block mask. A packed row on a GPU is a multiple of it long, so that blocks are whole and their
+# number is the number of positions divided by it: this lets one compiled kernel serve every length.
 BLOCK = 128
 
 
 Kind = Literal["dense", "flex", "flash", "cudnn"]
-# By kind: of a segment on itself, and of what is behind a shared prompt on it.
+# {kind: (kernels of a segment on itself, kernels of the segments after a shared prompt on the prompt)}.
 KERNELS: dict[str, tuple[Kernels, Kernels]] = {"flash": ("flash", "flash"), "cudnn": ("cudnn", "cudnn")}
 
 
 class Sequences(NamedTuple):
-    """A packed row by lengths, none of them zero: shared prompts, what is behind each in the same order, the rest."""
+    """Segment lengths of a packed row, none zero: shared prompts, segments after each in the same order, the rest."""
 
-    lengths: list[int]  # of all segments
-    prompts: list[int]  # of the shared prompts, the first segments
-    behind: list[int]  # tokens of all segments behind each shared prompt
+    lengths: list[int]  # all segments
+    prompts: list[int]  # the shared prompts, which are the first segments
+    behind: list[int]  # tokens of all segments after each shared prompt
 
 
 class Segments(NamedTuple):
-    """What each position of a packed row of T tokens sees: [own, itself] and [shared_from, shared_to)."""
+    """Positions that each position of a packed row of T tokens sees: [own, itself] and [shared_from, shared_to)."""
 
-    own: torch.Tensor  # (T,) int32: first position of the segment that the position is in
+    own: torch.Tensor  # (T,) int32: first position of the position's segment
     shared_from: torch.Tensor  # (T,) int32
-    shared_to: torch.Tensor  # (T,) int32, equal to shared_from where there is no shared prompt
+    shared_to: torch.Tensor  # (T,) int32, equal to shared_from without a shared prompt
 
 
 def use_packed_attention(model: "PreTrainedModel") -> None:
-    """Let a transformers `model` on a GPU take a `BlockMask` or a `FlashMask`; all else stays with sdpa."""
+    """Make a transformers `model` on a GPU accept a `BlockMask` or a `FlashMask`; other masks still use sdpa."""
     if model.device.type != "cuda":
         return
     register()
@@ -57,7 +57,7 @@ def use_packed_attention(model: "PreTrainedModel") -> None:
 
 
 def register() -> None:
-    """Make the attention known to transformers under `NAME`."""
+    """Register the attention with transformers as `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -66,8 +66,8 @@ def register() -> None:
 
 
 def mask_kind(model: torch.nn.Module, device: torch.device, wanted: str) -> Kind:
-    """Of the mask that a forward of `model` on `device` takes, in the autocast of the moment; `wanted` is
-    `train.packed_attention`. FlashAttention's and cuDNN's kernels know no float32."""
+    """Mask kind that a forward of `model` on `device` uses under the current autocast; `wanted` is
+    `train.packed_attention`. FlashAttention's and cuDNN's kernels do not support float32."""
     if device.type == "cpu":
         return "dense"
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
@@ -75,20 +75,20 @@ def mask_kind(model: torch.nn.Module, device: torch.device, wanted: str) -> Kind
 
 
 def _attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    # autocast casts what sdpa gets, and does not know the other two, which want one type.
+    # autocast casts sdpa's inputs, but not those of the other two, which require a single dtype.
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def row_length(tokens: int, kind: Kind) -> int:
-    """How long a packed row of so many tokens is made."""
-    if kind == "flex":  # two blocks or more: torch compiles a size of one apart
+    """Padded length of a packed row of `tokens` tokens."""
+    if kind == "flex":  # at least two blocks: torch compiles separately for a size of one
         return BLOCK * max(2, -(-tokens // BLOCK))
     multiple = MULTIPLE if kind in KERNELS else 1
     return multiple * max(1, -(-tokens // multiple))
 
 
 def attention_mask(sequences: Sequences, kind: Kind, device: torch.device) -> torch.Tensor | BlockMask:
-    """The mask of a packed row for a model on `device`."""
+    """Mask of a packed row for a model on `device`."""
     if kind in KERNELS:
         return FlashMask(*sequences, device, KERNELS[kind])
     segments = segments_of(sequences, device)
@@ -106,7 +106,7 @@ def segments_of(sequences: Sequences, device: Any) -> Segments:
 
 
 def dense_mask(segments: Segments) -> torch.Tensor:
-    """Boolean (1, 1, T, T): whether the position of the row sees that of the column."""
+    """Boolean (1, 1, T, T): whether the row's position sees the column's."""
     own, start, end = (one[:, None] for one in segments)
     position = torch.arange(len(own), device=own.device)
     query, key = position[:, None], position[None, :]
@@ -114,9 +114,9 @@ def dense_mask(segments: Segments) -> torch.Tensor:
 
 
 def block_mask(segments: Segments) -> BlockMask:
-    """The same as a `BlockMask` of blocks of `BLOCK`; T must be a multiple of it. Takes memory of T x T / 128.
+    """The same mask as a `BlockMask` with blocks of `BLOCK`; T must be a multiple of it. Takes T x T / 128 memory.
 
-    `create_block_mask` would make T x T booleans unless it is compiled, for every mask anew.
+    `create_block_mask` would make T x T booleans for every mask unless it is compiled.
     """
     own, start, end = segments
     length = len(own)
@@ -136,13 +136,13 @@ def block_mask(segments: Segments) -> BlockMask:
 
 
 def _overlap(start: torch.Tensor, end: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """How many positions of [start, end), per entry, lie in each block that begins at `first`: (T, T / 128)."""
+    """Number of positions of each [start, end) that lie in each block that begins at `first`: (T, T / 128)."""
     low = torch.maximum(start[:, None], first)
     return (torch.minimum(end[:, None], first + BLOCK) - low).clamp_(min=0)
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number (1, 1, Q) of the chosen key blocks of each query block, and their indices (1, 1, Q, K), chosen first."""
+    """Number (1, 1, Q) of chosen key blocks per query block, and the block indices (1, 1, Q, K), chosen ones first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     indices = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], indices[None, None]
@@ -158,10 +158,10 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: query (B, H, T, D), key and value (B, G, T, D), output (B, T, H, D).
+    """Attention function for transformers: query (B, H, T, D), key and value (B, G, T, D), output (B, T, H, D).
 
-    FlashAttention or cuDNN where the mask is a `FlashMask`, FlexAttention where it is another `BlockMask`; everything
-    else, generation too, is transformers' sdpa unchanged.
+    Uses FlashAttention or cuDNN for a `FlashMask` and FlexAttention for any other `BlockMask`; everything else,
+    generation included, is transformers' sdpa unchanged.
     """
     if not isinstance(attention_mask, BlockMask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -179,9 +179,9 @@ def attention_forward(
             )
         return flash_attention(*(one[0].transpose(0, 1) for one in parts), attention_mask, scaling)[None], None
     for one in parts:
-        # Else torch takes sizes that happen to be equal, as of heads and of blocks, for one variable.
+        # Otherwise torch unifies sizes that happen to be equal, such as the numbers of heads and of blocks.
         torch._dynamo.mark_static(one, (0, 1, 3))
-        if (base := one._base) is not None:  # (B, T, ...), what a projection returned
+        if (base := one._base) is not None:  # (B, T, ...), a projection's output
             torch._dynamo.mark_static(base, [n for n in range(base.dim()) if n != 1])
     output = _compiled()(*parts, attention_mask, scaling)
     return output.transpose(1, 2).contiguous(), None
@@ -189,15 +189,15 @@ def attention_forward(
 
 @functools.cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    """FlexAttention, compiled at its first call for rows of every length."""
+    """FlexAttention, compiled on its first call for rows of every length."""
     import torch._inductor.config as inductor
 
-    # torch splits what it compiles inside DDP's forward at the borders of DDP's buckets; here is no parameter.
+    # Inside DDP's forward torch splits compiled graphs at DDP's bucket boundaries; there are no parameters here.
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.specialize_float = True  # the scale is a constant of the kernel
     # Two kernels are compiled: not worth a pool of processes that each import torch.
     inductor.compile_threads = 1
-    # fullgraph: an error where torch would otherwise compute T x T scores uncompiled.
+    # fullgraph: raise an error instead of computing T x T scores uncompiled.
     return torch.compile(_flex, dynamic=True, fullgraph=True)
 
 

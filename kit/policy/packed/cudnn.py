@@ -1,14 +1,13 @@
-"""cuDNN's attention kernels, written for Hopper, in the place of FlashAttention's (`train.packed_attention: cudnn`).
+"""`train.packed_attention: cudnn`: cuDNN's attention kernels, written for Hopper, in place of FlashAttention's.
 
-Same calls and same answers as `attention` and `attention_backward` of flash.py, which merges them: sequences
-that lie one after the other, grouped heads, backward from the output and log-sum-exp of a softmax over more keys.
+Same arguments and results as `attention` and `attention_backward` of flash.py, which merges them: concatenated
+sequences, grouped heads, backward from the output and log-sum-exp of a softmax over more keys.
 
-They are called by way of cuDNN's own Python package, nvidia-cudnn-frontend. torch has them too
-(`aten._cudnn_attention_forward` with cumulative lengths), but torch 2.11 looks for a plan that such a call may share
-and never stores one (MHA.cpp, run_cudnn_SDP_fprop_nestedtensor): each call builds its own, which takes longer than the
-layer. Here a plan is built once for a `Bucket`, into which many rows fall, as in NVIDIA's Transformer Engine:
-sequences are filled up with empty ones and the longest is rounded up to the next `_step`, tokens to multiples of
-4,096.
+The kernels are called through cuDNN's own Python package, nvidia-cudnn-frontend. torch has them too
+(`aten._cudnn_attention_forward` with cumulative lengths), but torch 2.11 looks up a plan for such a call and never
+stores one (MHA.cpp, run_cudnn_SDP_fprop_nestedtensor): each call builds its own, which takes longer than the layer.
+Here a plan is built once per `Bucket`, which many rows share, as in NVIDIA's Transformer Engine: sequences are padded
+with empty ones, the longest is rounded up to the next `_step`, and tokens to multiples of 4,096.
 """
 
 import functools
@@ -19,7 +18,7 @@ import torch
 from kit.core.errors import BadInput
 
 LARGEST_HEAD = 128
-OLDEST = 90600  # cuDNN 9.6 knows a log-sum-exp of sequences that lie one after the other, and empty ones
+OLDEST = 90600  # cuDNN 9.6 supports the log-sum-exp of concatenated sequences, and empty sequences
 SHORTEST, TOKENS = 512, 4096  # the smallest bucket: longest sequence, tokens
 _OFFSETS = 2**31 - 1  # offsets are int32, in elements
 
@@ -28,7 +27,7 @@ Q, K, V, OUT, LSE, GRAD, DQ, DK, DV, LENGTHS_Q, LENGTHS_K, OFFSETS_Q, OFFSETS_K,
 
 
 class Bucket(NamedTuple):
-    """What a plan is built for."""
+    """Key of a cached plan."""
 
     sequences: int
     longest_query: int
@@ -45,12 +44,13 @@ class Bucket(NamedTuple):
 
 
 def problem(head_dim: int) -> str | None:
-    """Why cuDNN's kernels cannot serve heads of `head_dim` here, or None. No GPU is no reason."""
+    """Why cuDNN's kernels cannot serve heads of `head_dim` here, or None; also None without a GPU, if the size is
+    supported."""
     if head_dim > LARGEST_HEAD or head_dim % 8:
         return f"its kernels take heads of up to {LARGEST_HEAD} in steps of 8, the model's have {head_dim}"
     if not torch.cuda.is_available():
         return None
-    # Consumer Blackwell (12.x) has none for sequences one after the other.
+    # Consumer Blackwell (12.x) has no kernels for concatenated sequences.
     if torch.cuda.get_device_capability()[0] not in (9, 10, 11):
         return f"{torch.cuda.get_device_name()} is neither Hopper nor a Blackwell of the data centre, which it needs"
     try:
@@ -63,7 +63,7 @@ def problem(head_dim: int) -> str | None:
 
 
 def filled_up(lengths: list[int]) -> list[int]:
-    """The lengths of sequences, and of empty ones behind them up to a bucket's number."""
+    """Pad sequence lengths with zeros up to the number of sequences of a bucket."""
     return lengths + [0] * (_step(len(lengths), 1) - len(lengths))
 
 
@@ -78,8 +78,8 @@ def attention(
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (T, H, D) and log-sum-exp (H, T), float32, of `filled_up` sequences that end at `query_ends` (N + 1,)
-    and the keys that end at `key_ends`."""
+    """Return output (T, H, D) and log-sum-exp (H, T), float32, of `filled_up` sequences that end at `query_ends`
+    (N + 1,) with keys that end at `key_ends`."""
     query, key, value = (one.contiguous() for one in (query, key, value))
     bucket = bucket_of(query, key, query_ends, longest_query, longest_key, causal, scale)
     out = torch.empty_like(query)
@@ -103,8 +103,8 @@ def attention_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value from `out` and `lse` of the softmax over all keys, of which `key` may be a
-    part."""
+    """Return the gradients of query, key and value from `out` and `lse` of the softmax over all keys, of which `key`
+    may be a part."""
     grad, query, key, value, out = (one.contiguous() for one in (grad, query, key, value, out))
     bucket = bucket_of(query, key, query_ends, longest_query, longest_key, causal, scale)
     lse = lse.t().contiguous()  # (T, H)
@@ -124,7 +124,7 @@ def bucket_of(
     causal: bool,
     scale: float | None,
 ) -> Bucket:
-    """The bucket into which a call falls."""
+    """Bucket of a call."""
     tokens, heads, dim = query.shape
     if tokens * heads * dim > _OFFSETS:
         raise BadInput(
@@ -139,13 +139,13 @@ def bucket_of(
 
 
 def _step(number: int, least: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ..., `least` or more."""
+    """Round up to the next of 1, 2, 3, 4, 6, 8, 12, 16, ..., at least `least`."""
     power = 1 << (number - 1).bit_length()
     return max(least, power * 3 // 4 if power * 3 // 4 >= number else power)
 
 
 def _places(bucket: Bucket, query_ends: torch.Tensor, key_ends: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Lengths of the sequences, and where each begins in elements of what it is part of."""
+    """Sequence lengths, and the element offset of each sequence within its tensor."""
     return {
         LENGTHS_Q: query_ends.diff(),
         LENGTHS_K: key_ends.diff(),
@@ -156,7 +156,7 @@ def _places(bucket: Bucket, query_ends: torch.Tensor, key_ends: torch.Tensor) ->
 
 
 class _Graph:
-    """A cuDNN graph in the making: tensors of a bucket by name."""
+    """A cuDNN graph under construction: tensors of a bucket by name."""
 
     def __init__(self, bucket: Bucket):
         import cudnn
@@ -186,7 +186,7 @@ class _Graph:
         return self.graph.tensor(dim=dim, stride=stride, data_type=self.types.INT32).set_uid(name)
 
     def given(self, name: int) -> Any:
-        """An input, (N, heads, positions, width) of which a position has all its heads next to each other."""
+        """Input tensor (N, heads, positions, width), with all heads of a position adjacent in memory."""
         heads, length, width, offsets = self.shapes[name]
         made = self.graph.tensor(
             dim=[self.bucket.sequences, heads, length, width],
@@ -248,7 +248,7 @@ def _backward(bucket: Bucket) -> Any:
     given = (("q", Q), ("k", K), ("v", V), ("o", OUT), ("dO", GRAD), ("stats", LSE))
     found = made.graph.sdpa_backward(
         **{name: made.given(uid) for name, uid in given},
-        max_total_seq_len_q=bucket.queries,  # or the kernels take memory for all sequences at their longest
+        max_total_seq_len_q=bucket.queries,  # otherwise the kernels allocate for every sequence at maximum length
         max_total_seq_len_kv=bucket.keys,
         name="attention_backward",
         **made.options(),

@@ -1,16 +1,16 @@
-"""Attention over a packed row by FlashAttention's kernels, shared prompts included (`train.packed_attention: flash`).
+"""`train.packed_attention: flash`: attention over a packed row with FlashAttention's kernels and shared prompts.
 
-Those kernels know sequences that lie one after the other and attend to themselves, or to sequences of another row.
-What a position sees here is two such parts: its own segment, causally, and the prompt that its segment shares, whole.
-Softmax over both is, with the log-sum-exp l that the kernels give with each output o,
+Those kernels support concatenated sequences that attend to themselves, or to sequences of another row. Here a position
+sees two such parts: its own segment, causally, and the prompt that its segment shares, whole. With the log-sum-exp l
+that the kernels return with each output o, softmax over both is
 
     l = log(exp(l1) + exp(l2)),   o = exp(l1 - l) o1 + exp(l2 - l) o2
 
-(Liu et al., Ring Attention, arXiv:2310.01889, without its ring). Backward is exact as well: a kernel's backward pass
-needs of the softmax only l and the row sums of o · do, so each part is called with those of the whole; gradients add.
+(Liu et al., Ring Attention, arXiv:2310.01889, without its ring). Backward is exact as well: of the softmax, a kernel's
+backward pass needs only l and the row sums of o · do, so each part is called with those of the whole; gradients add.
 
-A packed row has its shared prompts at the front and what is behind them next, so that either part is a slice. Either
-may be cuDNN's kernels instead (`cudnn_packed`), which say and want the same.
+A packed row has its shared prompts first and the segments after them next, so that either part is a slice. Either part
+may use cuDNN's kernels instead (`cudnn_packed`), which have the same inputs and outputs.
 """
 
 import functools
@@ -23,14 +23,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from kit.core.errors import BadInput
 
 TYPES = (torch.bfloat16, torch.float16)
-MULTIPLE = 16  # of the tokens in a packed row; the kernels take any, products in FP8 like it
+MULTIPLE = 16  # packed rows are padded to this multiple; the kernels take any length, FP8 products prefer it
 LARGEST_HEAD = 256
 
 Kernels = Literal["flash", "cudnn"]
 
 
 def problem(head_dim: int) -> str | None:
-    """Why FlashAttention's kernels cannot serve heads of `head_dim` here, or None. No GPU is no reason."""
+    """Why FlashAttention's kernels cannot serve heads of `head_dim` here, or None; also None without a GPU, if the
+    size is supported."""
     if head_dim > LARGEST_HEAD or head_dim % 8:
         return f"its kernels take heads of up to {LARGEST_HEAD} in steps of 8, the model's have {head_dim}"
     if not torch.cuda.is_available():
@@ -43,8 +44,8 @@ def problem(head_dim: int) -> str | None:
 
 
 class FlashMask(BlockMask):
-    """What the kernels need to know of a packed row. Transformers hands a mask of four dimensions through as it is if
-    it is a tensor or a `BlockMask`; this is one in name only, without blocks."""
+    """Layout of a packed row for the kernels. Transformers passes a 4-D mask through unchanged if it is a tensor or a
+    `BlockMask`, so this subclasses `BlockMask` in name only, without blocks."""
 
     def __init__(
         self,
@@ -54,9 +55,9 @@ class FlashMask(BlockMask):
         device: Any,
         kernels: tuple[Kernels, Kernels] = ("flash", "flash"),
     ):
-        """`lengths` of the row's segments in their order; `prompts`, those of shared prompts, which come first;
-        `behind`, how many tokens see each of them, which follow in the same order. None is zero. `kernels` of a
-        segment on itself and of what is behind a prompt on it."""
+        """`lengths` of the row's segments in order; `prompts`, those of the shared prompts, which come first;
+        `behind`, the number of tokens that see each prompt, which follow in the same order. None is zero. `kernels`
+        of a segment on itself and of the segments after a prompt on the prompt."""
         first, then = sum(prompts), sum(prompts) + sum(behind)
         self.kernels = kernels
         longest = max(2, *lengths), max(2, *behind, 0), max(prompts, default=0)
@@ -70,7 +71,7 @@ class FlashMask(BlockMask):
         )
         whole = torch.cat([one.cumsum(0, dtype=torch.int32) for one in edges]).to(device)
         own, queries, keys = whole.split([len(one) for one in edges])
-        # A longest query of one takes another path through the kernels, with another layout of the log-sum-exp.
+        # A longest query of one takes a different path in the kernels, with a different log-sum-exp layout.
         self.own = (own, longest[0])
         self.shared = (queries, keys, *longest[1:], first, then) if prompts else None
         self.seq_lengths = (sum(lengths), sum(lengths))
@@ -88,8 +89,8 @@ class FlashMask(BlockMask):
 def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: FlashMask, scale: float | None
 ) -> torch.Tensor:
-    """Attention (T, H, D) of query (T, H, D) and key and value (T, G, D), bfloat16 or float16, G a divisor of H;
-    `scale` of the scores, by default D ** -0.5."""
+    """Compute attention (T, H, D) of query (T, H, D), key and value (T, G, D), bfloat16 or float16, G a divisor of H;
+    `scale` multiplies the scores, by default D ** -0.5."""
     return _Attention.apply(query, key, value, mask, scale)
 
 
@@ -121,7 +122,7 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
-# One operator for torch, so that selective recomputation (recompute.py) sees and keeps what it answers.
+# A single operator for torch, so that selective recomputation (recompute.py) sees and keeps its outputs.
 @torch.library.custom_op("kit::packed_flash_attention", mutates_args=())
 def packed_flash_attention(
     query: torch.Tensor,
@@ -139,12 +140,12 @@ def packed_flash_attention(
     own_by: str,
     shared_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (T, H, D) and log-sum-exp (H, T), float32. As `FlashMask` says it: `ends` of the segments, `query_ends`
-    and `key_ends` within positions [first, then), which see shared prompts, and [0, first), where these are, and the
-    kernels of both parts."""
+    """Return output (T, H, D) and log-sum-exp (H, T), float32. Arguments as in `FlashMask`: `ends` of the segments,
+    `query_ends` within positions [first, then), which see shared prompts, `key_ends` within [0, first), which hold
+    them, and the kernels of both parts."""
     (forward, _), (shared_forward, _) = (_kernels(one) for one in (own_by, shared_by))
     out, lse = forward(query, key, value, ends, ends, longest, longest, True, scale)
-    if lse.shape != query.shape[1::-1]:  # releases of FlashAttention differ in it
+    if lse.shape != query.shape[1::-1]:  # differs between FlashAttention releases
         raise BadInput(
             f"torch {torch.__version__}: the log-sum-exp of FlashAttention has the shape {tuple(lse.shape)}, "
             f"{tuple(query.shape[1::-1])} was expected. Set train.packed_attention to flex."
@@ -160,7 +161,7 @@ def packed_flash_attention(
 
 
 def _kernels(name: str) -> tuple[Callable, Callable]:
-    """Forward and backward."""
+    """Forward and backward functions of the named kernels."""
     if name == "flash":
         return attention, attention_backward
     from kit.policy.packed import cudnn
@@ -169,7 +170,7 @@ def _kernels(name: str) -> tuple[Callable, Callable]:
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    """Add to an attention's output (T, H, D) and log-sum-exp (H, T) those over further keys, in place."""
+    """Merge the output (T, H, D) and log-sum-exp (H, T) over further keys into those of an attention, in place."""
     if out.is_cuda:
         from kit.policy.packed.flash_kernel import merge_in_place
 
@@ -193,7 +194,7 @@ def attention(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's forward: output (T, H, D) and log-sum-exp (H, T) of sequences that end at `query_ends` (N + 1,)
-    and the keys that end at `key_ends`."""
+    with keys that end at `key_ends`."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, query_ends, key_ends, longest_query, longest_key, 0.0, causal, False, scale=scale
     )
@@ -225,5 +226,5 @@ def attention_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The random state that the backward pass wants and does not read."""
+    """Random state that the backward pass requires but does not read."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)

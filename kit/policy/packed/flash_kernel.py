@@ -1,13 +1,13 @@
-"""GPU kernel of `flash.merge`, defined there in PyTorch: one pass over the output instead of several.
+"""GPU kernel of `flash.merge`, which has the PyTorch reference implementation: one pass over the output, not several.
 
-Written in Triton. Imported on a GPU only; `bench/packing_check.py` compares it.
+Written in Triton. Imported on a GPU only; `bench/packing_check.py` compares them.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-TILE = 4096  # numbers of the output in one program
+TILE = 4096  # output values per program
 
 
 @triton.jit
@@ -32,8 +32,8 @@ def _merge(
 
 
 def merge_in_place(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
-    """`out` and `other` (T, H, D) contiguous, `lse` and `other_lse` (H, T) float32 with positions next to each other;
-    both log-sum-exps finite."""
+    """Merge `other` into `out`, both (T, H, D) and contiguous. `lse` and `other_lse` are (H, T) float32, finite, with
+    adjacent positions."""
     rows, heads, dim = out.shape
     columns = triton.next_power_of_2(dim)
     tile = min(triton.next_power_of_2(heads), max(1, TILE // columns))

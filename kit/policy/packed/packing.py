@@ -1,18 +1,18 @@
-"""Only real tokens: log-probs of padded rows from packed ones, the prompt of a group computed once.
+"""Packing: log-probs of padded rows computed from real tokens only, with the prompt of a group computed once.
 
 TRL hands over a batch padded to its longest prompt and completion. Here the real tokens of the rows become one row,
 
     prompts without their last token | last token of the first prompt, completion 1 | the same, completion 2 | ...
 
-in which every position has at most one label, positions count on from the prompt, and `packed_attention` keeps the
-sequences apart; a prompt with one completion is directly before it. A completion's last token has no label and is left
-out. The model runs once per packed row, through TRL's fused head; what it returns goes back to where the padded pass
-has it.
+in which every position has at most one label, positions continue from the prompt, and `packed_attention` keeps the
+sequences apart; a prompt with one completion directly precedes it. A completion's last token has no label and is left
+out. The model runs once per packed row, through TRL's fused head; its outputs are scattered back to their positions in
+the padded pass.
 
 Covered: causal language models of transformers with full attention in every layer (`MODELS`), with autograd and
 gradient checkpointing, under DDP, with the adapter off. Not covered, and refused before weights load (`check_packing`,
 `checks.check_config`): sliding windows, experts, images, a base split over processes. On a CPU the
-attention of a packed row of T tokens costs T x T, also where its sequences do not see each other.
+attention of a packed row of T tokens costs T x T, even between sequences that do not see each other.
 """
 
 from collections import defaultdict
@@ -27,8 +27,8 @@ from kit.core.errors import BadInput
 if TYPE_CHECKING:
     import torch
 
-# `model_type` of transformers 5.17 whose forward takes a mask of four dimensions as it is and scores positions one by
-# one; tests/unit/test_packing.py compares each with the padded pass.
+# `model_type`s of transformers 5.17 whose forward uses a 4-D mask unchanged and scores positions independently;
+# tests/unit/test_packing.py compares each with the padded pass.
 MODELS = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 
 
@@ -74,12 +74,12 @@ def plan_micro_batches(
     budget: int,
     share_prompts: bool,
 ) -> list[list[int]]:
-    """Row indices of each micro-batch, the one with the most tokens first; every row is in exactly one.
+    """Return the row indices of each micro-batch, the one with the most tokens first; every row is in exactly one.
 
-    `prompts` are the rows' prompts (equal ones are found by content), `completion_lengths` their tokens. A micro-batch
-    has at most `budget` tokens as they are packed, or it is one row that has more. With `share_prompts` the rows of a
-    prompt stay together; those that exceed the budget are split into parts, each with a copy of the prompt. Rows
-    without a completion cost nothing and go with the first micro-batch. The same rows give the same plan.
+    `prompts` are the rows' prompts (equal ones are matched by content), `completion_lengths` their completions' token
+    counts. A micro-batch has at most `budget` packed tokens, or is a single row that has more. With `share_prompts`
+    the rows of a prompt stay together; if they exceed the budget, they are split into parts, each with a copy of the
+    prompt. Rows without a completion cost nothing and go into the first micro-batch. The same rows give the same plan.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
@@ -105,7 +105,7 @@ def plan_micro_batches(
 
 
 def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of the sizes that go into each bin of `room`, largest first; one that is larger has a bin of its own."""
+    """Pack sizes into bins of `room`, largest first; return each bin's indices. A larger size gets its own bin."""
     bins: list[list[int]] = []
     left: list[int] = []
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
@@ -120,7 +120,7 @@ def _first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
 
 
 class _Rows(NamedTuple):
-    """Where the real tokens of a padded batch (B, W) are, as indices into it laid flat."""
+    """Positions of the real tokens of a padded batch (B, W), as indices into the flattened batch."""
 
     prompts: list[np.ndarray]
     completions: list[np.ndarray]
@@ -133,9 +133,9 @@ class _Packed(NamedTuple):
     tokens: "torch.Tensor"  # (1, T) token ids
     labels: "torch.Tensor"  # (1, T) token ids, -100 where there is none
     positions: "torch.Tensor"  # (1, T)
-    mask: Any  # of the attention, packed_attention.attention_mask
+    mask: Any  # attention mask, from packed_attention.attention_mask
     scored: "torch.Tensor"  # (N,) positions with a label
-    label_index: np.ndarray  # (N,) where each label is in the padded batch laid flat
+    label_index: np.ndarray  # (N,) index of each label in the flattened padded batch
 
 
 def packed_logps(
@@ -148,14 +148,14 @@ def packed_logps(
     compute_entropy: bool,
     attention: str = "flex",
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
-    """Log-probs (B, C) of the last C = `logits_to_keep` columns and, if asked for, entropies (B, C), in nats.
+    """Return log-probs (B, C) of the last C = `logits_to_keep` columns and, if requested, entropies (B, C), in nats.
 
-    As `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) of the same arguments within rounding: same type,
-    temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first W - C
-    columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head. `attention` is
+    Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) with the same arguments within rounding: same
+    dtype, temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first
+    W - C columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head. `attention` is
     `train.packed_attention`.
 
-    All rows are one forward: choose them with `plan_micro_batches`.
+    All rows are computed in one forward: choose them with `plan_micro_batches`.
     """
     import torch
 
@@ -172,7 +172,7 @@ def packed_logps(
             shift_labels=packed.labels,
             fused_lm_head=True,
         )
-    # From the padded (B, W) laid flat to its last C columns laid flat.
+    # Map indices into the flattened (B, W) to indices into its flattened last C columns.
     line, column = np.divmod(packed.label_index, input_ids.size(1))
     target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
     target = target.to(input_ids.device)
@@ -186,7 +186,7 @@ def packed_logps(
 
 
 def read_rows(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_keep: int) -> _Rows:
-    """The real tokens of a batch (B, W); the last `logits_to_keep` columns are completions."""
+    """Locate the real tokens of a batch (B, W); the last `logits_to_keep` columns are completions."""
     ids, real = input_ids.cpu().numpy(), attention_mask.bool().cpu().numpy()
     first, width = input_ids.size(1) - logits_to_keep, input_ids.size(1)
     prompts, completions, contents = [], [], []
@@ -202,7 +202,7 @@ def read_rows(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_
 
 
 def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor", kind: str) -> _Packed:
-    """The packed row of the chosen rows, on the device of `input_ids` (B, W), for attention of the kind given."""
+    """Pack the chosen rows into one, on the device of `input_ids` (B, W), for attention of the given kind."""
     import torch
 
     from kit.policy.packed.attention import Sequences, attention_mask, row_length
@@ -229,7 +229,7 @@ def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "t
     for row in alone:
         completion = rows.completions[row]
         add(np.concatenate([rows.prompts[row], completion[:-1]]), completion, 0)
-    # What fills up is a segment of its own. A pack without tokens still takes part in the backward pass.
+    # Padding is a segment of its own. A pack without tokens still takes part in the backward pass.
     length = sum(map(len, tokens))
     if filling := row_length(length, kind) - length:
         add(np.zeros(filling, dtype=np.int64), none, 0)

@@ -1,6 +1,6 @@
-"""An adapter as a rollout server sees it before any weight is touched, and the reasons to refuse it.
+"""Validate an adapter on a rollout server before any weight is touched, with the reasons to refuse it.
 
-Names and shapes come from the file's header: no tensor is read, neither torch nor vLLM is needed.
+Names and shapes come from the file's header: no tensor is read, and neither torch nor vLLM is needed.
 """
 
 import json
@@ -17,13 +17,13 @@ DTYPES = ("BF16", "F16", "F32")
 
 
 class Refused(Exception):
-    """An adapter that this server cannot serve as the trainer computes it; the message is the reason and the fix."""
+    """Adapter that this server cannot serve as the trainer computes it; the message is the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """The header of an adapter: `shapes` {tensor name: shape}, `dtypes` {tensor name: safetensors type}; `quant_cfg`
-    is the format that it was trained in, as far as the file says."""
+    """Header of an adapter: `shapes` {tensor name: shape}, `dtypes` {tensor name: safetensors type}; `quant_cfg` is
+    the format that it was trained in, if the file records one."""
 
     directory: Path
     config: dict
@@ -34,10 +34,10 @@ class AdapterFile:
 
 @dataclass(frozen=True)
 class Room:
-    """What a server has room for; None where it is not known.
+    """Limits of what a server can serve; None if not known.
 
     `modules` are the layers that may be adapted, `shapes` their weights' (out, in), `max_rank` the largest rank,
-    `takes_patterns` whether rank_pattern and alpha_pattern are followed (vLLM's own LoRA scales all layers alike).
+    `takes_patterns` whether rank_pattern and alpha_pattern are honored (vLLM's own LoRA scales all layers alike).
     """
 
     modules: frozenset[str] | None
@@ -47,9 +47,9 @@ class Room:
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], dict[str, str]]:
-    """({tensor name: {"dtype", "shape", "data_offsets"}}, metadata) of a safetensors file.
+    """Read ({tensor name: {"dtype", "shape", "data_offsets"}}, metadata) of a safetensors file.
 
-    `Refused` when the file is missing, cut short or no safetensors file.
+    `Refused` if the file is missing, truncated or not a safetensors file.
     """
     try:
         with open(path, "rb") as file:
@@ -75,7 +75,7 @@ _SHARE = "share the run directory with it under the same path, or set rollout.tr
 
 
 def read_adapter(directory: Path) -> AdapterFile:
-    """Header and configuration of a peft adapter directory; `Refused` when one is missing or broken."""
+    """Read header and configuration of a peft adapter directory; `Refused` if one is missing or broken."""
     directory = Path(directory)
     header, metadata = read_header(directory / "adapter_model.safetensors")
     try:
@@ -90,9 +90,9 @@ def read_adapter(directory: Path) -> AdapterFile:
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
-    """{layer name: (out, in)} of every two-dimensional weight of a checkpoint but embeddings and the output layer.
+    """Return {layer name: (out, in)} of every 2-D weight of a checkpoint, except embeddings and the output layer.
 
-    Empty when `directory` holds no safetensors file.
+    Empty if `directory` holds no safetensors file.
     """
     found = {}
     for file in sorted(Path(directory).glob("*.safetensors")):
@@ -104,8 +104,8 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def check(adapter: AdapterFile, room: Room, quant_cfg: str | None = None) -> None:
-    """`Refused`, with every reason at once, when `adapter` is not a plain LoRA that fits into `room`, or was trained
-    in another format than the server's `quant_cfg`."""
+    """`Refused`, with all reasons at once, if `adapter` is not a plain LoRA that fits into `room`, or was trained in
+    another format than the server's `quant_cfg`."""
     reasons = [*_configured(adapter.config, room), *_tensors(adapter, room)]
     if adapter.quant_cfg != quant_cfg:
         trained, served = (name or "the unquantized policy" for name in (adapter.quant_cfg, quant_cfg))
@@ -158,7 +158,7 @@ def _layer(module: str, factors: dict[str, tuple[int, ...]], config: dict, room:
         return [f"{module} has A {a} and B {b} for a weight of {room.shapes[module]}"]
     if room.max_rank is not None and a[0] > room.max_rank:
         return [f"{module} has rank {a[0]}, the server was started with --max-lora-rank {room.max_rank}"]
-    # peft scales by alpha over the configured rank; with patterns the worker looks the module's own up.
+    # peft scales by alpha over the configured rank; with patterns the worker looks up the module's own.
     if not config.get("rank_pattern") and _is_other_rank(config.get("r"), a[0]):
         return [f"{module} has rank {a[0]}, adapter_config.json says {config.get('r')}"]
     return []

@@ -1,8 +1,8 @@
-"""The copy of a base not stored in NF4 that a worker keeps, to fold each adapter into (`remerge.py`).
+"""A worker's copy of a base not stored in NF4, into which it folds each adapter (`remerge.py`).
 
-Read from the checkpoint that `python -m merge base` wrote. An unquantized base is kept in BF16, 2 bytes a weight.
-An FP8 base is kept as codes and scales, 1 byte a weight: quantizing whole rows of the dequantized weight gives exactly
-the codes and scales that the trainer stores (kit/weights/fp8.py). Imports torch inside functions.
+Read from the checkpoint that `python -m merge base` wrote. An unquantized base is kept in BF16, 2 bytes per weight.
+An FP8 base is kept as codes and scales, 1 byte per weight: quantizing whole rows of the dequantized weight gives
+exactly the codes and scales that the trainer stores (kit/weights/fp8.py). Imports torch inside functions.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def storage(directory: Path) -> str:
-    """`policy.quantization` of the base in a directory; nf4 where nothing says it."""
+    """`policy.quantization` of the base in a directory; nf4 if not recorded."""
     try:
         return json.loads((directory / "base.json").read_text())["quantization"]["type"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -20,12 +20,12 @@ def storage(directory: Path) -> str:
 
 
 def has_copy(directory: Path) -> bool:
-    """Whether a base directory has what remerge reads: `nf4/` of an NF4 base, its weights of another."""
+    """Whether a base directory has what remerge reads: `nf4/` for an NF4 base, the weights for any other."""
     return storage(directory) != "nf4" or (directory / "nf4" / "index.json").is_file()
 
 
 def copy_bytes(directory: Path) -> int:
-    """Bytes that the workers of a replica keep together."""
+    """Total bytes of the copies that the workers of a replica keep."""
     kind = storage(directory)
     if kind == "nf4":
         return sum(file.stat().st_size for file in directory.glob("nf4/*.safetensors"))
@@ -39,10 +39,10 @@ def copy_bytes(directory: Path) -> int:
 
 
 def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], Any]) -> Any:
-    """Give every linear its copy, put where `place` puts it: `packed` (rows, columns), BF16 with `absmax` None, or FP8
-    codes as uint8 with `absmax` (rows, 1), their scales. Returns the dtype that it dequantizes to.
+    """Read every linear's copy and move it with `place`: `packed` (rows, columns) is BF16 with `absmax` None, or FP8
+    codes as uint8 with their scales in `absmax` (rows, 1). Return the dtype that it dequantizes to.
 
-    `ValueError` for a layer that the base has not.
+    `ValueError` for a layer that the base lacks.
     """
     import torch
 
@@ -70,7 +70,7 @@ def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], 
 
 
 def dequantize(packed: Any, scale: Any, dtype: Any) -> Any:
-    """The weight (rows, columns) of a copy, a tensor of its own."""
+    """Dequantize a copy to the weight (rows, columns), as a new tensor."""
     import torch
 
     from kit.weights.fp8 import dequantize_with

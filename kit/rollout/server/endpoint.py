@@ -1,9 +1,9 @@
-"""The routes that a rollout server needs and vLLM does not have, added to vLLM's own server by its own option:
+"""Routes that a rollout server needs and vLLM lacks, added to vLLM's own server through its own option:
 
     --middleware kit.rollout.server.endpoint.RolloutEndpoint
 
-Everything is under /v1/rollout, so vLLM's API key guards it. Token ids and log-probs travel in binary, nothing is
-detokenized, and a request names the adapter version that it wants: another one served is an error, not an answer.
+Everything is under /v1/rollout, so vLLM's API key guards it. Token ids and log-probs are sent in binary, nothing is
+detokenized, and a request names the adapter version that it wants: if another one is served, the request fails.
 Written for vllm 0.26 to 0.31; imports vllm inside functions only.
 """
 
@@ -31,14 +31,14 @@ SAMPLING = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (
 
 
 class RolloutEndpoint:
-    """ASGI middleware that adds the routes to the application it is added to, once, and passes everything on."""
+    """ASGI middleware that adds the routes once to the application it is installed in and forwards every request."""
 
     def __init__(self, app: Callable):
         self.app = app
         self._is_attached = False
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        # The application stands in the scope, not in the constructor, which gets the next middleware.
+        # The application is in the scope; the constructor only gets the next middleware.
         if not self._is_attached and scope.get("app") is not None:
             attach(scope["app"])
             self._is_attached = True
@@ -46,8 +46,8 @@ class RolloutEndpoint:
 
 
 def attach(app: Any) -> None:
-    """Add the routes to vLLM's FastAPI application; `RuntimeError` when its servers would not share one state or the
-    environment asks for what there is not."""
+    """Add the routes to vLLM's FastAPI application; `RuntimeError` if its servers would not share one state or
+    `NF4_COPY` in the environment has an unknown value."""
     if nf4_copy() not in COPIES:
         raise RuntimeError(f"{NF4_COPY} is {nf4_copy()!r}, it must be one of {', '.join(COPIES)}.")
     arguments = getattr(app.state, "args", None)
@@ -67,7 +67,7 @@ def attach(app: Any) -> None:
 
 
 class Routes:
-    """The handlers of one server. vLLM's engine is looked up with the first request: it is set after the start."""
+    """Handlers of one server. vLLM's engine is looked up on the first request: it is set after startup."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -88,7 +88,7 @@ class Routes:
         return self.engine.vllm_config.model_config.get_vocab_size()
 
     def handler(self, action: str) -> Callable[[Any], Awaitable[Any]]:
-        """The route of `action`: its answer as JSON, every failure as {"error": sentence} with its status."""
+        """Make the handler of `action`: its answer as JSON, every failure as {"error": sentence} with its status."""
         from starlette.requests import Request
         from starlette.responses import JSONResponse
 
@@ -101,7 +101,7 @@ class Routes:
                 return JSONResponse({"error": problem.text}, problem.status)
             except ClientGone:
                 return JSONResponse({"error": "the client hung up."}, 499)
-            except Exception as error:  # the client is told what vLLM's log says
+            except Exception as error:  # the client gets the message that is in vLLM's log
                 return JSONResponse({"error": f"{type(error).__name__}: {str(error)[:500]}"}, 500)
 
         return handle
@@ -109,7 +109,7 @@ class Routes:
     # GET /v1/rollout/info
 
     async def info(self, request: Any) -> dict:
-        """What this server holds, serves and can do."""
+        """Return what this server holds, serves and supports."""
         config, versions = self.engine.vllm_config, self.versions
         ways, refused, modules = await versions.ways()
         served = versions.served
@@ -144,14 +144,14 @@ class Routes:
             tokenizer = self.engine.get_tokenizer()
             if inspect.isawaitable(tokenizer):
                 tokenizer = await tokenizer
-            # Sorting 150,000 names takes long enough to be felt by the requests under way.
+            # Sorting 150,000 names would noticeably delay the requests in flight.
             self._hash = tokenizer and await asyncio.to_thread(tokenizer_hash, tokenizer)
         return self._hash
 
     # POST /v1/rollout/generate and score
 
     async def generate(self, request: Any) -> dict:
-        """n samples of one prompt from the named version."""
+        """Return n samples of one prompt from the named version."""
         body = await read_object(request)
         ids = self._ids(body.get("token_ids"), "token_ids")
         for key, kind in SAMPLING.items():
@@ -169,7 +169,7 @@ class Routes:
         return {"version": served and served.version, "samples": samples}
 
     async def score(self, request: Any) -> dict:
-        """Log-probs of given sequences, every token given those before it, at temperature 1."""
+        """Return log-probs of given sequences, each token given those before it, at temperature 1."""
         body = await read_object(request)
         sequences = body.get("sequences")
         if not isinstance(sequences, list) or not sequences:
@@ -218,7 +218,7 @@ class Routes:
     async def _engine_outputs(
         self, request: Any, prompts: list[list[int]], params: Any, served: Version | None, name: str
     ) -> list[Any]:
-        """vLLM's final output per prompt; `Problem` when the weights changed meanwhile or a request was aborted."""
+        """Return vLLM's final output per prompt; `Problem` if the weights changed or a request was aborted."""
         epoch = self.versions.epoch
         under_way = served.requests if served else set()
         work = asyncio.ensure_future(self._all_outputs(prompts, params, served and served.lora, name))
@@ -230,7 +230,7 @@ class Routes:
                 raise
             other = self.versions.other_trainer(served.session)
             raise Problem(409, f"{served.name} was discarded during this request.{other}") from None
-        except (ValueError, TypeError) as error:  # what vLLM's own checks of a request raise
+        except (ValueError, TypeError) as error:  # raised by vLLM's own request validation
             raise Problem(400, f"vLLM refuses the request: {error}") from None
         finally:
             under_way.discard(work)
@@ -238,7 +238,7 @@ class Routes:
         return outputs
 
     async def _all_outputs(self, prompts: list[list[int]], params: Any, lora: Any, name: str) -> list[Any]:
-        """The outputs in the order of `prompts`; one that fails ends the others."""
+        """Return the outputs in the order of `prompts`; one failure cancels the others."""
         tasks = [
             asyncio.ensure_future(
                 final_output(self.engine, ids, params, f"rollout-{name}-{next(self._numbers)}", lora)
@@ -268,7 +268,7 @@ class Routes:
         return {"seconds": await self.versions.stage(*arguments, directory, is_private)}
 
     async def _receive(self, request: Any) -> Path:
-        """A private directory with the adapter of the body."""
+        """Write the adapter from the body to a private directory; return the directory."""
         directory = self.versions.files.make()
         try:
             with open(directory / "adapter_model.safetensors", "wb") as file:
@@ -292,12 +292,12 @@ class Routes:
         return {"seconds": {**seconds, "total": time.perf_counter() - started}}
 
     async def discard(self, request: Any) -> dict:
-        """Forget a staged version."""
+        """Discard a staged version."""
         await self.versions.discard(*named_version(await read_object(request)))
         return {}
 
     async def noise(self, request: Any) -> dict:
-        """Noise on the norms of the served version, until another is activated."""
+        """Add noise to the norms of the served version, until another is activated."""
         body = await read_object(request)
         sigma, seed = body.get("sigma"), body.get("seed")
         if isinstance(sigma, bool) or not isinstance(sigma, int | float) or not 0 <= sigma < 1:
@@ -311,16 +311,16 @@ class Routes:
         return {"seconds": await self.versions.sleep()}
 
     async def wake(self, request: Any) -> dict:
-        """Weights and KV cache back."""
+        """Restore weights and KV cache."""
         return {"seconds": await self.versions.wake()}
 
 
 class ClientGone(Exception):
-    """The client closed its connection before the answer was there."""
+    """The client closed its connection before the answer was ready."""
 
 
 async def unless_gone(request: Any, work: asyncio.Future) -> Any:
-    """The result of `work`, which is cancelled (and aborted in the engine) when the client hangs up."""
+    """Return the result of `work`, which is cancelled (and aborted in the engine) if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -341,9 +341,9 @@ async def unless_gone(request: Any, work: asyncio.Future) -> Any:
 
 
 async def final_output(engine: Any, ids: list[int], params: Any, request_id: str, lora: Any) -> Any:
-    """vLLM's one RequestOutput of a prompt; `Problem` 503 when the engine aborted it."""
+    """Return vLLM's single RequestOutput of a prompt; `Problem` 503 if the engine aborted it."""
     output = None
-    # The rendered form of a token prompt: vLLM's renderer would only wrap the ids.
+    # The rendered form of a token prompt: vLLM's renderer would only wrap the ids this way.
     prompt = {"type": "token", "prompt_token_ids": ids}
     async for answer in engine.generate(prompt, params, request_id, lora_request=lora):
         output = answer
@@ -354,7 +354,7 @@ async def final_output(engine: Any, ids: list[int], params: Any, request_id: str
 
 
 def sampling_params(**options: Any) -> Any:
-    """vLLM's parameters for one answer at the end: token ids and log-probs, no text."""
+    """Build vLLM's SamplingParams for a single final output: token ids and log-probs, no text."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     fixed = {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
@@ -362,7 +362,7 @@ def sampling_params(**options: Any) -> Any:
 
 
 def sample(output: Any) -> dict:
-    """One completion for the wire."""
+    """Encode one completion for the wire."""
     count = len(output.token_ids)
     return {
         "token_ids": encode_ids(output.token_ids),
@@ -372,8 +372,8 @@ def sample(output: Any) -> dict:
 
 
 def flat_floats(flat: Any, positions: int, empty: int) -> np.ndarray:
-    """(positions - empty,) float32: the first log-prob of every position of vLLM's FlatLogprobs, which is the sampled
-    or given token's; the first `empty` positions have none."""
+    """Return (positions - empty,) float32: the first log-prob of every position of vLLM's FlatLogprobs, which is that
+    of the sampled or given token; the first `empty` positions have none."""
     if len(flat.start_indices) != positions:
         raise RuntimeError(f"vLLM returned {len(flat.start_indices)} log-probs for {positions} tokens")
     values = np.asarray(flat.logprobs, dtype="<f4")
@@ -382,7 +382,7 @@ def flat_floats(flat: Any, positions: int, empty: int) -> np.ndarray:
 
 
 async def read_object(request: Any) -> dict:
-    """The JSON object of a request; `Problem` 400 when there is none."""
+    """Parse the JSON object of a request; `Problem` 400 if there is none."""
     try:
         body = json.loads(await request.body())
         if not isinstance(body, dict):
@@ -393,7 +393,7 @@ async def read_object(request: Any) -> dict:
 
 
 async def named_directory(request: Any) -> Path:
-    """The absolute directory that a stage request names."""
+    """Return the absolute directory that a stage request names."""
     path = (await read_object(request)).get("path")
     if not isinstance(path, str) or not Path(path).is_absolute():
         raise Problem(400, f"path must be an absolute directory, it is {path!r:.80}.")
@@ -401,7 +401,7 @@ async def named_directory(request: Any) -> Path:
 
 
 def version_of(body: dict) -> tuple[str | None, int | None]:
-    """(session, version) that a request asks for, both None for the base."""
+    """Return the (session, version) that a request names, both None for the base."""
     session, version = body.get("session"), body.get("version")
     if session is None and version is None:
         return None, None
@@ -411,7 +411,7 @@ def version_of(body: dict) -> tuple[str | None, int | None]:
 
 
 def named_version(body: dict) -> tuple[str, int]:
-    """(session, version) of a request that must name one."""
+    """Return the (session, version) of a request that must name one."""
     session, version = version_of(body)
     if session is None:
         raise Problem(400, "session and version are missing.")
@@ -419,7 +419,7 @@ def named_version(body: dict) -> tuple[str, int]:
 
 
 def base_hash(directory: Path) -> str | None:
-    """The base hash of a directory that `python -m merge base` wrote, else None."""
+    """Base hash of a directory that `python -m merge base` wrote, else None."""
     try:
         found = json.loads((directory / "manifest.json").read_text()).get("base_hash")
     except (OSError, ValueError, AttributeError):
@@ -428,18 +428,18 @@ def base_hash(directory: Path) -> str | None:
 
 
 def nf4_copy() -> str:
-    """Where the workers keep their NF4 copy, as the environment says."""
+    """Where the workers keep their NF4 copy, from the environment."""
     return os.environ.get(NF4_COPY, "gpu")
 
 
 def unquantized(dtype: Any) -> str:
-    """The name of weights without quantization: bf16, or the dtype's own (float32)."""
+    """Name of unquantized weights: bf16, or the dtype's own name (float32)."""
     name = str(dtype).removeprefix("torch.")
     return "bf16" if name == "bfloat16" else name
 
 
 def vllm_version() -> str:
-    """vLLM's version without a local part such as +cpu."""
+    """Return vLLM's version without a local part such as +cpu."""
     import vllm
 
     return vllm.__version__.split("+")[0]

@@ -1,7 +1,7 @@
-"""Directories for adapters that arrive in a request's body: in memory where there is /dev/shm, and never left behind.
+"""Directories for adapters that arrive in a request's body: in memory if there is /dev/shm, and never left behind.
 
-Each server process has one root with a lock held on it. Roots whose lock is free belong to processes that died and
-are removed by the next one, also from another container that shares the memory.
+Each server process has one root directory and holds a lock on it. Roots whose lock is free belong to dead processes
+and are removed by the next one, even from another container that shares the memory.
 """
 
 import atexit
@@ -17,7 +17,7 @@ LOCK = ".lock"
 
 
 class PrivateFiles:
-    """Private directories of this process; the root is made with the first one."""
+    """Private directories of this process; the root is created with the first one."""
 
     def __init__(self, parent: Path | None = None):
         memory = Path("/dev/shm")
@@ -27,7 +27,7 @@ class PrivateFiles:
         self._lock: int | None = None
 
     def make(self) -> Path:
-        """A new empty directory that only this user can read."""
+        """Create an empty directory that only this user can read."""
         if self._root is None:
             self._remove_abandoned()
             self._root = self._make_root()
@@ -35,7 +35,7 @@ class PrivateFiles:
         return Path(tempfile.mkdtemp(dir=self._root))
 
     def remove(self, directory: Path | None) -> None:
-        """Remove a directory of `make`; None is fine."""
+        """Remove a directory that `make` returned; a no-op for None."""
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -47,7 +47,7 @@ class PrivateFiles:
             self._root = None
 
     def _make_root(self) -> Path:
-        # Under another name until it is locked: others take an unlocked root for an abandoned one.
+        # Use another name until it is locked: others would treat an unlocked root as abandoned.
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.parent))
         self._lock = os.open(unfinished / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)

@@ -1,15 +1,15 @@
-"""A rollout server's weights in the numbers of a deployment format (`server.quant_cfg`): Q(dequantize(NF4) + s·B·A).
+"""`server.quant_cfg`: a rollout server's weights quantized to a deployment format, Q(dequantize(NF4) + s·B·A).
 
-Every Hugging Face layer of a worker is quantized as `kit/weights/quantize.py` defines it, which is what
-`python -m merge` writes. Two ways to serve that:
+Every Hugging Face layer of a worker is quantized as defined in `kit/weights/quantize.py`, which is what
+`python -m merge` writes. There are two ways to serve the result:
 
 - BF16 weights that hold the quantized numbers (w4a16, nvfp4a16, nvfp4, fp8_static): what a reader of the exported
   checkpoint computes with. Formats with static activations also quantize the inputs (`quantized_inputs.py`).
-- vLLM's own FP8 (fp8, fp8_block), which also quantizes the activations. Left alone it takes float32 scales where the
-  export has BF16 ones. It is given the quantized numbers in float32, whose largest of every block is 448 times the
-  exported scale, so it comes to the exported scales and codes.
+- vLLM's own FP8 (fp8, fp8_block), which also quantizes the activations. By itself it would use float32 scales where
+  the export has BF16 ones. So it gets the quantized numbers in float32: the largest of every block is 448 times the
+  exported scale, which leads it to the exported scales and codes.
 
-A scale of a weight that is split over workers is that of the whole weight: the peaks are compared among them.
+If a weight is split over workers, its scale is that of the whole weight: the workers take the maximum of their peaks.
 Imports torch and vLLM inside functions.
 """
 
@@ -21,12 +21,12 @@ from kit.core.config.format_rules import BY_VLLM, served_weights
 from kit.core.formats import FORMATS, QuantFormat
 from kit.core.limits import FOLD_CHUNK
 
-QUANT_CFG = "quant_cfg"  # in vLLM's additional_config, which its compilation cache tells apart
-INPUT_PEAKS = "input_peaks"  # of the metadata of the adapter's file, as the trainer sends it: {layer: largest |input|}
+QUANT_CFG = "quant_cfg"  # key of vLLM's additional_config, which is part of its compilation cache key
+INPUT_PEAKS = "input_peaks"  # metadata key of the adapter file that the trainer sends: {layer: largest |input|}
 
 
 def format_of(vllm_config: Any) -> QuantFormat | None:
-    """The format that a server was started for; `ValueError` when its weights are stored as another's."""
+    """Format that a server was started for; `ValueError` if its weights are stored as another format's."""
     name = (getattr(vllm_config, "additional_config", None) or {}).get(QUANT_CFG)
     if name is None:
         return None
@@ -39,7 +39,7 @@ def format_of(vllm_config: Any) -> QuantFormat | None:
 
 
 def check(linears: list[Any], fmt: QuantFormat) -> None:
-    """`ValueError` when this worker's shards cannot have the scales of the whole weights."""
+    """`ValueError` if this worker's shards cannot have the scales of the whole weights."""
     for linear in linears:
         for part in linear.parts:
             sizes = ((part.rows, part.first_out), (linear.columns, part.first_in))
@@ -68,13 +68,13 @@ def _vllm_compares_shards() -> bool:
 
 
 def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
-    """A worker's merged weight (rows, columns) in the numbers of `fmt`: in `dtype`, in float32 for vLLM to quantize.
+    """Fake-quantize a worker's merged weight (rows, columns) to `fmt`, in `dtype`, or in float32 if vLLM quantizes it.
 
     Every worker calls this for the same layers in the same order.
     """
     import torch
 
-    # Merging rounds to BF16 whatever the trainer computes in, and quantizes that.
+    # Merging rounds to BF16, whatever dtype the trainer computes in, and quantizes that.
     weight = weight.to(torch.bfloat16)
     value = torch.empty(weight.shape, dtype=torch.float32 if fmt.name in BY_VLLM else dtype, device=weight.device)
     shards = [slice(part.row, part.row + part.rows) for part in linear.parts]
@@ -90,20 +90,20 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
 
 
 def peak_of(weight: Any, fmt: QuantFormat) -> Any:
-    """`quantize.weight_peak`."""
+    """`quantize.weight_peak`, imported late."""
     from kit.weights.quantize import weight_peak
 
     return weight_peak(weight, fmt)
 
 
 def _largest_of_workers(peak: Any, layer: Any) -> Any:
-    """The peak of the whole weight. Channels have peaks of their own, which only a split by inputs cuts."""
+    """Peak of the whole weight. Per-channel peaks need a reduction only if the weight is split by inputs."""
     is_cut = layer.input_size != getattr(layer, "input_size_per_partition", layer.input_size)
     return _largest(peak.clone()) if peak.numel() == 1 or is_cut else peak
 
 
 def _largest(peak: Any) -> Any:
-    """The largest of all workers' values, in place."""
+    """Reduce to the maximum over all workers, in place."""
     import torch
     from vllm.distributed import get_tp_group
 
@@ -112,7 +112,7 @@ def _largest(peak: Any) -> Any:
 
 
 def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
-    """`out` = the numbers of `fmt` for a weight (rows, columns) with this peak, some rows at a time."""
+    """Write a weight (rows, columns) with this peak, fake-quantized to `fmt`, to `out`, some rows at a time."""
     from kit.weights.quantize import fake_quantize_weight
 
     step = fmt.weight.block[0] or 1
@@ -124,7 +124,7 @@ def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
 
 
 def read_input_peaks(directory: Path, linears: list[Any]) -> dict[str, float]:
-    """{layer: largest |input|} that came with an adapter; `ValueError` unless it has every layer of the worker."""
+    """Read {layer: largest |input|} from an adapter's file; `ValueError` unless it has every layer of the worker."""
     with open(directory / "adapter_model.safetensors", "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     peaks = json.loads(header.get("__metadata__", {}).get(INPUT_PEAKS, "{}"))
@@ -137,7 +137,7 @@ def read_input_peaks(directory: Path, linears: list[Any]) -> dict[str, float]:
 
 
 def set_input_peak(linear: Any, peaks: dict[str, float]) -> None:
-    """What the layer quantizes its inputs by, in place; 0 leaves them as they are. Fused layers have one input, and
-    take the largest where calibration saw it differently."""
+    """Set the range by which the layer quantizes its inputs, in place; 0 leaves inputs unquantized. Fused layers have
+    one input and use the largest of their calibrated peaks."""
     if hasattr(linear.layer, "input_peak"):
         linear.layer.input_peak.fill_(max(peaks.get(part.name, 0.0) for part in linear.parts))

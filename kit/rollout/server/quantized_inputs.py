@@ -1,11 +1,11 @@
-"""Quantized inputs in a rollout server's linear layers, for formats with static activations (fp8_static, nvfp4):
+"""Quantize the inputs of a rollout server's linear layers, for formats with static activations (fp8_static, nvfp4):
 
     --worker-extension-cls kit.rollout.server.quantized_inputs.RemergeQuantizedInputs
 
-vLLM imports this before it builds the model, and compiles the model after. So every linear layer gets a buffer with
-the largest |input| of calibration, at one address for good, and quantizes its inputs by one operator of PyTorch, which
-compilation and CUDA graphs take as it is. The buffer is 0, and inputs are left alone, until the first adapter brings
-its ranges. Written for vllm 0.31.
+vLLM imports this before it builds the model, and compiles the model afterwards. So every linear layer gets a buffer
+with the largest |input| of calibration, at a fixed address, and quantizes its inputs with a single PyTorch operator,
+which compilation and CUDA graphs take unchanged. The buffer is 0, and inputs stay unquantized, until the first adapter
+brings its ranges. Written for vllm 0.31.
 """
 
 import functools
@@ -27,7 +27,7 @@ class RemergeQuantizedInputs(Remerge):
 
 @torch.library.custom_op("launch::quantize_input", mutates_args=())
 def quantize_input(x: torch.Tensor, peak: torch.Tensor, name: str) -> torch.Tensor:
-    """x (…, in) as the format of this name has activations, `peak` () being the largest |x|; x where the peak is 0."""
+    """Fake-quantize x (…, in) to the activation format of `name`, with `peak` () the largest |x|; x if it is 0."""
     x = x.contiguous()
     value = fake_quantize_activation(x, FORMATS[name].activation, peak.clamp(min=torch.finfo(torch.float32).tiny))
     return torch.where(peak > 0, value, x)
@@ -39,7 +39,7 @@ def _(x: torch.Tensor, peak: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class QuantizedInputs(UnquantizedLinearMethod):
-    """Products with quantized inputs; `format_name` is set where a layer's weights are made."""
+    """Linear products with quantized inputs; `format_name` is set when a layer's weights are created."""
 
     format_name: str
 
@@ -48,7 +48,7 @@ class QuantizedInputs(UnquantizedLinearMethod):
 
 
 def _quantize_inputs() -> None:
-    """Let layers that vLLM makes from now on quantize their inputs, when their server's format is to."""
+    """Make layers that vLLM creates from now on quantize their inputs, if the server's format requires it."""
     create = UnquantizedLinearMethod.create_weights
 
     @functools.wraps(create)

@@ -2,10 +2,10 @@
 
 Loaded with `--worker-extension-cls kit.rollout.server.remerge.Remerge`. Every worker keeps a copy of its shard of the
 base's linear layers, as the base is stored: NF4 (from `nf4/` of the base directory), or FP8 or BF16 (`base_copy.py`).
-A sync makes dequantize(copy) + s·B·A, rounds it once to the model's dtype and puts it through the quantization that
-vLLM itself applies when it loads a checkpoint, so that the served weights are those of a fresh load of the merged
-checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With server.quant_cfg they are those that a reader
-of the exported checkpoint computes with (`quantized_fold.py`).
+A sync computes dequantize(copy) + s·B·A, rounds it once to the model's dtype and applies the quantization that vLLM
+itself applies when it loads a checkpoint, so that the served weights equal those of a fresh load of the merged
+checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With server.quant_cfg the weights are those that a
+reader of the exported checkpoint computes with (`quantized_fold.py`).
 
 Covers: fused layers (qkv, gate_up), tensor parallelism, the online FP8 quantizations, BF16, the copy in GPU or
 pinned host memory. Not covered: experts, embeddings and the output layer, pipeline parallelism, DoRA, vLLM's Marlin
@@ -34,9 +34,9 @@ _pinned: list[Any] = []  # see _host_buffer
 
 @dataclass
 class Part:
-    """One Hugging Face linear layer inside a worker's (possibly fused) layer: rows [row, row + rows) of it.
+    """One Hugging Face linear layer inside a worker's (possibly fused) layer: its rows [row, row + rows).
 
-    The worker's shard of the whole layer begins at output `first_out` and at input `first_in`.
+    The worker's shard of the whole layer begins at output `first_out` and input `first_in`.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Part:
 
 @dataclass
 class Linear:
-    """A worker's linear layer, (rows, columns), with its copy, on the GPU or in pinned host memory. Of NF4 `packed`
-    (rows·columns/2) uint8 and `absmax` (rows·columns/64) float32; otherwise what `base_copy.py` says."""
+    """A worker's linear layer (rows, columns) with its copy, on the GPU or in pinned host memory. For NF4, `packed`
+    (rows·columns/2) is uint8 and `absmax` (rows·columns/64) float32; otherwise see `base_copy.py`."""
 
     name: str
     layer: Any
@@ -62,8 +62,8 @@ class Linear:
 
 @dataclass
 class Staged:
-    """An adapter's factors by layer, as `read_adapter` makes them, and the largest |input| of layers, from calibration
-    (formats with static activations)."""
+    """An adapter's factors by layer, from `read_adapter`, and the layers' largest |input| from calibration (formats
+    with static activations)."""
 
     factors: dict[str, tuple]
     input_peaks: dict[str, float] = field(default_factory=dict)
@@ -71,35 +71,35 @@ class Staged:
 
 @dataclass
 class State:
-    """What the extension keeps on a worker between calls."""
+    """State that the extension keeps on a worker between calls."""
 
     linears: list[Linear]
-    dtype: Any  # what the copy dequantizes to
+    dtype: Any  # dtype that the copy dequantizes to
     code: Any  # the 16 values of NF4; None for another base
     format: QuantFormat | None = None
     staged: dict[str, Staged] = field(default_factory=dict)
     active: str | None = None
-    norms: NoisyNorms | None = None  # once there was noise
+    norms: NoisyNorms | None = None  # set on the first noise request
 
 
 class Remerge:
-    """Methods that vLLM adds to every worker; called by `collective_rpc`.
+    """Methods that vLLM adds to every worker; called through `collective_rpc`.
 
-    Each returns a plain dictionary, with `error` in it when it failed: once a worker raises, vLLM no longer reads the
-    answers of the others. A failed `remerge_activate` may have changed some layers; the caller folds again or gives
-    the server up.
+    Each returns a plain dictionary, with an `error` key on failure: once a worker raises, vLLM no longer reads the
+    answers of the others. A failed `remerge_activate` may have changed some layers; the caller folds again or gives up
+    on the server.
     """
 
     def remerge_describe(self) -> dict:
-        """The layers that an adapter may target, by their Hugging Face names."""
+        """Return the layers that an adapter may target, by their Hugging Face names."""
         linears = find_linears(self.model_runner.model)
         modules = [part.name for linear in linears for part in linear.parts]
         why = None if linears else "the model has no linear layer that vLLM shards by rows or columns"
         return {"modules": modules, "ready": hasattr(self, "_remerge"), "why": why}
 
     def remerge_setup(self, base_dir: str, copy: str) -> dict:
-        """Read this worker's shard of the base's copy; `copy` is where it stays, gpu or host. With a quantization
-        format the base is then served in it; no request may be under way."""
+        """Read this worker's shard of the base's copy; `copy` says where it is kept, gpu or host. With a quantization
+        format, also serve the base in that format; no request may be in flight."""
         import torch
 
         started = time.perf_counter()
@@ -130,7 +130,7 @@ class Remerge:
         return {"linears": len(linears), "gib": size / 2**30, "seconds": time.perf_counter() - started}
 
     def remerge_stage(self, key: str, path: str) -> dict:
-        """Read this worker's shard of an adapter and check that every tensor has its place."""
+        """Read this worker's shard of an adapter and check that every tensor belongs to a layer."""
         if not hasattr(self, "_remerge"):
             return {"error": "remerge_setup was not called"}
         state = self._remerge
@@ -144,8 +144,10 @@ class Remerge:
         return {"tensors": 2 * len(adapter.factors)}
 
     def remerge_activate(self, key: str) -> dict:
-        """Recompute every linear layer with a staged adapter, in place, and take noise off. No request may be under
-        way."""
+        """Recompute every linear layer with a staged adapter, in place, and remove noise.
+
+        No request may be in flight.
+        """
         import torch
 
         state = getattr(self, "_remerge", None)
@@ -163,7 +165,7 @@ class Remerge:
         return {"linears": len(state.linears), "seconds": time.perf_counter() - started}
 
     def remerge_noise(self, sigma: float, seed: int) -> dict:
-        """Noise of this draw on the norms' own scales, in place; 0 takes it off. No request may be under way."""
+        """Set noise of this draw on the norms' own scales, in place; 0 removes it. No request may be in flight."""
         import torch
 
         state = getattr(self, "_remerge", None)
@@ -178,7 +180,7 @@ class Remerge:
         return {"norms": len(state.norms.weights)}
 
     def remerge_discard(self, key: str) -> dict:
-        """Forget a staged adapter; the weights stay as they are."""
+        """Discard a staged adapter; the weights stay as they are."""
         state = getattr(self, "_remerge", None)
         if state is not None:
             state.staged.pop(key, None)
@@ -186,7 +188,7 @@ class Remerge:
 
 
 def find_linears(model: Any) -> list[Linear]:
-    """A worker's linear layers and, for each, the Hugging Face layers that it is made of."""
+    """Find a worker's linear layers and, for each, the Hugging Face layers that it consists of."""
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         LinearBase,
@@ -227,9 +229,9 @@ def nf4_code(device: Any) -> Any:
 
 
 def read_copy(directory: Path, linears: list[Linear], device: Any, copy: str) -> Any:
-    """Give every linear its NF4 copy; returns the dtype that it dequantizes to.
+    """Read every linear's NF4 copy; return the dtype that it dequantizes to.
 
-    `ValueError` when a layer has no copy or when its shard does not fall on block boundaries.
+    `ValueError` if a layer has no copy or its shard does not fall on block boundaries.
     """
     import torch
     from safetensors import safe_open
@@ -279,9 +281,9 @@ def _place(tensor: Any, device: Any, copy: str) -> Any:
 
 
 def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[str, tuple]:
-    """{layer: (A (r, columns), B (rows, r), scale)} of this worker's shard, on its device, in the file's dtype.
+    """Read {layer: (A (r, columns), B (rows, r), scale)} of this worker's shard, on its device, in the file's dtype.
 
-    One read and one copy to the device for the whole file. `ValueError` for a tensor without a place.
+    One read and one copy to the device for the whole file. `ValueError` for a tensor that belongs to no layer.
     """
     config = json.loads((directory / "adapter_config.json").read_text())
     tensors = read_tensors(directory / "adapter_model.safetensors", device)
@@ -309,7 +311,7 @@ def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[st
 
 
 def read_tensors(path: Path, device: Any) -> dict[str, Any]:
-    """The tensors of a safetensors file as views of one buffer on `device`; `ValueError` for a file that is cut."""
+    """Read the tensors of a safetensors file as views of one buffer on `device`; `ValueError` for a truncated file."""
     import torch
 
     size = path.stat().st_size
@@ -330,15 +332,15 @@ def read_tensors(path: Path, device: Any) -> dict[str, Any]:
         if entry["dtype"] not in dtypes:
             raise ValueError(f"{name} is of type {entry['dtype']}")
         piece = data[start:stop]
-        if start % 4:  # a view of another type needs an aligned start
+        if start % 4:  # a view of another dtype needs an aligned start
             piece = piece.clone()
         found[name] = piece.view(dtypes[entry["dtype"]]).view(entry["shape"])
     return found
 
 
 def _read_into(view: memoryview, path: Path) -> bool:
-    """Fill `view` from the start of a file, whose pages one thread copies slower than a GPU takes them; whether it was
-    long enough."""
+    """Fill `view` from the start of a file and return whether it was long enough. Uses several threads: one copies the
+    file's pages slower than a GPU takes them."""
     size = len(view)
     piece = max(1 << 20, -(-size // READERS))
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
@@ -353,7 +355,7 @@ def _read_into(view: memoryview, path: Path) -> bool:
 
 
 def _host_buffer(size: int, device: Any) -> Any:
-    """(size,) uint8 in host memory; for a GPU one pinned buffer that is kept: pinning takes longer than reading."""
+    """Return (size,) uint8 in host memory; for a GPU, one reused pinned buffer: pinning takes longer than reading."""
     import torch
 
     if device.type != "cuda":
@@ -364,7 +366,7 @@ def _host_buffer(size: int, device: Any) -> Any:
 
 
 def _write_weights(worker: Any, state: State, adapter: Staged) -> None:
-    """Every linear layer of a worker with an adapter, in place."""
+    """Write every linear layer of a worker with an adapter, in place."""
     import torch
 
     dtype = worker.model_config.dtype
@@ -378,13 +380,13 @@ def _write_weights(worker: Any, state: State, adapter: Staged) -> None:
 
 
 def merged_weights(state: State, adapter: dict[str, tuple], device: Any) -> Iterator[tuple[Linear, Any]]:
-    """(linear, dequantize(copy) + s·B·A (rows, columns)) for every linear of the worker, rounded once."""
+    """Yield (linear, dequantize(copy) + s·B·A (rows, columns)) for every linear of the worker, rounded once."""
     for linear, packed, absmax in _on_device(state.linears, device):
         yield linear, merged_weight(linear, packed, absmax, state, adapter)
 
 
 def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapter: dict[str, tuple]) -> Any:
-    """One linear's weight (rows, columns) with its parts' updates; of NF4 on a GPU by one kernel per part."""
+    """Compute one linear's weight (rows, columns) with its parts' updates; for NF4 on a GPU, one kernel per part."""
     import torch
 
     if not packed.is_cuda or state.code is None:
@@ -407,7 +409,7 @@ def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapte
 
 
 def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtype: Any) -> Any:
-    """The weight that the trainer's bitsandbytes computes with, (rows, columns) in `dtype`."""
+    """Return the weight that the trainer's bitsandbytes computes with, (rows, columns) in `dtype`."""
     import torch
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
@@ -425,7 +427,7 @@ def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
 
 
 def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any, Any]]:
-    """Every linear with its copy on the device; a copy in host memory is fetched one layer ahead."""
+    """Yield every linear with its copy on the device; copies in host memory are fetched one layer ahead."""
     import torch
 
     if device.type != "cuda" or not linears or linears[0].packed.is_cuda:
@@ -454,9 +456,9 @@ def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any
 
 
 def write_weight(layer: Any, weight: Any) -> None:
-    """Make `weight` (rows, columns) what a vLLM layer computes with, through the layer's own quantization.
+    """Make a vLLM layer compute with `weight` (rows, columns), applying the layer's own quantization.
 
-    On a GPU every parameter keeps its address; `RuntimeError` when its shape would change.
+    On a GPU every parameter keeps its address; `RuntimeError` if its shape or dtype would change.
     """
     from torch import Tensor, nn
 
@@ -479,12 +481,12 @@ def write_weight(layer: Any, weight: Any) -> None:
             continue
         if weight.is_cuda and isinstance(value, Tensor):
             raise RuntimeError(f"{type(layer.quant_method).__name__} keeps the tensor {name} beside its parameters")
-        # What a CPU kernel keeps beside the parameters: packed weights in a closure.
+        # Whatever a CPU kernel keeps outside the parameters: packed weights in a closure.
         setattr(layer, name, value)
 
 
 def _vllm_context(worker: Any) -> Any:
-    """vLLM's configuration and default dtype, as while it loads a model."""
+    """Set vLLM's configuration and default dtype, as during model loading."""
     import contextlib
 
     from vllm.config import set_current_vllm_config

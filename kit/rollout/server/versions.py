@@ -1,10 +1,10 @@
-"""The adapter versions of one rollout server: what is staged, what is served, and how one becomes the other.
+"""Adapter versions of one rollout server: staged and served versions, and the transitions between them.
 
-Two ways. `adapter`: vLLM serves the adapter unmerged, by a name that no other version ever has. `remerge`: the
-workers fold it into their weights. Staging, activating, discarding, sleeping and waking run under one lock. A change
-of the weights that fails leaves the version before it served, or the server marked as damaged, which then refuses
-what it is asked until it is restarted. Nothing is rolled back with several workers: a rank that failed may have left
-the others waiting in a collective operation.
+There are two ways. `adapter`: vLLM serves the adapter unmerged, under a name that no other version ever has.
+`remerge`: the workers fold it into their weights. Staging, activating, discarding, sleeping and waking run under one
+lock. After a failed change of the weights, either the previous version is still served or the server is marked as
+damaged and refuses requests until it is restarted. With several workers nothing is rolled back: a failed rank may have
+left the others waiting in a collective operation.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from kit.rollout.server.quantized_fold import QUANT_CFG
 
 REMERGE = "kit.rollout.server.remerge.Remerge"
 QUANTIZED_INPUTS = (
-    "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs"  # remerge too, for formats with static activations
+    "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs"  # also remerge, for formats with static activations
 )
 NF4_COPY = "GRPO_KIT_NF4_COPY"  # environment variable of the server: one of COPIES
 COPIES = ("gpu", "host")
-WORKER_S, SETUP_S = 120.0, 1800.0  # longest wait for the workers; setting up reads the whole NF4 copy
-ASLEEP_S = 1.0  # longest wait for an engine to say whether it sleeps: one that is busy does not
-logger = logging.getLogger("vllm.rollout")  # below vLLM's own, which has its handlers
+WORKER_S, SETUP_S = 120.0, 1800.0  # longest wait for the workers; setup reads the whole NF4 copy
+ASLEEP_S = 1.0  # longest wait for an engine to say whether it is asleep: a busy one does not answer
+logger = logging.getLogger("vllm.rollout")  # child of vLLM's logger, which has the handlers
 Key = tuple[str, int]
 
 
 class Problem(Exception):
-    """A request that is answered with an HTTP status and a sentence."""
+    """Error that is returned as an HTTP status and a sentence."""
 
     def __init__(self, status: int, text: str):
         self.status, self.text = status, text
@@ -53,7 +53,7 @@ class Version:
     version: int
     lora: Any = None
     directory: Path | None = None
-    requests: set[asyncio.Future] = field(default_factory=set)  # under way
+    requests: set[asyncio.Future] = field(default_factory=set)  # in flight
     is_gone: bool = False
 
     @property
@@ -73,14 +73,14 @@ class Versions:
         self.base_dir, self.base_hash, self.nf4_copy = base_dir, base_hash, nf4_copy
         self.staged: dict[Key, Version] = {}
         self.served: Version | None = None
-        self.epoch = 0  # counts changes of the weights in place: an answer that spans one is of no version
+        self.epoch = 0  # counts in-place changes of the weights: an answer that spans one belongs to no version
         self.damaged: str | None = None
         self.asleep = False
         self.files = PrivateFiles()
         self._lock = asyncio.Lock()
         self._names: Counter[str] = Counter()
-        self._folded = False  # whether the weights ever were anything but the base
-        self.noise: dict[str, float] | None = None  # on the norms of what is served
+        self._folded = False  # whether the weights were ever anything but the base
+        self.noise: dict[str, float] | None = None  # on the norms of the served version
         self.quant_cfg = (getattr(engine.vllm_config, "additional_config", None) or {}).get(QUANT_CFG)
         self._is_in_format = self.quant_cfg is None  # vLLM loads the base unquantized
         self._setup: asyncio.Task | None = None
@@ -100,8 +100,8 @@ class Versions:
         return lora.max_lora_rank if lora else None
 
     async def ways(self) -> tuple[list[str], dict[str, str], list[str] | None]:
-        """(ways that work, {way: why it does not}, layers that an adapter may target in all of them, None when it is
-        not known); sets remerge up if need be."""
+        """Return (ways that work, {way: why it does not}, layers that an adapter may target in all of them, None if
+        unknown); set up remerge if needed."""
         ways, refused, modules = [], {}, frozenset(self.shapes) or None
         for way in ("adapter", "remerge"):
             try:
@@ -114,20 +114,20 @@ class Versions:
         return ways, refused, None if modules is None else sorted(modules)
 
     async def _room(self, way: str) -> Room:
-        """What an adapter may be to be served this way; `Problem` says why none can be."""
+        """Limits on an adapter to be served this way; `Problem` says why none can be."""
         if way == "remerge":
             return Room(frozenset(await self._remerge_modules()), self.shapes, None, takes_patterns=True)
         if self.quant_cfg is not None:
             raise Problem(400, f"it computes in {self.quant_cfg}, an unmerged adapter would not be quantized with it")
         if self.max_lora_rank is None:
             raise Problem(400, "the server was started without --enable-lora and --max-lora-rank")
-        # vLLM computes the LoRA of these layers only and says nothing about others that an adapter has.
+        # vLLM computes the LoRA of these layers only and silently ignores an adapter's others.
         targets = self.engine.vllm_config.lora_config.target_modules
         modules = [name for name in self.shapes if targets is None or name.rpartition(".")[2] in targets]
         return Room(frozenset(modules) if self.shapes else None, self.shapes, self.max_lora_rank, takes_patterns=False)
 
     async def _remerge_modules(self) -> list[str]:
-        """The layers that the workers can recompute; `Problem` says why they cannot."""
+        """Layers that the workers can recompute; `Problem` says why they cannot."""
         if getattr(self.engine.vllm_config.parallel_config, "worker_extension_cls", "") != self.extension:
             raise Problem(400, f"the server was started without --worker-extension-cls {self.extension}")
         if not has_copy(self.base_dir):
@@ -136,7 +136,7 @@ class Versions:
             )
         if self._setup is None:
             self._setup = asyncio.ensure_future(self._set_up_remerge())
-        # One set-up for all who ask; a client that hangs up must not end it.
+        # One setup for all callers; a client that disconnects must not cancel it.
         return await asyncio.shield(self._setup)
 
     async def _set_up_remerge(self) -> list[str]:
@@ -155,10 +155,10 @@ class Versions:
         return described[0]["modules"]
 
     async def _workers(self, method: str, *args: Any, limit_s: float = WORKER_S) -> list[dict]:
-        """Every worker's answer; `Problem` 500 with the first reason when one has an error.
+        """Call a method on every worker and return the answers; `Problem` 500 with the first reason on an error.
 
-        Workers that do not answer in time leave the server damaged: what they answer later would be taken for the
-        answer to another call.
+        Workers that do not answer in time leave the server damaged: a late answer would be taken for the answer to
+        another call.
         """
         try:
             answers = await asyncio.wait_for(self.engine.collective_rpc(method, None, args, {}), limit_s)
@@ -172,7 +172,7 @@ class Versions:
         return answers
 
     def _damage(self, why: str) -> None:
-        """Refuse everything from now on; the first reason is the one that is told."""
+        """Refuse everything from now on; the first reason is the one reported."""
         logger.error("rollout: %s", why)
         self.damaged = self.damaged or f"{why}. Restart the server."
 
@@ -189,20 +189,20 @@ class Versions:
     async def stage(
         self, way: str, run: str, session: str, version: int, base_hash: str, directory: Path, is_private: bool
     ) -> float:
-        """Check and load an adapter without serving it; returns seconds. A private directory is removed with it."""
+        """Check and load an adapter without serving it; return seconds. A private directory is removed with it."""
         started = time.perf_counter()
         entry = Version(way, run, session, version, directory=directory if is_private else None)
         try:
             async with self._lock:
                 self._check_state(entry, base_hash)
                 self._check_adapter(directory, await self._room(way))
-                # vLLM has room for two adapters: the served one and this.
+                # vLLM has room for two adapters: the served one and this one.
                 await self._drop_others(entry, keep=self.served)
                 await (self._stage_remerge if way == "remerge" else self._stage_adapter)(entry, directory)
                 self.staged[entry.key] = entry
         finally:
             if self.staged.get(entry.key) is not entry or way == "remerge":
-                # The workers hold a remerged adapter's tensors; vLLM may read an unmerged one from disk again.
+                # The workers hold a remerged adapter's tensors, but vLLM may read an unmerged one from disk again.
                 self.files.remove(entry.directory)
         return time.perf_counter() - started
 
@@ -233,7 +233,7 @@ class Versions:
             raise Problem(503, "the server is asleep: POST /v1/rollout/wake first.")
 
     async def _drop_others(self, entry: Version, keep: Version | None) -> None:
-        """Forget what other sessions and other runs left here."""
+        """Discard versions left by other sessions and other runs."""
         for other in [*self.staged.values()]:
             if (other.run, other.session) != (entry.run, entry.session) and other is not keep:
                 await self._forget(other)
@@ -254,7 +254,7 @@ class Versions:
         name = f"{entry.run}-{entry.session}-v{entry.version:06d}"
         self._names[name] += 1
         if self._names[name] > 1:
-            # vLLM's prefix cache is keyed by the name: one that was used before may be answered from old blocks.
+            # vLLM's prefix cache is keyed by the name: a reused name may be answered from stale blocks.
             name = f"{name}-{self._names[name]}"
         answer = await self.models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=str(directory)))
         if not isinstance(answer, str):
@@ -270,7 +270,7 @@ class Versions:
         return adapter
 
     async def activate(self, session: str, version: int) -> dict[str, float]:
-        """Serve a staged version; returns seconds by part. A failure leaves the one before it served."""
+        """Serve a staged version; return seconds by part. On failure the previous one stays served."""
         async with self._lock:
             self._check_usable()
             entry = self.staged.get((session, version))
@@ -285,7 +285,7 @@ class Versions:
             return seconds
 
     async def _fold_in(self, entry: Version) -> dict[str, float]:
-        """Recompute the workers' weights while nothing is generated and nothing is cached."""
+        """Recompute the workers' weights while generation is paused and the cache is empty."""
         seconds: dict[str, float] = {}
         async with self._while_paused(seconds):
             with _timed(seconds, "remerge"):
@@ -294,7 +294,7 @@ class Versions:
 
     @contextlib.asynccontextmanager
     async def _while_paused(self, seconds: dict[str, float]) -> Any:
-        """Nothing is generated and nothing is cached inside the block; a server that cannot go on is damaged."""
+        """Pause generation and clear the cache for the block; a server that cannot resume is marked as damaged."""
         self.epoch += 1
         try:
             with _timed(seconds, "pause"):
@@ -304,14 +304,14 @@ class Versions:
         finally:
             with _timed(seconds, "resume"), contextlib.suppress(Exception), self._damaged_by("resuming generation"):
                 await self.engine.resume_generation()
-            # Last, and without a wait before `served` changes: a request of the old version that arrived meanwhile
+            # Last, with no await before `served` changes: a request of the old version that arrived in the meantime
             # runs on the new weights.
             self.epoch += 1
         self._check_usable()
 
     async def set_noise(self, session: str, version: int, sigma: float, seed: int) -> dict[str, float]:
-        """Noise on the served version's norms, of this draw; 0 takes it off, as another version does. Returns seconds
-        by part."""
+        """Set noise of this draw on the served version's norms; 0 removes it, as does activating another version.
+        Return seconds by part."""
         async with self._lock:
             self._check_usable()
             served = self.serving(session, version)
@@ -336,9 +336,9 @@ class Versions:
             await self._reset_prefix_cache()
 
     async def _unfold(self, error: BaseException) -> None:
-        """The served version back in the weights, or the server marked as damaged."""
+        """Restore the served version in the weights, or mark the server as damaged."""
         was_damaged = self.damaged
-        # First: a server that ends here must not have been seen without it.
+        # Mark it first: a server that dies here must never have been seen undamaged.
         self._damage(f"a change of the weights failed ({_short(error)}): they are of no version")
         is_alone = self.engine.vllm_config.parallel_config.tensor_parallel_size == 1
         if self.served is not None and is_alone and not was_damaged:
@@ -350,14 +350,14 @@ class Versions:
     async def _reset_prefix_cache(self) -> None:
         with contextlib.suppress(Exception), self._damaged_by("resetting the prefix cache"):
             for _ in range(50):
-                # False while blocks are still in use; they are not for long, everything was aborted.
+                # False while blocks are still in use, which is brief: everything was aborted.
                 if await self.engine.reset_prefix_cache() is not False:
                     return
                 await asyncio.sleep(0.02)
             self._damage("the prefix cache could not be reset, it may hold another version's")
 
     async def discard(self, session: str, version: int) -> None:
-        """Forget a staged version; one that is not there is fine, the served one is a `Problem`."""
+        """Discard a staged version; a no-op if it is not staged, a `Problem` if it is served."""
         async with self._lock:
             entry = self.staged.get((session, version))
             if entry is not None and entry is self.served:
@@ -370,7 +370,7 @@ class Versions:
         if entry is self.served:
             self.served = None
         entry.is_gone = True
-        # vLLM would read the adapter of a running request again, and a file that is gone ends the whole engine.
+        # vLLM may reread the adapter of a running request, and a missing file kills the whole engine.
         running = [*entry.requests]
         for request in running:
             request.cancel()
@@ -388,7 +388,7 @@ class Versions:
             answer = await self.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=entry.lora.lora_name))
             if not isinstance(answer, str):
                 logger.warning("rollout: vLLM did not unload %s: %s", entry.name, answer.error.message)
-            # Unloading makes vLLM forget the name; this gives the slot back.
+            # Unloading only drops the name; this frees the slot.
             await self.engine.remove_lora(entry.lora.lora_int_id)
         except Exception as error:
             logger.warning("rollout: %s keeps its slot in vLLM: %s", entry.name, _short(error))
@@ -400,11 +400,11 @@ class Versions:
             logger.warning("rollout: the workers keep %s: %s", entry.name, _short(error))
 
     async def sleep(self) -> float:
-        """Weights to host memory, no KV cache; returns seconds."""
+        """Move weights to host memory and drop the KV cache; return seconds."""
         started = time.perf_counter()
         async with self._lock:
             self._check_sleeps()
-            # Requests that arrive while it falls asleep must find it so.
+            # Requests that arrive while it falls asleep must see it as asleep.
             self.asleep = True
             self.epoch += 1
             with self._damaged_by("falling asleep"):
@@ -413,7 +413,7 @@ class Versions:
         return time.perf_counter() - started
 
     async def wake(self) -> float:
-        """Weights and KV cache back in place, also when another route put the engine to sleep; returns seconds."""
+        """Restore weights and KV cache, even if another route put the engine to sleep; return seconds."""
         started = time.perf_counter()
         async with self._lock:
             self._check_sleeps()
@@ -424,8 +424,8 @@ class Versions:
         return time.perf_counter() - started
 
     async def is_asleep(self) -> bool:
-        """Whether this server put the engine to sleep, or the engine says within `ASLEEP_S` that it sleeps."""
-        # While an adapter is folded in, the engine is paused, which vLLM does not tell from asleep.
+        """Whether this server put the engine to sleep, or the engine reports within `ASLEEP_S` that it is asleep."""
+        # While an adapter is folded in, the engine is paused, which vLLM does not distinguish from asleep.
         if self.asleep or self._lock.locked():
             return self.asleep
         try:
@@ -437,10 +437,10 @@ class Versions:
         if not self.engine.vllm_config.model_config.enable_sleep_mode:
             raise Problem(400, "the server was started without --enable-sleep-mode (server.sleep: true).")
 
-    # What a request is answered from ---------------------------------------------------------------------------
+    # Version behind a request -----------------------------------------------------------------------------------
 
     def serving(self, session: str | None, version: int | None, may_be_base: bool = False) -> Version | None:
-        """The version that a request names, None for the base; `Problem` when it is not what is served."""
+        """Return the version that a request names, None for the base; `Problem` if it is not the served one."""
         self._check_usable()
         if not self._is_in_format:
             raise Problem(
@@ -457,13 +457,13 @@ class Versions:
         raise Problem(409, f"this server serves {held}, not {wanted}.{self.other_trainer(session)}")
 
     def check_epoch(self, epoch: int, session: str | None) -> None:
-        """`Problem` when the weights changed since `epoch`: such an answer belongs to no version."""
+        """`Problem` if the weights changed since `epoch`: such an answer belongs to no version."""
         if epoch != self.epoch:
             changed = "the served version changed, or the server went to sleep, during this request."
             raise Problem(409, f"{changed}{self.other_trainer(session)}")
 
     def other_trainer(self, session: str | None) -> str:
-        """A sentence on the trainer that has this server, when it is not the one of `session`."""
+        """Sentence on the trainer that uses this server, if it is not the one of `session`; else empty."""
         others = [one for one in (self.served, *self.staged.values()) if one and session not in (None, one.session)]
         if not others:
             return ""
