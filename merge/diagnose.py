@@ -1,8 +1,8 @@
-"""Measure layer by layer what training did to the weights and how each format stores them: diagnostics.json, .md,
-.png.
+"""Measure layer by layer what training did to the weights and how each format stores them.
 
-`python -m merge diagnose --run X` reads the base and the adapter, not the merged checkpoints, except for formats that
-need calibration. It works one tensor at a time, on the GPU if there is one. See README.md for the figures.
+`python -m merge diagnose --run X` writes diagnostics.json, .md and .png. It reads the base and the adapter, not the
+merged checkpoints, except for formats that need calibration. It works one tensor at a time, on the GPU if there is
+one. See README.md for the figures.
 """
 
 import argparse
@@ -167,8 +167,7 @@ class Diagnosis:
         return read
 
     def _own_checkpoint(self, policy: str, name: str) -> Path:
-        """Return the merged checkpoint of this base and adapter, or raise `BadInput` with the command that makes
-        it."""
+        """Return the merged checkpoint of this base and adapter; `BadInput` names the command that makes it."""
         place = self.place(policy, name)
         if not place.exists():
             raise NotMerged(

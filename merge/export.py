@@ -116,8 +116,7 @@ def export(source: Original, out: Path, origin: dict, commit: str | None) -> dic
 
 
 def source_facts(directory: Path, commit: str | None, files: dict[str, Future]) -> dict:
-    """Manifest entry for the source checkpoint; `files` come from `recorded`. `CheckFailed` if one has changed
-    since."""
+    """Manifest entry for the source checkpoint; `files` come from `recorded`. `CheckFailed` if one changed since."""
     path = None if commit else str(directory.resolve())
     made_from = {
         "commit": commit,

@@ -256,8 +256,7 @@ def _in_groups(group: int) -> Format:
 
 
 def quantization_config(format_name: str, ignore: list[str], group: int = INT4_GROUPS[0]) -> dict:
-    """Return the `quantization_config` by which transformers and vLLM read this format; `group` is the group size of
-    INT4."""
+    """The `quantization_config` by which transformers and vLLM read this format; `group` is the group size of INT4."""
     if format_name == "nf4":
         from transformers import BitsAndBytesConfig
 

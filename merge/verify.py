@@ -89,8 +89,8 @@ def load_for_scoring(
 
 
 def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Make a model compute in `dtype`, leaving the bytes of its NF4 and FP8 layers and the dtype they dequantize
-    to."""
+    """Make a model compute in `dtype`. The bytes of its NF4 and FP8 layers stay, and so does the dtype that they
+    dequantize to."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
