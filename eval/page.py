@@ -1,5 +1,6 @@
-"""`python -m eval report --run …`: one page on everything in a run's directory, as report.html and report.md; eval.md and
-eval.png are redrawn.
+"""`python -m eval report --run …`: one page on everything in a run's directory.
+
+Writes report.html and report.md, and redraws eval.md and eval.png.
 """
 
 import argparse

@@ -20,8 +20,7 @@ def measurement(config: Config) -> dict:
 
 
 def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Config:
-    """The run's own configuration (or that of a YAML) with command-line overrides; `BadInput` for invalid gate
-    limits."""
+    """The run's own configuration (or that of a YAML) with command-line overrides; `BadInput` for bad gate limits."""
     if file is not None:
         config = load_config(file, overrides)
     else:

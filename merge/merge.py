@@ -121,8 +121,10 @@ class Retained:
             self.whole += (wanted**2).sum().item()
 
     def project(self, rows: torch.Tensor, delta: torch.Tensor, before: bool) -> None:
-        """Add rows of a layer after the update or, with `before`, subtract the same rows before it; each row only
-        once."""
+        """Add rows of a layer after the update or, with `before`, subtract the same rows before it.
+
+        Each row is to be added once and subtracted once.
+        """
         wanted = delta.double()
         share = (rows.double() * wanted).sum().item()
         self.kept += -share if before else share
