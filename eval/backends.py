@@ -16,7 +16,7 @@ from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens
 from kit.core.errors import BadInput
 
 PROMPT_TOKENS = 512  # prompt length assumed when memory for the KV cache is reserved
-# vLLM raises lower temperatures to this one (vllm/sampling_params.py, 0.26 to 0.31).
+# vLLM raises lower nonzero temperatures to this one (vllm/sampling_params.py, 0.26 to 0.31).
 LOWEST_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0  # of OpenAI's API; vLLM's server enforces it
 
@@ -50,7 +50,7 @@ class Answers:
 
 
 def check_backend(backend: str, temperature: float, samples: int) -> None:
-    """`BadInput` for sampling that a backend cannot do, before anything is loaded or started."""
+    """Raise `BadInput` for sampling that a backend cannot do, before anything is loaded or started."""
     check_sampling(temperature, samples)
     if backend != "transformers" and 0 < temperature < LOWEST_TEMPERATURE:
         raise BadInput(
@@ -62,8 +62,10 @@ def check_backend(backend: str, temperature: float, samples: int) -> None:
 
 
 def load_tokenizer(place: str | Path, asking: Asking) -> Any:
-    """Load the tokenizer of a checkpoint; `BadInput`, before its weights load, if its chat template cannot render the
-    request or cannot end a turn."""
+    """Load the tokenizer of a checkpoint, before its weights.
+
+    `BadInput` if its chat template cannot render the request or cannot end a turn.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place)
@@ -108,7 +110,7 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
 
 
 def compute_dtype() -> str:
-    """The dtype that transformers' cells are computed in here: float32 on a CPU, bfloat16 on a GPU."""
+    """The dtype in which transformers computes cells here: float32 on a CPU, bfloat16 on a GPU."""
     from merge.verify import default_device, scoring_dtype
 
     return str(scoring_dtype(default_device())).removeprefix("torch.")

@@ -176,9 +176,9 @@ def _adjust(found: Sequence[dict]) -> None:
 def _hygiene(records: Records, formats: Sequence[str], limits: Limits) -> dict:
     """{"limits", "cells": {policy: {format: findings}}, "refused": {"gain", "gain_survival": {format: [texts]}}}.
 
-    A GRPO cell out of range refuses the conclusions drawn from it. A base often hits the token limit or gives no
-    readable answer, which GRPO is meant to change: such findings refuse nothing, and `base_form` reports them
-    separately. Answers of the base that could not be compared do refuse, because the measurement itself failed.
+    A GRPO cell out of range blocks the conclusions drawn from it. A base often hits the token limit or gives no
+    readable answer, which GRPO is meant to change: such findings block nothing, and `base_form` reports them
+    separately. Base answers that could not be compared do block conclusions, because the measurement itself failed.
     """
     cells = {
         policy: {name: findings(rates(records[policy, name]), limits) for name in formats}
@@ -322,7 +322,7 @@ def _gain_sentence(name: str, gain: dict, refused: list[str] | None, who: str) -
 
 
 def _base_sentence(name: str, gain: dict, found: list[dict] | None) -> str | None:
-    """How much of the gain is on problems where the base was truncated or unparseable; None if that does not apply."""
+    """A caution on how much of a gain is where the base was truncated or unparseable; None if that is not the case."""
     shaped = [finding["text"] for finding in found or () if finding["key"] != UNDECIDED]
     if not shaped or gain["verdict"] == REFUSED:
         return None

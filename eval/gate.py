@@ -153,7 +153,7 @@ def consumed_ids(run: RunDir) -> set[str]:
 
 
 def check_measurement(run: RunDir, config: Config, result: dict) -> None:
-    """`BadInput` unless the evaluation measured as the configuration says."""
+    """Raise `BadInput` unless the evaluation measured as the configuration says."""
     measured = result.get("eval") or {}
     expected = {key: value for key, value in measurement(config).items() if key not in NOT_COMPARED}
     if other := [key for key, value in expected.items() if measured.get(key) != value]:
@@ -176,7 +176,7 @@ def check_measurement(run: RunDir, config: Config, result: dict) -> None:
 
 
 def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:
-    """`BadInput` unless the evaluation measured exactly these checkpoints: base and GRPO, in the format and bf16."""
+    """Raise `BadInput` unless the evaluation measured exactly these checkpoints: base and GRPO in format and bf16."""
     name, manifest = config.eval.gate.format, checkpoint.manifest
     formats = list(dict.fromkeys((name, "bf16")))
     absent = [f"{policy} in {used}" for used in formats for policy in POLICIES if used not in result["matrix"][policy]]
@@ -211,7 +211,7 @@ def _again(run: RunDir, result: dict, formats: Iterable[str] = ()) -> str:
 
 
 def base_note(config: Config, result: dict) -> str | None:
-    """How much of a gain is on problems where the base was truncated or unparseable; None if the base is in range."""
+    """A note on how much of a gain is where the base was truncated or unparseable; None if the base is in range."""
     name = config.eval.gate.format
     cell, form = result["matrix"]["base"][name], result["gain"][name].get("base_form")
     found = [one for one in findings(cell, limits_of(config)) if one["key"] != UNDECIDED] if form else []

@@ -102,7 +102,7 @@ def generate(
 
 
 def check_sampling(temperature: float, samples: int) -> None:
-    """`BadInput` for a temperature below 0, no sample, or several samples that would all be the greedy one."""
+    """Raise `BadInput` for a temperature below 0, no sample, or several samples that would all be the greedy one."""
     if not temperature >= 0 or samples < 1:
         raise BadInput(
             f"eval.temperature ({temperature}) must be 0 (greedy) or above, eval.samples ({samples}) at least 1."

@@ -5,8 +5,8 @@
     python -m eval lm_eval --run runs/tiny --format bf16 --results FILE    # only compares what it wrote before
 
 Its two tasks are in eval/lm_eval: kit_gsm8k prompts as the harness's own gsm8k does, kit_problems in the policy's own
-words. The problems are those that eval.json was measured on. Writes lm_eval.json beside eval.json: both scores with 95
-% Wilson intervals, the difference on the same problems, and where the protocols differ.
+words. The problems are those that eval.json was measured on. Writes lm_eval.json beside eval.json: both scores with
+95 % Wilson intervals, the difference on the same problems, and where the protocols differ.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from kit.data.problems import SUFFIXES, TEXT_FORMATS, chat_messages
 ROOT = Path(__file__).parents[1]
 TASKS = ("kit_gsm8k", "kit_problems")
 INSTALLED = ROOT / ".venv-lm_eval" / "bin" / "lm_eval"
-SHOTS = 5  # of the harness's own gsm8k
+SHOTS = 5  # as in the harness's own gsm8k
 
 
 @dataclass(frozen=True)

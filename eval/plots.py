@@ -167,8 +167,8 @@ def training(steps: Sequence[int], curves: dict[str, tuple[str, str, Sequence[fl
 def reward_curves(panels: dict[str, dict[str, tuple[int, list[Sequence[float]]]]]) -> "Figure":
     """Draw one panel per format: each seed's running mean pale, the mean over the seeds solid.
 
-    `panels` is {format: {line: (steps before its first, rewards per step by seed)}}. The mean goes as far as all seeds
-    do.
+    `panels` is {format: {line: (steps before its first, rewards per step by seed)}}. The mean ends with the shortest
+    seed.
     """
     figure = _figure(3.7 * len(panels), 3.1)
     grid = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]

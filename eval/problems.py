@@ -35,7 +35,7 @@ def held_out(data: Any, max_problems: int, training: Any = None, reward: str | N
 
 
 def check_disjoint(held_out: Sequence[Any], training: Sequence[Any]) -> None:
-    """`CheckFailed` with examples if a held-out question is a training question or appears in one verbatim."""
+    """Raise `CheckFailed` with examples if a held-out question is a training question or appears in one verbatim."""
     leaked = find_leaks(held_out, training)
     if leaked:
         shown = "\n".join(

@@ -52,7 +52,7 @@ from kit.core.run_directory import MANIFEST, RunDir, base_directory, read_json, 
 from kit.core.run_state import continuing_flags
 
 ARMS = ("ptq", "qat", "qad")
-NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; steps
+NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; number of steps averaged
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -119,7 +119,7 @@ class Study:
                     keys |= dict.fromkeys(("train.gpus", "server.gpus"), f"[{self.card(run)}]")
             else:
                 words = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
-                words += ["--gpu_ids", "all"] if self.options.cards else []  # of CUDA_VISIBLE_DEVICES
+                words += ["--gpu_ids", "all"] if self.options.cards else []  # all of CUDA_VISIBLE_DEVICES
                 words.append(recipe)
             words += ["--config", self.options.config, *self.overrides]
             words += [f"--{key}={value}" for key, value in keys.items()]

@@ -65,8 +65,7 @@ class Plan:
         return wanted if wanted in self.formats else self.formats[0]
 
     def engine(self, policy: str, name: str) -> str:
-        """The engine that generates a cell. nf4 cells are the NF4 base, computed by transformers unless a server is
-        given."""
+        """The engine of a cell. nf4 cells are the NF4 base, which transformers computes unless a server does."""
         backend = self.config.eval.backend
         if name == "nf4" and (policy, name) not in self.endpoints:
             return "transformers"
@@ -139,7 +138,7 @@ def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: lis
 
 
 def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
-    """The checked plan; `BadInput` and `CheckFailed` before any weight is loaded."""
+    """Return the checked plan; `BadInput` or `CheckFailed` before any weight is loaded."""
     run = RunDir.open(arguments.run)
     config, training, place = evaluation_config(run, arguments, overrides)
     check_backend(config.eval.backend, config.eval.temperature, config.eval.samples)
@@ -164,7 +163,7 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
 
 
 def check_kernels(plan: Plan) -> None:
-    """`BadInput` names the cells that vLLM is known not to serve on this processor."""
+    """Raise `BadInput` naming the cells that vLLM is known not to serve on this processor."""
     if plan.config.eval.backend != "vllm":
         return
     cells = [(policy, name) for name in plan.formats if name != "nf4" for policy in POLICIES]
@@ -177,7 +176,7 @@ def check_kernels(plan: Plan) -> None:
 
 
 def find_endpoints(arguments: argparse.Namespace, config: Config, formats: list[str]) -> dict:
-    """The server of each cell; `BadInput` when a cell lacks one or a named cell is not measured."""
+    """Return the server of each cell; `BadInput` if a cell lacks one or a named cell is not measured."""
     from eval.server_backend import Endpoint, parse_cells
 
     urls, models = parse_cells(arguments.url, "url"), parse_cells(arguments.model, "model")

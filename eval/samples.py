@@ -69,8 +69,8 @@ def powers(samples: int) -> list[int]:
 def pass_at_k(right: int, total: int, k: int) -> float:
     """Chance that k completions drawn without replacement from `total`, `right` of them right, include a right one.
 
-    1 - C(total - right, k)/C(total, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, section 2.1); 1
-    - (1 - right/total)^k would be too low. `BadInput` if there are fewer than k.
+    1 - C(total - right, k)/C(total, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, section 2.1);
+    1 - (1 - right/total)^k would be too low. `BadInput` if there are fewer than k.
     """
     if not 0 <= right <= total or not 1 <= k <= total:
         raise BadInput(f"pass@{k} needs at least {k} completions and 0 <= right <= total, got {right} of {total}.")

@@ -352,7 +352,7 @@ def lm_eval(found: Found) -> Section | None:
 
 
 def settings(found: Found) -> Section:
-    """What was trained, on what, with which versions."""
+    """Facts of the run: what was trained, on what, with which versions."""
     config = found.config.get("config") or {}
     evaluated, machine = found.result or {}, found.config.get("machine") or {}
     model, policy, train, data, rollout, reward = (
@@ -414,7 +414,7 @@ def _adapter(result: dict, found: Found) -> str | None:
 
 
 def commands(found: Found) -> Section | None:
-    """The command lines that made each part, as the files record them."""
+    """The command line that made each part, as recorded in its file."""
     lines = []
     for what, data in (
         ("training", found.config),

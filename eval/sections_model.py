@@ -21,7 +21,7 @@ SHOWN_LAYERS = 12
 
 
 def training(found: Found) -> Section:
-    """The curves of metrics.jsonl and where they began and ended."""
+    """The curves of metrics.jsonl, with their values over the first and the last steps."""
     if not found.rows:
         command = "accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/grpo_qlora.py --config YAML"
         return Section("Training", [Missing("No step was logged (metrics.jsonl).", command)])

@@ -210,7 +210,7 @@ def body(client: Client, conversation: list[dict], limit: int, temperature: floa
 
 
 def check_prompt(client: Client, expected: Expected, problem: int, answer: dict, n: int) -> None:
-    """`BadInput` unless the server's prompt tokens match those of the checkpoint's tokenizer and chat template."""
+    """Raise `BadInput` unless the prompt tokens match those of the checkpoint's tokenizer and chat template."""
     ours = expected.prompts[problem]
     theirs = answer.get("prompt_token_ids")
     if isinstance(theirs, list):
@@ -271,7 +271,7 @@ def to_generation(client: Client, expected: Expected, choice: dict, max_new_toke
 
 
 def base_url(url: str) -> str:
-    """The URL without the /v1 that OpenAI's own client wants at its end."""
+    """The URL without the /v1 suffix that OpenAI's own client expects."""
     return url.rstrip("/").removesuffix("/v1")
 
 

@@ -18,7 +18,7 @@ Interval = tuple[float, float]
 CONFIDENCE = 0.95
 ALPHA = 0.05
 _FINEST = 840  # largest common denominator tried for differences: 1..8 completions divide it
-_MOST_STEPS = 10**8  # of the exact distribution: about half a second
+_MOST_STEPS = 10**8  # limit for the exact distribution: about half a second
 _FLIPS = 20_000
 
 
@@ -194,7 +194,7 @@ def _on_grid(values: np.ndarray) -> np.ndarray | None:
 
 def _exact_sign_flip(sizes: np.ndarray, observed: int) -> float:
     reach = int(sizes.sum())
-    chance = np.zeros(2 * reach + 1)  # of every sum from -reach to +reach
+    chance = np.zeros(2 * reach + 1)  # probability of every sum from -reach to +reach
     chance[reach] = 1.0
     for size in sizes:
         spread = np.zeros_like(chance)

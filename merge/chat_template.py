@@ -13,7 +13,7 @@ from jinja2 import TemplateSyntaxError
 from kit.core.chat import names_read, render
 from kit.core.errors import BadInput, CheckFailed
 
-# Files with templates under a key; the others hold one template each, as transformers 5 writes them.
+# Files that hold templates under a key; the other files hold one template each, as transformers 5 writes them.
 IN_JSON = ("tokenizer_config.json", "chat_template.json")
 PROBES = (
     [{"role": "user", "content": "2 + 40?"}],
@@ -81,7 +81,7 @@ def _each(held: Any, change: Callable[[str], str]) -> Any:
 
 
 def check_defaults(source: Path, directory: Path, arguments: dict[str, Any]) -> None:
-    """`CheckFailed` unless `directory` renders without arguments exactly what `source` renders with them."""
+    """Raise `CheckFailed` unless `directory` renders without arguments exactly what `source` renders with them."""
     from transformers import AutoTokenizer
 
     before, after = (AutoTokenizer.from_pretrained(place) for place in (source, directory))

@@ -197,7 +197,7 @@ class Merge:
             raise BadInput(f"no tokenizer in {self.directory}: {str(error).splitlines()[0]}") from None
 
     def _check_template(self) -> None:
-        """`BadInput` if the chat template cannot take the run's arguments as defaults."""
+        """Raise `BadInput` if the chat template cannot take the run's arguments as defaults."""
         if self.template_arguments:
             check_template(self._tokenizer(), [{"role": "user", "content": "2 + 40?"}], self.template_arguments)
 

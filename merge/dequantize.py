@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_places(source: Path | None, out: Path, overwrite: bool) -> None:
-    """`BadInput` if a local source does not exist, or if `out` must not be replaced or contains the source."""
+    """Raise `BadInput` if a local source does not exist, or if `out` must not be replaced or contains the source."""
     if source is not None and not source.is_dir():
         raise BadInput(f"--model.path {source} is no directory (seen from {Path.cwd()}). Hub ids go into --model.id.")
     if source is not None and out.resolve() in (source.resolve(), *source.resolve().parents):
@@ -188,7 +188,7 @@ class QuantizedCheckpoint:
         return None if part in CACHE_SCALES or (module in self.modules and part != "bias") else name
 
     def _check(self, name: str, complaint: str) -> None:
-        """`BadInput` if the shape or type of a plain tensor, or of its scale, is wrong."""
+        """Raise `BadInput` if the shape or type of a plain tensor, or of its scale, is wrong."""
         wanted = self.shapes.get(name)
         kind, shape = self.headers[self.codes.get(name, name)]
         if name not in self.codes:

@@ -76,9 +76,9 @@ def measure_layer(
     """Return the record of one layer in diagnostics.json.
 
     `weight` (out, in) is the base's, `delta` (out, in) float32 is the update, None if the adapter does not change the
-    layer. Per format: `error` ‖Q(W) − W‖/‖W‖ before and after training, `snr` ‖Δ‖/‖Q(W+Δ) − (W+Δ)‖, `retained` <Q(W+Δ)
-    − Q(W), Δ>/<Δ, Δ>, and with `control` the `control_error` of W plus the shuffled Δ. Without an update, snr and
-    retained are None and the error after equals the error before. Figures with a zero divisor are None as well.
+    layer. Per format: `error` ‖Q(W) − W‖/‖W‖ before and after training, `snr` ‖Δ‖/‖Q(W+Δ) − (W+Δ)‖, `retained`
+    <Q(W+Δ) − Q(W), Δ>/<Δ, Δ>, and with `control` the `control_error` of W plus the shuffled Δ. Without an update, snr
+    and retained are None and the error after equals the error before. Figures with a zero divisor are None as well.
     """
     before = weight.float()
     size = squared_norm(before)

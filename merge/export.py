@@ -87,7 +87,7 @@ def _spell(size: int) -> str:
 
 
 def check_space(out: Path, plan: Plan) -> None:
-    """`BadInput` if the disk has less free space than the base takes."""
+    """Raise `BadInput` if the disk has less free space than the base takes."""
     existing = next(parent for parent in [out, *out.absolute().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
     if plan.weights_bytes() + plan.copy_bytes() > free:

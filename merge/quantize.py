@@ -1,11 +1,11 @@
 """Quantize a merged BF16 checkpoint, tensor by tensor, in the layouts of compressed-tensors and bitsandbytes.
 
 fp8        `float-quantized`: static per-channel weights, dynamic per-token activations.
-fp8_block  `float-quantized`: static weights in blocks of 128 x 128, activations dynamic in groups of 128.
-fp8_static `float-quantized`: one scale per weight, activations by one static scale per layer that calibration finds.
-w4a16      `pack-quantized`: symmetric INT4, groups of 128 (64 where 128 does not divide), round to nearest.
+fp8_block  `float-quantized`: static weights in blocks of 128 x 128, dynamic activations in groups of 128.
+fp8_static `float-quantized`: one scale per weight; one static activation scale per layer, from calibration.
+w4a16      `pack-quantized`: symmetric INT4, groups of 128 (64 if 128 does not divide), round to nearest.
 nvfp4a16   `nvfp4-pack-quantized`: E2M1 in groups of 16 with E4M3 scales and a global scale; weights only.
-nvfp4      the same, and activations in FP4 by global scales that calibration finds (calibrated.py).
+nvfp4      the same, with FP4 activations by global scales from calibration (calibrated.py).
 nf4        bitsandbytes, blocks of 64, double quantization.
 
 Only the layers that the run's base quantizes are quantized, so embeddings, norms and the output embedding stay BF16.
@@ -165,10 +165,10 @@ def to_w4a16(weight: torch.Tensor, use: Use, group: int = INT4_GROUPS[0]) -> Par
 def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
     """FP4 (E2M1) codes, two to a byte, one E4M3 scale per 16 inputs of an output channel, one global scale.
 
-    `amax` is the largest |weight| of the other layers that share the global scale. A reader computes code · scale /
-    global scale. The global scale is the power of two at or below 448 · 6 / amax. That product is then exact in BF16,
-    so all readers hold the same weights, even those that round the global scale to BF16. As a shift of exponents, it
-    does not change what the codes stand for, so layers can share it without loss.
+    `amax` is the largest |weight| of the other layers that share the global scale.
+    A reader computes code · scale / global scale. The global scale is the power of two at or below 448 · 6 / amax, so the
+    product is exact in BF16 and all readers hold the same weights, even those that round the global scale to BF16. As a
+    shift of exponents, it does not change what the codes stand for, so layers can share it without loss.
     """
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization.utils import generate_gparam
@@ -280,7 +280,7 @@ def quantization_config(format_name: str, ignore: list[str], group: int = INT4_G
 
 
 def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
-    """`BadInput` if a layer's shape does not fit the format; reads only headers."""
+    """Raise `BadInput` if a layer's shape does not fit the format; reads only headers."""
     shapes = {name: base.shape(name) for name in sorted(base.quantized)}
     int4 = int4_group(inputs for _, inputs in shapes.values())
     group = {"w4a16": int4, "awq": int4, "nvfp4a16": FP4_GROUP, "nvfp4": FP4_GROUP}.get(format_name)

@@ -89,8 +89,7 @@ def load_for_scoring(
 
 
 def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Make a model compute in `dtype`. The bytes of its NF4 and FP8 layers stay, and so does the dtype that they
-    dequantize to."""
+    """Make a model compute in `dtype`, keeping the bytes of its NF4 and FP8 layers and their dequantized dtype."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
@@ -298,7 +297,7 @@ def divided_input_scales() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checkpoint against the policy, over the tokens of a batch."""
+    """Comparison of a checkpoint with the policy, over the tokens of a batch."""
 
     mean_kl: float
     max_abs_dlogp: float
