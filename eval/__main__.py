@@ -11,7 +11,7 @@ from kit.core.errors import run_command
 
 def main() -> int | None:
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # eight models' loading bars would bury the lines of a log
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the loading bars of eight models would bury the log lines
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "gate":
         from eval.gate import main as gate

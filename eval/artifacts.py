@@ -1,6 +1,6 @@
-"""What is evaluated: the run's adapter and its merged checkpoints, checked to be whole and of one origin.
+"""The checkpoints to evaluate: the run's adapter and merged checkpoints, verified to be complete and of one origin.
 
-All of it is read from manifests and hashes, before any weight is loaded.
+Everything is read from manifests and hashes, before any weight is loaded.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ from kit.core.run_directory import MANIFEST, RunDir, read_json, read_manifest, w
 from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
-# nf4 first: with the adapter on it, it is the policy as trained, which the other columns are compared with.
+# nf4 first: with the adapter, it is the policy as trained, to which the other columns are compared.
 FORMATS = ("nf4", *(name for name in schema.FORMATS if name != "nf4"))
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A merged checkpoint: where it lies, what its manifest says, and a hash of all its files."""
+    """A merged checkpoint: its directory, its manifest, and a hash of all its files."""
 
     path: Path
     manifest: dict
@@ -30,9 +30,9 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything the matrix is measured on; `adapter` is None when no nf4 cell was asked for.
+    """Everything the matrix is measured on; `adapter` is None if no nf4 cell was requested.
 
-    `trained_for` is {"trained_for": format, "quantizer_hash": …} of a run that was trained for a format, else empty;
+    `trained_for` is {"trained_for": format, "quantizer_hash": …} for a run that was trained for a format, else empty;
     `storage` is how the base is stored, which the nf4 cells compute with.
     """
 
@@ -46,7 +46,7 @@ class Sources:
 
 
 def check_formats(formats: list[str]) -> list[str]:
-    """The formats in the order of the matrix; `BadInput` for an unknown, doubled or empty choice."""
+    """Return the formats in the order of the matrix; `BadInput` for an unknown, duplicate or empty choice."""
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats or len(set(formats)) != len(formats):
         raise BadInput(f"eval.formats must be some of {', '.join(FORMATS)}, each once; it is {formats}.")
@@ -54,10 +54,10 @@ def check_formats(formats: list[str]) -> list[str]:
 
 
 def artifact(run: RunDir, policy: str, name: str) -> Artifact:
-    """The run's merged checkpoint, its content hashed against its manifest.
+    """Return the run's merged checkpoint, with its content checked against the hashes in its manifest.
 
-    `BadInput` when a file is missing or changed, when it holds another policy or format than its place says, or when
-    it was made of another base than the run's.
+    `BadInput` if a file is missing or changed, if it holds another policy or format than its path says, or if it was
+    made from another base than the run's.
     """
     path = run.merged / policy / name
     manifest = read_manifest(path, "checkpoint", deep=True)
@@ -82,7 +82,7 @@ def artifact(run: RunDir, policy: str, name: str) -> Artifact:
 
 
 def artifact_hash(manifest: dict) -> str:
-    """BLAKE2b-128 of the names, sizes and hashes of an artifact's files; what its manifest says beside them is out."""
+    """BLAKE2b-128 of the names, sizes and hashes of an artifact's files; the rest of its manifest is excluded."""
     return hashlib.blake2b(json.dumps(manifest["files"], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -97,7 +97,7 @@ def merge_command(run: RunDir, formats: list[str]) -> str:
 
 
 def unmerged(run: RunDir, formats: list[str]) -> list[tuple[str, str]]:
-    """(policy, format) of the merged checkpoints of `formats` that are not there."""
+    """(policy, format) of the merged checkpoints of `formats` that do not exist."""
     wanted = [(policy, name) for name in formats if name != "nf4" for policy in POLICIES]
     return [(policy, name) for policy, name in wanted if not (run.merged / policy / name / MANIFEST).is_file()]
 
@@ -110,8 +110,7 @@ def merge_missing(run: RunDir, missing: list[tuple[str, str]]) -> str:
 
 
 def eval_command(run: RunDir, formats: list[str] | None = None) -> str:
-    """The command line that evaluates the run in `formats` (default: its eval.formats), after a merge of those that
-    are not there."""
+    """The command line that evaluates the run in `formats` (default: its eval.formats), after any missing merges."""
     default = (run.config().get("eval") or {}).get("formats") or schema.EvalConfig().formats
     formats = formats or default
     chosen = "" if set(formats) == set(default) else f" --formats {' '.join(formats)}"
@@ -152,7 +151,7 @@ def find_sources(run: RunDir, formats: list[str]) -> Sources:
 
 
 def check_trained(run: RunDir, version: int | None, checkpoints: dict[tuple[str, str], Artifact]) -> dict[str, str]:
-    """What the run was trained for, by the adapter of that version; `BadInput` when a checkpoint says another."""
+    """Return what the run was trained for, from the adapter of that version; `BadInput` if a checkpoint disagrees."""
     adapter = run.adapter_dir(version) if version is not None else None
     trained = find_trained(run, adapter if adapter is not None and adapter.is_dir() else None)
     facts = {} if trained is None else trained.facts()
@@ -181,6 +180,6 @@ def _adapter_of(run: RunDir, manifests: dict[str, dict]) -> tuple[int | None, st
 
 
 def set_promotion(checkpoint: Artifact, promotion: dict | None) -> None:
-    """Write `promoted` (and what it rests on) into an artifact's manifest, whole or not at all."""
+    """Write `promoted` (and its evidence) into an artifact's manifest atomically."""
     manifest = {**checkpoint.manifest, "promoted": promotion is not None, "promotion": promotion}
     write_json(checkpoint.path / MANIFEST, manifest)

@@ -1,8 +1,8 @@
-"""Who generates: one question to all engines, one form of answer.
+"""Generation backends: one request type and one answer type for all engines.
 
-A backend is a function from `Asking` (and where the weights are) to `Answers`. All follow one protocol: the chat
-template applied once, the model's own stop tokens, no penalty, no top_p or top_k, no default of the checkpoint's
-generation_config.json, and random numbers that hang on (seed, problem, sample) alone.
+A backend is a function from `Asking` (and the place of the weights) to `Answers`. All follow one protocol: the chat
+template applied once, the model's own stop tokens, no penalty, no top_p or top_k, no defaults from the checkpoint's
+generation_config.json, and random numbers that depend only on (seed, problem, sample).
 """
 
 import gc
@@ -15,15 +15,15 @@ from eval.generate import Generation, check_sampling, generate, set_threads
 from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens
 from kit.core.errors import BadInput
 
-PROMPT_TOKENS = 512  # that a prompt is taken to have where memory for the KV cache is set aside
-# vLLM takes a temperature below this for this one (vllm/sampling_params.py, 0.26 to 0.31).
+PROMPT_TOKENS = 512  # prompt length assumed when memory for the KV cache is reserved
+# vLLM raises lower nonzero temperatures to this one (vllm/sampling_params.py, 0.26 to 0.31).
 LOWEST_TEMPERATURE = 0.01
-HIGHEST_TEMPERATURE = 2.0  # of OpenAI's interface; vLLM's server holds to it
+HIGHEST_TEMPERATURE = 2.0  # of OpenAI's API; vLLM's server enforces it
 
 
 @dataclass(frozen=True)
 class Asking:
-    """What is asked of every checkpoint alike; the completions of one conversation are its `samples`."""
+    """The request, the same for every checkpoint; each conversation gets `samples` completions."""
 
     conversations: Sequence[list[dict]]
     max_new_tokens: int
@@ -36,10 +36,11 @@ class Asking:
 
 @dataclass(frozen=True)
 class Answers:
-    """`generations` conversation by conversation, samples of one together; and what made them.
+    """Completions and what generated them.
 
-    `engine` is "transformers", "vllm" or "server"; `dtype` what it computed in ("unknown" when it does not say);
-    `versions` what is worth recording of the engine beside the versions of this process.
+    `generations` are in the order of the conversations, the samples of one together. `engine` is "transformers",
+    "vllm" or "server"; `dtype` is what it computed in ("unknown" if it does not say); `versions` is what to record
+    about the engine besides the versions of this process.
     """
 
     generations: list[Generation]
@@ -49,7 +50,7 @@ class Answers:
 
 
 def check_backend(backend: str, temperature: float, samples: int) -> None:
-    """`BadInput` for sampling that a backend cannot do, before anything is loaded or started."""
+    """Raise `BadInput` for sampling that a backend cannot do, before anything is loaded or started."""
     check_sampling(temperature, samples)
     if backend != "transformers" and 0 < temperature < LOWEST_TEMPERATURE:
         raise BadInput(
@@ -61,8 +62,10 @@ def check_backend(backend: str, temperature: float, samples: int) -> None:
 
 
 def load_tokenizer(place: str | Path, asking: Asking) -> Any:
-    """The tokenizer of a checkpoint; `BadInput`, before its weights load, when its chat template cannot render what is
-    asked or cannot end a turn."""
+    """Load the tokenizer of a checkpoint, before its weights.
+
+    `BadInput` if its chat template cannot render the request or cannot end a turn.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place)
@@ -72,7 +75,7 @@ def load_tokenizer(place: str | Path, asking: Asking) -> Any:
 
 
 def directory_stop_tokens(place: str | Path, tokenizer: Any, asking: Asking) -> list[int]:
-    """The stop tokens of a checkpoint's files, as transformers would take them; `BadInput` as in `stop_tokens`."""
+    """Stop tokens from a checkpoint's files, as transformers would use them; `BadInput` as in `stop_tokens`."""
     return model_stop_tokens(place, tokenizer, asking.template_arguments)
 
 
@@ -86,7 +89,7 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
     model = load()
     set_threads(sum(parameter.numel() for parameter in model.parameters()))
     tokens = PROMPT_TOKENS + asking.max_new_tokens
-    # Weights in NF4, or in a format that a policy was trained for, are not made again for every token.
+    # Weights in NF4, or in a format that a policy was trained for, are not recomputed for every token.
     with keeping_weights(model, "auto", asking.batch_size, tokens):
         made = generate(
             model,
@@ -107,7 +110,7 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
 
 
 def compute_dtype() -> str:
-    """The dtype that transformers' cells are computed in here: float32 on a CPU, bfloat16 on a GPU."""
+    """The dtype in which transformers computes cells here: float32 on a CPU, bfloat16 on a GPU."""
     from merge.verify import default_device, scoring_dtype
 
     return str(scoring_dtype(default_device())).removeprefix("torch.")

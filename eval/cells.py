@@ -1,8 +1,8 @@
-"""One cell of the matrix on disk: its completions, and what they were measured with, so that they can be found again.
+"""One cell of the matrix on disk: its completions and what they were measured with, so that they can be reused.
 
-`<out>/eval/<policy>-<format>.jsonl` holds one completion a line, `<policy>-<format>.meta.json` beside it everything
-that the completions depend on and the hash of the jsonl. The header comes last: without it, or with another hash, the
-completions are measured anew.
+`<out>/eval/<policy>-<format>.jsonl` holds one completion per line; `<policy>-<format>.meta.json` beside it holds
+everything that the completions depend on and the hash of the jsonl. The header is written last: without it, or with
+another hash, the completions are measured again.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Cell:
     reused: bool = False
 
     def facts(self) -> dict:
-        """What the matrix says about the cell beside its accuracies."""
+        """What the matrix records about the cell besides its accuracies."""
         found = {"engine": self.engine, "compute_dtype": self.dtype, "seconds": self.seconds}
         found |= {"engine_facts": self.versions} if self.versions else {}
         return found | ({"reused": True} if self.reused else {})
@@ -45,7 +45,7 @@ def meta_file(folder: Path, policy: str, name: str) -> Path:
 
 
 def write_cell(folder: Path, policy: str, name: str, cell: Cell, identity: dict, version: int | None) -> None:
-    """The records, each line with the adapter's version, and their header; each file replaced whole."""
+    """Write the records, each line with the adapter's version, and their header; each file is replaced atomically."""
     final, header = records_file(folder, policy, name), meta_file(folder, policy, name)
     partial = final.with_suffix(".partial")
     try:
@@ -53,7 +53,7 @@ def write_cell(folder: Path, policy: str, name: str, cell: Cell, identity: dict,
             file.writelines(json.dumps({**row, "adapter_version": version}) + "\n" for row in as_rows(cell.records))
             file.flush()
             os.fsync(file.fileno())
-        header.unlink(missing_ok=True)  # it speaks of the records that are replaced now
+        header.unlink(missing_ok=True)  # it describes the records that are about to be replaced
         partial.replace(final)
     finally:
         partial.unlink(missing_ok=True)
@@ -63,7 +63,7 @@ def write_cell(folder: Path, policy: str, name: str, cell: Cell, identity: dict,
 
 
 def read_cell(folder: Path, policy: str, name: str, identity: dict) -> tuple[Cell | None, str]:
-    """The cell measured before with the same `identity`, or None and why there is none."""
+    """Return the cell measured before with the same `identity`, or None and the reason why there is none."""
     final, header = records_file(folder, policy, name), meta_file(folder, policy, name)
     if not final.is_file() or not header.is_file():
         return None, "not measured before"
@@ -82,7 +82,7 @@ def read_cell(folder: Path, policy: str, name: str, identity: dict) -> tuple[Cel
 
 
 def read_records(file: Path) -> list[Record]:
-    """The records of a cell's jsonl; `BadInput` for a line that is none."""
+    """Read the records of a cell's jsonl; `BadInput` for an invalid line."""
     names = {field.name for field in dataclasses.fields(Record)}
     rows = []
     for number, line in enumerate(file.read_text().split("\n"), 1):

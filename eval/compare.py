@@ -1,8 +1,8 @@
-"""From the records of all cells to what they show: gains, whether they survive a format, and a conclusion.
+"""Compare the records of all cells: gains, whether they survive a format, and a conclusion.
 
-Problems are compared with themselves: a problem's score in a cell is the share of right ones among its decided
-completions, and only problems decided in every cell involved count (`n`). A verdict is given from the interval, the
-test and the hygiene of the cells; the conclusion says the verdicts in sentences and nothing beyond them.
+Comparisons are paired by problem: a problem's score in a cell is the share of right ones among its decided
+completions, and only problems decided in every cell involved count (`n`). A verdict follows from the interval, the
+test and the hygiene of the cells; the conclusion states the verdicts in sentences and nothing beyond them.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ Records = dict[Cell, Sequence[Record]]
 # Verdicts on a gain, and on its survival in a format.
 GAIN, LOSS, NOT_SHOWN, REFUSED = "gain", "loss", "not shown", "refused"
 SURVIVES, PARTLY_LOST, LARGER, NO_GAIN = "survives", "partly lost", "larger", "no gain to lose"
-SMALLEST_PLANNED = 0.01  # problems are planned for an effect of at least one point
+SMALLEST_PLANNED = 0.01  # plan problems for an effect of at least one point
 
 
 def compare(
     records: Records, formats: Sequence[str], reference: str, samples: int, seed: int = 0, limits: Limits | None = None
 ) -> dict:
-    """{"gain", "gain_survival", "quantization_loss", "hygiene", …}: README.md has all keys.
+    """Return {"gain", "gain_survival", "quantization_loss", "hygiene", …}; README.md lists all keys.
 
     `records` holds one list per (policy, format), of the same problems in the same order with equally many completions
-    each. `reference` is the format whose disagreement between base and GRPO the minimum detectable effect is computed
-    with, `samples` the number of bootstrap resamples. `BadInput` when cells hold other problems than the first,
-    `CheckFailed` when no problem is decided in cells that are compared.
+    each. The minimum detectable effect uses the disagreement between base and GRPO in the format `reference`;
+    `samples` is the number of bootstrap resamples. `BadInput` if a cell's problems differ from those of the first,
+    `CheckFailed` if no problem is decided in the cells of a comparison.
     """
     limits = limits or Limits()
     completions = _check_same_problems(records)
@@ -58,7 +58,7 @@ def compare(
 
 
 def _check_same_problems(records: Records) -> int:
-    """Completions per problem; `BadInput` when a cell holds other problems, or another number of completions."""
+    """Return the completions per problem; `BadInput` if a cell has other problems or another number of completions."""
     first, shape = None, None
     for cell, found in records.items():
         seen = [group[0].problem_id for group in by_problem(found)]
@@ -121,10 +121,10 @@ def _gain(records: Records, name: str, samples: int, seed: int, comparisons: int
 
 
 def _base_form(base: Sequence[Record], kept: np.ndarray, grpo: np.ndarray, samples: int, seed: int) -> dict:
-    """Which part of a gain lies where the base gave no readable answer or did not end by itself.
+    """How much of a gain is on completions where the base was unparseable or did not end by itself.
 
     {"share" of such completions, "gain_there", "elsewhere": {"difference", "interval"}}; the two parts add up to the
-    gain. There a better answer cannot be told from a better form or from stopping; elsewhere it can.
+    gain. On such completions a better answer cannot be told from a better form or from stopping; elsewhere it can.
     """
     groups = [group for group, keep in zip(by_problem(base), kept, strict=True) if keep]
     parts = np.zeros((2, len(groups)))  # on malformed completions, on the others
@@ -145,7 +145,7 @@ def _base_form(base: Sequence[Record], kept: np.ndarray, grpo: np.ndarray, sampl
 def _over_completions(
     records: Records, cells: Sequence[Cell], tables: Sequence[np.ndarray], samples: int, seed: int
 ) -> dict:
-    """What only several completions show: differences in pass@k and maj@k, and where the variance lies."""
+    """Figures that need several completions: differences in pass@k and maj@k, and the components of the variance."""
     completions, found = tables[0].shape[1], {}
     for k in powers(completions):
         found[str(k)] = _estimate(*(pass_at_k_scores(table, k) for table in tables), samples, seed)
@@ -176,9 +176,9 @@ def _adjust(found: Sequence[dict]) -> None:
 def _hygiene(records: Records, formats: Sequence[str], limits: Limits) -> dict:
     """{"limits", "cells": {policy: {format: findings}}, "refused": {"gain", "gain_survival": {format: [texts]}}}.
 
-    A GRPO cell out of range refuses the conclusions drawn from it. A base often hits the token limit or gives no
-    readable answer, which GRPO is meant to change: such findings refuse nothing, and `base_form` reports them
-    separately. Answers of the base that could not be compared do refuse, because the measurement itself failed.
+    A GRPO cell out of range blocks the conclusions drawn from it. A base often hits the token limit or gives no
+    readable answer, which GRPO is meant to change: such findings block nothing, and `base_form` reports them
+    separately. Base answers that could not be compared do block conclusions, because the measurement itself failed.
     """
     cells = {
         policy: {name: findings(rates(records[policy, name]), limits) for name in formats}
@@ -212,7 +212,7 @@ def _hygiene(records: Records, formats: Sequence[str], limits: Limits) -> dict:
 
 
 def _judge(result: dict, limits: Limits) -> None:
-    """Write "verdict" into every gain and survival, and into a survival "needed_problems" where more would decide."""
+    """Set "verdict" in every gain and survival, and "needed_problems" in survivals that more problems would decide."""
     refused = result["hygiene"]["refused"]
     for name, gain in result["gain"].items():
         gain["verdict"] = REFUSED if name in refused["gain"] else {1: GAIN, -1: LOSS, 0: NOT_SHOWN}[direction(gain)]
@@ -223,7 +223,7 @@ def _judge(result: dict, limits: Limits) -> None:
         room = survival["difference"] + limits.margin
         half = survival["difference"] - survival["interval"][0]
         survival["needed_problems"] = None
-        if survival["verdict"] == NOT_SHOWN and 0 < room < half:  # a width falls with the root of the problems
+        if survival["verdict"] == NOT_SHOWN and 0 < room < half:  # width shrinks as 1/sqrt(problems)
             survival["needed_problems"] = int(np.ceil(survival["n"] * (half / room) ** 2))
 
 
@@ -236,10 +236,10 @@ def direction(found: dict) -> int:
 
 
 def _survival(survival: dict, bf16: dict, gain: dict) -> str:
-    """The verdict on a gain's survival, a non-inferiority test with `margin` as the loss that does not count.
+    """Verdict on a gain's survival: a non-inferiority test with `margin` as the tolerated loss.
 
-    Surviving needs the lower end above -margin, a margin smaller than the gain (else all of it could be gone), and a
-    gain shown in the format itself.
+    Survival requires the lower end above -margin, a margin smaller than the gain (otherwise all of it could be lost),
+    and a gain shown in the format itself.
     """
     if bf16["verdict"] != GAIN:
         return NO_GAIN
@@ -255,10 +255,10 @@ def _cell(cell: Cell) -> str:
 
 
 def conclude(comparison: dict, formats: Sequence[str], trained: str = GRPO) -> str:
-    """The verdicts of `compare` in sentences, one a line, in points and with their intervals.
+    """State the verdicts of `compare` in sentences, one per line, in points and with their intervals.
 
-    A difference whose interval holds 0 is never called "no change", and a gain "survives" only above the margin.
-    `trained` is what the trained policy is called.
+    A difference whose interval contains 0 is never called "no change", and a gain "survives" only above the margin.
+    `trained` is the display name of the trained policy.
     """
     hygiene, survival = comparison["hygiene"], comparison["gain_survival"]
     refused, who = hygiene["refused"]["gain"], in_sentence(trained)
@@ -322,7 +322,7 @@ def _gain_sentence(name: str, gain: dict, refused: list[str] | None, who: str) -
 
 
 def _base_sentence(name: str, gain: dict, found: list[dict] | None) -> str | None:
-    """Where a gain lies over a base that was cut off or answered in no form; None when that is not the case."""
+    """A caution on how much of a gain is where the base was truncated or unparseable; None if that is not the case."""
     shaped = [finding["text"] for finding in found or () if finding["key"] != UNDECIDED]
     if not shaped or gain["verdict"] == REFUSED:
         return None
@@ -384,7 +384,7 @@ def _pass_sentence(name: str, gain: dict, completions: int, trained: str) -> str
 
 
 def _test(found: dict) -> str:
-    """The p-value of a comparison, with the adjusted one where several were made."""
+    """The p-value of a comparison, plus the adjusted one if several were made."""
     name = "McNemar " if found.get("test") == "McNemar" else ""
     adjusted = f", {p_value(found['holm_p'])} adjusted for {found['comparisons']}" if found["comparisons"] > 1 else ""
     return f"{name}p = {p_value(found['p'])}{adjusted}"
@@ -399,13 +399,13 @@ def _interval(low: float, high: float) -> str:
 
 
 def _count(problems: int) -> str:
-    """A number of problems in three digits: it rests on an estimated spread."""
+    """A number of problems rounded to three digits, since it is based on an estimated spread."""
     rounded = round(problems, 2 - int(np.floor(np.log10(problems))))
     return f"{max(rounded, 1):,}"
 
 
 def p_value(p: float | None) -> str:
-    """A p-value in three digits, so that 0.0501 does not read as 0.05; "-" where there is none."""
+    """A p-value with three digits, so that 0.0501 does not read as 0.05; "-" if there is none."""
     return "-" if p is None else f"{p:.3g}"
 
 

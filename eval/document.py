@@ -1,8 +1,8 @@
-"""A document of sections, tables and pictures, as one HTML page that stands alone and as Markdown.
+"""Render a document of sections, tables and pictures as one self-contained HTML page and as Markdown.
 
-Nothing but text comes in: every character that means something in HTML or Markdown is escaped here, in one place, so
-that a problem or a completion shows as what it is. The page holds its pictures and its style, no script, no link to
-elsewhere.
+All input is plain text: every character with a meaning in HTML or Markdown is escaped here, in one place, so that a
+problem or a completion is shown verbatim. The page embeds its pictures and its style; it has no script and no external
+link.
 """
 
 import base64
@@ -36,7 +36,7 @@ pre { background: #f5f5f5; padding: .6rem .8rem; overflow-x: auto; font-size: .8
 @media print { nav { display: none; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
 """
 NUMBER = re.compile(r"[+\-−]?[\d.,]+(e[+\-]?\d+)?( ?[%×])?|–")
-LONG = 48  # characters of a cell above which it may be broken over several lines
+LONG = 48  # cells with more characters may wrap
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list; `findings` sets it off as what the document has to say."""
+    """A list; `findings` highlights it as the document's findings."""
 
     items: Sequence[str]
     findings: bool = False
@@ -56,7 +56,7 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header; a column whose cells are all numbers is set to the right."""
+    """Rows of cells under a header; a column whose cells are all numbers is right-aligned."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -65,7 +65,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG picture; `alt` says what it shows to those who do not see it, `name` is its file beside Markdown."""
+    """An SVG picture; `alt` is its alternative text, `name` its file name beside the Markdown."""
 
     name: str
     svg: bytes
@@ -75,14 +75,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Commands:
-    """Command lines, one a line."""
+    """Command lines, one per line."""
 
     lines: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What is not there yet and the command that makes it."""
+    """A missing part and the command that makes it."""
 
     what: str
     command: str
@@ -93,7 +93,7 @@ Block = Text | Bullets | Table | Picture | Commands | Missing
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it."""
+    """A heading and the blocks under it."""
 
     title: str
     blocks: Sequence[Block]
@@ -112,7 +112,7 @@ class Document:
 
 
 def to_html(document: Document) -> str:
-    """The document as one HTML page without anything outside it."""
+    """The document as one self-contained HTML page."""
     names = [_anchor(number, section.title) for number, section in enumerate(document.sections)]
     links = "".join(
         f'<a href="#{name}">{_escape(section.title)}</a>'
@@ -127,7 +127,7 @@ def to_html(document: Document) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # Should an escape ever be forgotten, a browser still loads and runs nothing.
+        # If an escape is ever forgotten, a browser still loads and runs nothing.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">\n"
         f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
@@ -150,7 +150,7 @@ def _anchor(number: int, title: str) -> str:
 
 
 def printable(text: object) -> str:
-    """Text without the characters that neither HTML nor SVG can hold."""
+    """Replace the characters that neither HTML nor SVG can hold."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", str(text))
 
 
@@ -200,13 +200,13 @@ def _table_html(table: Table) -> str:
 
 
 def _inline(text: object) -> str:
-    """Text on one line in which Markdown finds nothing to do."""
+    """Text on one line, with HTML and Markdown syntax escaped."""
     flat = " ".join(printable(text).split())
     return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", flat), quote=False)
 
 
 def _plain(text: object) -> str:
-    """The same at the start of a line, where signs and numbers would begin a heading or a list."""
+    """Like `_inline`, for the start of a line, where symbols and numbers would begin a heading or a list."""
     shown = re.sub(r"^([#+\-=])", r"\\\1", _inline(text))
     return re.sub(r"^(\d+)([.)])", r"\1\\\2", shown)
 

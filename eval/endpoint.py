@@ -1,11 +1,11 @@
-"""Measure one deployed endpoint on a run's held-out problems: is what is served what was judged?
+"""Measure one deployed endpoint on a run's held-out problems: does it serve what was evaluated?
 
     python -m eval endpoint --url http://127.0.0.1:8000 --run runs/tiny
     python -m eval endpoint --url https://models.example/v1 --model tiny-fp8 --run runs/tiny --cell grpo/fp8
 
-Any OpenAI-compatible server, checked as README.md says ("Backends"). Where the run's own evaluation holds the cell
-that is deployed, measured on the same problems in the same way, the two are compared problem by problem.
-Exits 1 when the endpoint is shown to be worse than that cell, or its completions are out of the gate's limits.
+Works with any OpenAI-compatible server, checked as README.md says ("Backends"). If the run's own evaluation holds the
+deployed cell, measured on the same problems in the same way, the two are compared problem by problem.
+Exits 1 if the endpoint is shown to be worse than that cell, or if its completions are outside the gate's limits.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PROMPT = ("system_prompt", "prompt_suffix", "chat_template_kwargs")  # keys of d
 
 
 def main(argv: list[str]) -> int:
-    """Measure, compare, write endpoint.json; 0 unless the endpoint is shown to be worse or out of limits."""
+    """Measure, compare, write endpoint.json; return 0 unless the endpoint is shown to be worse or out of limits."""
     arguments, overrides = parse_arguments(argv)
     run = RunDir.open(arguments.run)
     overrides = [*overrides, "--eval.backend=server"]
@@ -112,14 +112,14 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def deployed_cell(text: str) -> tuple[str, str]:
-    """("grpo", "fp8") of "grpo/fp8"; `BadInput` for what is no cell of a matrix."""
+    """Parse "grpo/fp8" into ("grpo", "fp8"); `BadInput` if it is not a cell of a matrix."""
     policy, name = next(iter(parse_cells([f"{text}=it"], "cell")))
     check_formats([name])
     return policy, name
 
 
 def tokenizer_place(run: RunDir, policy: str, name: str, given: Path | None) -> Path:
-    """Where the tokenizer lies that the endpoint must have: `given`, the merged checkpoint, or the original one."""
+    """Directory of the tokenizer that the endpoint must have: `given`, the merged checkpoint, or the original one."""
     if given is not None:
         if not given.is_dir():
             raise BadInput(f"--tokenizer {given} is no directory.")
@@ -132,7 +132,7 @@ def tokenizer_place(run: RunDir, policy: str, name: str, given: Path | None) -> 
 
 
 def measure(config: Config, problems: list[Any], asking: Asking, scoring: Any, ask: Any) -> Cell:
-    """The scored completions of `ask()`, which gives `Answers`."""
+    """Score the completions of `ask()`, which returns `Answers`."""
     started, pool = time.perf_counter(), answer_pool(config)
     try:
         answers: Answers = ask()
@@ -144,13 +144,13 @@ def measure(config: Config, problems: list[Any], asking: Asking, scoring: Any, a
 
 
 def ways(config: Config) -> dict:
-    """What makes two measurements of the same problems comparable, whoever generated."""
+    """Settings that must match for two measurements of the same problems to be comparable, whatever generated them."""
     names = ("max_new_tokens", "temperature", "samples", "reward", "reward_threshold")
     return {name: measurement(config)[name] for name in names}
 
 
 def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tuple[list[Record], str]:
-    """The records of the run's own evaluation of the deployed cell, or [] and why they cannot be compared."""
+    """Return the records of the run's own evaluation of the deployed cell, or [] and why they cannot be compared."""
     header, file = meta_file(folder, policy, name), records_file(folder, policy, name)
     if not header.is_file() or not file.is_file():
         return [], f"{policy}/{name} has not been evaluated (python -m eval)"
@@ -169,9 +169,9 @@ def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tupl
 
 
 def compare(now: list[Record], before: list[Record], samples: int) -> dict:
-    """Accuracy of the endpoint minus that of the cell, same problems: {"difference", "interval", "n", "same"}.
+    """Accuracy of the endpoint minus that of the cell on the same problems: {"difference", "interval", "n", "same"}.
 
-    `same` is the share of completions that are alike to the last character, where both are greedy or the same sample.
+    `same` is the share of completions that are identical, both being greedy or the same sample.
     """
     scores = decided_scores(
         {("grpo", "after"): now, ("grpo", "before"): before}, [("grpo", "after"), ("grpo", "before")]
@@ -182,7 +182,7 @@ def compare(now: list[Record], before: list[Record], samples: int) -> dict:
 
 
 def conclusion(result: dict) -> list[str]:
-    """What the comparison and the limits allow to say."""
+    """Sentences that the comparison and the limits support."""
     lines, found, deployed = [], result["compared"], result["deployed"]
     if found is None:
         lines.append(f"Not compared with the run's evaluation: {result['not_compared']}.")

@@ -1,4 +1,4 @@
-"""What lies in a run's directory, read once for the report, and how its values are written."""
+"""The files of a run's directory, read once for the report, and the formatting of their values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ NONE = "–"
 
 @dataclass
 class Found:
-    """What lies in a run's directory, read once; None or empty where there is nothing."""
+    """Content of a run's directory, read once; None or empty for missing files."""
 
     run: RunDir
     config: dict
@@ -33,12 +33,12 @@ class Found:
 
     @property
     def trained(self) -> str:
-        """What the run's trained policy is called."""
+        """Display name of the run's trained policy."""
         return trained_name(self.config.get("config") or {})
 
     @property
     def remade(self) -> list[tuple[str, str]]:
-        """(policy, format) of the checkpoints that are others than those that eval.json measured."""
+        """(policy, format) of the checkpoints that differ from those measured in eval.json."""
         matrix = (self.result or {}).get("matrix") or {}
         cells = {(policy, name): cell for policy, row in matrix.items() for name, cell in row.items()}
         now = {key: self.manifests.get(("dequantized", *key)) for key in cells}
@@ -55,7 +55,7 @@ class Found:
 
 
 def find(run: RunDir, folder: Path, result: dict | None) -> Found:
-    """Everything that a report can show; files of `folder` go before those of the run's own directory."""
+    """Read everything that a report can show; files in `folder` take precedence over those in the run directory."""
     log = MetricsLog(run.metrics_file)
     log.poll()
     manifests = {}
@@ -92,6 +92,6 @@ def rank(key: tuple[str, str, str]) -> tuple:
 
 
 def p_values(difference: dict) -> list[str]:
-    """[p, p adjusted for all formats] of a difference, a dash for what was not computed."""
+    """[p, p adjusted for all formats] of a difference, with a dash for what was not computed."""
     own = difference.get("mcnemar_p") if difference.get("p") is None else difference["p"]
     return [NONE if value is None else p_value(value) for value in (own, difference.get("holm_p"))]

@@ -1,16 +1,16 @@
-"""Promote the deployed format's GRPO checkpoint, or say which rule it misses; `python -m eval gate --run …`.
+"""Promote the deployed format's GRPO checkpoint, or report which rule it misses; `python -m eval gate --run …`.
 
-A rule passes when the data show it, not when they merely do not contradict it:
-- `min_gain`: the lower end of the gain's 95 % interval lies above it (0.0 therefore means: a gain is shown).
-- `max_quantization_loss`: the upper end of the interval of what the format loses against bf16 is at most this much,
-  for GRPO's accuracy and for the gain alike. This is a non-inferiority test with the limit as margin: with few
-  problems the interval is wide and the verdict is "not shown", which more problems can change.
-- `min_problems`: so many problems are behind these intervals.
+A rule passes if the data show it, not if they merely do not contradict it:
+- `min_gain`: the lower end of the gain's 95 % interval is above it (so 0.0 means that a gain is shown).
+- `max_quantization_loss`: the upper end of the interval of the format's loss against bf16 is at most this much, both
+  for GRPO's accuracy and for the gain. This is a non-inferiority test with the limit as margin: with few problems the
+  interval is wide and the verdict is "not shown", which more problems can change.
+- `min_problems`: at least this many problems are behind these intervals.
 - hygiene rates of GRPO in that format and in bf16, answers that could not be compared in any cell used, and the KL to
   the policy that `merge` measured: point values against their limits. A value that was not measured fails.
-The held-out problems are read again and must share none with the training problems of the run, as its configuration
-names them and as its ledger lists them; one that does takes a promotion back.
-Only the gate writes `promoted` into a manifest: true on a pass, false again when a later gate does not pass.
+The held-out problems are read again and must share none with the run's training problems, neither with those that its
+configuration names nor with those that its ledger lists; one that does revokes a promotion.
+Only the gate writes `promoted` into a manifest: true on a pass, false again if a later gate does not pass.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
 from kit.core.run_directory import RunDir, file_hash
 
-# Columns are looked for one by one, and how many prompts share a batch is a matter of speed.
+# Formats are checked column by column, and the batch size only affects speed.
 NOT_COMPARED = ("formats", "batch_size")
 
 
 def main(argv: list[str]) -> int:
-    """0 and a promoted artifact when every rule passes, 1 when one does not; `BadInput` when eval.json is stale."""
+    """Promote the artifact and return 0 if every rule passes, else return 1; `BadInput` if eval.json is stale."""
     parser = argparse.ArgumentParser(
         prog="python -m eval gate",
         description=__doc__,
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def gated_artifact(run: RunDir, name: str) -> Artifact:
-    """The GRPO checkpoint in the gate's format, whole and of the run's base."""
+    """Return the GRPO checkpoint in the gate's format, verified to be complete and of the run's base."""
     if name == "nf4":
         raise BadInput(
             "eval.gate.format is nf4, which is measured as NF4 base + adapter: there is no merged checkpoint to "
@@ -103,10 +103,10 @@ def gated_artifact(run: RunDir, name: str) -> Artifact:
 
 
 def check_problems(run: RunDir, config: Config, result: dict) -> None:
-    """The held-out problems are those that were measured and none of them was trained on, both by content.
+    """Check by content that the held-out problems are those that were measured and that none was trained on.
 
-    Trained on: among the training problems of the configuration that the gate was given, of the run's own, or in its
-    ledger. `CheckFailed` when one is, `BadInput` when they are not the problems of eval.json.
+    Trained on means: among the training problems of the configuration that the gate was given or of the run's own, or
+    in its ledger. `CheckFailed` if one is, `BadInput` if they are not the problems of eval.json.
     """
     from kit.data.problems import load_problems
 
@@ -122,7 +122,7 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
             f"{len(trained)} of {len(problems)} held-out problems were trained on: {run.ledger_file} lists "
             f"{trained[0].source}, {trained[0].question[:100]!r}. Point data.eval_path at other problems."
         )
-    # An evaluation of an earlier version lacks newer keys, which had their defaults' meaning.
+    # An evaluation by an earlier version lacks newer keys; it behaved as their defaults do.
     data = dataclasses.asdict(DataConfig()) | (result.get("data") or {})
     expected = dataclasses.asdict(config.data)
     if other := [key for key, value in expected.items() if data.get(key) != value]:
@@ -139,8 +139,8 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
 
 
 def consumed_ids(run: RunDir) -> set[str]:
-    """The ids in the run's ledger; empty without one. A last line that was cut short, as a full disk leaves it, is of
-    a step that was not taken; `BadInput` for any other that is no entry."""
+    """Ids in the run's ledger; empty without one. A truncated last line, as a full disk leaves it, belongs to a step
+    that was not taken; `BadInput` for any other invalid line."""
     consumed: set[str] = set()
     lines = run.ledger_file.read_text().split("\n") if run.ledger_file.is_file() else []
     for number, line in enumerate(lines, 1):
@@ -153,7 +153,7 @@ def consumed_ids(run: RunDir) -> set[str]:
 
 
 def check_measurement(run: RunDir, config: Config, result: dict) -> None:
-    """`BadInput` unless the evaluation asked as the configuration says."""
+    """Raise `BadInput` unless the evaluation measured as the configuration says."""
     measured = result.get("eval") or {}
     expected = {key: value for key, value in measurement(config).items() if key not in NOT_COMPARED}
     if other := [key for key, value in expected.items() if measured.get(key) != value]:
@@ -176,7 +176,7 @@ def check_measurement(run: RunDir, config: Config, result: dict) -> None:
 
 
 def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:
-    """`BadInput` unless the evaluation measured these very checkpoints, those of base and GRPO in format and bf16."""
+    """Raise `BadInput` unless the evaluation measured exactly these checkpoints: base and GRPO in format and bf16."""
     name, manifest = config.eval.gate.format, checkpoint.manifest
     formats = list(dict.fromkeys((name, "bf16")))
     absent = [f"{policy} in {used}" for used in formats for policy in POLICIES if used not in result["matrix"][policy]]
@@ -206,12 +206,12 @@ def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact)
 
 
 def _again(run: RunDir, result: dict, formats: Iterable[str] = ()) -> str:
-    """The command that measures what `result` did, and `formats`."""
+    """The command that measures what `result` did, plus `formats`."""
     return f"Evaluate again: {eval_command(run, list(dict.fromkeys([*result['matrix']['grpo'], *formats])))}"
 
 
 def base_note(config: Config, result: dict) -> str | None:
-    """Where a gain lies over a base that was cut off or answered in no form; None when the base is in range."""
+    """A note on how much of a gain is where the base was truncated or unparseable; None if the base is in range."""
     name = config.eval.gate.format
     cell, form = result["matrix"]["base"][name], result["gain"][name].get("base_form")
     found = [one for one in findings(cell, limits_of(config)) if one["key"] != UNDECIDED] if form else []
@@ -227,7 +227,7 @@ def base_note(config: Config, result: dict) -> str | None:
 
 
 def print_rules(rules: list[Rule], checkpoint: Artifact) -> None:
-    """The table of rule, limit, measured, verdict, as plain lines that survive a pipe."""
+    """Print the table of rule, limit, measured value and verdict as plain lines that survive a pipe."""
     widths = [max(len(getattr(rule, part)) for rule in rules) for part in ("name", "limit", "measured")]
     manifest = checkpoint.manifest
     print(f"gate {checkpoint.path}: {manifest['policy']} v{manifest.get('adapter_version')} in {manifest['format']}")

@@ -1,11 +1,11 @@
-"""Completions of chat prompts, batched, with the checks that keep a measurement from being void.
+"""Batched completions of chat prompts, with the checks that keep a measurement from being invalid.
 
 Covers: the chat template applied exactly once, left padding, the model's own end-of-turn token as stop token, greedy
-decoding, and sampling with common random numbers: every checkpoint meets the same noise on the same problem, sample,
+decoding, and sampling with common random numbers: every checkpoint gets the same noise for the same problem, sample,
 position and token, so two nearly equal checkpoints draw nearly equal completions and their paired difference is tight.
-A chat model fed raw prompts, or generating past its end of turn, measures the wrong thing without an error, so both
-are refused before the first batch.
-Does not cover: top_p and top_k. Other engines than transformers are in vllm_backend.py and server_backend.py.
+A chat model that is fed raw prompts, or that generates past its end of turn, silently measures the wrong thing, so
+both are refused before the first batch.
+Not covered: top_p and top_k. Engines other than transformers are in vllm_backend.py and server_backend.py.
 """
 
 import hashlib
@@ -36,10 +36,10 @@ class Generation:
 def render_prompts(
     tokenizer: Any, conversations: Sequence[list[dict]], template_arguments: dict | None = None
 ) -> list[str]:
-    """Each conversation with the chat template applied once and the assistant's turn opened.
+    """Render each conversation with the chat template applied once and the assistant's turn opened.
 
-    `BadInput` when a message already holds a special token of the tokenizer: its text went through a template before,
-    or the data would forge a turn.
+    `BadInput` if a message already contains a special token of the tokenizer: its text already went through a
+    template, or the data would forge a turn.
     """
     special = list(special_tokens(tokenizer))
     for conversation in conversations:
@@ -63,13 +63,13 @@ def generate(
     samples: int = 1,
     template_arguments: dict | None = None,
 ) -> list[Generation]:
-    """`samples` completions per conversation, those of one together, at most `max_new_tokens` tokens each.
+    """Generate `samples` completions per conversation, those of one together, of at most `max_new_tokens` tokens each.
 
     `temperature` 0 is greedy; above it, tokens are drawn from softmax(logits / temperature) by the Gumbel-max method
-    (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's place in `conversations`,
-    the sample, the position and the token, so neither on the batch nor on the order nor on how many samples there are.
-    Prompts of similar length share a batch, so little of it is padding; results return in input order.
-    `template_arguments` are `data.chat_template_kwargs`.
+    (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's index in `conversations`,
+    the sample, the position and the token: not on the batch, the order or the number of samples. Prompts of similar
+    length share a batch to keep padding small; results are in input order. `template_arguments` are
+    `data.chat_template_kwargs`.
     """
     import torch
     from transformers import LogitsProcessorList
@@ -82,7 +82,7 @@ def generate(
     prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     order = list(itertools.product(range(len(prompts)), range(samples)))
-    order.sort(key=lambda place: -len(prompts[place[0]]))  # longest first: out of memory at once
+    order.sort(key=lambda place: -len(prompts[place[0]]))  # longest first: fails at once if memory is short
     results: list[Generation | None] = [None] * len(order)
     model.eval()
     with torch.inference_mode(), _plain_greedy(model, stops, pad, max_new_tokens) as settings:
@@ -102,7 +102,7 @@ def generate(
 
 
 def check_sampling(temperature: float, samples: int) -> None:
-    """`BadInput` for a temperature below 0, no sample, or several samples that would all be the greedy one."""
+    """Raise `BadInput` for a temperature below 0, no sample, or several samples that would all be the greedy one."""
     if not temperature >= 0 or samples < 1:
         raise BadInput(
             f"eval.temperature ({temperature}) must be 0 (greedy) or above, eval.samples ({samples}) at least 1."
@@ -117,9 +117,9 @@ def check_sampling(temperature: float, samples: int) -> None:
 class GumbelNoise:
     """A logits processor after which argmax is an exact sample of softmax(scores / temperature).
 
-    The noise of a token is a hash of (seed, problem, sample, position, token): whatever shares the batch, it is the
-    same for every checkpoint, and on every device up to the last bits of a float32 logarithm. `rows` are the (problem,
-    sample) of the batch's rows, a problem being its place among all problems.
+    The noise of a token is a hash of (seed, problem, sample, position, token): it is the same for every checkpoint and
+    any batch, and on every device up to the last bits of a float32 logarithm. `rows` are the (problem, sample) of the
+    batch's rows, where a problem is its index among all problems.
     """
 
     def __init__(self, temperature: float, seed: int, rows: Sequence[tuple[int, int]], prompt_length: int):
@@ -131,26 +131,26 @@ class GumbelNoise:
 
         position = input_ids.shape[1] - self.prompt_length
         streams = _mix(torch.tensor(self.keys, device=scores.device) + torch.tensor(position) * _STEP)
-        # On a CPU a row at a time, which stays in its cache: 2.4 times as fast at V = 151,936.
+        # On a CPU, one row at a time stays in the cache: 2.4 times as fast at V = 151,936.
         rows = streams.split(1) if scores.device.type == "cpu" else [streams]
         noise = torch.cat([_gumbel(row, scores.shape[1]) for row in rows])
         return noise.add_(scores.float() / self.temperature)
 
 
-# SplitMix64 (Steele, Lea and Flood 2014): a 64-bit counter times an odd constant, mixed. Constants are as signed
+# SplitMix64 (Steele, Lea and Flood 2014): a 64-bit counter times an odd constant, mixed. Constants are signed
 # integers, whose products wrap around in the same way.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIXERS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 def sample_key(seed: int, problem: int, sample: int) -> int:
-    """The 64-bit signed number that all random numbers of one completion follow from."""
+    """64-bit signed seed from which all random numbers of one completion derive."""
     digest = hashlib.blake2b(f"{seed}/{problem}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def _mix(values: Any) -> Any:
-    """SplitMix64's finalizer of an int64 tensor, in place."""
+    """Apply SplitMix64's finalizer to an int64 tensor in place."""
     for shift, factor in _MIXERS:
         values ^= (values >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the mask makes the shift a logical one
         values *= factor
@@ -170,9 +170,9 @@ def _gumbel(streams: Any, width: int) -> Any:
 
 
 def set_threads(parameters: int) -> None:
-    """Give torch one CPU thread for a model whose matrices are too small to share (README.md has the measurement).
+    """Limit torch to one CPU thread for a model whose matrices are too small to split (measured in README.md).
 
-    OMP_NUM_THREADS in the environment decides instead when it is set.
+    OMP_NUM_THREADS in the environment takes precedence if it is set.
     """
     import torch
 
@@ -182,7 +182,7 @@ def set_threads(parameters: int) -> None:
 
 @contextmanager
 def _plain_greedy(model: Any, stops: list[int], pad: int, max_new_tokens: int) -> Iterator[Any]:
-    """Generation settings that hold nothing but greedy, stop and pad; the model's own are out of reach meanwhile.
+    """Yield generation settings with only greedy, stop and pad, and hide the model's own meanwhile.
 
     transformers fills what a passed configuration leaves unset from the model's own: Qwen2.5-Instruct ships
     repetition_penalty 1.1, which would change greedy completions.

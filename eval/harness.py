@@ -1,12 +1,12 @@
-"""lm-evaluation-harness on the same checkpoint and the same problems, its number beside ours.
+"""Run lm-evaluation-harness on the same checkpoint and the same problems, and compare its score with ours.
 
     python -m eval lm_eval --run runs/tiny --policy grpo --format bf16     # runs it, as `make lm_eval` installed it
     python -m eval lm_eval --run runs/tiny --format fp8 --url http://127.0.0.1:8000 --model NAME    # a vLLM server
     python -m eval lm_eval --run runs/tiny --format bf16 --results FILE    # only compares what it wrote before
 
-Two tasks of eval/lm_eval: kit_gsm8k asks as the harness's own gsm8k does, kit_problems in the policy's own words. The
-problems are those that eval.json was measured on. Writes lm_eval.json beside eval.json: both numbers with 95 % Wilson
-intervals, the difference on the same problems, and where the protocols differ.
+Its two tasks are in eval/lm_eval: kit_gsm8k prompts as the harness's own gsm8k does, kit_problems in the policy's own
+words. The problems are those that eval.json was measured on. Writes lm_eval.json beside eval.json: both scores with
+95 % Wilson intervals, the difference on the same problems, and where the protocols differ.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from kit.data.problems import SUFFIXES, TEXT_FORMATS, chat_messages
 ROOT = Path(__file__).parents[1]
 TASKS = ("kit_gsm8k", "kit_problems")
 INSTALLED = ROOT / ".venv-lm_eval" / "bin" / "lm_eval"
-SHOTS = 5  # of the harness's own gsm8k
+SHOTS = 5  # as in the harness's own gsm8k
 
 
 @dataclass(frozen=True)
 class Score:
-    """One number of the harness: a task read with one of its filters; `right` maps problem ids to 0 or 1."""
+    """One score of the harness: a task with one of its filters; `right` maps problem ids to 0 or 1."""
 
     task: str
     filter: str
@@ -56,7 +56,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file of the harness: its scores, and the parts of its protocol that ours may differ in."""
+    """A results file of the harness: its scores, and the parts of its protocol in which ours may differ."""
 
     file: Path
     scores: list[Score]
@@ -85,12 +85,12 @@ class Measured:
 
     @property
     def work(self) -> Path:
-        """Where the harness's files of this cell go."""
+        """Folder for the harness's files of this cell."""
         return self.folder.resolve() / "lm_eval" / f"{self.policy}-{self.format}"
 
 
 def main(argv: list[str]) -> int:
-    """Run the harness (or read its results), compare with the cell, write lm_eval.json; 0 when both were there."""
+    """Run the harness (or read its results), compare with the cell, write lm_eval.json; return 0 if both exist."""
     arguments, overrides = parse_arguments(argv)
     measured = find_measured(arguments, overrides)
     if arguments.results is None:
@@ -140,7 +140,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def find_measured(arguments: argparse.Namespace, overrides: list[str]) -> Measured:
-    """The cell, its checkpoint and its problems, checked to be those that eval.json speaks of."""
+    """Return the cell, its checkpoint and its problems, checked to be those of eval.json."""
     run = RunDir.open(arguments.run)
     own = run_config(run, overrides, arguments.config)
     name, folder = arguments.format or own.eval.gate.format, arguments.out or run.path
@@ -171,7 +171,7 @@ def find_measured(arguments: argparse.Namespace, overrides: list[str]) -> Measur
 
 
 def harness_command(measured: Measured, arguments: argparse.Namespace) -> list[str]:
-    """The harness's command line for the cell; `BadInput` when it cannot be started."""
+    """The harness's command line for the cell; `BadInput` if it cannot be started."""
     if not arguments.lm_eval.is_file():
         raise BadInput(f"{arguments.lm_eval} does not exist. Make it with: make lm_eval, or name one with --lm_eval.")
     where: dict[str, Any] = {
@@ -210,7 +210,7 @@ def _dtype(cell: dict, result: dict) -> str:
 
 
 def _shots(measured: Measured, arguments: argparse.Namespace) -> Path | None:
-    """The file of worked examples; the run's training file when it is a jsonl that holds them."""
+    """The file of worked examples; by default the run's training file, if it is a jsonl that has them."""
     if not arguments.num_fewshot or "kit_gsm8k" not in arguments.tasks:
         return None
     file = arguments.fewshot
@@ -227,7 +227,7 @@ def _shots(measured: Measured, arguments: argparse.Namespace) -> Path | None:
 
 
 def write_problems(measured: Measured) -> None:
-    """problems.jsonl, the data set of the harness's tasks: the cell's problems, in order."""
+    """Write problems.jsonl, the data set of the harness's tasks: the cell's problems, in order."""
     measured.work.mkdir(parents=True, exist_ok=True)
     partial = measured.work / "problems.jsonl.partial"
     with open(partial, "w", encoding="utf-8") as file:
@@ -241,9 +241,9 @@ def write_problems(measured: Measured) -> None:
 
 
 def run_harness(command: list[str], folder: Path) -> Path:
-    """Run the harness and return the results file it wrote; `CheckFailed` with the end of its log when it fails."""
+    """Run the harness and return the results file it wrote; `CheckFailed` with the end of its log if it fails."""
     log, started = folder / "lm_eval.log", time.time()
-    # Nothing is taken from a hub: problems and checkpoint are files.
+    # Nothing is downloaded: problems and checkpoint are local files.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with open(log, "w") as file:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
@@ -257,7 +257,7 @@ def run_harness(command: list[str], folder: Path) -> Path:
 
 
 def newest_results(folder: Path) -> Path:
-    """The last results_*.json anywhere in a folder."""
+    """The newest results_*.json anywhere in a folder."""
     found = sorted(folder.rglob("results_*.json"), key=lambda file: file.stat().st_mtime)
     if not found:
         raise BadInput(f"{folder} holds no results_*.json of the harness.")
@@ -268,7 +268,7 @@ def newest_results(folder: Path) -> Path:
 
 
 def read_results(file: Path) -> Results:
-    """The exact-match scores of a results file, with the answers by problem where its samples lie beside it."""
+    """Read the exact-match scores of a results file, with the answers by problem if its samples file is beside it."""
     raw = read_json(file) if file.is_file() else None
     if not isinstance(raw, dict) or not isinstance(raw.get("results"), dict):
         raise BadInput(f"{file} is not a results file of lm_eval (results_<date>.json).")
@@ -294,7 +294,7 @@ def _samples_file(file: Path, task: str) -> Path:
 
 
 def read_samples(file: Path) -> dict[str, dict[str, float]]:
-    """{filter: {problem id: 0 or 1}} of a samples file; {} without one, or of a task whose rows have no problem_id."""
+    """{filter: {problem id: 0 or 1}} of a samples file; {} without one, or if a task's rows have no problem_id."""
     found: dict[str, dict[str, float]] = {}
     if not file.is_file():
         return found
@@ -315,9 +315,9 @@ def read_samples(file: Path) -> dict[str, dict[str, float]]:
 
 
 def compare(measured: Measured, results: Results) -> dict:
-    """Ours, each of the harness's scores with the difference on the same problems, and where the protocols differ.
+    """Our score, each harness score with the difference on the same problems, and where the protocols differ.
 
-    `BadInput` when the harness loaded another checkpoint than the cell's.
+    `BadInput` if the harness loaded another checkpoint than the cell's.
     """
     pretrained = (results.raw.get("config") or {}).get("model_args") or {}
     pretrained = pretrained.get("pretrained") if isinstance(pretrained, dict) else None
@@ -353,7 +353,7 @@ def compare(measured: Measured, results: Results) -> dict:
 
 
 def _difference(measured: Measured, score: Score) -> dict | None:
-    """The harness's score minus ours on the problems that both decided, None without its samples."""
+    """The harness's score minus ours on the problems that both decided; None without its samples."""
     if score.right is None:
         return None
     records = read_records(records_file(measured.folder / "eval", measured.policy, measured.format))
@@ -371,7 +371,7 @@ def _difference(measured: Measured, score: Score) -> dict | None:
 
 
 def differences(measured: Measured, results: Results, task: str) -> list[str]:
-    """Where the harness's protocol for a task is not ours, one sentence each; what is equal is not named."""
+    """Describe where the harness's protocol for a task differs from ours, one sentence each."""
     raw, config = results.raw, results.config(task)
     made, ours = config.get("generation_kwargs") or {}, measured.result
     said = []
@@ -417,13 +417,13 @@ def differences(measured: Measured, results: Results, task: str) -> list[str]:
 
 
 def _rule(found: dict) -> str:
-    """What a filter takes as the answer, in words."""
+    """Describe what a filter takes as the answer."""
     first = (found.get("filter") or [{}])[0]
     which = {0: "the first match of", -1: "the last match of"}.get(first.get("group_select", 0), "a match of")
     return f"{which} {first.get('regex_pattern')}" if first.get("function") == "regex" else str(first.get("function"))
 
 
-# Keys of generation_config.json that change greedy completions, each with the value that changes nothing.
+# Keys of generation_config.json that change greedy completions, each with its neutral value.
 _ACTS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_length": 0, "num_beams": 1}
 
 
@@ -446,7 +446,7 @@ def _template(checkpoint: Path) -> str | None:
 
 
 def lines(measured: Measured, comparison: dict) -> list[str]:
-    """The comparison for the terminal: ours first, then each number of the harness, then the differences."""
+    """The comparison for the terminal: our score first, then each score of the harness, then the differences."""
     ours = comparison["ours"]
     shown = [_line("ours", ours["accuracy"], ours["interval"], comparison["n"])]
     for score in comparison["harness"]:
@@ -469,7 +469,7 @@ def _line(name: str, accuracy: float, interval: Sequence[float], n: int) -> str:
 
 
 def publish(measured: Measured, comparison: dict, command: list[str]) -> None:
-    """Put the comparison into lm_eval.json beside eval.json; comparisons of other cells stay."""
+    """Write the comparison into lm_eval.json beside eval.json, keeping comparisons of other cells."""
     file = measured.folder / "lm_eval.json"
     cells = (read_json(file).get("cells") or {}) if file.is_file() else {}
     cells[f"{measured.policy}/{measured.format}"] = {

@@ -1,7 +1,7 @@
-"""Whether a cell's accuracy may bear a conclusion: parse rate, prompt leak, end of turn, cut completions, undecided.
+"""Whether a cell's accuracy can support a conclusion: parse rate, prompt leak, end of turn, truncation, undecided.
 
 The limits are those of the gate (`eval.gate`) and, for undecided answers, `reward.max_unknown_fraction`; a
-configuration that sets none has their defaults.
+configuration that sets none gets their defaults.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kit.core.config.schema import Config, GateConfig, RewardConfig
 
 @dataclass(frozen=True)
 class Limits:
-    """What a cell's rates must keep, and `margin`: the loss of gain below which a gain is called surviving."""
+    """Limits on a cell's rates, and `margin`: the loss of gain below which a gain is said to survive."""
 
     min_parse_rate: float = GateConfig.min_parse_rate
     max_prompt_leak: float = GateConfig.max_prompt_leak
@@ -24,7 +24,7 @@ class Limits:
     margin: float = GateConfig.max_quantization_loss
 
 
-# Key of a cell, its limit, whether the limit is a floor, what the rate is the share of.
+# Key of a cell, its limit, whether the limit is a floor, what the rate is a share of.
 RATES = (
     ("parse_rate", "min_parse_rate", True, "completions with a readable answer"),
     ("prompt_leak_rate", "max_prompt_leak", False, "completions that repeat the prompt"),
@@ -56,7 +56,7 @@ def rates(records: Sequence[Record]) -> dict[str, float]:
 
 
 def holds(value: float, limit: float, floor: bool) -> bool:
-    """Whether a rate keeps its limit; both ends are within."""
+    """Whether a rate is within its limit, inclusive."""
     return value >= limit if floor else value <= limit
 
 
@@ -72,5 +72,5 @@ def findings(cell: dict[str, float], limits: Limits) -> list[dict[str, Any]]:
 
 
 def well_formed(record: Record) -> bool:
-    """Whether a completion gave an answer that could be read and ended by itself."""
+    """Whether a completion gave a parseable answer and ended by itself."""
     return record.parsed and record.ended and not record.hit_max_tokens

@@ -1,6 +1,6 @@
-"""What the trained policy of a run is called: GRPO, or distilled where it learned from a teacher.
+"""Display name of a run's trained policy: GRPO, or distilled if it learned from a teacher.
 
-In paths and in cells it is `grpo` in both: the row beside `base`.
+In paths and cells it is `grpo` either way: the row beside `base`.
 """
 
 from merge.card import is_distilled
@@ -9,17 +9,17 @@ GRPO, DISTILLED = "GRPO", "distilled"
 
 
 def trained_name(config: dict) -> str:
-    """The name of a run's trained policy in headings and columns; `config` is the one of its config.json."""
+    """Name of a run's trained policy in headings and columns; `config` is that of its config.json."""
     return DISTILLED if is_distilled(config) else GRPO
 
 
 def name_of(result: dict) -> str:
-    """The same of an eval.json; one that does not say it was written when there was GRPO only."""
+    """The same for an eval.json; one without the name dates from when there was only GRPO."""
     return result.get("trained_policy", GRPO)
 
 
 def policy_name(policy: str, trained: str) -> str:
-    """A row of the matrix, `base` or `grpo`, as people read it."""
+    """Display name of a row of the matrix, `base` or `grpo`."""
     return trained if policy == "grpo" else policy
 
 

@@ -1,5 +1,6 @@
-"""`python -m eval report --run …`: one page over everything that lies in a run's directory, report.html and report.md,
-and eval.md and eval.png once more.
+"""`python -m eval report --run …`: one page on everything in a run's directory.
+
+Writes report.html and report.md, and redraws eval.md and eval.png.
 """
 
 import argparse
@@ -11,11 +12,11 @@ from eval.result import read_result
 from kit.core.errors import DONE, BadInput
 from kit.core.run_directory import RunDir, publish
 
-PICTURES = "report-pictures"  # report.md's, replaced whole
+PICTURES = "report-pictures"  # of report.md, replaced as a whole
 
 
 def main(argv: list[str]) -> int:
-    """Write report.html and report.md from what is there, and eval.md and eval.png when there is an eval.json."""
+    """Write report.html and report.md from the files that exist, and eval.md and eval.png if there is an eval.json."""
     parser = argparse.ArgumentParser(prog="python -m eval report", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument("--out", type=Path, help="folder that holds eval.json; default: the run directory")
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str, str]]:
-    """report.html, report.md and its pictures, each replaced whole; what is missing and the command that makes it."""
+    """Write report.html, report.md and its pictures, each replaced whole; return (missing part, its command) pairs."""
     from eval.document import Document, Missing, to_html, to_markdown
     from eval.found import find
     from eval.sections import sections

@@ -1,7 +1,7 @@
-"""The pictures of an evaluation: one function per picture, each returns a matplotlib Figure; `svg` and `png` write it.
+"""Plots of an evaluation: one function per plot, each returning a matplotlib Figure; `svg` and `png` write it.
 
-A format has one color and one marker wherever it appears; colors are those of Okabe and Ito (2008) and Tol (2021),
-which readers with a color deficiency tell apart. matplotlib is imported when something is drawn.
+A format has one color and one marker wherever it appears. The colors are those of Okabe and Ito (2008) and Tol (2021),
+which readers with a color deficiency can tell apart. matplotlib is imported when something is drawn.
 """
 
 import io
@@ -44,13 +44,13 @@ STYLE = {
     "axes.axisbelow": True,
     "grid.color": "#e6e6e6",
     "legend.frameon": False,
-    "text.parse_math": False,  # a name with dollar signs is a name
+    "text.parse_math": False,  # a name may have dollar signs
     "svg.hashsalt": "report",
 }
 
 
 def look(name: str, names: Sequence[str] = ()) -> tuple[str, str]:
-    """(color, marker) of a format; an unknown one gets those of its place among the unknown `names`."""
+    """(color, marker) of a format; an unknown one gets those of its position among the unknown `names`."""
     if name in FORMATS:
         return FORMATS[name]
     unknown = [other for other in names if other not in FORMATS]
@@ -64,7 +64,7 @@ def order(names: Sequence[str]) -> list[str]:
 
 
 def _label(name: object) -> str:
-    """A name as a picture shows it: one line, not longer than the picture can hold."""
+    """A name as shown in a plot: one line, truncated to LONGEST_LABEL."""
     text = " ".join(printable(name).split())
     return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 1]}…"
 
@@ -78,14 +78,14 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def svg(figure: "Figure") -> bytes:
-    """The picture as SVG with its letters as outlines, the same bytes for the same data."""
+    """The figure as SVG with its text as outlines; the same bytes for the same data."""
     content = io.BytesIO()
     figure.savefig(content, format="svg", metadata={"Date": None})
     return content.getvalue()
 
 
 def png(figure: "Figure", file: Path) -> None:
-    """Write the picture as PNG, whole or not at all."""
+    """Write the figure as PNG atomically."""
     partial = file.with_name(f".{file.name}.partial")
     with naming(file):
         figure.savefig(partial, dpi=130, format="png")
@@ -124,7 +124,7 @@ def matrix(result: dict) -> "Figure":
 
 
 def _forest(axes: Any, rows: list[tuple[float, float, list]], color: str, label: str | None, sign: bool) -> None:
-    """Estimates with their intervals; `rows` are (place, estimate, interval) in fractions."""
+    """Plot estimates with their intervals; `rows` are (place, estimate, interval) in fractions."""
     places, middles, intervals = zip(*rows, strict=True)
     # The bootstrap adds two pseudo-problems, so on few problems an estimate can lie outside its own interval.
     below = [100 * max(middle - low, 0) for middle, (low, _) in zip(middles, intervals, strict=True)]
@@ -138,8 +138,10 @@ def _forest(axes: Any, rows: list[tuple[float, float, list]], color: str, label:
 
 
 def training(steps: Sequence[int], curves: dict[str, tuple[str, str, Sequence[float]]]) -> "Figure":
-    """One panel per curve, {title: (key, unit, one value a step, NaN where unknown)}: each step in pale, smoothed in
-    full."""
+    """Draw one panel per curve: each step pale, the smoothed values solid.
+
+    `curves` is {title: (key, unit, one value per step, NaN if unknown)}.
+    """
     columns = min(3, len(curves))
     rows = math.ceil(len(curves) / columns)
     figure = _figure(3.7 * columns, 2.7 * rows)
@@ -163,8 +165,11 @@ def training(steps: Sequence[int], curves: dict[str, tuple[str, str, Sequence[fl
 
 
 def reward_curves(panels: dict[str, dict[str, tuple[int, list[Sequence[float]]]]]) -> "Figure":
-    """One panel per format, {format: {line: (steps before its first, rewards a step by seed)}}: each seed's running
-    mean in pale, the mean of the seeds in full, as far as all of them go."""
+    """Draw one panel per format: each seed's running mean pale, the mean over the seeds solid.
+
+    `panels` is {format: {line: (steps before its first, rewards per step by seed)}}. The mean ends with the shortest
+    seed.
+    """
     figure = _figure(3.7 * len(panels), 3.1)
     grid = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
     colors = ("#404040", "#0072b2", "#d55e00")
@@ -183,7 +188,7 @@ def reward_curves(panels: dict[str, dict[str, tuple[int, list[Sequence[float]]]]
 
 
 def layer_maps(layers: Sequence[dict], formats: Sequence[str], key: str, label: str) -> "Figure":
-    """A map per format of one figure of every layer: blocks of the model across, kinds of layers down.
+    """Draw a heatmap per format of one figure of every layer: blocks of the model across, kinds of layers down.
 
     Shares run from 0 to 1; `snr` is drawn as log10, since it spans decades, blue above the noise and red below it.
     """
@@ -241,7 +246,7 @@ def _table(
 
 
 def layer_profile(layers: Sequence[dict], trained: str) -> "Figure":
-    """How much each layer moved, and its tails before and after: relative update, kurtosis, share of outliers."""
+    """How much each layer changed, and its tails before and after: relative update, kurtosis, share of outliers."""
     kinds, blocks, places = _grid(layers)
     figure = _figure(11, 3.1)
     left, middle, right = figure.subplots(1, 3)
@@ -277,7 +282,7 @@ def _percent(value: float | None) -> float:
 
 
 def distances(rows: dict[str, tuple[float | None, float | None]]) -> "Figure":
-    """Next-token KL to the policy (log axis) and disagreement on the likeliest token, {format: (KL, top-1)}."""
+    """Next-token KL to the policy (log axis) and agreement on the most likely token, {format: (KL, top-1)}."""
     from matplotlib.ticker import FuncFormatter
 
     names = order(list(rows))
@@ -303,7 +308,7 @@ def distances(rows: dict[str, tuple[float | None, float | None]]) -> "Figure":
 
 
 def serving(formats: dict[str, dict]) -> "Figure":
-    """Throughput, latency (median, and 95 % dashed) and time to the first token against requests at a time."""
+    """Throughput, latency (median, and p95 dashed) and time to first token against the number of requests."""
     names = order(list(formats))
     figure = _figure(11, 3.7)
     panels = figure.subplots(1, 3)
@@ -333,7 +338,7 @@ def serving(formats: dict[str, dict]) -> "Figure":
 
 
 def _plain_ticks(axes: Any) -> None:
-    """1, 2 and 5 of every decade on a logarithmic axis, written out."""
+    """Label 1, 2 and 5 of every decade on a logarithmic axis, written out."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

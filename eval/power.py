@@ -1,8 +1,8 @@
-"""Planning: what a number of problems and completions can show, and how many an effect needs.
+"""Power analysis: what a number of problems and completions can show, and how many an effect needs.
 
-One quantity decides: the disagreement q, the mean over problems of (score after - score before)². With one completion
-per problem it is the share of problems on which the two disagree; with k it is smaller, since the chance of the
-single completion averages out. Effects are differences of accuracies, fractions in 0..1.
+It depends on one quantity, the disagreement q: the mean over problems of (score after - score before)². With one
+completion per problem it is the share of problems on which the two disagree; with k it is smaller, since the
+randomness of the single completion averages out. Effects are differences of accuracies, fractions in 0..1.
 """
 
 from math import ceil, sqrt
@@ -20,10 +20,10 @@ def minimum_detectable_effect(
 ) -> float:
     """Smallest difference of accuracies that n paired problems show with `power` at two-sided `alpha`; at most 1.
 
-    Solves n·d² = (z_{1-alpha/2}·sqrt(q) + z_{power}·sqrt(q - d²))² for d with q = `disagreement`, to be seen where the
-    effect is (Miettinen 1968, Biometrics 24:339; Connor 1987, Biometrics 43:207; with the variance of means of
+    Solves n·d² = (z_{1-alpha/2}·sqrt(q) + z_{power}·sqrt(q - d²))² for d with q = `disagreement`, as seen when the
+    effect is present (Miettinen 1968, Biometrics 24:339; Connor 1987, Biometrics 43:207; with the variance of means of
     `samples` completions Miller 2024, arXiv:2411.00640, section 5). A difference of d needs q >= d/samples, since a
-    problem's score moves by at least 1/samples: where `disagreement` is smaller, the least that makes it is used.
+    problem's score moves by at least 1/samples: if `disagreement` is smaller, the smallest q that allows d is used.
     """
     if n < 1 or samples < 1 or not 0 <= disagreement <= 1:
         raise BadInput(
@@ -64,9 +64,10 @@ def _problems(effect: float, disagreement: float, power: float, alpha: float, sa
 
 
 def seen_disagreement(differences: np.ndarray) -> float:
-    """The disagreement of `differences` (n,), one per problem, with the two pseudo-problems of the interval counted.
+    """Disagreement of `differences` (n,), one per problem, including the two pseudo-problems of the interval.
 
-    (Σd² + 2c²)/(n + 2), c from `stats.pseudo_change`: two policies that never disagreed are not taken to never do.
+    (Σd² + 2c²)/(n + 2), c from `stats.pseudo_change`: two policies that never disagreed are not assumed to never do
+    so.
     """
     values = np.asarray(differences, dtype=np.float64)
     change = pseudo_change(values)
@@ -76,10 +77,10 @@ def seen_disagreement(differences: np.ndarray) -> float:
 def split_disagreement(after: np.ndarray, before: np.ndarray) -> tuple[float, float] | None:
     """(between, within) of the completions' scores `after` and `before`, (n, k) with NaN where undecided, k >= 2.
 
-    within: mean over problems of the variance of single differences, the chance of one completion; between: mean of
-    the squared true differences, mean d² - within/k, at least 0 (Miller 2024, section 3.2). With K completions the
-    disagreement is about between + within/K (`disagreement_at`): more completions help until `between` is left. None
-    when no problem has two decided completions on both sides.
+    within: mean over problems of the variance of single differences, the randomness of one completion; between: mean
+    of the squared true differences, mean d² - within/k, at least 0 (Miller 2024, section 3.2). With K completions the
+    disagreement is about between + within/K (`disagreement_at`): more completions help until only `between` is left.
+    None if no problem has two decided completions on both sides.
     """
     single = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     decided = (~np.isnan(single)).sum(axis=1)

@@ -1,4 +1,4 @@
-"""The held-out problems of a run: which ones, and that none of them was trained on."""
+"""Select the held-out problems of a run and check that none of them was trained on."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ _SHOWN = 3
 
 
 def held_out(data: Any, max_problems: int, training: Any = None, reward: str | None = None) -> list[Any]:
-    """At most `max_problems` held-out problems of a data configuration, in file order.
+    """Return at most `max_problems` held-out problems of a data configuration, in file order.
 
-    The choice depends on the problem set alone, not on the run's seed, so two runs are measured on the same problems.
-    `training` is the data configuration that the run was trained with, when that is another one; `reward` is
-    what judges them (`eval.reward`): one of the kit's must be able to compare with every reference. `CheckFailed` when
-    any held-out problem, chosen or not, is among the training problems.
+    The selection depends only on the problem set, not on the run's seed, so two runs are measured on the same
+    problems. `training` is the data configuration that the run was trained with, if it is another one; `reward` is
+    what judges them (`eval.reward`): a reward of the kit must be able to compare with every reference. `CheckFailed`
+    if any held-out problem, selected or not, is among the training problems.
     """
     from kit.data.problems import load_problems
     from reward import REWARDS, gold_checks
@@ -35,7 +35,7 @@ def held_out(data: Any, max_problems: int, training: Any = None, reward: str | N
 
 
 def check_disjoint(held_out: Sequence[Any], training: Sequence[Any]) -> None:
-    """`CheckFailed` with examples when a held-out question is a training question, or stands in one word for word."""
+    """Raise `CheckFailed` with examples if a held-out question is a training question or appears in one verbatim."""
     leaked = find_leaks(held_out, training)
     if leaked:
         shown = "\n".join(

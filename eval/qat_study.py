@@ -6,20 +6,22 @@
     python -m eval.qat_study --config recipes/configs/grpo-smollm2_135m-nf4-sums-1gpu.yaml --jobs 6 --cards 0 \\
         --server.weights bf16 --server.gpu_memory_utilization 0.05                      # a server for every run
 
-Per seed: `ptq`, plain GRPO, merged into every format; per seed and format: `qat`, the same steps through the format's
-numbers (grpo_qat.py), and `qad`, --distill_steps of on-policy distillation into the format (distill_qat.py), which
-starts from plain GRPO's adapter and has it in full precision as its teacher. Each run is merged into its format and
-judged on the same held-out problems, sampled with the same random numbers. A difference is of the same problems and
-seeds: the mean over the seeds, with a 95 % bootstrap over the problems, and another interval over the seeds (Student's
-t), which also holds what another run would change. `kl` is that of the checkpoint to the policy that was trained, nats
-a token; `steps` counts those of the reward's curve until it is within .05 of its last ten.
-`k3` is the sampler's over the last ten steps (servers only), `step s` the median of a step's seconds, `GiB` the most
-memory that a step took on its GPU, without one that of the process; means of the seeds.
+Per seed there is `ptq`: plain GRPO, merged into every format. Per seed and format there are `qat`, the same steps with
+the format's numbers (grpo_qat.py), and `qad`, --distill_steps of on-policy distillation into the format
+(distill_qat.py), which starts from plain GRPO's adapter with that adapter in full precision as its teacher. Each run
+is merged into its format and evaluated on the same held-out problems, sampled with the same random numbers.
 
-Each step is the command a user would type; its output goes to <out>/logs. Where rollouts come from a server, each run
-has one of its own, by `launch.up`. What is there already is kept, so the study goes on where it was interrupted. The
-table comes last; study.md and study.json in --out keep it, rewards.svg has the curves. Keys of the configuration can
-be given as --group.key value and hold for all runs.
+A difference is over the same problems and seeds: the mean over the seeds, with a 95 % bootstrap over the problems, and
+a second interval over the seeds (Student's t), which also covers what another run would change. `kl` is from the
+trained policy to the checkpoint, in nats per token; `steps` is how many steps the reward's curve takes to come within
+.05 of its last ten. `k3` is the sampler's over the last ten steps (servers only), `step s` is the median time of a
+step in seconds, `GiB` is the peak memory of a step on its GPU, or of the process without one; all are means over the
+seeds.
+
+Each step is the command that a user would type; its output goes to <out>/logs. If rollouts come from a server, each
+run has its own, started by `launch.up`. Existing results are kept, so an interrupted study resumes. The table comes
+last; it is also in study.md and study.json in --out, with the curves in rewards.svg. Keys of the configuration can be
+given as --group.key value and hold for all runs.
 """
 
 import argparse
@@ -50,7 +52,7 @@ from kit.core.run_directory import MANIFEST, RunDir, base_directory, read_json, 
 from kit.core.run_state import continuing_flags
 
 ARMS = ("ptq", "qat", "qad")
-NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; steps
+NEAR, ENDS = 0.05, 10  # of a reward between 0 and 1; number of steps averaged
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -78,7 +80,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
 
 class Study:
-    """The runs of one call and the commands that they lack."""
+    """The runs of one call and the commands that are still missing."""
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.overrides, self.ports = options, overrides, itertools.count(options.port)
@@ -97,7 +99,7 @@ class Study:
         return RunDir(self.out / (f"{arm}-{seed}" if name is None else f"{arm}-{name}-{seed}"))
 
     def train(self, arm: str, seed: int, name: str | None) -> None:
-        """Train one run to its end, as far as it has not been."""
+        """Train what is left of one run."""
         run, steps = self.run(arm, seed, name), self.config.train.max_steps
         recipe, keys = PLAIN, {}
         if name is not None:
@@ -110,14 +112,14 @@ class Study:
         if not (run.adapter_dir(steps) / MANIFEST).is_file():
             keys |= {"run.name": run.path.name, "run.seed": seed, "run.output_dir": run.path}
             if self.config.rollout.backend == "server":
-                # A server that starts beside others cannot say whether it fits: the plan counts the card as empty.
+                # The plan counts the card as empty, so it cannot tell whether a server that starts beside others fits.
                 words = ["-m", "launch.up", "--launcher", self.options.launcher, "--ignore_plan"]
                 keys |= {"rollout.server_urls": f"['http://127.0.0.1:{next(self.ports)}']"}
                 if self.options.cards:
                     keys |= dict.fromkeys(("train.gpus", "server.gpus"), f"[{self.card(run)}]")
             else:
                 words = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
-                words += ["--gpu_ids", "all"] if self.options.cards else []  # of CUDA_VISIBLE_DEVICES
+                words += ["--gpu_ids", "all"] if self.options.cards else []  # all of CUDA_VISIBLE_DEVICES
                 words.append(recipe)
             words += ["--config", self.options.config, *self.overrides]
             words += [f"--{key}={value}" for key, value in keys.items()]
@@ -128,7 +130,7 @@ class Study:
         return self.options.cards[sum(map(ord, run.path.name)) % len(self.options.cards)]
 
     def judge(self, arm: str, seed: int, name: str | None) -> None:
-        """Merge and evaluate a trained run, as far as it has not been."""
+        """Merge and evaluate a trained run, skipping what is already done."""
         run = self.run(arm, seed, name)
         formats = self.options.formats if name is None else [name]
         wanted = ["bf16", *formats]
@@ -146,7 +148,7 @@ class Study:
         self.judge(arm, seed, name)
 
     def command(self, run: RunDir, what: str, words: list[str]) -> None:
-        """Run one command, with --dry_run print it; `CheckFailed` with its log when it fails."""
+        """Run one command, or print it with --dry_run; `CheckFailed` with its log if it fails."""
         if self.options.dry_run:
             print(shlex.join(["python", *words]), flush=True)
             return
@@ -154,7 +156,7 @@ class Study:
         log.parent.mkdir(parents=True, exist_ok=True)
         print(f"{run.path.name}: {what}", flush=True)
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-        if self.options.cards and "launch.up" not in words:  # which gives its processes their GPUs itself
+        if self.options.cards and "launch.up" not in words:  # which assigns GPUs to its processes itself
             environment["CUDA_VISIBLE_DEVICES"] = self.card(run)
         with open(log, "w") as file:
             code = subprocess.run([sys.executable, *words], env=environment, stdout=file, stderr=file).returncode
@@ -163,10 +165,12 @@ class Study:
             raise CheckFailed(failure)
 
     def everything(self) -> list[str]:
-        """All runs; what failed. A distillation begins when the plain run that it starts from is trained, and is left
-        out when that failed."""
+        """Do all runs and return what failed.
+
+        A distillation starts once the plain run that it starts from is trained, and is skipped if that failed.
+        """
         seeds, formats = self.options.seeds, self.options.formats
-        # All runs share the base's directory, and of two that write it at once the second is refused.
+        # All runs share the base's directory, and if two write it at once, the second is refused.
         if self.config.rollout.backend == "server" and not base_directory(self.config).exists():
             words = ["-m", "merge", "base", "--config", self.options.config, *self.overrides]
             self.command(RunDir(self.out), "base", words)
@@ -181,7 +185,7 @@ class Study:
 
 
 def shares(run: RunDir, name: str) -> dict[str, float]:
-    """The share of right completions among the decided ones of every held-out problem that has some."""
+    """{problem: share of right completions among its decided ones}, for held-out problems that have some."""
     found: dict[str, list[bool]] = {}
     for record in read_records(records_file(run.path / "eval", "grpo", name)):
         if record.correct is not None:
@@ -190,19 +194,19 @@ def shares(run: RunDir, name: str) -> dict[str, float]:
 
 
 def means(*sides: Iterable[dict[str, float]]) -> list[np.ndarray]:
-    """For each side the mean share over its seeds of every problem that all tables have, in the order of its name."""
+    """For each side, the mean share over its seeds of every problem that all tables have, ordered by problem id."""
     rows = [list(tables) for tables in sides]
     common = sorted(set.intersection(*(set(table) for tables in rows for table in tables)))
     return [np.array([statistics.mean(table[one] for table in tables) for one in common]) for tables in rows]
 
 
 def logged(run: RunDir) -> list[dict[str, Any]]:
-    """A run's metrics, a dictionary a step."""
+    """A run's metrics, one dictionary per step."""
     return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
 
 
 def curve(rewards: list[float]) -> dict[str, float]:
-    """First and last steps of the reward's curve, and when it came near its end."""
+    """Mean reward over the first and the last steps, and the step at which it came near its end."""
     last = statistics.mean(rewards[-ENDS:])
     means = [statistics.mean(rewards[max(0, end - ENDS) : end]) for end in range(1, len(rewards) + 1)]
     near = next(step for step, mean in enumerate(means, 1) if mean >= last - NEAR)
@@ -210,8 +214,7 @@ def curve(rewards: list[float]) -> dict[str, float]:
 
 
 def costs(steps: list[dict[str, Any]]) -> dict[str, float | None]:
-    """The sampler's k3 over the last steps, None where rollouts are made in process; the median of the steps' seconds;
-    the most memory."""
+    """The sampler's k3 over the last steps (None for in-process rollouts), the median step time, the peak memory."""
     k3 = [value for step in steps[-ENDS:] if (value := step["sampler_k3"]) is not None]
     return {
         "k3": statistics.mean(k3) if k3 else None,
@@ -276,7 +279,7 @@ def markdown(found: dict[str, Any], head: str) -> str:
 
 
 def draw(found: dict[str, Any], steps: int, file: Path) -> None:
-    """The rewards of every run by format; a distillation goes on where plain GRPO ended, after `steps`."""
+    """Draw the rewards of every run by format; a distillation continues where plain GRPO ended, after `steps`."""
     named = {"ptq": ("plain GRPO", 0), "qat": ("GRPO for the format", 0), "qad": ("then distilled into it", steps)}
     panels = {
         name: {label: (before, arms[arm]["rewards"]) for arm, (label, before) in named.items() if arm in arms}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Record:
     """One scored completion, number `sample` of its problem.
 
-    `correct` accepts every answer form, `correct_strict` a box only (of code: a fenced block); None is undecided.
-    `reward` is what a reward function said, None without one.
+    `correct` accepts every answer form, `correct_strict` only a box (for code, a fenced block); None is undecided.
+    `reward` is the value of a reward function, None without one.
     """
 
     problem_id: str

@@ -1,4 +1,4 @@
-"""What was measured, for people: lines for the terminal, and eval.md and eval.png after an evaluation."""
+"""Results for people: lines for the terminal, and eval.md and eval.png after an evaluation."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from eval.result import column, engines
 
 
 def cell_line(policy: str, name: str, cell: dict) -> str:
-    """One line of progress for a measured cell, in a fixed order."""
+    """One progress line for a measured cell, in a fixed order."""
     low, high = cell["interval"]
     return (
         f"{policy:<4} {name:<5}  accuracy {points(cell['accuracy']):>5} [{points(low):>5}, {points(high):>5}]  "
@@ -22,7 +22,7 @@ def cell_line(policy: str, name: str, cell: dict) -> str:
 
 
 def print_summary(result: dict) -> None:
-    """Gains, survival and the conclusion, for the terminal."""
+    """Print gains, survival and the conclusion."""
     for name, gain in result["gain"].items():
         gained, lost = gain["discordant"]
         value, adjusted = p_values(gain)
@@ -34,20 +34,20 @@ def print_summary(result: dict) -> None:
 
 
 def write_report(result: dict, folder: Path) -> None:
-    """eval.md and eval.png of a result, each replaced whole."""
+    """Write eval.md and eval.png of a result, each replaced atomically."""
     write_whole(folder / "eval.md", markdown(result))
     plots.png(plots.matrix(result), folder / "eval.png")
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file through a partial one, so that it is the old or the new."""
+    """Write a file atomically, through a partial one."""
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text)
     os.replace(partial, file)
 
 
 def markdown(result: dict) -> str:
-    """The report as Markdown: conclusion, matrix, gains, survival, and what it was measured with. Percent, points."""
+    """The report as Markdown, in percent and points: conclusion, matrix, gains, survival, measurement settings."""
     lines = [f"# Evaluation on {result['n']} held-out problems", "", *_bullets(result["conclusion"]), ""]
     temperature = result.get("temperature", 0)
     decoding = f"Sampled at temperature {temperature:g}, seed {result['seed']}" if temperature else "Greedy decoding"
@@ -99,7 +99,7 @@ def markdown(result: dict) -> str:
 
 
 def _several(gains: dict, trained: str) -> list[str]:
-    """pass@k and maj@k when there are several completions a problem, else nothing."""
+    """pass@k and maj@k if there are several completions per problem, else nothing."""
     rows = []
     for name, gain in gains.items():
         measured = {f"pass@{k}": found for k, found in (gain.get("pass_at_k") or {}).items()}

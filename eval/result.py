@@ -1,4 +1,4 @@
-"""An evaluation's result, read again: eval.json, what it measured, the names of its columns and engines."""
+"""Read an evaluation's result: eval.json, how it was measured, the names of its columns and engines."""
 
 import dataclasses
 from pathlib import Path
@@ -13,14 +13,14 @@ from kit.core.run_directory import RunDir, read_json
 
 
 def measurement(config: Config) -> dict:
-    """How a configuration measures: its eval group without the gate, the length of completions resolved."""
+    """How a configuration measures: its eval group without the gate, with the length of completions resolved."""
     values = dataclasses.asdict(config.eval)
     del values["gate"]
     return values | {"max_new_tokens": config.eval.max_new_tokens or config.rollout.max_completion_length}
 
 
 def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Config:
-    """The run's own configuration (or that of a YAML) with command-line overrides; its gate's limits are possible."""
+    """The run's own configuration (or that of a YAML) with command-line overrides; `BadInput` for bad gate limits."""
     if file is not None:
         config = load_config(file, overrides)
     else:
@@ -31,7 +31,7 @@ def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Co
 
 
 def read_result(file: Path, run: RunDir) -> dict:
-    """The content of an eval.json; `BadInput` names the command that makes it when it is missing or not one."""
+    """Return the content of an eval.json; `BadInput` names the command that makes it if it is missing or invalid."""
     if not file.is_file():
         raise BadInput(f"{file} does not exist. Make it with: {eval_command(run)}")
     result = read_json(file)
@@ -42,7 +42,7 @@ def read_result(file: Path, run: RunDir) -> dict:
 
 
 def engines(matrix: dict) -> str:
-    """Which engine computed which format in which dtype; the formats are named where there are several."""
+    """Which engine computed which format in which dtype; formats are named only if these differ."""
     found: dict[str, list[str]] = {}
     for row in matrix.values():
         for name, cell in row.items():
@@ -57,7 +57,7 @@ def engines(matrix: dict) -> str:
 
 
 def column(result: dict, name: str) -> str:
-    """A format's name, and of a run that was trained for one what the column is of it."""
+    """Column title of a format; for a run that was trained for a format, also what the column stands for."""
     own, storage = result.get("trained_for"), result.get("base_storage", "nf4")
     if own is None and name == "nf4" and storage != "nf4":
         return f"nf4 (policy on its {CALLED[storage]} base)"

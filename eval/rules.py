@@ -51,7 +51,7 @@ def judge(config: Config, result: dict, manifest: dict) -> list[Rule]:
 
 
 def _hygiene(config: Config, result: dict, key: str, limit: str, floor: bool) -> Rule:
-    """One rate in the worst of the cells that the verdict rests on: GRPO's two, of undecided answers all four."""
+    """One rate in the worst of the cells that the verdict rests on: GRPO's two, or all four for undecided answers."""
     name, bound = config.eval.gate.format, getattr(limits_of(config), limit)
     cells = [
         (policy, used)
@@ -75,7 +75,7 @@ def _hygiene(config: Config, result: dict, key: str, limit: str, floor: bool) ->
 
 
 def _above(name: str, limit: float, found: dict) -> Rule:
-    """`found["difference"]` is shown to be above `limit`: the lower end of its interval is."""
+    """Rule that `found["difference"]` is shown to be above `limit`: the lower end of its interval is."""
     low = found["interval"][0]
     verdict = PASS if low > limit else NOT_SHOWN if found["difference"] > limit else FAIL
     shown = _more_problems(found, found["difference"] - limit, found["difference"] - low, verdict)
@@ -83,7 +83,7 @@ def _above(name: str, limit: float, found: dict) -> Rule:
 
 
 def _at_most(name: str, limit: float, found: dict) -> Rule:
-    """`found["difference"]` is shown to be at most `limit`: the upper end of its interval is."""
+    """Rule that `found["difference"]` is shown to be at most `limit`: the upper end of its interval is."""
     high = found["interval"][1]
     verdict = PASS if high <= limit else NOT_SHOWN if found["difference"] <= limit else FAIL
     shown = _more_problems(found, limit - found["difference"], high - found["difference"], verdict)
@@ -98,7 +98,7 @@ def _rate(name: str, value: float | None, limit: float, floor: bool, absent: str
 
 
 def _more_problems(found: dict, room: float, half_width: float, verdict: str) -> str:
-    """The estimate and interval; when the interval alone is in the way, how many problems would narrow it enough."""
+    """The estimate and interval; if only the interval is too wide, also how many problems would narrow it enough."""
     low, high = found["interval"]
     shown = f"{found['difference']:+.4f} [{low:+.4f}, {high:+.4f}]"
     if verdict == NOT_SHOWN and room > 0:  # the width of an interval falls with the square root of the problems

@@ -29,7 +29,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput
 from kit.core.run_directory import RunDir, write_json
 
-PROBES = 3  # prompts that a server is checked with before anything is measured
+PROBES = 3  # prompts used to check a server before anything is measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "compressed-tensors", "math-verify", "scipy", "numpy")
 
 
@@ -55,24 +55,24 @@ class Plan:
 
     @property
     def trained(self) -> str:
-        """What the trained policy is called."""
+        """Display name of the trained policy."""
         return DISTILLED if self.config.distill.is_given else GRPO
 
     @property
     def reference(self) -> str:
-        """The format that the minimum detectable effect is stated for: the gate's where it is measured."""
+        """The format that the minimum detectable effect is stated for: the gate's if measured, else the first."""
         wanted = self.config.eval.gate.format
         return wanted if wanted in self.formats else self.formats[0]
 
     def engine(self, policy: str, name: str) -> str:
-        """Who generates a cell. Those of nf4 are the NF4 base, which transformers computes unless a server does."""
+        """The engine of a cell. nf4 cells are the NF4 base, which transformers computes unless a server does."""
         backend = self.config.eval.backend
         if name == "nf4" and (policy, name) not in self.endpoints:
             return "transformers"
         return backend
 
     def place(self, policy: str, name: str) -> Path:
-        """The directory of a cell's checkpoint, of the base for nf4."""
+        """Directory of a cell's checkpoint; that of the base for nf4."""
         return self.base if name == "nf4" else self.sources.artifacts[policy, name].path
 
 
@@ -100,7 +100,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
 
 def add_problem_options(parser: argparse.ArgumentParser) -> None:
-    """Which problems are asked and how often, alike for the matrix and for one endpoint."""
+    """Options on which problems are asked and how often, shared by the matrix and the measurement of one endpoint."""
     parser.add_argument("--max_problems", type=int, help="held-out problems per cell; default eval.max_problems")
     parser.add_argument("--samples", type=int, help="completions per problem; default eval.samples")
     parser.add_argument("--batch_size", type=int, help="prompts generated together; default eval.batch_size")
@@ -112,8 +112,10 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, Any, Path]:
-    """What a command line asks to be evaluated: the configuration, the data trained on when that is another (None
-    otherwise), and the folder of the results.
+    """What a command line asks to be evaluated.
+
+    Returns the configuration, the data configuration that was trained on if that is another one (else None), and the
+    folder for the results.
     """
     names = ("max_problems", "batch_size", "backend", "samples")
     flags = {f"eval.{name}": getattr(arguments, name, None) for name in names}
@@ -127,7 +129,7 @@ def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: lis
             f"({config.eval.bootstrap_samples}) at least 100."
         )
     if arguments.task is not None:
-        own = run_config(run, [], arguments.config)  # what was trained on has its own columns
+        own = run_config(run, [], arguments.config)  # the training data has its own columns
         other = task_config(own, arguments.task, arguments.data, overrides)
         return other, own.data, run.path / f"eval-{arguments.task}"
     if arguments.data is not None:
@@ -136,7 +138,7 @@ def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: lis
 
 
 def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
-    """The checked plan; `BadInput` and `CheckFailed` before any weight is loaded."""
+    """Return the checked plan; `BadInput` or `CheckFailed` before any weight is loaded."""
     run = RunDir.open(arguments.run)
     config, training, place = evaluation_config(run, arguments, overrides)
     check_backend(config.eval.backend, config.eval.temperature, config.eval.samples)
@@ -161,7 +163,7 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
 
 
 def check_kernels(plan: Plan) -> None:
-    """`BadInput` names the cells that vLLM is known not to serve on this processor."""
+    """Raise `BadInput` naming the cells that vLLM is known not to serve on this processor."""
     if plan.config.eval.backend != "vllm":
         return
     cells = [(policy, name) for name in plan.formats if name != "nf4" for policy in POLICIES]
@@ -174,7 +176,7 @@ def check_kernels(plan: Plan) -> None:
 
 
 def find_endpoints(arguments: argparse.Namespace, config: Config, formats: list[str]) -> dict:
-    """The server of each cell; `BadInput` when a cell lacks one or a named cell is not measured."""
+    """Return the server of each cell; `BadInput` if a cell lacks one or a named cell is not measured."""
     from eval.server_backend import Endpoint, parse_cells
 
     urls, models = parse_cells(arguments.url, "url"), parse_cells(arguments.model, "model")
@@ -198,7 +200,10 @@ def find_endpoints(arguments: argparse.Namespace, config: Config, formats: list[
 
 
 def check_endpoints(plan: Plan) -> None:
-    """Every server lists its model and applies its checkpoint's chat template; `BadInput` before any is measured."""
+    """Check that every server lists its model and applies its checkpoint's chat template, before any measuring.
+
+    `BadInput` if one does not.
+    """
     from eval.server_backend import connect, expected_of
 
     for (policy, name), endpoint in plan.endpoints.items():
@@ -210,7 +215,7 @@ def check_endpoints(plan: Plan) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check, measure every cell, compare, write eval.json, eval.md and eval.png; 0 when all was measured."""
+    """Check, measure every cell, compare, write eval.json, eval.md and eval.png; return 0 if all was measured."""
     arguments, overrides = parse_arguments(argv)
     plan = make_plan(arguments, overrides)
     print(
@@ -226,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"note: {newest} is newer than the adapter that was merged; merge again to measure it", flush=True)
     if arguments.dry_run:
         for rate in (0.05, 0.2):
-            alpha = ALPHA / len(plan.formats)  # as the conclusion adjusts for the formats compared
+            alpha = ALPHA / len(plan.formats)  # adjusted for the number of formats, as in the conclusion
             effect = compare.points(minimum_detectable_effect(len(plan.problems), rate, alpha=alpha))
             print(f"with disagreement on {rate:.0%} of the problems, {effect} points are detectable at 80 % power")
         return DONE
@@ -237,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def evaluate(plan: Plan, command: list[str]) -> dict:
-    """Measure every cell of the plan and write the report; returns the content of eval.json."""
+    """Measure every cell of the plan and write the report; return the content of eval.json."""
     cells, matrix, pool = {}, {policy: {} for policy in POLICIES}, answer_pool(plan.config)
     (plan.out / "eval").mkdir(parents=True, exist_ok=True)
     try:
@@ -284,14 +289,14 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["python", "-m", "eval", *command],
     }
-    # eval.json is what the gate reads, so it comes last: with it, everything is there.
+    # The gate reads eval.json, so it is written last: once it exists, everything does.
     report.write_report(result, plan.out)
     write_json(plan.out / "eval.json", result)
     return result
 
 
 def conclusion(plan: Plan, comparison: dict) -> str:
-    """The verdicts in sentences, after one on the format that the run was trained for."""
+    """The verdicts in sentences, preceded by one on the format that the run was trained for."""
     own = plan.sources.trained_for.get("trained_for")
     said = compare.conclude(comparison, plan.formats, plan.trained)
     storage = plan.sources.storage
@@ -304,12 +309,12 @@ def conclusion(plan: Plan, comparison: dict) -> str:
 
 
 def questions(plan: Plan) -> Asking:
-    """What every cell is asked."""
+    """The request that every cell gets."""
     return ask_settings(plan.config, plan.problems)
 
 
 def ask_settings(config: Config, problems: list[Any]) -> Asking:
-    """The problems as chat prompts, with what a configuration says about generating."""
+    """The problems as chat prompts, with a configuration's generation settings."""
     from kit.data.problems import chat_messages
 
     return Asking(
@@ -324,7 +329,7 @@ def ask_settings(config: Config, problems: list[Any]) -> Asking:
 
 
 def measured_cell(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
-    """The cell, measured and written, or with `--reuse` the one written before."""
+    """Measure and write the cell, or with `--reuse` return the one written before."""
     folder, identity = plan.out / "eval", cell_identity(plan, policy, name)
     if plan.reuse:
         found, why = read_cell(folder, policy, name, identity)
@@ -338,7 +343,7 @@ def measured_cell(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
 
 
 def cell_identity(plan: Plan, policy: str, name: str) -> dict:
-    """Everything that a cell's records depend on; with all of it equal, `--reuse` takes them for the same."""
+    """Everything that a cell's records depend on; `--reuse` keeps records if all of it is equal."""
     settings = measurement(plan.config)
     for key in ("backend", "formats", "batch_size", "max_problems", "bootstrap_samples"):
         del settings[key]
@@ -366,11 +371,12 @@ def cell_identity(plan: Plan, policy: str, name: str) -> dict:
 
 
 def weights_of(plan: Plan, policy: str, name: str, cell: Cell) -> dict:
-    """{"artifact_hash"} of a merged checkpoint whose files were measured; {"quantizers": format} of an nf4 cell that
-    computed with the numbers of the format that the run was trained for.
+    """Provenance of a cell's weights, for the matrix.
 
-    A server does not tell which weights it holds: only one that names the checkpoint's own directory (vLLM's `root`)
-    is taken to hold it, so that the gate, which wants the hash, does not promote what was not measured.
+    {"artifact_hash"} for a merged checkpoint whose files were measured; {"quantizers": format} for an nf4 cell that
+    computed with the numbers of the format that the run was trained for. A server does not report which weights it
+    holds. Only one that names the checkpoint's own directory (vLLM's `root`) is taken to hold it, so that the gate,
+    which requires the hash, does not promote what was not measured.
     """
     if (artifact := plan.sources.artifacts.get((policy, name))) is None:
         own = plan.sources.trained_for.get("trained_for")
@@ -381,14 +387,14 @@ def weights_of(plan: Plan, policy: str, name: str, cell: Cell) -> dict:
 
 
 def answer_pool(config: Config) -> Any:
-    """The workers that compare answers, with the limits of the run's rewards."""
+    """Worker pool that compares answers, with the limits of the run's rewards."""
     from reward.pool import WorkerPool
 
     return WorkerPool(workers=config.reward.workers, timeout_s=config.reward.timeout_s)
 
 
 def measure(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
-    """Ask and score every problem of one cell, then release its engine."""
+    """Generate and score all completions of one cell, then release its engine."""
     started, asking, place = time.perf_counter(), questions(plan), plan.place(policy, name)
     engine = plan.engine(policy, name)
     if engine == "server":
@@ -406,7 +412,7 @@ def measure(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
 
 
 def load_cell(plan: Plan, policy: str, name: str) -> Any:
-    """The model of one cell: the base with or without the adapter, or the merged checkpoint."""
+    """Load the model of one cell: the base with or without the adapter, or the merged checkpoint."""
     from merge.verify import load_for_scoring, load_policy
 
     if name == "nf4":
@@ -415,7 +421,7 @@ def load_cell(plan: Plan, policy: str, name: str) -> Any:
 
 
 def versions() -> dict:
-    """Versions of what the numbers depend on, and the machine they were measured on."""
+    """Versions of the packages that the numbers depend on, and the machine they were measured on."""
     import torch
 
     found = {name: importlib.metadata.version(name) for name in PACKAGES}

@@ -1,7 +1,7 @@
 """Several completions per problem: records by problem, pass@k, majority vote.
 
-A completion whose answer could not be compared (`correct` is None) is neither right nor wrong: it is left out of its
-problem's mean and of pass@k.
+A completion whose answer could not be compared (`correct` is None) is neither right nor wrong: it is excluded from its
+problem's mean and from pass@k.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from kit.core.errors import BadInput
 if TYPE_CHECKING:
     from eval.record import Record
 
-_LONGEST = 500  # characters of two answers that are compared other than as text; a program is longer
+_LONGEST = 500  # above this many characters, two answers are only compared as text; a program is longer
 
 
 def by_problem(records: Sequence["Record"]) -> list[list["Record"]]:
     """The records of each problem, in order; every problem must have the same number of them, numbered 0, 1, …
 
-    `BadInput` otherwise: a record file was cut, or two were mixed.
+    `BadInput` otherwise: a record file was truncated, or two were mixed.
     """
     groups: list[list[Record]] = []
     for record in records:
@@ -67,10 +67,10 @@ def powers(samples: int) -> list[int]:
 
 
 def pass_at_k(right: int, total: int, k: int) -> float:
-    """Chance that k completions drawn without replacement from `total`, of which `right` are right, hold a right one.
+    """Chance that k completions drawn without replacement from `total`, `right` of them right, include a right one.
 
     1 - C(total - right, k)/C(total, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, section 2.1);
-    1 - (1 - right/total)^k would be too low. `BadInput` when there are fewer than k.
+    1 - (1 - right/total)^k would be too low. `BadInput` if there are fewer than k.
     """
     if not 0 <= right <= total or not 1 <= k <= total:
         raise BadInput(f"pass@{k} needs at least {k} completions and 0 <= right <= total, got {right} of {total}.")
@@ -96,8 +96,9 @@ def _majority(group: Sequence["Record"]) -> float:
     """1.0, 0.0, a share on a tie, or NaN.
 
     Every completion with a parsed answer has one vote (self-consistency: Wang et al. 2022, arXiv:2203.11171); answers
-    are the same when they are equal exactly (`_same`), whether right or wrong. A tie is split: the expected value of
-    drawing one of the tied answers, so neither the order nor the reference decides it. No parsed answer is wrong.
+    are the same if they are exactly equal (`_same`), whether right or wrong. A tie is split: the expected value of
+    drawing one of the tied answers, so neither the order nor the reference decides it. No parsed answer at all counts
+    as wrong.
     """
     answers: list[tuple[str, list[bool | None]]] = []
     for record in group:
@@ -122,8 +123,8 @@ def _majority(group: Sequence["Record"]) -> float:
 def _same(one: str, other: str) -> bool:
     """Whether two answers are the same: as text, or by the exact comparison of the rewards (1/2 and 0.5), no parser.
 
-    The parser that decides the rest is left out on purpose: it is only asked against the reference, and an equality
-    that joins right answers but not wrong ones would favor the right ones.
+    The parser that decides the rest is left out on purpose: it only compares with the reference, and an equality that
+    merges right answers but not wrong ones would favor the right ones.
     """
     from reward import exact
 

@@ -1,9 +1,8 @@
-"""One record per completion and one summary per cell of the matrix: accuracy, and the hygiene that makes it mean
-something.
+"""One record per completion and one summary per cell: accuracy, and the hygiene that makes it meaningful.
 
-What an answer is and when it is right is the task's `Scoring` (`eval.tasks` picks it); MATH compares final answers.
-What could not be decided (a comparison beyond its limits, a sandbox that failed, a reward of None) is neither right
-nor wrong: it is counted as undecided and left out of accuracies and of paired comparisons.
+The task's `Scoring` (chosen by `eval.tasks`) defines what an answer is and when it is right; MATH compares final
+answers. What could not be decided (a comparison beyond its limits, a sandbox that failed, a reward of None) is neither
+right nor wrong: it is counted as undecided and excluded from accuracies and from paired comparisons.
 """
 
 import re
@@ -21,7 +20,7 @@ from eval.samples import majority_scores, pass_at_k_scores, powers, problem_mean
 from eval.stats import cluster_interval
 from kit.core.errors import BadInput, CheckFailed
 
-# A prompt part shorter than this (normalized characters) says too little to call its echo a leak.
+# A prompt part shorter than this (normalized characters) is too unspecific for its echo to be a leak.
 _SHORTEST_ECHO = 12
 _ROLE_MARKERS = re.compile(
     r"<\|(?:im_start|im_end|endoftext|start_header_id|end_header_id|eot_id|begin_of_text|system|user|assistant|end)\|>"
@@ -35,7 +34,7 @@ _ROLE_MARKERS = re.compile(
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was read out of a completion and whether it is right; the fields are those of `Record`."""
+    """The answer extracted from a completion and whether it is right; the fields are those of `Record`."""
 
     answer: str | None
     parsed: bool
@@ -46,7 +45,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Answered:
-    """A completion as a task judges it: its text without special tokens, the problem, and what was asked."""
+    """A completion as a task judges it: its text without special tokens, the problem, and the conversation."""
 
     text: str
     problem: Any
@@ -55,10 +54,10 @@ class Answered:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a task judges: `judge(answers, pool)` gives a `Judgement` for every `Answered`, in order.
+    """How a task judges: `judge(answers, pool)` returns a `Judgement` for every `Answered`, in order.
 
-    `quotes_question`: a right answer may hold the whole question (a function with its docstring), which is then no
-    prompt leak. `version` moves with the source of a reward function from outside the kit.
+    `quotes_question`: a right answer may contain the whole question (a function with its docstring), which is then not
+    a prompt leak. `version` changes with the source of a reward function from outside the kit.
     """
 
     name: str
@@ -68,10 +67,10 @@ class Scoring:
 
 
 def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:
-    """Whether `completion` holds a role marker or repeats one of `prompt_parts` word for word.
+    """Whether `completion` contains a role marker or repeats one of `prompt_parts` verbatim.
 
-    Case and white space do not matter. Parts are the question, the instruction after it and the system message; a
-    sentence of its own that uses the question's numbers is no leak, the whole question is.
+    Case and white space are ignored. Parts are the question, the instruction after it and the system message; a new
+    sentence that uses the question's numbers is not a leak, the whole question is.
     """
     if _ROLE_MARKERS.search(completion):
         return True
@@ -80,13 +79,13 @@ def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:
 
 
 def judge_answers(answers: Sequence[Answered], pool: Any = None) -> list[Judgement]:
-    """Final answers read and compared as the rewards do it; `pool` (reward.pool) runs what needs a parser."""
+    """Extract and compare final answers as the rewards do; `pool` (reward.pool) runs what needs a parser."""
     from reward.answer import boxed_answer, final_answer, judge, own_text
 
     own = [own_text(made.text, made.conversation) for made in answers]
     found, boxed = [final_answer(text) or None for text in own], [boxed_answer(text) or None for text in own]
     golds = [made.problem.gold for made in answers]
-    # Mostly the two are the same answer: what both ask is judged once.
+    # The two are mostly the same answer, so each distinct pair is judged once.
     asked = sorted({(a, g) for texts in (found, boxed) for a, g in zip(texts, golds, strict=True) if a})
     verdicts = dict(zip(asked, (verdict.value for verdict in judge(asked, pool)), strict=True))
     return [
@@ -110,10 +109,9 @@ def score(
     pool: Any = None,
     scoring: Scoring = MATH,
 ) -> list[Record]:
-    """The records of one cell: the same number of completions for each problem (`id`, `gold`), samples together.
+    """Return the records of one cell, with the samples of a problem (`id`, `gold`) together and equally many for each.
 
-    `conversations` are what the problems were asked with, one each. `BadInput` when the completions cannot be shared
-    out evenly.
+    `conversations` are the problems' prompts, one each. `BadInput` if the completions cannot be divided evenly.
     """
     samples, left = divmod(len(generations), max(len(problems), 1))
     if left or not samples or len(conversations) != len(problems):
@@ -145,7 +143,7 @@ def score(
 
 
 def prompt_parts(answer: Answered, quotes_question: bool = False) -> list[str]:
-    """What a completion must not repeat: every message, the question, and the instruction that follows it."""
+    """Texts that a completion must not repeat: every message, the question, and the instruction that follows it."""
     parts, question = [message["content"] for message in answer.conversation], answer.problem.question
     after = [part.partition(question)[2] for part in parts if question in part]
     if quotes_question:
@@ -200,7 +198,7 @@ def over_samples(records: Sequence[Record], table: np.ndarray) -> dict:
         return {"value": float(scores.mean()) if len(scores) else None, "interval": interval, "n": len(scores)}
 
     samples = table.shape[1]
-    # Of k completions at a time, there are samples // k that have none in common.
+    # There are samples // k disjoint sets of k completions.
     passed = {str(k): estimate(pass_at_k_scores(table, k), samples // k) for k in powers(samples)}
     return {"pass_at_k": passed, "maj_at_k": {str(samples): estimate(majority_scores(records), 1)}}
 

@@ -1,6 +1,7 @@
-"""What the page says, part by part: each function takes the files of a run and returns a section.
+"""Sections of the report page: each function takes the files of a run and returns a section.
 
-A part whose file is not there says which command makes it; what a file holds beyond what is read here is left alone.
+A section whose file is missing names the command that makes it; anything in a file beyond what is read here is
+ignored.
 """
 
 import json
@@ -24,7 +25,7 @@ LONGEST_TEXT = 1200  # characters shown of a completion
 
 
 def sections(found: Found) -> list[Section]:
-    """All parts of the report, what it says first and what is missing last."""
+    """All sections of the report, verdicts first and missing parts last."""
     made = [
         verdict(found),
         conclusion(found),
@@ -55,7 +56,7 @@ def _eval_command(found: Found) -> str:
 
 
 def verdict(found: Found) -> Section:
-    """What the gate said, the gain and its survival in the deployed format, in one line."""
+    """The gate's verdict, the gain and its survival in the deployed format, in one line."""
     from eval.rules import PASS
 
     name = (((found.config.get("config") or {}).get("eval") or {}).get("gate") or {}).get("format", "fp8")
@@ -82,7 +83,7 @@ def _with_interval(found: dict) -> str:
 
 
 def conclusion(found: Found) -> Section:
-    """The sentences that the evaluation generated, word for word."""
+    """The sentences that the evaluation generated, verbatim."""
     if found.result is None:
         return Section("Conclusion", [Missing("The held-out evaluation was not made.", _eval_command(found))])
     blocks: list[Block] = [Bullets(found.result["conclusion"].splitlines(), findings=True)]
@@ -94,7 +95,7 @@ def conclusion(found: Found) -> Section:
 
 
 def gate(found: Found) -> Section:
-    """The verdict on every rule, from the manifest that the gate wrote into; without one, the rules as they stand."""
+    """The verdict on every rule, from the manifest that the gate wrote; without one, the rules as they stand."""
     blocks: list[Block] = []
     header = ["rule", "limit", "measured", "verdict"]
     shown = found.folder / "eval.json"
@@ -123,7 +124,7 @@ def gate(found: Found) -> Section:
 
 
 def _rules(found: Found) -> list[Any]:
-    """The gate's rules on what was measured, empty where something that they need is not there or was made again."""
+    """The gate's rules applied to what was measured; empty if an input is missing or was made again."""
     from eval.rules import judge
     from kit.core.config.load import resolve
 
@@ -206,7 +207,7 @@ def _samples(result: dict) -> int:
 
 
 def tasks(found: Found) -> Section | None:
-    """The evaluations on other tasks, in short."""
+    """Summary of the evaluations on other tasks."""
     rows, said = [], []
     for task, result in found.tasks.items():
         for name, gain in result["gain"].items():
@@ -230,7 +231,7 @@ def tasks(found: Found) -> Section | None:
 
 
 def endpoint(found: Found) -> Section | None:
-    """The deployed endpoint against the cell that was judged."""
+    """The deployed endpoint compared with the evaluated cell."""
     data = found.endpoint
     if not data:
         return None
@@ -246,7 +247,7 @@ def endpoint(found: Found) -> Section | None:
 
 
 def samples(found: Found) -> Section | None:
-    """pass@k and maj@k where several completions of a problem were drawn."""
+    """pass@k and maj@k, if several completions per problem were drawn."""
     gains = (found.result or {}).get("gain") or {}
     rows, curves = [], {}
     for name, gain in gains.items():
@@ -271,7 +272,7 @@ def samples(found: Found) -> Section | None:
 
 
 def problems(found: Found) -> Section | None:
-    """Some problems that only one of the two policies answers, in the format of the gate or the first measured."""
+    """Some problems that only one of the two policies gets right, in the gate's format or the first one measured."""
     if found.result is None:
         return None
     names = list(found.result["matrix"]["base"])
@@ -308,13 +309,13 @@ def _first_samples(file: Path) -> Iterable[dict]:
 
 
 def _questions(found: Found) -> dict[str, str]:
-    """{problem id: question} of the run's held-out problems when they lie on this machine."""
+    """{problem id: question} of the run's held-out problems if they are on this machine."""
     from eval.problems import held_out
     from kit.core.config.load import resolve
 
     try:
         config = resolve(found.run.config(), [], str(found.run.config_file))
-        if config.data.path is None:  # a report does not go to the network
+        if config.data.path is None:  # a report does not access the network
             return {}
         return {
             problem.id: problem.question
@@ -351,7 +352,7 @@ def lm_eval(found: Found) -> Section | None:
 
 
 def settings(found: Found) -> Section:
-    """What was trained, on what, with which versions."""
+    """Facts of the run: what was trained, on what, with which versions."""
     config = found.config.get("config") or {}
     evaluated, machine = found.result or {}, found.config.get("machine") or {}
     model, policy, train, data, rollout, reward = (
@@ -413,7 +414,7 @@ def _adapter(result: dict, found: Found) -> str | None:
 
 
 def commands(found: Found) -> Section | None:
-    """The command lines that made each part, as the files record them."""
+    """The command line that made each part, as recorded in its file."""
     lines = []
     for what, data in (
         ("training", found.config),

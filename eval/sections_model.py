@@ -1,4 +1,4 @@
-"""The parts of the report about the model itself: its training, its weights, its checkpoints, serving them."""
+"""Report sections on the model itself: its training, its weights, its checkpoints, and serving them."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ SHOWN_LAYERS = 12
 
 
 def training(found: Found) -> Section:
-    """The curves of metrics.jsonl and where they began and ended."""
+    """The curves of metrics.jsonl, with their values over the first and the last steps."""
     if not found.rows:
         command = "accelerate launch --config_file accelerate_configs/one_gpu.yaml recipes/grpo_qlora.py --config YAML"
         return Section("Training", [Missing("No step was logged (metrics.jsonl).", command)])
@@ -98,7 +98,7 @@ def _percent(fraction: float | None) -> float | None:
 
 
 def _weakest(rows: Sequence[dict], names: Sequence[str]) -> Table:
-    """The layers that keep least of their update in any format."""
+    """The layers that keep the least of their update in any format."""
 
     def least(row: dict) -> float:
         return min((row["formats"][name]["retained"] for name in names if _known(row, name, "retained")), default=9.0)
@@ -115,7 +115,7 @@ def _weakest(rows: Sequence[dict], names: Sequence[str]) -> Table:
 
 
 def tokens(found: Found) -> Section:
-    """What the merge measured between the policy and every checkpoint: KL, agreement, share kept, size."""
+    """Distance between the policy and every checkpoint, as measured by the merge: KL, agreement, share kept, size."""
     if not found.manifests:
         command = merge_command(found.run, ["bf16", "fp8"])
         return Section("Checkpoints against the policy", [Missing("No checkpoint was merged.", command)])

@@ -1,12 +1,11 @@
 """Completions from any OpenAI-compatible server by URL, which is checked before it is measured.
 
-Covers: vLLM, SGLang, llama.cpp, TGI and whoever else has /v1/models and /v1/chat/completions with `usage`. The server
-applies the chat template, so what it makes of a prompt is compared with what the checkpoint's own tokenizer makes of
-it: token by token where the server returns them (vLLM), else by their number, on every answer. Sampling settings are
-all sent, so that no default of the server or of the model's generation_config.json is left to act; those beyond
-OpenAI's own (top_k, min_p, repetition_penalty, stop tokens, chat_template_kwargs) are left out for a server that
-refuses them.
-Not covered: which weights the server holds, which no such server tells.
+Covers: vLLM, SGLang, llama.cpp, TGI and any other with /v1/models and /v1/chat/completions with `usage`. The server
+applies the chat template, so its prompt tokens are compared with those of the checkpoint's own tokenizer on every
+answer: token by token if the server returns them (vLLM), else by their number. All sampling settings are sent, so that
+no default of the server or of the model's generation_config.json applies; those beyond OpenAI's own (top_k, min_p,
+repetition_penalty, stop tokens, chat_template_kwargs) are omitted for a server that rejects them.
+Not covered: which weights the server holds, which no such server reports.
 """
 
 import os
@@ -27,8 +26,8 @@ from eval.generate import Generation, finish, render_prompts, sample_key, specia
 from kit.core.errors import BadInput, CheckFailed
 
 CONNECT_TIMEOUT_S = 10.0
-ATTEMPTS = 4  # at a request that was refused, cut off or answered with one of RETRIED
-TIMED_OUT_ATTEMPTS = 2  # at one that was not answered in time, which costs the whole time limit
+ATTEMPTS = 4  # at a request that is refused, cut off or answered with one of RETRIED
+TIMED_OUT_ATTEMPTS = 2  # at one that times out, which costs the whole time limit
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 BACKOFF_S = 1.0
 PROBES = 3  # prompts compared before anything is measured
@@ -36,7 +35,7 @@ PROBES = 3  # prompts compared before anything is measured
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a cell is measured; `model` None takes the only one that the server lists. Times in seconds."""
+    """The server that a cell is measured on; `model` None takes the only one that it lists. Times in seconds."""
 
     url: str
     model: str | None = None
@@ -56,7 +55,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Expected:
-    """The tokenizer's side: what the server must make of the prompts and where completions must stop."""
+    """The tokenizer's side: the token ids that the server must make of the prompts, and the stop tokens."""
 
     tokenizer: Any
     stops: list[int]
@@ -64,7 +63,7 @@ class Expected:
 
 
 def parse_cells(pairs: Sequence[str], option: str) -> dict[tuple[str, str], str]:
-    """{("grpo", "fp8"): "http://…"} of ["grpo/fp8=http://…"]; `BadInput` for another form or a cell named twice."""
+    """Parse ["grpo/fp8=http://…"] into {("grpo", "fp8"): "http://…"}; `BadInput` for other forms or duplicates."""
     found: dict[tuple[str, str], str] = {}
     for pair in pairs:
         cell, separator, value = pair.partition("=")
@@ -80,7 +79,7 @@ def parse_cells(pairs: Sequence[str], option: str) -> dict[tuple[str, str], str]
 
 
 def expected_of(place: str | Path, asking: Asking) -> Expected:
-    """What the checkpoint's own tokenizer and chat template make of the conversations."""
+    """The conversations as the checkpoint's own tokenizer and chat template encode them."""
     tokenizer = load_tokenizer(place, asking)
     rendered = render_prompts(tokenizer, asking.conversations, asking.template_arguments)
     prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
@@ -88,10 +87,10 @@ def expected_of(place: str | Path, asking: Asking) -> Expected:
 
 
 def ask_server(endpoint: Endpoint, place: str | Path, asking: Asking) -> Answers:
-    """`Answers` of the server at `endpoint`, whose model has the tokenizer of the checkpoint at `place`.
+    """Return the `Answers` of the server at `endpoint`, whose model has the tokenizer of the checkpoint at `place`.
 
-    `asking.batch_size` requests are under way at once. `BadInput` when the server is not what it must be,
-    `CheckFailed` when it stops answering.
+    `asking.batch_size` requests are in flight at once. `BadInput` if the server fails a check, `CheckFailed` if it
+    stops answering.
     """
     expected = expected_of(place, asking)
     client = connect(endpoint, expected, asking)
@@ -106,10 +105,10 @@ def ask_server(endpoint: Endpoint, place: str | Path, asking: Asking) -> Answers
 
 
 def in_parallel(count: int, workers: int, work: Callable[[int], Any]) -> list:
-    """[work(0), …, work(count - 1)], at most `workers` at once; the first error is raised at once.
+    """[work(0), …, work(count - 1)], at most `workers` at once; the first error is raised immediately.
 
-    Its threads do not outlive the process: what waits for a server that hangs must not keep a failed command, or one
-    that was interrupted, from ending.
+    Its threads do not outlive the process: waiting for a server that hangs must not keep a failed or interrupted
+    command from ending.
     """
     results: list[Any] = [None] * count
     places, errors, ended = queue.SimpleQueue(), [], threading.Semaphore(0)
@@ -138,7 +137,7 @@ def in_parallel(count: int, workers: int, work: Callable[[int], Any]) -> list:
 
 
 def connect(endpoint: Endpoint, expected: Expected, asking: Asking) -> Client:
-    """A client of the server, checked: it lists the model, answers, and applies the checkpoint's chat template."""
+    """Connect to a server and check that it lists the model, answers, and applies the checkpoint's chat template."""
     http = _session(asking.batch_size)
     client = Client(endpoint, http, "", facts={"url": base_url(endpoint.url)})
     listed = _json(client, "GET", "/v1/models")
@@ -168,8 +167,10 @@ def connect(endpoint: Endpoint, expected: Expected, asking: Asking) -> Client:
 
 
 def _pass_arguments(client: Client, expected: Expected, asking: Asking) -> None:
-    """Send `data.chat_template_kwargs` with every request from here on, unless the server refuses the field. Record
-    and print whether clients that leave it out get another prompt."""
+    """Send `data.chat_template_kwargs` with every request from here on, unless the server rejects the field.
+
+    Record and print a warning if clients that omit the field get another prompt.
+    """
     answer = _read(client, _probe(client, asking.conversations[0]))
     try:
         check_prompt(client, expected, 0, answer, 1)
@@ -193,7 +194,7 @@ def _probe(client: Client, conversation: list[dict]) -> requests.Response:
 
 
 def body(client: Client, conversation: list[dict], limit: int, temperature: float, n: int, seed: int | None) -> dict:
-    """A chat completion request with every sampling setting said."""
+    """A chat completion request with every sampling setting explicit."""
     request = {
         "model": client.model,
         "messages": conversation,
@@ -209,7 +210,7 @@ def body(client: Client, conversation: list[dict], limit: int, temperature: floa
 
 
 def check_prompt(client: Client, expected: Expected, problem: int, answer: dict, n: int) -> None:
-    """`BadInput` unless the server made of the prompt what the checkpoint's tokenizer and chat template make of it."""
+    """Raise `BadInput` unless the prompt tokens match those of the checkpoint's tokenizer and chat template."""
     ours = expected.prompts[problem]
     theirs = answer.get("prompt_token_ids")
     if isinstance(theirs, list):
@@ -242,7 +243,7 @@ _TEMPLATE = "Start it on the checkpoint's own directory, without a chat template
 
 
 def _ask(client: Client, expected: Expected, asking: Asking, problem: int) -> list[Generation]:
-    """The samples of one problem. A server that returns fewer choices than asked for is asked for the rest."""
+    """The samples of one problem. If the server returns fewer choices than requested, the rest is requested again."""
     made: list[Generation] = []
     while len(made) < asking.samples:
         wanted = asking.samples - len(made)
@@ -258,7 +259,7 @@ def _ask(client: Client, expected: Expected, asking: Asking, problem: int) -> li
 
 
 def to_generation(client: Client, expected: Expected, choice: dict, max_new_tokens: int) -> Generation:
-    """A choice of the server's answer as a `Generation`: from its token ids where they came, else from its text."""
+    """Convert a choice of the server's answer to a `Generation`: from its token ids if present, else from its text."""
     ids = choice.get("token_ids")
     if isinstance(ids, list) and ids:
         return finish(expected.tokenizer, ids, expected.stops, max_new_tokens)
@@ -270,19 +271,19 @@ def to_generation(client: Client, expected: Expected, choice: dict, max_new_toke
 
 
 def base_url(url: str) -> str:
-    """The URL without the /v1 that OpenAI's own client wants at its end."""
+    """The URL without the /v1 suffix that OpenAI's own client expects."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def _session(connections: int) -> requests.Session:
     http = requests.Session()
-    http.trust_env = False  # a proxy variable or a .netrc must not catch the requests
+    http.trust_env = False  # a proxy variable or a .netrc must not intercept the requests
     http.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
     retry = Retry(
         total=ATTEMPTS - 1,
         read=TIMED_OUT_ATTEMPTS - 1,
         status_forcelist=RETRIED,
-        allowed_methods=None,  # a completion that was asked for twice does no harm
+        allowed_methods=None,  # requesting a completion twice does no harm
         backoff_factor=BACKOFF_S,
         raise_on_status=False,
     )
@@ -328,7 +329,7 @@ def _json(client: Client, method: str, path: str) -> dict:
 
 
 def _read(client: Client, response: requests.Response) -> dict:
-    """The parsed chat completion; a refusal is an error with what the server said."""
+    """Return the parsed chat completion; a refusal is an error with the server's message."""
     answer = _parsed(client, response, "/v1/chat/completions")
     if not isinstance(answer.get("choices"), list):
         raise CheckFailed(f"{client.facts['url']} answered without choices: {response.text[:200]!r}")
@@ -353,7 +354,7 @@ def _parsed(client: Client, response: requests.Response, path: str) -> dict:
 
 
 def _said(response: requests.Response) -> str:
-    """What a server says of an error: OpenAI's {"error": {"message"}}, else the start of the answer."""
+    """A server's error message: OpenAI's {"error": {"message"}}, else the start of the answer."""
     try:
         answer = response.json()
         error = answer.get("error", answer)

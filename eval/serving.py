@@ -1,12 +1,12 @@
-"""Serve a run's merged checkpoints with vLLM, one after the other, and measure what serving each of them costs:
+"""Serve a run's merged checkpoints with vLLM, one after another, and measure what serving each of them costs:
 
     python -m eval.serving --run runs/tiny --formats bf16 fp8 awq nvfp4a16
     python -m eval.serving --run runs/tiny --formats fp8 --model original=runs/tiny/merged-original/grpo/fp8
 
-For every format a real vLLM OpenAI server is started, the same requests are streamed at each concurrency (prompts of
-random token ids, all different, prefix cache off, exact lengths, greedy), and the server is ended. Writes serving.json
-format by format, and prints a table. A format that vLLM cannot serve on this machine is recorded with vLLM's error,
-the others go on, and the exit code is 1.
+For every format, start a real vLLM OpenAI server, stream the same requests at each concurrency (prompts of random
+token ids, all different, prefix cache off, exact lengths, greedy), and stop the server. Writes serving.json after each
+format, and prints a table. If vLLM cannot serve a format on this machine, its error is recorded, the other formats go
+on, and the exit code is 1.
 """
 
 import argparse
@@ -46,10 +46,10 @@ WEIGHTS = re.compile(r"Model loading took ([\d.]+) GiB")
 KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB|set \(([\d.]+)/[\d.]+\) GiB for KV cache")
 KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
 PREFIX = re.compile(r"^\([\w ]+pid=\d+\)")
-# The processes above the one that failed repeat that it did and not why.
+# The parents of the process that failed report that it failed but not why.
 ECHOES = re.compile(r"(Engine core|WorkerProc) initialization failed")
 WHOLE_LOG = 1 << 24  # bytes
-BLURRED = 1.5  # tokens a chunk, above which first tokens come late and times between tokens say little
+BLURRED = 1.5  # tokens per chunk, above which first tokens come late and times between tokens say little
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace) -> Settings:
-    """The checked benchmark; `BadInput` names everything that cannot work before a server starts."""
+    """Check the benchmark before a server starts; `BadInput` names everything that cannot work."""
     if arguments.run is None and not arguments.model:
         raise BadInput("name what to serve: --run runs/NAME, or --model PATH with --out.")
     if arguments.run is None and arguments.out is None:
@@ -155,7 +155,7 @@ def check(arguments: argparse.Namespace) -> Settings:
 
 
 def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
-    """{format or folder name: directory} of what is to be served, whole by their manifests where they have one."""
+    """{format or folder name: directory} of the checkpoints to serve, complete by their manifests if they have one."""
     found: dict[str, Path] = {}
     if arguments.run is not None:
         run = RunDir.open(arguments.run)
@@ -192,7 +192,7 @@ def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def vllm_options(words: list[str]) -> dict[str, Any]:
-    """`key=value` words as vLLM's options; values are read as YAML, so true, 2 and {a: b} mean what they say."""
+    """Parse `key=value` words into vLLM's options; values are read as YAML, so true, 2 and {a: b} keep their types."""
     options = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -206,7 +206,7 @@ def vllm_options(words: list[str]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every format, write serving.json; 0 when all were served, 1 when one was not."""
+    """Measure every format, write serving.json; return 0 if all were served, 1 if one was not."""
     arguments = parse_arguments(argv)
     settings = check(arguments)
     lengths = f"{settings.prompt_tokens} prompt and {settings.new_tokens} new tokens"
@@ -249,14 +249,14 @@ def main(argv: list[str] | None = None) -> int:
             if isinstance(error, KeyboardInterrupt) or error.args == (signal.SIGINT,):
                 raise Interrupted(f"interrupted: {ended}") from None
             raise CheckFailed(f"stopped; {ended}.") from None
-        write_json(file, result)  # a format takes minutes: what is measured stays when the next one is interrupted
+        write_json(file, result)  # a format takes minutes: keep what is measured if the next one is interrupted
     print(table(result))
     print(f"written: {file}; servers' logs in {settings.logs}", flush=True)
     return CHECK_FAILED if result["failed"] else DONE
 
 
 def measure(settings: Settings, name: str) -> dict:
-    """One format's row of serving.json: its server started, every concurrency measured, the server ended."""
+    """Start one format's server, measure every concurrency, stop the server; return its row of serving.json."""
     path = settings.checkpoints[name]
     if reason := missing_kernel(path):
         raise CheckFailed(f"{reason}. Serve another format, fp8 for example.")
@@ -288,7 +288,7 @@ def measure(settings: Settings, name: str) -> dict:
         rows = []
         for batch in settings.batches:
             length, count = settings.prompt_tokens, settings.requests(batch)
-            # Seeded by the concurrency alone, so every format answers the same requests.
+            # Seeded only by the concurrency, so every format answers the same requests.
             warm_up = make_prompts(settings.ids, batch, length, (settings.seed, batch, 1))
             prompts = make_prompts(settings.ids, count, length, (settings.seed, batch, 0))
             closed_loop(url, warm_up, min(settings.new_tokens, WARM_UP_TOKENS), batch, check_alive)
@@ -309,7 +309,7 @@ def log_file(settings: Settings, name: str) -> Path:
 
 
 def wait_ready(check_alive: Callable[[], None], url: str, wait_s: float) -> None:
-    """Until the server answers /health; `CheckFailed` when it ends before that or `wait_s` seconds have passed."""
+    """Wait until the server answers /health; `CheckFailed` if it ends first or `wait_s` seconds pass."""
     deadline = time.monotonic() + wait_s
     while True:
         check_alive()
@@ -324,11 +324,11 @@ def wait_ready(check_alive: Callable[[], None], url: str, wait_s: float) -> None
 
 
 def memory(log: list[str], settings: Settings) -> dict:
-    """{"weights_gib", "kv_cache_gib", "kv_cache_tokens", "notes"} as vLLM logs them, None where it does not say."""
+    """{"weights_gib", "kv_cache_gib", "kv_cache_tokens", "notes"} as logged by vLLM, None for what it does not log."""
     text = "\n".join(log)
 
     def largest(pattern: re.Pattern) -> float | None:
-        # One line a worker with tensor parallelism: the fullest GPU.
+        # With tensor parallelism there is one line per worker: take the fullest GPU.
         found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
         return max((float(number.replace(",", "")) for number in found), default=None)
 
@@ -349,20 +349,20 @@ def memory(log: list[str], settings: Settings) -> dict:
 
 
 def last_error(log: Path) -> str | None:
-    """The last error in a server's log that says why, None when there is none."""
+    """The last error in a server's log that gives a reason; None if there is none."""
     if not log.is_file():
         return None
     found, lines = [], read_end(log)
     for number, text in enumerate(lines):
         if (match := ERROR.search(text)) and not ECHOES.search(text):
-            # pydantic says on the lines after it what is wrong.
+            # pydantic gives the reason on the lines after it.
             more = lines[number + 1 : number + 2] if "validation error" in match[1] else []
             found.append(" ".join([match[1], *(PREFIX.sub("", line).strip() for line in more)]))
     return found[-1][:500] if found else None
 
 
 def versions() -> dict:
-    """Versions of what the figures depend on."""
+    """Versions of the packages that the figures depend on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -390,7 +390,7 @@ def machine() -> str:
 
 
 def line(row: dict) -> str:
-    """One line of progress for a measured concurrency, in a fixed order."""
+    """One progress line for a measured concurrency, in a fixed order."""
     between = "-" if row["itl_p50_s"] is None else f"{1000 * row['itl_p50_s']:.1f}"
     return (
         f"batch {row['batch']:>3}  {row['tokens_per_s']:>9,.0f} tok/s  first token p50 {1000 * row['ttft_p50_s']:.0f} "

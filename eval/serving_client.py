@@ -1,7 +1,7 @@
-"""Streams requests of exact lengths to a vLLM server in a closed loop and says what each of them took.
+"""Stream requests of exact lengths to a vLLM server in a closed loop and time each of them.
 
-`vllm bench serve` (read in 0.31) sends its random prompts as text, which the server's tokenizer cuts anew, so their
-length differs between models, and it imports vLLM again for every concurrency. Here prompts are token ids.
+`vllm bench serve` (read in 0.31) sends its random prompts as text, which the server tokenizes again, so their length
+differs between models, and it imports vLLM again for every concurrency. Here prompts are token ids.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from kit.core.errors import CheckFailed
 if TYPE_CHECKING:
     import aiohttp
 
-POLL_S = 0.5  # between two looks at whether the server still lives
-SILENT_S = 600.0  # a stream without a token for so long has failed
+POLL_S = 0.5  # between two checks that the server is alive
+SILENT_S = 600.0  # a stream without a token for this long has failed
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one request took from its sending on, in seconds: to its first token and to its last; chunks it came in."""
+    """Seconds from sending one request to its first and to its last token, and the chunks it came in."""
 
     first_s: float
     last_s: float
@@ -63,10 +63,10 @@ def closed_loop(
     concurrency: int,
     check_alive: Callable[[], None],
 ) -> tuple[list[Timing], float]:
-    """(timing of every request, seconds from the first sending to the last token).
+    """Return (timing of every request, seconds from the first request sent to the last token).
 
-    `concurrency` requests are under way until the prompts run out. `check_alive` is asked twice a second and ends it
-    all with what it raises; `CheckFailed` when a request fails or comes back with another length than was asked for.
+    `concurrency` requests are in flight until the prompts run out. `check_alive` is called twice a second; what it
+    raises ends the run. `CheckFailed` if a request fails or returns another length than requested.
     """
     return asyncio.run(_closed_loop(url, iter(prompts), new_tokens, concurrency, check_alive))
 
@@ -105,7 +105,7 @@ async def _closed_loop(
             try:
                 await work
             except aiohttp.ClientError as error:
-                check_alive()  # a server that ended says more than its broken connections
+                check_alive()  # the error of a dead server says more than its broken connections
                 raise CheckFailed(f"a request failed: {type(error).__name__}: {error}") from None
             return timings, max(ended_at) - min(sent_at)
         finally:
@@ -134,7 +134,7 @@ async def _ask(session: "aiohttp.ClientSession", url: str, prompt: list[int], ne
         async for line in answer.content:
             if not line.startswith(b"data:"):
                 continue
-            # Only the last lines are parsed: at hundreds of streams the client must not be what is measured.
+            # Only the last lines are parsed: with hundreds of streams, the client must not become the bottleneck.
             if b'"choices":[]' in line or b'"choices": []' in line:
                 usage = json.loads(line[5:]).get("usage")
             elif line.startswith((b'data: {"error"', b'data:{"error"')):
@@ -152,11 +152,11 @@ async def _ask(session: "aiohttp.ClientSession", url: str, prompt: list[int], ne
 
 
 def summarize(timings: Sequence[Timing], seconds: float, concurrency: int, new_tokens: int) -> dict:
-    """The figures of one concurrency: output tokens a second over all, and percentiles over the requests in seconds.
+    """Figures of one concurrency: overall output tokens per second, and percentiles over the requests in seconds.
 
     `itl_p50_s` is the median over requests of (last token - first token) / (new tokens - 1): a chunk of a stream can
     hold several tokens, so gaps between chunks would not be times between tokens. None for a single token.
-    `tokens_per_chunk` is 1 where the server passed every token on before it had the next.
+    `tokens_per_chunk` is 1 if the server sent every token before it had the next.
     """
     firsts = np.array([timing.first_s for timing in timings])
     lasts = np.array([timing.last_s for timing in timings])

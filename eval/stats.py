@@ -2,9 +2,9 @@
 
 Covers: accuracies of n problems with one or several completions each, and differences of policies or formats *on the
 same problems*. With several completions the problem stays the unit: every function that takes an array takes one value
-per problem, the mean over its completions, since completions of one problem are not independent. What a number of
-problems can show at all is in `power.py`, estimators over the completions of a problem in `samples.py`. Accuracies,
-differences and intervals are fractions in 0..1, not percent.
+per problem, the mean over its completions, since completions of one problem are not independent. Power analysis is in
+`power.py`, estimators over the completions of a problem are in `samples.py`. Accuracies, differences and intervals are
+fractions in 0..1, not percent.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from kit.core.errors import BadInput
 Interval = tuple[float, float]
 CONFIDENCE = 0.95
 ALPHA = 0.05
-_FINEST = 840  # the largest common denominator that differences are looked for on: 1..8 completions divide it
-_MOST_STEPS = 10**8  # of the exact distribution: about half a second
+_FINEST = 840  # largest common denominator tried for differences: 1..8 completions divide it
+_MOST_STEPS = 10**8  # limit for the exact distribution: about half a second
 _FLIPS = 20_000
 
 
 def wilson(successes: float, total: float, confidence: float = CONFIDENCE) -> Interval:
     """Wilson score interval of `successes` out of `total`; both may be fractional (an effective sample size).
 
-    Unlike p ± z·sqrt(p(1-p)/n) it stays in 0..1 and has a width at 0 and at `total` (Wilson 1927, JASA 22:209; Brown,
-    Cai and DasGupta 2001, Statistical Science 16:101, recommend it). `BadInput` when `total` is 0.
+    Unlike p ± z·sqrt(p(1-p)/n) it stays in 0..1 and has a nonzero width at 0 and at `total` (Wilson 1927, JASA 22:209;
+    Brown, Cai and DasGupta 2001, Statistical Science 16:101, recommend it). `BadInput` if `total` is 0.
     """
     if not total > 0:
         raise BadInput("an interval needs at least one decided problem, there are none.")
-    from scipy.special import ndtri  # late here and below: scipy takes seconds, and --help needs none of it
+    from scipy.special import ndtri  # imported late here and below: scipy takes seconds, and --help does not need it
 
     z, share = float(ndtri((1 + confidence) / 2)), successes / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
@@ -43,9 +43,9 @@ def cluster_interval(shares: np.ndarray, completions: int, confidence: float = C
 
     The cluster-robust variance of the mean, Var(shares)/n (Liang and Zeger 1986, Biometrika 73:13; for evaluations
     Miller 2024, arXiv:2411.00640, section 2.2), is turned into an effective number of independent completions,
-    n·p(1-p)/Var(shares), at most `completions`, with Student's t for the few problems, and that into a Wilson interval
-    (Korn and Graubard 1998, Survey Methodology 24:193). With one completion per problem (`completions` = n) it is the
-    Wilson interval of n. All right or all wrong counts every problem once.
+    n·p(1-p)/Var(shares), at most `completions`, corrected with Student's t for few problems, and that into a Wilson
+    interval (Korn and Graubard 1998, Survey Methodology 24:193). With one completion per problem (`completions` = n)
+    it is the Wilson interval of n. If all are right or all wrong, every problem counts once.
     """
     shares = np.asarray(shares, dtype=np.float64)
     n = len(shares)
@@ -68,8 +68,8 @@ def cluster_interval(shares: np.ndarray, completions: int, confidence: float = C
 def pseudo_change(values: np.ndarray) -> float:
     """The size c of the two pseudo-problems, +c and -c, that `bootstrap_mean` adds: (Σd² + 1)/(Σ|d| + 1), in 0..1.
 
-    The size of a typical change, with one change of a whole problem counted beside those seen: 1 where every change
-    is of a whole problem, as with one completion each, and where none was seen.
+    It is the size of a typical change, with one change of a whole problem counted besides those seen: 1 if every
+    change is of a whole problem, as with one completion each, and if none was seen.
     """
     values = np.abs(np.asarray(values, dtype=np.float64))
     return float(min((np.square(values).sum() + 1) / (values.sum() + 1), 1.0))
@@ -145,7 +145,7 @@ def discordant(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:
 def mcnemar(gained: int, lost: int) -> float:
     """Exact two-sided McNemar p-value: under no effect, gained ~ Binomial(gained + lost, 1/2).
 
-    McNemar 1947, Psychometrika 12:153. 1.0 when the two never disagree: no disagreement is no evidence either way.
+    McNemar 1947, Psychometrika 12:153. 1.0 if the two never disagree: no disagreement is no evidence either way.
     """
     if gained + lost == 0:
         return 1.0
@@ -155,17 +155,18 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def sign_flip(differences: np.ndarray, seed: int = 0, flips: int = _FLIPS) -> float:
-    """Two-sided p-value of `differences` (n,), one per problem, under every sign being as likely as the other.
+    """Two-sided p-value of `differences` (n,), one per problem, under both signs being equally likely.
 
     The paired permutation test (Fisher 1935; Good 2005, section 3.2), with the problem as the unit, so completions of
-    one problem may depend on each other. Under "both policies answer each problem equally well" the two can change
-    places problem by problem, and the test is exact; under "equal on average" it is so for many problems (Janssen
-    1997, Stat. Probab. Lett. 36:9). Exact over all 2^n signs where the differences lie on a grid, as shares of equally
-    many completions do, through the distribution of the sum built problem by problem; else `flips` random draws with
-    the observed one counted among them (Phipson and Smyth 2010). With one completion each it is McNemar's exact test.
+    one problem may depend on each other. Under "both policies answer each problem equally well" the two can be swapped
+    problem by problem, and the test is exact; under "equal on average" it is exact in the limit of many problems
+    (Janssen 1997, Stat. Probab. Lett. 36:9). If the differences lie on a grid, as shares of equally many completions
+    do, it covers all 2^n signs exactly, through the distribution of the sum built problem by problem; else it uses
+    `flips` random draws with the observed one counted among them (Phipson and Smyth 2010). With one completion each it
+    is McNemar's exact test.
     """
     values = np.asarray(differences, dtype=np.float64)
-    values = values[np.abs(values) > 1e-12]  # a zero stays one, whatever its sign
+    values = values[np.abs(values) > 1e-12]  # a zero stays zero, whatever its sign
     if len(values) == 0:
         return 1.0
     sizes, observed = np.abs(values), float(values.sum())
@@ -182,7 +183,7 @@ def sign_flip(differences: np.ndarray, seed: int = 0, flips: int = _FLIPS) -> fl
 
 
 def _on_grid(values: np.ndarray) -> np.ndarray | None:
-    """The values as whole multiples of 1/m with the smallest m up to 840, or None when there is none."""
+    """The values as whole multiples of 1/m with the smallest m up to 840, or None if there is none."""
     for denominator in range(1, _FINEST + 1):
         scaled = values * denominator
         whole = np.rint(scaled)
@@ -193,7 +194,7 @@ def _on_grid(values: np.ndarray) -> np.ndarray | None:
 
 def _exact_sign_flip(sizes: np.ndarray, observed: int) -> float:
     reach = int(sizes.sum())
-    chance = np.zeros(2 * reach + 1)  # of every sum from -reach to +reach
+    chance = np.zeros(2 * reach + 1)  # probability of every sum from -reach to +reach
     chance[reach] = 1.0
     for size in sizes:
         spread = np.zeros_like(chance)
@@ -205,10 +206,10 @@ def _exact_sign_flip(sizes: np.ndarray, observed: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the order given: at most α of all sets of true nulls then see any at or below α.
+    """Holm's adjusted p-values, in the order given: rejecting those at or below α keeps the family-wise error at α.
 
     Holm 1979, Scand. J. Stat. 6:65. The smallest of m is multiplied by m, the next by m-1, …, never less than the one
-    before and at most 1. Valid whatever the tests have in common.
+    before and at most 1. Valid under any dependence between the tests.
     """
     adjusted, running = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda at: p_values[at])):

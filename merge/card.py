@@ -1,7 +1,7 @@
-"""The README.md of a merged checkpoint: a model card of what it is made of, how it was trained and what it measured.
+"""The README.md of a merged checkpoint: a model card with its origin, its training and what it measured.
 
-`python -m merge card --run X` writes the cards of a run again, once an evaluation is there, and can upload them. A
-card is made from the run directory alone. It is not in the manifest: it changes when the checkpoint does not.
+`python -m merge card --run X` rewrites the cards of a run once there is an evaluation, and can upload them. A card is
+made from the run directory alone. The manifest does not list it, because it changes when the checkpoint does not.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from merge import hub
 from merge.command import POLICIES
 
 CARD = "README.md"
-WINDOW = 10  # steps that a mean of the training metrics is over
+WINDOW = 10  # steps averaged in a mean of the training metrics
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors", "compressed-tensors")
 READERS = {
@@ -70,7 +70,7 @@ METRICS += ("completion_length",)
 
 
 def main(argv: list[str]) -> int:
-    """Write the cards of a run's checkpoints again; with --push_to_hub upload those checkpoints."""
+    """Rewrite the cards of a run's checkpoints; with --push_to_hub, upload those checkpoints."""
     parser = argparse.ArgumentParser(prog="python -m merge card", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument(
@@ -118,14 +118,14 @@ def add_hub_options(parser: argparse.ArgumentParser) -> None:
 
 
 def push_all(arguments: argparse.Namespace, places: dict[tuple[str, str], Path]) -> None:
-    """Upload checkpoints and print where they are."""
+    """Upload checkpoints and print their addresses."""
     for place, repo_id in hub.destinations(arguments.push_to_hub, places).items():
         print(f"uploading {place} to {repo_id}", flush=True)
         print(f"uploaded: {hub.push(place, repo_id, arguments.hub_private)}", flush=True)
 
 
 def write_card(run: RunDir, directory: Path) -> Path:
-    """Write the card of a published checkpoint, whole or not at all; returns its path."""
+    """Write the card of a published checkpoint atomically and return its path."""
     text = render(run, read_json(directory / MANIFEST))
     temporary = directory / f".{CARD}.{os.getpid()}.tmp"
     try:
@@ -137,7 +137,7 @@ def write_card(run: RunDir, directory: Path) -> Path:
 
 
 def render(run: RunDir, manifest: dict) -> str:
-    """The card as Markdown with the front matter that the hub reads."""
+    """Return the card as Markdown, with the front matter that the hub reads."""
     facts = read_json(run.config_file)
     config, base = facts["config"], read_json(run.base_file)
     parts = [
@@ -155,7 +155,7 @@ def render(run: RunDir, manifest: dict) -> str:
 
 
 def look_up(config: dict, key: str) -> Any:
-    """The value of a dotted key; None when it is not set."""
+    """Value of a dotted key; None if it is not set."""
     group, leaf = key.split(".")
     return (config.get(group) or {}).get(leaf)
 
@@ -166,22 +166,22 @@ def storage(config: dict) -> str:
 
 
 def is_distilled(config: dict) -> bool:
-    """Whether the run learned from a teacher, and not from rewards."""
+    """Whether the run learned from a teacher rather than from rewards."""
     return any(look_up(config, key) for key in TEACHER)
 
 
 def recipe(config: dict) -> tuple[str, ...]:
-    """The keys that say how the adapter was trained."""
+    """Configuration keys that describe how the adapter was trained."""
     return (*(DISTILLATION if is_distilled(config) else LOSS), *RECIPE)
 
 
 def settings(config: dict, keys: Iterable[str]) -> list[tuple[str, str]]:
-    """The rows of those keys that are set."""
+    """Rows for those of `keys` that are set."""
     return [(key, code(value)) for key in keys if (value := look_up(config, key)) not in (None, "", {})]
 
 
 def code(value: Any) -> str:
-    """A value as inline code that fits into a table's cell."""
+    """A value as inline code, escaped for a table cell."""
     text = value if isinstance(value, str) else json.dumps(value)
     return "`" + json.dumps(text)[1:-1].replace('\\"', '"').replace("|", "\\|").replace("`", "'") + "`"
 
@@ -195,7 +195,7 @@ def table(title: str, head: tuple[str, ...], rows: list[tuple]) -> str:
 
 
 def front_matter(config: dict, manifest: dict) -> str:
-    """The YAML that the hub reads; strings as JSON, which is YAML."""
+    """YAML front matter for the hub; strings are written as JSON, which is valid YAML."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if HUB_ID.fullmatch(model := str(look_up(config, "model.id"))):
         relation = "finetune" if manifest["format"] == "bf16" else "quantized"
@@ -227,7 +227,7 @@ def introduction(config: dict, manifest: dict) -> str:
 
 
 def quantization_aware(manifest: dict) -> str:
-    """A sentence on the format that the run was trained for, with a blank before it; nothing of other runs."""
+    """A sentence, with a leading space, on the format that the run was trained for; empty for other runs."""
     if (own := manifest.get("trained_for")) is None:
         return ""
     text = f" The training was quantization-aware: the policy computed with the numbers of {own}"
@@ -237,7 +237,7 @@ def quantization_aware(manifest: dict) -> str:
 
 
 def origin(config: dict, base: dict, manifest: dict) -> str:
-    """What the weights are made from, by name and by hash."""
+    """Table of what the weights are made from, by name and by hash."""
     rows = [
         ("model", code(look_up(config, "model.id"))),
         ("revision", code(base.get("revision")) if base.get("revision") else "–"),
@@ -254,7 +254,7 @@ def origin(config: dict, base: dict, manifest: dict) -> str:
 
 
 def training(run: RunDir, manifest: dict) -> str:
-    """Means of the metrics at the start and at the end of what the adapter was trained for."""
+    """Table of the mean metrics at the start and at the end of the adapter's training."""
     last, rows = manifest.get("adapter_version"), []
     for line in run.metrics_file.read_text().splitlines() if run.metrics_file.is_file() else ():
         try:
@@ -278,7 +278,7 @@ def training(run: RunDir, manifest: dict) -> str:
 
 
 def checks(manifest: dict) -> str:
-    """How near the checkpoint is to the policy, and what its format keeps of the update."""
+    """How close the checkpoint is to the policy, and how much of the update its format keeps."""
     found, kept = manifest.get("verify"), manifest.get("retained_update")
     lines = ["## Against the trained policy", ""]
     if found is None:
@@ -303,7 +303,7 @@ def checks(manifest: dict) -> str:
 
 
 def evaluation(run: RunDir, manifest: dict) -> str:
-    """The run's eval.json as a table when it is of this base and adapter; otherwise how to get it."""
+    """The run's eval.json as a table if it is of this base and adapter; otherwise why not, or how to get it."""
     title = "## Evaluation\n\n"
     if not run.eval_file.is_file():
         return f"{title}Not evaluated yet. `python -m eval` measures it, `python -m merge card` then fills this in."
@@ -342,7 +342,7 @@ def _gain(result: dict, name: str) -> str:
 
 
 def software(facts: dict, manifest: dict) -> str:
-    """Versions at training and at merging."""
+    """Table of the package versions at training and at merging."""
     trained, merged = facts.get("versions") or {}, {}
     for package in PACKAGES:
         try:

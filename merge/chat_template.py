@@ -1,6 +1,6 @@
-"""Defaults in the chat template of a merged checkpoint: the run's `data.chat_template_kwargs`.
+"""Set the run's `data.chat_template_kwargs` as defaults in the chat template of a merged checkpoint.
 
-Whoever serves the checkpoint asks the prompt of the training without passing them; a caller's own arguments win.
+A server then renders the training's prompt without passing them; a caller's own arguments override them.
 """
 
 import json
@@ -13,7 +13,7 @@ from jinja2 import TemplateSyntaxError
 from kit.core.chat import names_read, render
 from kit.core.errors import BadInput, CheckFailed
 
-# Files with templates under a key; the others hold one template each, as transformers 5 writes them.
+# Files that hold templates under a key; the other files hold one template each, as transformers 5 writes them.
 IN_JSON = ("tokenizer_config.json", "chat_template.json")
 PROBES = (
     [{"role": "user", "content": "2 + 40?"}],
@@ -23,7 +23,7 @@ PROBES = (
 
 
 def literal(value: Any) -> str:
-    """A value of JSON's types as a jinja2 expression."""
+    """A JSON value as a jinja2 expression."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -36,8 +36,8 @@ def literal(value: Any) -> str:
 
 
 def with_defaults(template: str, arguments: dict[str, Any]) -> str:
-    """The template with defaults for those of the arguments that it reads; its text is the same to the byte. One that
-    is no valid template stays as it is."""
+    """Prepend defaults for those of the arguments that the template reads; its own text is unchanged to the byte. An
+    invalid template is returned unchanged."""
     try:
         names = names_read(template)
     except TemplateSyntaxError:
@@ -49,8 +49,8 @@ def with_defaults(template: str, arguments: dict[str, Any]) -> str:
     ]
     if not lines:
         return template
-    # transformers drops a line feed after a block, and blanks before a block that begins a line: leading ones stay
-    # what they were behind a line feed of our own.
+    # transformers drops a line feed after a block, and blanks before a block that begins a line. A line feed of our
+    # own keeps leading ones as they were.
     return "".join(lines) + ("\n" if template[:1].isspace() else "") + template
 
 
@@ -72,7 +72,7 @@ def set_defaults(directory: Path, arguments: dict[str, Any]) -> None:
 
 
 def _each(held: Any, change: Callable[[str], str]) -> Any:
-    """Templates under a key: one, {name: template}, or [{"name", "template"}]."""
+    """Apply `change` to the templates under a key: one, {name: template}, or [{"name", "template"}]."""
     if isinstance(held, str):
         return change(held)
     if isinstance(held, dict):
@@ -81,14 +81,14 @@ def _each(held: Any, change: Callable[[str], str]) -> Any:
 
 
 def check_defaults(source: Path, directory: Path, arguments: dict[str, Any]) -> None:
-    """`CheckFailed` unless `directory` renders without arguments what `source` renders with them."""
+    """Raise `CheckFailed` unless `directory` renders without arguments exactly what `source` renders with them."""
     from transformers import AutoTokenizer
 
     before, after = (AutoTokenizer.from_pretrained(place) for place in (source, directory))
     for conversation in PROBES:
         try:
             wanted = render(before, conversation, arguments)
-        except BadInput:  # a template may take no system message
+        except BadInput:  # a template may not support system messages
             continue
         if (found := render(after, conversation, {})) != wanted:
             raise CheckFailed(

@@ -1,4 +1,4 @@
-"""A merge as its command line describes it: what is refused before a weight is loaded, and what is written where."""
+"""A merge as its command line describes it: what is checked before a weight is loaded, and what is written where."""
 
 import argparse
 import shutil
@@ -13,24 +13,24 @@ from kit.core.run_directory import INTO, RunDir, read_json, read_manifest
 from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
-# Of a quantized layer, scales included.
+# Of a quantized layer, including scales.
 BYTES_PER_WEIGHT = {
     **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp8_static": 1.0, "w4a16": 0.52, "awq": 0.52},
     **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},
 }
 CALIBRATED = ("fp8_static", "awq", "nvfp4")
-RANGED = ("fp8_static", "nvfp4")  # activations by ranges of the layers' inputs, which a run for a format has already
+RANGED = ("fp8_static", "nvfp4")  # activations need input ranges, which a run trained for a format already has
 AWQ_PYTHON = Path(".venv-llmcompressor/bin/python")
 
 
 class Merge:
-    """A checked command: everything that can be refused is refused in the constructor, before a weight is loaded."""
+    """A checked command: the constructor refuses everything that can be refused before a weight is loaded."""
 
     def __init__(self, arguments: argparse.Namespace, reuse: bool = False):
-        """With `reuse`, a BF16 checkpoint of the same base and adapter that is there already is not made again."""
+        """With `reuse`, an existing BF16 checkpoint of the same base and adapter is not written again."""
         self.arguments = arguments
         self.reuse = reuse
-        self._sources: dict[str, bool] = {}  # by policy, since every file of it is hashed
+        self._sources: dict[str, bool] = {}  # cached by policy, since every file is hashed
         self.into = arguments.into
         self.run = RunDir.open(arguments.run)
         self.info = read_json(self.run.base_file)
@@ -39,7 +39,7 @@ class Merge:
         self.adapter, self.adapter_facts = self._find_adapter()
         self.trained = find_trained(self.run, self.adapter or arguments.adapter)
         self.template_arguments = arguments_of(self.run.config())
-        # argparse keeps the order of the command line; bf16 is what the others are made from.
+        # argparse keeps the order of the command line, but bf16 comes first: the others are made from it.
         self.formats = [name for name in FORMATS if name in self._asked()]
         self._check_outputs()
         if "awq" in self.formats:
@@ -56,7 +56,7 @@ class Merge:
         self._verifier: Any = None
 
     def _open_base(self) -> tuple[Any, dict]:
-        """The original checkpoint and the adapter's updates, checked; (None, {}) when a dry run has no weights."""
+        """Open and check the original checkpoint and the adapter's updates; (None, {}) if a dry run has no weights."""
         from kit.weights.frozen_base import BaseCheckpoint
         from merge.merge import read_adapter
         from merge.quantize import check_shapes
@@ -83,7 +83,7 @@ class Merge:
         return adapter, {"adapter_version": manifest.get("version"), "adapter_hash": content}
 
     def _asked(self) -> list[str]:
-        """The formats to write: those of the command line, or the one that the run was trained for."""
+        """Formats to write: those of the command line, else the one that the run was trained for."""
         if self.arguments.format:
             return self.arguments.format
         if self.trained is None:
@@ -98,17 +98,17 @@ class Merge:
         return self.trained is not None and self.trained.format.name == name
 
     def note(self, name: str) -> str:
-        """What a line about a checkpoint says of how it stands to the training."""
+        """Suffix for a checkpoint's output line: how its format relates to the one that the run was trained for."""
         if self.trained is None or self.is_own(name):
             return "" if self.trained is None else ", which the run was trained for"
         return f"; the run was trained for {self.trained.format.name}"
 
     def has_ranges(self, name: str) -> bool:
-        """Whether the activations' ranges of this format are in the run's quantizers, so that none are looked for."""
+        """Whether the run's quantizers hold the activation ranges of this format, so that none need calibrating."""
         return name in RANGED and self.trained is not None and self.trained.format.needs_calibration
 
     def facts(self, policy: str) -> dict:
-        """What every manifest of a policy says about where the checkpoint comes from."""
+        """Provenance that every manifest of a policy records."""
         adapter = self.adapter_facts if policy == "grpo" else {"adapter_version": None, "adapter_hash": None}
         adapter |= {} if self.trained is None else self.trained.facts()
         adapter |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
@@ -142,20 +142,20 @@ class Merge:
     def _is_source(self, policy: str) -> bool:
         try:
             manifest = read_manifest(self.place(policy, "bf16"), "checkpoint", deep=True)
-        except BadInput:  # not whole: never quantized, and replaced only with --overwrite
+        except BadInput:  # incomplete: never quantized, and replaced only with --overwrite
             return False
-        manifest.setdefault("into", INTO[0])  # of earlier versions, which knew one base
+        manifest.setdefault("into", INTO[0])  # missing in manifests of earlier versions, which knew only one base
         if manifest.get("chat_template_kwargs", {}) != self.template_arguments:
             return False
         return all(manifest.get(key) == self.facts(policy)[key] for key in ("into", "base_hash", "adapter_hash"))
 
     def reuses_bf16(self, policy: str) -> bool:
-        """Whether a BF16 checkpoint from before is there to be quantized."""
+        """Whether an existing BF16 checkpoint is quantized instead of merging again."""
         place = self.place(policy, "bf16")
         return (self.reuse or "bf16" not in self.formats) and place.exists() and self._same_source(policy)
 
     def targets(self) -> list[tuple[str, str]]:
-        """(policy, format) in the order of work; BF16 is among them also when only needed by the others."""
+        """(policy, format) pairs in the order of work; includes BF16 even if only the other formats need it."""
         return [
             (policy, name)
             for policy in self.policies
@@ -164,7 +164,7 @@ class Merge:
         ]
 
     def bytes_of(self, name: str) -> int:
-        """The size of a checkpoint in `name`, estimated from shapes."""
+        """Size in bytes of a checkpoint in the format `name`, estimated from shapes."""
         total = 0.0
         for tensor in self.base.files:
             weights = 1
@@ -197,12 +197,12 @@ class Merge:
             raise BadInput(f"no tokenizer in {self.directory}: {str(error).splitlines()[0]}") from None
 
     def _check_template(self) -> None:
-        """`BadInput` when the chat template would not take the run's arguments as defaults."""
+        """Raise `BadInput` if the chat template cannot take the run's arguments as defaults."""
         if self.template_arguments:
             check_template(self._tokenizer(), [{"role": "user", "content": "2 + 40?"}], self.template_arguments)
 
     def _calibration(self) -> Any:
-        """What the formats that need data are calibrated on; None when none of them was asked for."""
+        """Calibration set for the formats that need data; None if none of them was requested."""
         if not any(name in CALIBRATED and not self.has_ranges(name) for name in self.formats):
             return None
         from merge.calibrated import calibration_set
@@ -211,7 +211,7 @@ class Merge:
         return calibration_set(self.run, self._tokenizer(), options.calib_samples, options.calib_seq_len)
 
     def verifier(self) -> Any:
-        """The policies' scores, computed at the first use."""
+        """The verifier with the policies' scores, computed on first use."""
         from merge.verify import Verifier
 
         if self._verifier is None:
@@ -220,7 +220,7 @@ class Merge:
         return self._verifier
 
     def share_verifier(self, verifier: Any) -> None:
-        """Compare with the scores of another merge's verifier, of the same run and adapter."""
+        """Use the scores of another merge's verifier, of the same run and adapter."""
         self._verifier = verifier
 
     def write(self, policy: str, name: str) -> dict:
@@ -263,9 +263,10 @@ class Merge:
         )
 
     def _compared(self, policy: str, name: str, directory: Path) -> dict:
-        """What a manifest says about the distance to the policy; `CheckFailed` for one that is not the policy."""
+        """Distance to the policy, for the manifest; `CheckFailed` if the checkpoint is not the policy."""
         verifier, judged = self.verifier(), self.into == INTO[0]
-        # Merged into other weights than the policy's, it is another model: how near is recorded, not judged.
+        # Merged into other weights than the policy's, the checkpoint is another model: its distance is recorded, not
+        # judged.
         if name == "bf16":
             found = verifier.check_bf16(policy, directory) if judged else verifier.compare(policy, directory, True)
         elif self.is_own(name) and judged:

@@ -1,11 +1,11 @@
-"""Write a checkpoint that is stored quantized as a plain one in BF16, which is then a base like any other.
+"""Convert a checkpoint that is stored quantized into a plain BF16 one, which is then a base like any other.
 
-Every weight is code · scale in float32, rounded once to BF16. Covers: `fp8` with blocks (Qwen3-8B-FP8 and its kin),
+Every weight is code · scale in float32, rounded once to BF16. Covers: `fp8` with blocks (Qwen3-8B-FP8 and similar),
 compressed-tensors' FP8, INT8 and packed integers (what `python -m merge` writes as fp8, fp8_block and w4a16). The
-checkpoint is read tensor by tensor and the model never loaded: memory is that of one tensor with what decompressing it
-takes. transformers 5.17 dequantizes on a CPU as it loads, but it quantizes an `fp8` model again as it saves it, and it
-reads blocks that the end of a weight cuts as smaller ones.
-Not covered: FP4, other methods, mixtures of experts, models that are laid out otherwise than their checkpoint.
+checkpoint is read tensor by tensor and the model is never loaded, so memory is one tensor plus what decompressing it
+takes. transformers 5.17 dequantizes on a CPU while loading, but it quantizes an `fp8` model again when saving it, and
+it misreads partial blocks at the end of a weight as smaller blocks. Not covered: FP4, other methods, mixtures of
+experts, models whose layout differs from that of their checkpoint.
 """
 
 import importlib.metadata
@@ -28,11 +28,11 @@ from merge.export import check_space, recorded, sizes, source_facts
 from merge.merge import write_config
 from merge.options import dequantize_parser
 
-# The types of codes, as a file's header names them: of quant_method fp8, and of compressed-tensors by its layout.
+# Types of the codes as a file's header names them: for quant_method fp8, and for compressed-tensors by its layout.
 CODES = {"fp8": "F8_E4M3", "float-quantized": "F8_E4M3", "int-quantized": "I8", "pack-quantized": "I32"}
 FLOATS = ("F32", "F16", "BF16")
 CODE_NAMES = ("weight", "weight_packed")
-CACHE_SCALES = ("k_scale", "v_scale")  # of a quantized KV cache: nothing of the weights
+CACHE_SCALES = ("k_scale", "v_scale")  # of a quantized KV cache, unrelated to the weights
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors")
 CAN = f"fp8 with weight_block_size, and compressed-tensors in the layouts {', '.join([*CODES][1:])}"
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     check_places(arguments.path, out, arguments.overwrite)
     config = read_config(source, arguments.revision)
     settings = check_quantized(source, config)
-    del config.quantization_config  # from here on it is the plain model that is meant
+    del config.quantization_config  # from here on, `config` describes the plain model
     plan = plan_model(config)
     check_space(out, plan)
     commit = None if arguments.path else getattr(config, "_commit_hash", None)
@@ -67,20 +67,20 @@ def main(argv: list[str]) -> int:
 
 
 def check_places(source: Path | None, out: Path, overwrite: bool) -> None:
-    """`BadInput` for a local source that is not there and for a place that cannot be written or is the source's."""
+    """Raise `BadInput` if a local source does not exist, or if `out` must not be replaced or contains the source."""
     if source is not None and not source.is_dir():
         raise BadInput(f"--model.path {source} is no directory (seen from {Path.cwd()}). Hub ids go into --model.id.")
     if source is not None and out.resolve() in (source.resolve(), *source.resolve().parents):
         raise BadInput(f"--out {out} is where the quantized checkpoint lies ({source}). Choose another place.")
     if out.exists() and not overwrite:
         raise BadInput(f"{out} exists already. Pass --overwrite to replace it, or --out for another place.")
-    # One mistyped --out must not cost a folder of other things.
+    # A mistyped --out must not delete an unrelated folder.
     if out.exists() and not ((out / MANIFEST).is_file() and read_json(out / MANIFEST).get("kind") == "checkpoint"):
         raise BadInput(f"{out} is no checkpoint of this kit: --overwrite does not replace it. Choose another place.")
 
 
 def check_quantized(source: str, config: Any) -> dict:
-    """The quantization_config of a checkpoint that can be dequantized here; `BadInput` for any other."""
+    """Return the quantization_config of a checkpoint that can be dequantized here; `BadInput` for any other."""
     settings = quantization_of(config)
     if not settings:
         raise BadInput(
@@ -100,7 +100,7 @@ def check_quantized(source: str, config: Any) -> dict:
     elif method == "compressed-tensors":
         groups = settings.get("config_groups")
         groups = list(groups.values()) if isinstance(groups, dict) else []
-        # A group may also be a list of layers, under the name of a preset.
+        # A group may also be a list of layers under the name of a preset.
         formats = [group.get("format") for group in groups if isinstance(group, dict)]
         layouts = {one or settings.get("format") for one in formats} or {settings.get("format")}
         if len(groups) != 1 or not layouts <= set(CODES) - {"fp8"}:
@@ -119,7 +119,7 @@ def _is_block(value: Any) -> bool:
 
 
 def plan_model(config: Any) -> Plan:
-    """The parameters of the model that a config describes; `BadInput` when transformers cannot build it."""
+    """Return the parameters of the model that a config describes; `BadInput` if transformers cannot build it."""
     try:
         model = without_weights(config)
     except (ImportError, ValueError) as error:
@@ -128,18 +128,18 @@ def plan_model(config: Any) -> Plan:
 
 
 def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{tensor: (its type as the file names it, its shape)}."""
+    """{tensor: (type as the file names it, shape)}."""
     with safe_open(file, framework="pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}
         return {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
 
 
 class QuantizedCheckpoint:
-    """A checkpoint that is stored quantized, read as the plain weights that it stands for, one tensor at a time.
+    """A checkpoint that is stored quantized, read one tensor at a time as the plain weights that it represents.
 
-    `config` is that of the plain model, `settings` the checkpoint's quantization_config. `modules` are the quantized
-    ones, `shards` {file: plain tensors}. Opening reads headers only; `BadInput` when the tensors are not those of the
-    model, or a scale does not fit its codes.
+    `config` describes the plain model, `settings` is the checkpoint's quantization_config. `modules` are the quantized
+    ones, `shards` is {file: plain tensors}. Opening reads only headers; `BadInput` if the tensors are not those of the
+    model, or if a scale does not fit its codes.
     """
 
     def __init__(self, directory: Path, config: Any, settings: dict, plan: Plan):
@@ -167,7 +167,7 @@ class QuantizedCheckpoint:
     def _open_stored(self) -> None:
         try:
             self.stored = StoredWeights(self.directory)
-        except (ValueError, KeyError) as error:  # pydantic's, and that of a preset that is not known
+        except (ValueError, KeyError) as error:  # pydantic's error, and that of an unknown preset
             raise BadInput(f"{self.directory}: quantization_config: {str(error).splitlines()[0]}") from None
         if (args := self.stored.scheme.weights) is None:
             raise BadInput(f"{self.directory} has no quantized weights: its quantization_config is of inputs alone.")
@@ -181,14 +181,14 @@ class QuantizedCheckpoint:
         return module in self.modules and part in CODE_NAMES
 
     def _plain(self, name: str) -> str | None:
-        """The plain tensor that a stored one is or holds the codes of; None for what only belongs to codes."""
+        """Name of the plain tensor that a stored one is or encodes; None for scales and other auxiliary tensors."""
         module, _, part = name.rpartition(".")
         if self._is_code(name):
             return f"{module}.weight"
         return None if part in CACHE_SCALES or (module in self.modules and part != "bias") else name
 
     def _check(self, name: str, complaint: str) -> None:
-        """`BadInput` when a plain tensor's shape or type, or those of its scale, are not what they should be."""
+        """Raise `BadInput` if the shape or type of a plain tensor, or of its scale, is wrong."""
         wanted = self.shapes.get(name)
         kind, shape = self.headers[self.codes.get(name, name)]
         if name not in self.codes:
@@ -212,12 +212,12 @@ class QuantizedCheckpoint:
             )
 
     def _grids(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes that the scales of a weight (out, in) may have. compressed-tensors 0.17 tells by the shape alone
-        what a scale is of, so any other would be multiplied with the wrong codes."""
+        """Valid shapes for the scales of a weight (out, in). compressed-tensors 0.17 infers from the shape alone what
+        a scale applies to, so any other shape would be multiplied with the wrong codes."""
         if self.block is not None:
             return [tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))]
         if self.args.strategy == "group":
-            return [(shape[0], shape[1] // self.args.group_size)]  # none has this where a group is cut
+            return [(shape[0], shape[1] // self.args.group_size)]  # no scale has this shape if a group is partial
         return {"channel": [(shape[0], 1)], "tensor": [(1,), ()]}.get(self.args.strategy, [])
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -237,8 +237,8 @@ class QuantizedCheckpoint:
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """codes (out, in) · scale (⌈out/rows⌉, ⌈in/columns⌉) of blocks of (rows, columns), multiplied in float32 and
-    rounded once to BF16. The float32 product is of one row of blocks at a time."""
+    """Return codes (out, in) · scale (⌈out/rows⌉, ⌈in/columns⌉) for blocks of (rows, columns), multiplied in float32
+    and rounded once to BF16. The float32 product covers one row of blocks at a time."""
     weight = torch.empty(codes.shape, dtype=torch.bfloat16)
     factors = scale.float().repeat_interleave(block[1], 1)[:, : codes.shape[1]]
     for part, rows, factor in zip(weight.split(block[0]), codes.split(block[0]), factors, strict=True):
@@ -249,9 +249,8 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int
 def write(checkpoint: QuantizedCheckpoint, out: Path, origin: dict, commit: str | None, overwrite: bool) -> dict:
     """Publish a quantized checkpoint in BF16 at `out`; return its manifest.
 
-    `origin` is the model and revision to record; `commit` that of a hub model, None for a local one, whose files are
-    recorded instead. `CheckFailed`, and at `out` what was there before, when the disk is full or a file changes
-    meanwhile.
+    `origin` is the model and revision to record. `commit` is that of a hub model, None for a local one, whose files
+    are recorded instead. `CheckFailed`, with `out` left as it was, if the disk is full or a file changes meanwhile.
     """
     directory = checkpoint.directory
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}

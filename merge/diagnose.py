@@ -1,7 +1,8 @@
-"""What training did to the weights and what each format makes of it, layer by layer: diagnostics.json, .md and .png.
+"""Measure layer by layer what training did to the weights and how each format stores them.
 
-`python -m merge diagnose --run X` reads the base and the adapter, not the merged checkpoints; only formats that need
-calibration are read from those. One tensor at a time, on the GPU when there is one. See README.md for the figures.
+`python -m merge diagnose --run X` writes diagnostics.json, .md and .png. It reads the base and the adapter, not the
+merged checkpoints, except for formats that need calibration. It works one tensor at a time, on the GPU if there is
+one. See README.md for the figures.
 """
 
 import argparse
@@ -46,11 +47,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 class NotMerged(BadInput):
-    """A format that only a merged checkpoint can show, without one."""
+    """A format that can only be read from a merged checkpoint, which does not exist."""
 
 
 class Diagnosis:
-    """A checked command: everything that can be refused is refused in the constructor, before a weight is loaded."""
+    """A checked command: the constructor refuses everything that can be refused before a weight is loaded."""
 
     def __init__(self, arguments: argparse.Namespace):
         from merge.verify import base_directory, check_adapter_base
@@ -90,12 +91,12 @@ class Diagnosis:
         return self.arguments.out or self.run.path
 
     def place(self, policy: str, name: str) -> Path:
-        """Where the merged checkpoint of a policy lies in the run, for the base that is diagnosed."""
+        """Directory of a policy's merged checkpoint in the run, for the base being diagnosed."""
         folder = self.run.merged if self.arguments.into == INTO[0] else self.run.path / "merged-original"
         return folder / policy / name
 
     def _modules(self) -> list[str]:
-        """The quantized layers asked for, in the order of the model's depth and then of its files."""
+        """Requested quantized layers, ordered by depth in the model, then as in its files."""
         from merge.diagnose_verdict import depth
 
         every = [n.removesuffix(".weight") for names in self.base.shards.values() for n in names]
@@ -109,7 +110,7 @@ class Diagnosis:
         return sorted(found, key=depth)
 
     def _readers(self) -> dict[str, "Reader"]:
-        """How each format is computed or read; what cannot be is refused when asked for, noted otherwise."""
+        """Readers by format; a format without one is an error if it was requested, else a note."""
         from kit.core.config.schema import FORMATS as KNOWN
         from merge.quantize import FORMATS as COMPUTED
 
@@ -166,7 +167,7 @@ class Diagnosis:
         return read
 
     def _own_checkpoint(self, policy: str, name: str) -> Path:
-        """The merged checkpoint of this base and adapter; `BadInput` with the command that makes it."""
+        """Return the merged checkpoint of this base and adapter; `BadInput` names the command that makes it."""
         place = self.place(policy, name)
         if not place.exists():
             raise NotMerged(
@@ -191,7 +192,7 @@ class Diagnosis:
         )
 
     def _token_batch(self) -> list | None:
-        """What the policies are compared on, when some merged checkpoint has not been compared yet."""
+        """Batch to compare the policies on; None if every merged checkpoint has been compared already."""
         from transformers import AutoTokenizer
 
         from merge.verify import fixed_batch
@@ -205,7 +206,7 @@ class Diagnosis:
         return fixed_batch(self.run, tokenizer, self.base.config.vocab_size)
 
     def merged(self) -> dict[str, dict]:
-        """{format: manifest} of the merged checkpoints of this adapter."""
+        """{format: manifest} of this adapter's merged checkpoints."""
         found = {}
         for place in sorted(self.place("grpo", "*").parent.glob("[!.]*")):
             try:
@@ -217,7 +218,7 @@ class Diagnosis:
         return found
 
     def layers(self) -> list[dict]:
-        """The record of every layer asked for."""
+        """Records of all requested layers."""
         import torch
 
         from merge.diagnose_layer import measure_layer
@@ -251,7 +252,7 @@ class Diagnosis:
 
 @functools.cache
 def computed(store: "Format") -> "Reader":
-    """The reader of what a format makes of a BF16 weight; the same one for the same format function."""
+    """Reader that stores a BF16 weight in a format and reads it back; the same object for the same format function."""
     import torch
 
     from merge.quantize import read_back
@@ -267,7 +268,7 @@ def _pattern(text: str | None) -> re.Pattern | None:
 
 
 def versions() -> dict:
-    """Versions of what the figures depend on, and the machine they were measured on."""
+    """Versions of the packages that the figures depend on, and the machine they were measured on."""
     import torch
 
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -276,7 +277,7 @@ def versions() -> dict:
 
 
 def diagnose(diagnosis: Diagnosis, command: list[str]) -> dict:
-    """Measure everything; return what diagnostics.json holds."""
+    """Measure everything; return the content of diagnostics.json."""
     from merge.diagnose_verdict import summarize, verdict
 
     started = time.monotonic()
@@ -301,7 +302,7 @@ def diagnose(diagnosis: Diagnosis, command: list[str]) -> dict:
 
 
 def write(result: dict, folder: Path, stem: str) -> None:
-    """<stem>.md, <stem>.png and, last, <stem>.json: with it, everything is there."""
+    """Write <stem>.md, <stem>.png and, last, <stem>.json: once it exists, all three are complete."""
     from merge.diagnose_plot import draw
     from merge.diagnose_report import markdown
 

@@ -1,7 +1,7 @@
-"""The figures of one linear layer, before and after training: how large the update is, and what a format makes of it.
+"""Figures of one linear layer before and after training: how large the update is and how well a format stores it.
 
-Everything is Frobenius norms and moments of whole tensors: float32 within a row, float64 over the rows. Covers:
-weights as the merge would fold them. Not covered: activations (formats that round them do more harm than is seen).
+All are Frobenius norms and moments of whole tensors: float32 within a row, float64 over the rows. Covers: weights as
+the merge would fold them. Not covered: activations (formats that round them do more harm than is shown).
 """
 
 import hashlib
@@ -12,8 +12,8 @@ import torch
 
 OUTLIER_DEVIATIONS = 6.0  # standard deviations of the tensor
 OUTLIER_MEDIANS = 6.0  # medians of |w|
-# What a reader of a format computes with, float32 (out, in): (module, "base" or "grpo", the float32 weight of it) →
-# value; None when it is not known.
+# Values that a reader of a format computes with, float32 (out, in): (module, "base" or "grpo", its float32 weight) →
+# value; None if unknown.
 Reader = Callable[[str, str, torch.Tensor], torch.Tensor | None]
 
 
@@ -35,20 +35,21 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def distribution(weight: torch.Tensor) -> dict[str, float | None]:
-    """Kurtosis and outlier shares of a float32 tensor; None where it has no spread to measure against.
+    """Kurtosis and outlier shares of a float32 tensor; None if it has no spread to measure against.
 
-    `kurtosis` is excess, of the whole tensor, without bias correction: 0 for a Gaussian, -1.2 for a uniform (as
-    scipy.stats.kurtosis). `outlier_fraction` is the share with |w| > 6 standard deviations of the whole tensor;
-    `beyond_6_medians` the share with |w| > 6 medians of |w|, which is 4.05 standard deviations of a Gaussian.
+    `kurtosis` is the excess kurtosis of the whole tensor, without bias correction: 0 for a Gaussian, -1.2 for a
+    uniform distribution (as scipy.stats.kurtosis). `outlier_fraction` is the share with |w| > 6 standard deviations of
+    the whole tensor; `beyond_6_medians` is the share with |w| > 6 medians of |w|, which is 4.05 standard deviations of
+    a Gaussian.
     """
     mean = weight.sum(-1).double().sum() / weight.numel()
     centered = weight - mean.float()
     deviation = math.sqrt(squared_norm(centered) / weight.numel())
     magnitude = weight.abs()
-    # Equal weights leave the rounding of their mean as a "deviation".
+    # For equal weights, the rounding error of their mean would look like a deviation.
     if deviation <= 1e-6 * magnitude.max().item():
         return {"kurtosis": None, "outlier_fraction": None, "beyond_6_medians": None}
-    # Divided first: the fourth power of a weight of 1e-10 is below float32's range.
+    # Divide first: the fourth power of a weight of 1e-10 is below float32's range.
     fourth = squared_norm((centered / deviation).square())
     share = torch.count_nonzero(magnitude > OUTLIER_DEVIATIONS * deviation).item() / weight.numel()
     median = magnitude.flatten().median()
@@ -59,9 +60,9 @@ def distribution(weight: torch.Tensor) -> dict[str, float | None]:
 
 
 def shuffled(module: str, delta: torch.Tensor) -> torch.Tensor:
-    """The update with its rows and its columns in another order, always the same for a module.
+    """The update with its rows and its columns permuted, always in the same order for a module.
 
-    It has the same norm, singular values and entries, and nothing to do with the weights it is added to any more.
+    It keeps the norm, singular values and entries, but is no longer related to the weights it is added to.
     """
     seed = int.from_bytes(hashlib.blake2b(module.encode(), digest_size=7).digest(), "big")
     generator = torch.Generator().manual_seed(seed)
@@ -72,12 +73,12 @@ def shuffled(module: str, delta: torch.Tensor) -> torch.Tensor:
 def measure_layer(
     module: str, weight: torch.Tensor, delta: torch.Tensor | None, readers: dict[str, Reader], control: bool = True
 ) -> dict:
-    """The record of one layer in diagnostics.json.
+    """Return the record of one layer in diagnostics.json.
 
-    `weight` (out, in) is the base's, `delta` (out, in) float32 the update, None when the adapter leaves the layer
-    alone. Per format: `error` ‖Q(W) − W‖/‖W‖ before and after training, `snr` ‖Δ‖/‖Q(W+Δ) − (W+Δ)‖, `retained`
-    <Q(W+Δ) − Q(W), Δ>/<Δ, Δ>, and with `control` the `control_error` of W plus the shuffled Δ. Without an update snr
-    and retained are None and the error after is the error before. None too where a divisor is zero.
+    `weight` (out, in) is the base's, `delta` (out, in) float32 is the update, None if the adapter does not change the
+    layer. Per format: `error` ‖Q(W) − W‖/‖W‖ before and after training, `snr` ‖Δ‖/‖Q(W+Δ) − (W+Δ)‖, `retained`
+    <Q(W+Δ) − Q(W), Δ>/<Δ, Δ>, and with `control` the `control_error` of W plus the shuffled Δ. Without an update, snr
+    and retained are None and the error after equals the error before. Figures with a zero divisor are None as well.
     """
     before = weight.float()
     size = squared_norm(before)
@@ -90,7 +91,7 @@ def measure_layer(
     twin = before + shuffled(module, delta) if changed and control else None
     found = {
         reader: _in_format(module, before, after, delta if changed else None, twin, reader)
-        for reader in set(readers.values())  # formats that store the same weights share one
+        for reader in set(readers.values())  # formats that store the same weights share a reader
     }
     return {
         "name": module,

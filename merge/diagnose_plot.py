@@ -1,4 +1,4 @@
-"""diagnostics.png: per format a heatmap of ‖Δ‖/noise and of the update kept over the layers, and the errors."""
+"""Draw diagnostics.png: per format, heatmaps of ‖Δ‖/noise and of the update kept over the layers, and the errors."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,14 @@ import numpy as np
 from kit.core.run_directory import naming
 from merge.diagnose_verdict import change_text, depth, grouped, module_type, percent, pool
 
-MOST_MODULES = 12  # rows of a heatmap; a model of more kinds keeps the most frequent
-ANNOTATED = 60  # cells of a heatmap, above which the numbers in them would not be read
-SNR_REACH = 20.0  # colors end at this factor above and below 1, so that one format does not pale the others
-GREY = "0.88"  # a cell without a figure
+MOST_MODULES = 12  # rows of a heatmap; with more kinds of modules, the most frequent are kept
+ANNOTATED = 60  # cells of a heatmap, above which the numbers in them would be unreadable
+SNR_REACH = 20.0  # the color scale ends at this factor above and below 1, so that no format washes out the others
+GREY = "0.88"  # cells without a value
 
 
 def draw(result: dict, file: Path) -> None:
-    """Draw a diagnostics.json, replacing `file` whole."""
+    """Draw the content of a diagnostics.json, replacing `file` atomically."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -65,7 +65,7 @@ def draw(result: dict, file: Path) -> None:
 
 
 def _cells(layers: list[dict], formats: list[str]) -> dict[str, Any]:
-    """Figures as (module types, depths) arrays per format, NaN where there is none; experts of a cell are pooled."""
+    """Figures per format as (module types, depths) arrays, NaN if there is none; experts of a cell are pooled."""
     by_kind = grouped(layers, module_type)
     kept = sorted(by_kind, key=lambda kind: -len(by_kind[kind]))[:MOST_MODULES]
     kinds = [kind for kind in by_kind if kind in kept]
@@ -114,7 +114,7 @@ def _short(value: float) -> str:
 
 
 def _scatter(axes: Any, result: dict, fmt: str) -> None:
-    """Error after against error before, a point a layer, with the line of no change."""
+    """Plot the error after against the error before, one point per layer, with the line of no change."""
     import matplotlib
 
     by_kind = grouped([layer for layer in result["layers"] if layer["update_norm"]], module_type)

@@ -26,7 +26,7 @@ def _rows(result: dict) -> list[list[str]]:
 
 
 def print_table(result: dict) -> None:
-    """One line per format, pooled over the layers; `-` is what does not apply or was not asked for."""
+    """Print one row per format, pooled over the layers; `-` marks what does not apply or was not requested."""
     from rich.console import Console
     from rich.table import Table
 
@@ -42,7 +42,7 @@ def _table(head: tuple[str, ...] | list[str], rows: list[list[str]]) -> list[str
 
 
 def markdown(result: dict, picture: str) -> str:
-    """The report as Markdown: verdict, table, picture, the same by module and by depth, how it was measured."""
+    """The report as Markdown: verdict, table, picture, breakdowns by module and by depth, how it was measured."""
     lines = ["# What training did to the weights, and what each format makes of it", ""]
     lines += [f"- {line}" for line in result["verdict"]]
     lines += ["", "## All layers", "", *_table(HEAD, _rows(result)), ""]

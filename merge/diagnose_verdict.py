@@ -1,7 +1,8 @@
-"""What the layers' figures say together: sums over layers, how uniform a change is, and a verdict in words.
+"""Summarize the layers' figures: sums over layers, how uniform a change is, and a verdict in words.
 
-Works on the records of diagnostics.json alone, so that everything here can be computed again from the file. Averages
-are of squared norms, never of ratios: a large layer counts as large. Not covered: accuracy, which is the evaluation's.
+Works on the records of diagnostics.json alone, so that everything here can be recomputed from the file. Averages are
+over squared norms, never over ratios: a large layer counts as large. Not covered: accuracy, which the evaluation
+measures.
 """
 
 import math
@@ -15,9 +16,9 @@ from scipy.stats import binomtest
 from merge.diagnose_layer import ratio
 
 RESAMPLES, SEED = 10_000, 0
-FEWEST_BLOCKS = 8  # decoder layers that are resampled as wholes; below, linear layers are
-SMALL_CHANGE = 0.01  # of the error; what is below it is called small whatever the test says
-ON_GRID = 0.1  # an error before training below this share of the one after: the base lies on the format's own grid
+FEWEST_BLOCKS = 8  # fewest decoder layers to resample as blocks; below, linear layers are resampled
+SMALL_CHANGE = 0.01  # of the error; a smaller change is called small whatever the test says
+ON_GRID = 0.1  # if the error before is below this share of the error after, the base lies on the format's own grid
 MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -43,7 +44,7 @@ def grouped(layers: list[dict], key: Callable[[str], str | int]) -> dict[str, li
 
 
 def _squares(layer: dict, fmt: str, policy: str) -> tuple[float, float] | None:
-    """(‖Q(W) − W‖², ‖W‖²) of a layer; None when the format's weights are not known."""
+    """(‖Q(W) − W‖², ‖W‖²) of a layer; None if the format's weights are unknown."""
     figures, size = layer["formats"][fmt], layer["weight_norm"]["base" if policy == "base" else "grpo"]
     error = figures["control_error"] if policy == "control" else figures["error"][policy]
     if error is None:
@@ -57,9 +58,9 @@ def _root_ratio(pairs: Iterable[tuple[float, float] | None]) -> float | None:
 
 
 def pool(layers: list[dict], fmt: str) -> dict:
-    """The figures of several layers as if they were one tensor; snr and retained over those that have an update.
+    """Figures of several layers as if they were one tensor; snr and retained over the layers that have an update.
 
-    With several layers the shuffled update's error is divided by the norms after training, which it shares up to
+    For several layers, the shuffled update's error is divided by the norms after training, which are the same up to
     rounding.
     """
     changed = [layer for layer in layers if layer["update_norm"]]
@@ -78,7 +79,7 @@ def pool(layers: list[dict], fmt: str) -> dict:
 
 
 def pool_weights(layers: list[dict]) -> dict:
-    """What the layers' weights look like: the update against them, median kurtosis, outlier shares of all weights."""
+    """Statistics of the layers' weights: relative update, median kurtosis, outlier shares over all weights."""
     sizes = [layer["weight_norm"]["base"] ** 2 for layer in layers]
     found = {
         "layers": len(layers),
@@ -99,12 +100,12 @@ def pool_weights(layers: list[dict]) -> dict:
 
 
 def compare_errors(layers: list[dict], fmt: str, policies: tuple[str, str]) -> dict | None:
-    """How the error of `policies[1]` differs from that of `policies[0]`, paired by layer; None when none is known.
+    """How the error of `policies[1]` differs from that of `policies[0]`, paired by layer; None if none is known.
 
-    `change` is of the pooled error, relative; `interval` its 95 % percentile bootstrap over `unit`; `larger` and
-    `smaller` count layers, `sign_test_p` is the exact two-sided test of equally many (ties left out). Both treat the
-    units as independent, which layers trained by one loss are not: they tell how uniform a change is over this
-    model, not what another run would show.
+    `change` is the relative change of the pooled error; `interval` is its 95 % percentile bootstrap over `unit`;
+    `larger` and `smaller` count layers; `sign_test_p` is the exact two-sided test for equal counts (ties excluded).
+    Both treat the units as independent, which layers trained by one loss are not: they show how uniform a change is
+    over this model, not what another run would show.
     """
     rows = []
     for layer in layers:
@@ -151,7 +152,7 @@ def _bootstrap(blocks: np.ndarray) -> list[float] | None:
 
 
 def summarize(layers: list[dict], formats: list[str]) -> dict:
-    """The parts of diagnostics.json that follow from its `layers`."""
+    """The parts of diagnostics.json that are derived from its `layers`."""
     compared = {
         fmt: {
             "rl": compare_errors(layers, fmt, ("base", "grpo")),
@@ -185,7 +186,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def change_text(found: dict | None) -> str:
-    """The relative change of an error; as a factor when percent would be unreadable."""
+    """The relative change of an error; as a factor if a percentage would be unreadable."""
     if found is None:
         return "-"
     return percent(found["change"], sign=True) if abs(found["change"]) < 10 else f"x {found['change'] + 1:.0f}"
@@ -196,13 +197,13 @@ def _interval(ends: list[float] | None) -> str:
 
 
 def _uniform(found: dict) -> bool:
-    """Whether a change has one direction over the layers, by the interval and by the sign test."""
+    """Whether a change has one direction over the layers, by both the interval and the sign test."""
     ends, p = found["interval"], found["sign_test_p"]
     return ends is not None and ends[0] * ends[1] > 0 and p is not None and p < 0.05
 
 
 def error_verdict(fmt: str, summary: dict, comparison: dict) -> str:
-    """Does training change how cleanly the layers go into this format? One or two sentences from the numbers."""
+    """One or two sentences on whether training changes how cleanly the layers go into this format."""
     error, found, control = summary["error"], comparison["rl"], comparison["rl_against_shuffled"]
     if found is None:
         if None in error.values():
@@ -233,7 +234,7 @@ def error_verdict(fmt: str, summary: dict, comparison: dict) -> str:
 
 
 def noise_verdict(fmt: str, summary: dict, comparison: dict, changed: int) -> str:
-    """Is the update above the format's noise, and is it kept? One sentence from the numbers."""
+    """One sentence on whether the update is above the format's noise and whether it is kept."""
     snr, kept = summary["snr"], summary["retained"]
     if snr is None:
         return f"{fmt}: the signal-to-noise ratio is not known or has no noise to divide by."
@@ -253,7 +254,7 @@ def noise_verdict(fmt: str, summary: dict, comparison: dict, changed: int) -> st
 
 
 def verdict(result: dict) -> list[str]:
-    """The verdict of a diagnostics.json, one statement an item; never more than the numbers say."""
+    """Verdict of a diagnostics.json, one statement per item; never more than the numbers show."""
     weights = result["weights"]
     if not weights["changed_layers"]:
         return [

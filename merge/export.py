@@ -1,9 +1,9 @@
-"""Write the dequantized base before a run starts: what a rollout server should hold.
+"""Write the dequantized base before a run starts, for a rollout server to load.
 
-The trainer computes with dequantized NF4 weights (or FP8 ones, by policy.quantization). A server that holds the
-original ones samples from a policy about 9 % of weight error away; one that holds this checkpoint (in BF16, or
-quantized to FP8 by vLLM as it loads) does not. Beside it lies the NF4 copy (nf4/), of which a server makes its weights
-anew with each adapter; bases in FP8 and unquantized ones it makes anew of this checkpoint.
+The trainer computes with dequantized NF4 weights (or FP8 ones, by policy.quantization). A server with the original
+weights samples from a policy about 9 % of weight error away; one with this checkpoint (in BF16, or quantized to FP8 by
+vLLM while loading) does not. Beside it is the NF4 copy (nf4/), from which a server rebuilds its weights for each
+adapter; it rebuilds FP8 and unquantized bases from this checkpoint.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from merge.merge import COMPANIONS, write_config
 from merge.options import base_parser
 from merge.verify import default_device
 
-# A base by policy.quantization, in words.
+# How a base is stored, in words, by policy.quantization.
 STORED = {"nf4": "dequantized NF4", "fp8": "dequantized FP8", "none": "it is"}
 
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     config.model.check_path()
     source = config.model.source
     described = unquantized_config(source, config.model.revision)
-    # transformers tells a commit of a directory too, when it lies in the hub's cache.
+    # transformers also reports a commit for a directory in the hub's cache.
     commit = None if config.model.path else getattr(described, "_commit_hash", None)
     revision = commit or config.model.revision
     origin = {
@@ -77,7 +77,7 @@ def _open(config: Config, place: Path) -> Original:
 
 
 def sizes(plan: Plan) -> str:
-    """What the base takes on the disk, in words."""
+    """Disk space of the base, in words."""
     copy = f" and {_spell(plan.copy_bytes())} of NF4 copy" if plan.copy_bytes() else ""
     return f"{_spell(plan.weights_bytes())} in BF16{copy}"
 
@@ -87,7 +87,7 @@ def _spell(size: int) -> str:
 
 
 def check_space(out: Path, plan: Plan) -> None:
-    """`BadInput` when the disk has less room than the base takes."""
+    """Raise `BadInput` if the disk has less free space than the base takes."""
     existing = next(parent for parent in [out, *out.absolute().parents] if parent.exists())
     free = shutil.disk_usage(existing).free
     if plan.weights_bytes() + plan.copy_bytes() > free:
@@ -100,11 +100,11 @@ def check_space(out: Path, plan: Plan) -> None:
 def export(source: Original, out: Path, origin: dict, commit: str | None) -> dict:
     """Publish the base of `source` at `out` and return its base.json.
 
-    `origin` is the model and revision to record; `commit` that of a hub model, None for a local one, whose files are
-    recorded instead. `CheckFailed`, and nothing at `out`, when the disk is full or a file changes meanwhile.
+    `origin` is the model and revision to record. `commit` is that of a hub model, None for a local one, whose files
+    are recorded instead. `CheckFailed`, with nothing at `out`, if the disk is full or a file changes meanwhile.
     """
     with publish(out) as partial, recorded(source.directory, commit) as files:
-        check_space(out, source.plan)  # once `publish` has removed what a killed process left
+        check_space(out, source.plan)  # after `publish` has removed what a killed process left behind
         print(f"writing {out}: {sizes(source.plan)}", flush=True)
         info = write_base(source, partial, **origin)
         write_config(source.directory, partial, None)
@@ -116,8 +116,7 @@ def export(source: Original, out: Path, origin: dict, commit: str | None) -> dic
 
 
 def source_facts(directory: Path, commit: str | None, files: dict[str, Future]) -> dict:
-    """What a manifest says of the checkpoint that was read: `files` are those `recorded` meanwhile; `CheckFailed` when
-    one of them changed since."""
+    """Manifest entry for the source checkpoint; `files` come from `recorded`. `CheckFailed` if one changed since."""
     path = None if commit else str(directory.resolve())
     made_from = {
         "commit": commit,
@@ -130,7 +129,7 @@ def source_facts(directory: Path, commit: str | None, files: dict[str, Future]) 
 
 
 def source_files(directory: Path) -> list[Path]:
-    """Everything of a checkpoint that its base is made of: weights, index, config, tokenizer."""
+    """All files of a checkpoint that its base is made from: weights, index, config, tokenizer."""
     companions = [directory / name for name in COMPANIONS]
     companions += [file for folder in companions if folder.is_dir() for file in sorted(folder.rglob("*"))]
     shards = checkpoint_shards(directory)
@@ -139,14 +138,14 @@ def source_files(directory: Path) -> list[Path]:
 
 
 def fingerprint(file: Path) -> dict:
-    """Size, time and content of a file; the time is read first, so that a change while it is read shows."""
+    """Size, mtime and content hash of a file; the mtime is read first, so that a change during hashing shows."""
     stat = file.stat()
     return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "blake2b": file_hash(file)}
 
 
 @contextlib.contextmanager
 def recorded(directory: Path, commit: str | None) -> Iterator[dict[str, Future]]:
-    """{file: its fingerprint to come} of a local checkpoint, computed beside the block; a commit needs none."""
+    """Yield {file: future fingerprint} for a local checkpoint, computed while the block runs; empty for a commit."""
     files = [] if commit else source_files(directory)
     pool = ThreadPoolExecutor(1)
     try:
@@ -156,10 +155,10 @@ def recorded(directory: Path, commit: str | None) -> Iterator[dict[str, Future]]
 
 
 def changed_source(made_from: dict, directory: Path) -> str | None:
-    """What differs between the files recorded and those at `directory`, in words; None when nothing does.
+    """Describe how the files at `directory` differ from those recorded; None if they do not.
 
-    A file of the same size and time at the same place counts as the same. At another time or place its content
-    decides: other models have the same sizes, and an archive may give all its files one time.
+    A file of the same size and mtime at the same place counts as the same. At another mtime or place its content
+    decides: other models have the same sizes, and an archive may give all its files one mtime.
     """
     moved = made_from.get("path") != str(directory.resolve())
     now = {str(file.relative_to(directory)): file for file in source_files(directory)}
@@ -181,11 +180,11 @@ def changed_source(made_from: dict, directory: Path) -> str | None:
 
 
 def check_reusable(directory: Path, config: Config, origin: dict, commit: str | None, refresh: bool = True) -> dict:
-    """The manifest of a checkpoint that is the dequantized base of `config`; `BadInput` names what differs.
+    """Return the manifest of a checkpoint that is the dequantized base of `config`; `BadInput` names what differs.
 
-    `origin` holds the model and revision that the configuration stands for, `commit` that of a hub model now. A local
-    model is known by its content, wherever it lies. With `refresh`, the place and the times of files of the same
-    content are recorded, so that it is not compared again.
+    `origin` holds the model and revision that the configuration names, `commit` the current one of a hub model. A
+    local model is identified by its content, wherever it is. With `refresh`, the place and mtimes of files with
+    unchanged content are recorded, so that they are not compared again.
     """
     manifest = read_manifest(directory, "checkpoint")
     made_from = manifest.get("source")
@@ -245,7 +244,7 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
 
 
 def record_place(directory: Path, manifest: dict, source: Path) -> None:
-    """Write where the source's files lie now and their times into the manifest; without the right to, leave it."""
+    """Record the current place and mtimes of the source's files in the manifest; skip this if it is not writable."""
     made_from, place = manifest["source"], str(source.resolve())
     times = {name: (source / name).stat().st_mtime_ns for name in made_from["files"]}
     known = {name: was["mtime_ns"] for name, was in made_from["files"].items()}

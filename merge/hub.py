@@ -8,8 +8,8 @@ NO_TOKEN = "Set HF_TOKEN, or run `hf auth login`."
 
 
 def check_access(repo_id: str) -> None:
-    """`BadInput`, before anything is merged, for a malformed repository name, a missing or wrong token and a hub that
-    does not answer."""
+    """Check the repository name and the token before anything is merged; `BadInput` if the name is malformed, the
+    token is missing or wrong, or the hub does not answer."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -28,10 +28,10 @@ def check_access(repo_id: str) -> None:
 
 
 def destinations(repo_id: str, places: dict[tuple[str, str], Path]) -> dict[Path, str]:
-    """{directory: repository} of the checkpoints `places`, {(policy, format): directory}.
+    """Return {directory: repository} for the checkpoints `places`, {(policy, format): directory}.
 
-    The trained policy is pushed; the base only when nothing else is there. One format goes to `repo_id`, several to
-    `repo_id`-<format> each.
+    The trained policy is pushed; the base only if there is nothing else. A single format goes to `repo_id`, several go
+    to `repo_id`-<format> each.
     """
     policy = "grpo" if any(policy == "grpo" for policy, _ in places) else "base"
     chosen = {name: place for (of, name), place in places.items() if of == policy}
@@ -39,13 +39,13 @@ def destinations(repo_id: str, places: dict[tuple[str, str], Path]) -> dict[Path
 
 
 def push(directory: Path, repo_id: str, private: bool) -> str:
-    """Upload a published checkpoint; returns its address. `CheckFailed` when it does not arrive."""
+    """Upload a published checkpoint and return its address; `CheckFailed` if the upload fails."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
 
     try:
         api = HfApi()
-        # None leaves the choice to the account's settings; a repository that exists keeps its own.
+        # None leaves the choice to the account's settings; an existing repository keeps its own.
         address = api.create_repo(repo_id, private=private or None, exist_ok=True, repo_type="model")
         api.upload_folder(folder_path=directory, repo_id=repo_id, commit_message=f"Upload {directory.name}")
     except (OSError, HTTPError, ValueError) as error:

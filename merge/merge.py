@@ -1,7 +1,7 @@
 """Fold a LoRA adapter into the dequantized base: W = dequantize(base) + s·B·A, as a BF16 checkpoint.
 
 The sum is taken in float32 and rounded once. Covers: rsLoRA, rank and alpha patterns, tied embeddings. Refused with a
-reason: DoRA, modules_to_save, trained biases, adapters that change the base (PiSSA and its kin), embedding adapters.
+reason: DoRA, modules_to_save, trained biases, adapters that change the base (PiSSA and similar), embedding adapters.
 """
 
 import json
@@ -23,7 +23,7 @@ from kit.weights.nf4 import PIECE
 from kit.weights.shards import Behind, TensorFile, flush, name_files
 from merge.chat_template import check_defaults, set_defaults
 
-# What makes a checkpoint usable beside its weights; the names that transformers 5 and earlier versions write.
+# Files that make a checkpoint usable besides its weights, by the names that transformers 5 and earlier versions write.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -38,7 +38,7 @@ COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates",
 )
-WRITE_BYTES = 1 << 27  # that wait to be written, at most
+WRITE_BYTES = 1 << 27  # most bytes waiting to be written
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Factors:
 
 
 def read_adapter(directory: Path, base: BaseCheckpoint) -> dict[str, Factors]:
-    """{weight name in the plain model: its update} of a peft LoRA adapter directory.
+    """Read a peft LoRA adapter directory as {weight name in the plain model: its update}.
 
-    `BadInput`, before any base weight is read, for every adapter that s·B·A does not describe and for tensors that
-    name a module the base does not have or whose shapes do not fit.
+    `BadInput`, before any base weight is read, for an adapter that s·B·A does not describe, and for tensors that name
+    a module missing from the base or whose shapes do not fit.
     """
     directory = Path(directory)
     config = read_json(directory / "adapter_config.json")
@@ -113,7 +113,7 @@ class Retained:
         self.whole = 0.0
 
     def add(self, after: torch.Tensor, before: torch.Tensor, delta: torch.Tensor) -> None:
-        """Add a layer, by pieces: in double precision it would take 24 bytes a value."""
+        """Add a layer piece by piece: whole, it would take 24 bytes per value in double precision."""
         step = PIECE[delta.device.type == "cuda"]
         for parts in zip(*(value.reshape(-1).split(step) for value in (after, before, delta)), strict=True):
             changed, wanted = (parts[0].float() - parts[1].float()).double(), parts[2].double()
@@ -121,22 +121,25 @@ class Retained:
             self.whole += (wanted**2).sum().item()
 
     def project(self, rows: torch.Tensor, delta: torch.Tensor, before: bool) -> None:
-        """Add some rows of a layer after the update, or take away the same rows before it; all are added once."""
+        """Add rows of a layer after the update or, with `before`, subtract the same rows before it.
+
+        Each row is to be added once and subtracted once.
+        """
         wanted = delta.double()
         share = (rows.double() * wanted).sum().item()
         self.kept += -share if before else share
         self.whole += 0.0 if before else (wanted**2).sum().item()
 
     def share(self) -> float | None:
-        """None when there is no update at all."""
+        """The share kept; None if there is no update at all."""
         return self.kept / self.whole if self.whole else None
 
 
 def fold(base: BaseTensor, update: Factors | None, retained: Retained) -> Iterator[tuple[int, torch.Tensor]]:
-    """(index of the first value, piece) of the merged tensor, in BF16 on the CPU, in order.
+    """Yield (index of the first value, piece) of the merged tensor, in BF16 on the CPU, in order.
 
-    Every piece is the float32 sum of the base's rows and their update, rounded once; what rounding left of the update
-    is added to `retained`.
+    Each piece is the float32 sum of the base's rows and their update, rounded once. `retained` accumulates how much of
+    the update survives the rounding.
     """
     device = base.base.device
     a, b = (None, None) if update is None else (part.to(device, torch.float32) for part in (update.a, update.b))
@@ -160,9 +163,9 @@ def write_bf16(
 ) -> dict:
     """Publish the merged BF16 checkpoint at `final` with the source's sharding; return its manifest.
 
-    `check` gets the directory before it is published: what it returns goes into the manifest, and what it raises
-    keeps the checkpoint from being published. `chat_template_kwargs` of the manifest become the chat template's
-    defaults. On any failure `final` is what it was before.
+    `check` gets the directory before it is published: its result goes into the manifest, and an exception keeps the
+    checkpoint from being published. `chat_template_kwargs` of the manifest become the chat template's defaults. On any
+    failure `final` is left as it was.
     Memory: one tensor in 16 bits, its stored form, and what is being written (`WRITE_BYTES`).
     """
     with publish(final, overwrite) as partial:
@@ -178,8 +181,8 @@ def write_bf16(
 def write_folded(base: BaseCheckpoint, updates: dict[str, Factors], directory: Path) -> float | None:
     """Write the tensors of the merged checkpoint; return the share of the update that BF16 keeps.
 
-    While a piece is folded, one thread writes those before and another hashes the base tensor. `CheckFailed` when the
-    disk is full or a base tensor is not that of base.json.
+    While a piece is folded, one thread writes the previous ones and another hashes the base tensor. `CheckFailed` if
+    the disk is full or a base tensor does not match base.json.
     """
     shards = {file: names for file, names in base.shards.items() if names}
     retained, total = Retained(), 0
@@ -210,7 +213,7 @@ def write_config(source: Path, directory: Path, quantization: dict | None) -> No
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COMPANIONS:
         if (source / name).is_dir():
-            # File by file: copytree's own error has no errno, by which a full disk is told from other faults.
+            # File by file: copytree's own error has no errno to tell a full disk from other faults.
             for file in sorted((source / name).rglob("*")):
                 if file.is_file():
                     target = directory / file.relative_to(source)

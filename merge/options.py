@@ -1,4 +1,4 @@
-"""The options of `python -m merge base` and `… dequantize`, apart from what does the work, which imports torch."""
+"""Options of `python -m merge base` and `… dequantize`, apart from what does the work, which imports torch."""
 
 import argparse
 from pathlib import Path

@@ -1,11 +1,11 @@
 """Quantize a merged BF16 checkpoint, tensor by tensor, in the layouts of compressed-tensors and bitsandbytes.
 
 fp8        `float-quantized`: static per-channel weights, dynamic per-token activations.
-fp8_block  `float-quantized`: static weights in blocks of 128 x 128, activations dynamic in groups of 128.
-fp8_static `float-quantized`: one scale per weight, activations by one static scale per layer that calibration finds.
-w4a16      `pack-quantized`: symmetric INT4, groups of 128 (64 where 128 does not divide), round to nearest.
+fp8_block  `float-quantized`: static weights in blocks of 128 x 128, dynamic activations in groups of 128.
+fp8_static `float-quantized`: one scale per weight; one static activation scale per layer, from calibration.
+w4a16      `pack-quantized`: symmetric INT4, groups of 128 (64 if 128 does not divide), round to nearest.
 nvfp4a16   `nvfp4-pack-quantized`: E2M1 in groups of 16 with E4M3 scales and a global scale; weights only.
-nvfp4      the same, and activations in FP4 by global scales that calibration finds (calibrated.py).
+nvfp4      the same, with FP4 activations by global scales from calibration (calibrated.py).
 nf4        bitsandbytes, blocks of 64, double quantization.
 
 Only the layers that the run's base quantizes are quantized, so embeddings, norms and the output embedding stay BF16.
@@ -28,21 +28,22 @@ from kit.weights.nf4 import quantize_weight
 from kit.weights.shards import write_parts
 from merge.merge import Factors, Retained, write_config
 
-LEAST_RETAINED = 0.5  # of the update, for NF4 to be written without --force
+LEAST_RETAINED = 0.5  # least share of the update for NF4 to be written without --force
 BLOCK = 128  # both sides of a block of fp8_block
 FP4_GROUP = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-ZERO_E4M3_SCALE = 0.125  # of a group of zeros
-# Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs have to be equal.
+ZERO_E4M3_SCALE = 0.125  # scale of a group of zeros
+# Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs must be equal.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for each
 Parts = dict[str, torch.Tensor]
-# Takes (first row, rows in float32 as a reader computes with them), from the first row to the last.
+# Called with (first row, rows in float32 as a reader computes with them), in row order.
 Use = Callable[[int, torch.Tensor], None]
-# A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name, and hands what a reader of
-# that computes with to the `Use` that follows the weight, by pieces: whole it would take more than the weight itself.
+# A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name. It passes the values that a
+# reader computes with to its `Use` argument piece by piece: at once they would take more memory than the weight
+# itself.
 Format = Callable[[torch.Tensor, Use], Parts]
-# (preset of compressed-tensors, its name for the layout) of every format that it stores
+# (compressed-tensors preset, its name for the layout) for every format that it stores
 LAYOUTS = {
     "fp8": ("FP8_DYNAMIC", "float-quantized"),
     "fp8_block": ("FP8_BLOCK", "float-quantized"),
@@ -61,17 +62,18 @@ def _scheme(name: str, group: int | None = None) -> Any:
     if group is not None:
         scheme.weights.group_size = group
     if name == "FP8":
-        # With a single scale per weight vLLM 0.31 takes the largest of the layers that it fuses and quantizes the
-        # others again, through FP16; repeated for every output channel it is kept as it is.
+        # Given a single scale per weight, vLLM 0.31 takes the largest of the layers that it fuses and requantizes the
+        # others, through FP16. Repeated for every output channel, the scale is kept as it is.
         scheme.weights = _scheme("FP8_DYNAMIC").weights
     return scheme
 
 
 def _scales(peaks: torch.Tensor, args: Any, global_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The scales of blocks with these largest |weight|, as compressed-tensors' `calculate_qparams` has them on a CPU.
+    """Scales of blocks with these largest |weight|, as compressed-tensors' `calculate_qparams` computes them on a CPU.
 
-    On a GPU that divides by a number, for which PyTorch multiplies by its reciprocal: what lies on a tie between two
-    E4M3 or BF16 scales then falls to the wrong side, and the weights are not those that were trained with.
+    That function divides by a number, which PyTorch on a GPU turns into a multiplication by the reciprocal. A tie
+    between two E4M3 or BF16 scales then rounds to the wrong side, and the weights are not those that were trained
+    with.
     """
     from compressed_tensors.quantization.utils import calculate_range
 
@@ -86,7 +88,7 @@ def _scales(peaks: torch.Tensor, args: Any, global_scale: torch.Tensor | None = 
 
 
 def read_back(store: Format, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    """(what `store` stores of `weight`, what a reader of it computes with: (out, in) in float32)."""
+    """Return (what `store` stores of `weight`, the values that a reader of it computes with: (out, in) in float32)."""
     value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     return store(weight, lambda start, rows: value[start : start + len(rows)].copy_(rows)), value
 
@@ -94,9 +96,9 @@ def read_back(store: Format, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]
 def _compress(
     weight: torch.Tensor, use: Use, name: str, block: tuple[int, int], peak: torch.Tensor | None = None
 ) -> Parts:
-    """`weight` with one BF16 scale per block of (rows, columns), some rows at a time.
+    """Compress `weight` with one BF16 scale per block of (rows, columns), some rows at a time.
 
-    `peak` is the largest |weight| that every block's scale is made for, when it is not the block's own.
+    `peak`, if given, is the largest |weight| that every block's scale is computed for, instead of the block's own.
     """
     from compressed_tensors.compressors.base import BaseCompressor
 
@@ -106,10 +108,11 @@ def _compress(
 
     def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         blocks = rows.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-        own = torch.maximum(blocks.amin((1, 3)).abs(), blocks.amax((1, 3)).abs())  # not abs() first: a copy
+        own = torch.maximum(blocks.amin((1, 3)).abs(), blocks.amax((1, 3)).abs())  # abs() first would copy
         scale = _scales(own if peak is None else peak.expand_as(own), scheme.weights)
-        # Readers load scales in the model's dtype, so the codes are made for the scale as BF16 has it; the division
-        # is float32, since a BF16 quotient would round twice. A row near 1e-38 has a scale that BF16 rounds to 0.
+        # Readers load scales in the model's dtype, so the codes are computed for the scale as rounded to BF16. The
+        # division is in float32, since a BF16 quotient would round twice. A row near 1e-38 has a scale that BF16
+        # rounds to 0.
         scale = scale.to(torch.bfloat16)
         scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
         stored = compressor.compress({"weight": rows, "weight_scale": scale.float()}, scheme)
@@ -123,14 +126,14 @@ def _compress(
 def _by_rows(
     weight: torch.Tensor, use: Use, step: int, compress: Callable[[torch.Tensor], tuple[Parts, Any]]
 ) -> Parts:
-    """`compress` over chunks of rows (float32, a multiple of `step`), what is stored put together again."""
+    """Run `compress` over chunks of rows (float32, a multiple of `step`) and concatenate what it stores."""
     rows = max(step, CHUNK // weight.shape[1] // step * step)
     chunks: list[Parts] = []
     for index, chunk in enumerate(weight.split(rows)):
         parts, computed = compress(chunk.float())
         chunks.append(parts)
         use(index * rows, computed)
-    # Nothing but a global scale and the shape is of the whole weight.
+    # Only a global scale and the shape are of the whole weight.
     stored = {
         key: torch.cat([parts[key] for parts in chunks]) if part.ndim == 2 else part for key, part in chunks[0].items()
     }
@@ -162,10 +165,10 @@ def to_w4a16(weight: torch.Tensor, use: Use, group: int = INT4_GROUPS[0]) -> Par
 def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
     """FP4 (E2M1) codes, two to a byte, one E4M3 scale per 16 inputs of an output channel, one global scale.
 
-    `amax` is the largest |weight| of the other layers that share the global scale. A reader computes
-    code · scale / global scale. The global scale is the power of two at or below 448 · 6 / amax: that product is then
-    exact in BF16, so all readers hold the same weights, also those that round the global scale to BF16; and as a shift
-    of exponents it does not change what the codes stand for, so layers can share it at no loss.
+    `amax` is the largest |weight| of the other layers that share the global scale.
+    A reader computes code · scale / global scale. The global scale is the power of two at or below 448 · 6 / amax, so the
+    product is exact in BF16 and all readers hold the same weights, even those that round the global scale to BF16. As a
+    shift of exponents, it does not change what the codes stand for, so layers can share it without loss.
     """
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization.utils import generate_gparam
@@ -184,7 +187,7 @@ def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
         )
         return stored, compressor.decompress(dict(stored), scheme)["weight"].float()
 
-    # compressed-tensors has its rounding compiled, for which torch starts worker processes that import it again.
+    # compressed-tensors compiles its rounding, for which torch starts worker processes that import it again.
     with torch.compiler.set_stance("force_eager"):
         return _by_rows(weight, use, 1, compress)
 
@@ -200,7 +203,7 @@ def to_nf4(weight: torch.Tensor, use: Use) -> Parts:
     return {"weight": packed, **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}}
 
 
-# The weights, which need no data: those of nvfp4 are those of nvfp4a16; awq is made elsewhere (calibrated.py).
+# How to store weights, which needs no data. nvfp4 stores the same weights as nvfp4a16; awq is made in calibrated.py.
 FORMATS: dict[str, Format] = {
     "fp8": to_fp8,
     "fp8_block": to_fp8_block,
@@ -213,10 +216,10 @@ FORMATS: dict[str, Format] = {
 
 
 def input_scales(format_name: str, peak: float) -> Parts:
-    """What is stored of a layer's inputs, by suffix, for the largest |input| that calibration found.
+    """Stored scales of a layer's inputs, by suffix, for the largest |input| that calibration found.
 
-    The scale of fp8_static is in BF16, as that of its weights: readers load it in the model's dtype. The global scale
-    of nvfp4 is float32, as llm-compressor's.
+    The scale of fp8_static is in BF16, like that of its weights: readers load it in the model's dtype. The global
+    scale of nvfp4 is in float32, as in llm-compressor.
     """
     if format_name == "fp8_static":
         return {"input_scale": torch.tensor([peak / E4M3_MAX]).to(torch.bfloat16)}
@@ -224,7 +227,7 @@ def input_scales(format_name: str, peak: float) -> Parts:
 
 
 def fused_peaks(directory: Path, names: set[str]) -> dict[str, float]:
-    """{weight name: largest |weight| of the layers that vLLM fuses with it, itself included} of fused layers."""
+    """{weight name: largest |weight| over the layers that vLLM fuses with it, itself included}, for fused layers."""
     groups: dict[str, str] = {}
     for name in names:
         parent, _, layer = name.removesuffix(".weight").rpartition(".")
@@ -237,12 +240,12 @@ def fused_peaks(directory: Path, names: set[str]) -> dict[str, float]:
 
 
 def groups_of(base: BaseCheckpoint) -> int:
-    """How many inputs share a scale in w4a16 and awq of this base."""
+    """Number of inputs that share a scale in w4a16 and awq of this base."""
     return int4_group(base.shape(name)[1] for name in base.quantized)
 
 
 def format_for(format_name: str, base: BaseCheckpoint) -> Format:
-    """What of `FORMATS` stores this base's layers; the same function for the same format and group."""
+    """Function that stores this base's layers in a format; the same object for the same format and group."""
     store = FORMATS[format_name]
     return _in_groups(groups_of(base)) if store is to_w4a16 else store
 
@@ -253,8 +256,7 @@ def _in_groups(group: int) -> Format:
 
 
 def quantization_config(format_name: str, ignore: list[str], group: int = INT4_GROUPS[0]) -> dict:
-    """The `quantization_config` that makes transformers and vLLM read a checkpoint of this format; `group` is that of
-    INT4."""
+    """The `quantization_config` by which transformers and vLLM read this format; `group` is the group size of INT4."""
     if format_name == "nf4":
         from transformers import BitsAndBytesConfig
 
@@ -278,7 +280,7 @@ def quantization_config(format_name: str, ignore: list[str], group: int = INT4_G
 
 
 def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
-    """`BadInput` when a layer's shape does not fit the format; reads headers only."""
+    """Raise `BadInput` if a layer's shape does not fit the format; reads only headers."""
     shapes = {name: base.shape(name) for name in sorted(base.quantized)}
     int4 = int4_group(inputs for _, inputs in shapes.values())
     group = {"w4a16": int4, "awq": int4, "nvfp4a16": FP4_GROUP, "nvfp4": FP4_GROUP}.get(format_name)
@@ -291,9 +293,9 @@ def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
         )
     if format_name != "fp8_block":
         return
-    # compressed-tensors 0.17 dequantizes by the shapes alone: with a cut block it takes all of them for smaller ones,
-    # and a single column of blocks for a scale per output channel; both fail. vLLM 0.31 refuses fused layers in which
-    # a block would lie across two.
+    # compressed-tensors 0.17 dequantizes by shape alone: given a partial block it takes all blocks to be smaller, and
+    # it takes a single column of blocks for a scale per output channel; both fail. vLLM 0.31 rejects fused layers in
+    # which a block would span two of them.
     odd = [n for n, (rows, columns) in shapes.items() if rows % BLOCK or columns % BLOCK or rows > BLOCK == columns]
     if odd:
         rows, columns = shapes[odd[0]]
@@ -305,9 +307,9 @@ def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
 
 
 class Refused(CheckFailed):
-    """A format that cannot be made, or would lose what it is to carry; the other formats of the same command go on.
+    """A format that cannot be written, or would lose the update; the other formats of the same command go on.
 
-    `share` is the part of the update that it would keep, where that is known.
+    `share` is the share of the update that it would keep, if known.
     """
 
     def __init__(self, message: str, share: float | None = None):
@@ -316,9 +318,9 @@ class Refused(CheckFailed):
 
 
 def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates: dict[str, Factors]) -> float | None:
-    """What `format_name` would keep of the update folded into the BF16 checkpoint `merged`; writes nothing.
+    """Share of the update folded into the BF16 checkpoint `merged` that `format_name` would keep; writes nothing.
 
-    None when there is no update, or all of it is zero.
+    None if there is no update, or if all of it is zero.
     """
     if not updates:
         return None
@@ -336,7 +338,10 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
 
 
 def _project(retained: Retained, update: Factors, device: torch.device | str, before: bool = False) -> Use:
-    """Adds rows to `retained` as they are computed; <Q(W+Δ) − Q(W), Δ> is a difference of two such sums."""
+    """Return a `Use` that adds rows to `retained` as they are computed.
+
+    <Q(W+Δ) − Q(W), Δ> is the difference of two such sums.
+    """
     a, b = (part.to(device, torch.float32) for part in (update.a, update.b))
 
     def use(start: int, rows: torch.Tensor) -> None:
@@ -390,12 +395,12 @@ def quantize_checkpoint(
 ) -> dict:
     """Publish the BF16 checkpoint `merged` in another format at `final`; return the manifest.
 
-    `updates` is what was folded into `merged`, for the retained share. `verify` scores the directory before it is
-    published; what it returns goes into the manifest. `Refused`, with the retained share, for NF4 that keeps less than
-    `LEAST_RETAINED` of the update, unless `force`: on a base that was NF4 already, an update smaller than the steps
-    between NF4 values rounds away. An adapter that learned nothing (all of its update is zero) has nothing to lose
-    and is written. `input_peaks`, for fp8_static and nvfp4: the largest |input| of every quantized layer, by its
-    weight's name. Memory: what is stored of two tensors, and what quantizing one takes.
+    `updates` are those folded into `merged`, for the retained share. `verify` scores the directory before it is
+    published; its result goes into the manifest. `Refused`, with the retained share, for NF4 that keeps less than
+    `LEAST_RETAINED` of the update, unless `force`: on a base that already was NF4, an update smaller than the steps
+    between NF4 values rounds away. An adapter that learned nothing (its update is all zero) has nothing to lose and is
+    written. `input_peaks`, for fp8_static and nvfp4, is the largest |input| of every quantized layer, by the name of
+    its weight. Memory: the stored form of two tensors, and what quantizing one takes.
     """
     share = retained_share(merged, format_name, base, updates) if format_name == "nf4" and not force else None
     if share is not None and not share >= LEAST_RETAINED:

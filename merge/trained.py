@@ -1,7 +1,7 @@
-"""What a run was trained for: the format of its quantizers (policy.quant_cfg) and the input ranges they calibrated.
+"""The format that a run was trained for (policy.quant_cfg), and the input ranges that its quantizers calibrated.
 
-Both are read from an adapter's directory: `quant_cfg` in its manifest, and its quantizer state. Imports no torch until
-the state is read.
+Both are read from an adapter's directory: `quant_cfg` from its manifest, the ranges from its quantizer state. torch is
+imported only when the state is read.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from kit.core.run_directory import RunDir, read_manifest
 
 @dataclass(frozen=True)
 class Trained:
-    """The quantizers of an adapter: what was trained was the checkpoint of format `format.name`."""
+    """The quantizers of an adapter: the policy was trained as a checkpoint of the format `format.name`."""
 
     format: QuantFormat
     adapter: Path
-    hash: str | None  # of the state, by the adapter's manifest
+    hash: str | None  # of the state, from the adapter's manifest
 
     def facts(self) -> dict:
-        """What the manifest of every checkpoint of the run says."""
+        """Entries for the manifest of every checkpoint of the run."""
         return {"trained_for": self.format.name, "quantizer_hash": self.hash}
 
     def state(self) -> dict[str, Any]:
-        """{"<layer>.input_amax": () float32}, empty for a format without static input ranges; `BadInput` when it is of
-        another format than the manifest's."""
+        """{"<layer>.input_amax": () float32}; empty for a format without static input ranges. `BadInput` if the state
+        is of another format than the manifest's."""
         from kit.policy.quantized_linear import read_quantizer_state
 
         name, state = read_quantizer_state(self.adapter)
@@ -37,7 +37,7 @@ class Trained:
         return state
 
     def input_peaks(self, names: set[str]) -> dict[str, float]:
-        """{weight name: largest |input| of its layer} of the quantizers; `BadInput` when it is not of these layers."""
+        """{weight name: largest |input| of its layer}, from the quantizers; `BadInput` if `names` are other layers."""
         from kit.policy.quantized_linear import AMAX
 
         found = {f"{name.removesuffix(AMAX)}.weight": peak.item() for name, peak in self.state().items()}
@@ -50,9 +50,10 @@ class Trained:
 
 
 def find_trained(run: RunDir, adapter: Path | None = None) -> Trained | None:
-    """The quantizers of `adapter`, or of the run's newest one; None for a run without.
+    """Return the quantizers of `adapter`, or of the run's newest one; None for a run without quantizers.
 
-    `BadInput` when the run's configuration names a format and the adapter does not, or a file of it is damaged.
+    `BadInput` if the run's configuration names a format and the adapter does not, or if a file of the adapter is
+    damaged.
     """
     declared = (run.config().get("policy") or {}).get("quant_cfg")
     if adapter is None and declared is None:

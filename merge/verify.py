@@ -1,8 +1,8 @@
-"""Is the merged checkpoint the policy? Token by token against the base plus adapter, on the run's own prompts.
+"""Compare a merged checkpoint with the policy (base plus adapter), token by token, on the run's own prompts.
 
-Covers: loading any checkpoint the kit writes (bf16, fp8, w4a16, nf4) and the policy for scoring, and the numbers that
+Covers: loading the policy and any checkpoint the kit writes (bf16, fp8, w4a16, nf4) for scoring, and the numbers that
 decide: mean KL(policy‖merged), largest |Δlogp| of the batch's own tokens, top-1 agreement. Not covered: accuracy,
-which is the evaluation's.
+which the evaluation measures.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ SEQUENCES = 12  # of each kind: held-out prompts, logged completions
 MAX_LENGTH = 512  # tokens of one sequence
 MAX_TOKENS = 4096  # tokens of the batch
 MAX_LOGPROBS = 1 << 28  # log-probs held at once for a policy: 1 GiB in float32
-# Bounds on the mean KL (nats a token) of a right BF16 merge. In float32, random models of 2 and 12 layers, which
+# Bounds on the mean KL (nats per token) of a correct BF16 merge. In float32, random models of 2 and 12 layers, which
 # amplify rounding, measure 3e-5 and 1.4e-4 (README.md); BF16 arithmetic adds noise and is allowed ten times more. The
 # bound is that of the dtype that the policy was trained in, whatever the comparison computes in: a pretrained model of
 # 135 M parameters trained in BF16 is 1.3e-3 to 6.3e-3 from its rounded merge, computed in float32 (bench/README.md).
 KL_NOISE = {torch.float32: 5e-4, torch.bfloat16: 5e-3}
 BF16_KL_BOUND = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
-# The same of a checkpoint in the format that the policy was trained for, against the policy with its quantizers. Both
-# compute with the same numbers: 0 in float32 (README.md). In BF16 readers round activations by other arithmetic.
+# The same for a checkpoint in the format that the policy was trained for, against the policy with its quantizers. Both
+# compute with the same numbers: 0 in float32 (README.md). In BF16, readers round activations with other arithmetic.
 OWN_KL_NOISE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 OWN_KL_BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
@@ -56,11 +56,11 @@ def load_for_scoring(
     weights: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
-    """A checkpoint of any format, in eval mode, computing in `dtype`: by default float32 on a CPU, bfloat16 on a GPU.
+    """Load a checkpoint of any format, in eval mode, for computing in `dtype`.
 
-    fp8 and w4a16 weights are dequantized at load time (a GPU then holds them as bfloat16); the activations of fp8 are
-    still rounded to FP8 at every layer, as a server with FP8 kernels does. With `weights` the dequantized weights are
-    rounded to that dtype, as a reader that computes in it holds them.
+    `dtype` is by default float32 on a CPU, bfloat16 on a GPU. fp8 and w4a16 weights are dequantized at load time (a
+    GPU then holds them as bfloat16); fp8's activations are still rounded to FP8 at every layer, as on a server with
+    FP8 kernels. With `weights`, the dequantized weights are rounded to that dtype, as in a reader that computes in it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -74,9 +74,10 @@ def load_for_scoring(
     options: dict[str, Any] = {}
     if method == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    # compressed-tensors has its rounding to FP4 compiled, which takes longer than all that is computed here.
+    # compressed-tensors compiles its rounding to FP4, which takes longer than everything computed here.
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-        # transformers says that the checkpoint's own configuration wins over ours, all but `dequantize`: as meant.
+        # transformers warns that the checkpoint's own configuration overrides ours, except for `dequantize`: as
+        # intended.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}, **options)
     if method == "compressed-tensors":
@@ -90,32 +91,31 @@ def load_for_scoring(
 
 
 def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Run a model's forward in `dtype` without touching the bytes of its NF4 and FP8 layers or the dtype that they
-    dequantize to."""
+    """Make a model compute in `dtype`, keeping the bytes of its NF4 and FP8 layers and their dequantized dtype."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit | Fp8Linear):
             module.compute_dtype, module.compute_type_is_set = dtype, True
         elif isinstance(module, torch.nn.Linear) and not hasattr(module, "storage_dtype"):
-            module.storage_dtype = module.weight.dtype  # what kit/weights/quantize.py rounds its numbers to
+            module.storage_dtype = module.weight.dtype  # the dtype that kit/weights/quantize.py rounds to
     for parameter in model.parameters():
         if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
             parameter.data = parameter.data.to(dtype)
 
 
 def release_memory() -> None:
-    """Free what `del model` leaves: an NF4 parameter and its module refer to each other, so only the collector can."""
+    """Free what `del model` leaves: an NF4 parameter and its module form a cycle that only the collector can free."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def base_directory(run: RunDir, base: str | Path | None = None, weights: bool = True) -> Path:
-    """Where the original checkpoint of a run lies: `base` when given, else the one its base.json names.
+    """Return the directory of a run's original checkpoint: `base` if given, else the one its base.json names.
 
-    Without `weights`, the weights of a hub id are not downloaded. `BadInput` when it is not there; a run that was
-    trained on a local directory is never looked up on the hub.
+    Without `weights`, the weights of a hub id are not downloaded. `BadInput` if the checkpoint does not exist; a run
+    that was trained on a local directory is never looked up on the hub.
     """
     info = read_json(run.base_file)
     local = (run.config().get("model") or {}).get("path") is not None
@@ -128,13 +128,13 @@ def base_directory(run: RunDir, base: str | Path | None = None, weights: bool = 
 
 
 def base_checkpoint(run: RunDir, base: str | Path | None = None, device: Any = None) -> BaseCheckpoint:
-    """The original checkpoint of a run: `base` when given, else the one its base.json names."""
+    """Open a run's original checkpoint: `base` if given, else the one its base.json names."""
     return BaseCheckpoint(base_directory(run, base), read_json(run.base_file), device)
 
 
 def check_adapter_base(adapter: Path, info: dict) -> dict:
-    """The manifest of an adapter that was trained on the base of `info` (base.json); `BadInput` for another base, and
-    for files whose content is not what the manifest says."""
+    """Return the manifest of an adapter that was trained on the base of `info` (base.json); `BadInput` for another
+    base, and for files whose content does not match the manifest."""
     manifest = read_manifest(adapter, "adapter", deep=True)
     check_adapter_file(adapter, manifest)
     if manifest.get("base_hash") != info["hash"]:
@@ -152,11 +152,11 @@ def load_policy(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
-    """The policy as trained, in eval mode: the run's base as it was stored, and `adapter` on it unless that is None.
+    """Load the policy as trained, in eval mode: the run's base as it was stored, with `adapter` on it if given.
 
-    Of a run that was trained for a format (policy.quant_cfg), with the quantizers of `adapter`, or of the run's newest
+    A run that was trained for a format (policy.quant_cfg) gets the quantizers of `adapter`, or of the run's newest
     one. Computes in `dtype`, by default float32 on a CPU and bfloat16 on a GPU. `BadInput` for an adapter of another
-    base, before weights are loaded; `CheckFailed` when the loaded base is not the one of base.json, bit for bit.
+    base, before weights are loaded; `CheckFailed` if the loaded base does not match base.json bit for bit.
     """
     run = run if isinstance(run, RunDir) else RunDir.open(run)
     checkpoint = base_checkpoint(run, base)
@@ -170,8 +170,8 @@ def load_policy(
     if adapter is not None:
         from peft import PeftConfig, PeftModel
 
-        # How the factors began does not matter: they are read. peft would begin so again, and "orthogonal" makes them
-        # of the type of the packed NF4 weights.
+        # The factors are read, so their initialization does not matter. peft would repeat it, and "orthogonal" gives
+        # them the dtype of the packed NF4 weights.
         settings = PeftConfig.from_pretrained(str(adapter))
         settings.init_lora_weights = True
         model = PeftModel.from_pretrained(model, str(adapter), config=settings)
@@ -187,9 +187,9 @@ def load_policy(
 def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
     """Token ids (1, T) of the run's own sequences: prompts with their logged completions, then held-out prompts.
 
-    Always the same for a run. Completions come first, since prompts alone would use up the tokens of a large
-    vocabulary. Held-out prompts come from a local jsonl, chat template applied; a run on a hub data set has its
-    completions alone. `BadInput` when there is neither.
+    Deterministic for a run. Completions come first, since prompts alone would use up the tokens of a large vocabulary.
+    Held-out prompts come from a local jsonl, with the chat template applied; a run on a hub data set has only its
+    completions. `BadInput` if there is neither.
     """
     texts = [*_logged_completions(run, tokenizer), *_held_out_prompts(run, tokenizer)]
     budget = min(MAX_TOKENS, MAX_LOGPROBS // vocabulary)
@@ -239,7 +239,7 @@ def _first_rows(file: Path) -> list[dict]:
         for line in lines:
             if len(rows) == SEQUENCES:
                 break
-            with contextlib.suppress(json.JSONDecodeError):  # a bad row of a data set is the data loader's to report
+            with contextlib.suppress(json.JSONDecodeError):  # reporting bad rows is up to the data loader
                 if isinstance(row := json.loads(line), dict):
                     rows.append(row)
     return rows
@@ -248,8 +248,8 @@ def _first_rows(file: Path) -> list[dict]:
 def as_prompt(values: dict, prompt: str | list[dict], tokenizer: Any) -> str:
     """A prompt as the run with the configuration `values` rendered it.
 
-    `prompt` are chat messages, or the user's message alone, which is what a run logs. Text that holds special tokens
-    went through a chat template before and is returned as it is.
+    `prompt` is a list of chat messages, or the user's message alone, which is what a run logs. Text that holds special
+    tokens already went through a chat template and is returned unchanged.
     """
     if isinstance(prompt, str):
         if any(token in prompt for token in special_tokens(tokenizer)):
@@ -274,18 +274,18 @@ def log_probs(model: torch.nn.Module, batch: list[torch.Tensor]) -> list[torch.T
 
 @contextlib.contextmanager
 def divided_input_scales() -> Iterator[None]:
-    """Make compressed-tensors divide for the scale of a token's or a group's input, as servers and the policy do.
+    """Make compressed-tensors divide for the input scale of a token or a group, as servers and the policy do.
 
-    It writes peak / 448.0, which PyTorch on a GPU computes as peak times the reciprocal: a last bit off in float32.
-    That moves a few inputs to the next FP8 number, and every layer behind them. In float64 the last bit is right after
-    rounding, whatever the arithmetic.
+    It computes peak / 448.0, which PyTorch on a GPU turns into peak times the reciprocal: off by the last bit in
+    float32. That moves a few inputs to the next FP8 number, and affects every layer behind them. In float64 the last
+    bit is right after rounding, whatever the arithmetic.
     """
     from compressed_tensors.quantization.utils import helpers
 
     theirs = helpers.calculate_qparams
 
     def divided(low: torch.Tensor, high: torch.Tensor, form: Any, *others: Any, **keys: Any) -> tuple:
-        if form.scale_dtype is not None:  # scales that are rounded to FP8: their quotient is by a tensor
+        if form.scale_dtype is not None:  # scales rounded to FP8 are already divided by a tensor
             return theirs(low, high, form, *others, **keys)
         scale, zero = theirs(low.double(), high.double(), form, *others, **keys)
         return scale.to(low.dtype), zero
@@ -299,7 +299,7 @@ def divided_input_scales() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checkpoint against the policy, over the tokens of a batch."""
+    """Comparison of a checkpoint with the policy, over the tokens of a batch."""
 
     mean_kl: float
     max_abs_dlogp: float
@@ -308,7 +308,7 @@ class Comparison:
 
 
 def compare(policy: list[torch.Tensor], merged: list[torch.Tensor], batch: list[torch.Tensor]) -> Comparison:
-    """Mean KL(policy‖merged) in nats a token, the largest |Δlogp| of the batch's tokens, the share of equal argmax."""
+    """Mean KL(policy‖merged) in nats per token, largest |Δlogp| of the batch's tokens, share of equal argmax."""
     kl, same, worst, tokens = 0.0, 0, 0.0, 0
     for p, q, ids in zip(policy, merged, batch, strict=True):
         if not (torch.isfinite(p).all() and torch.isfinite(q).all()):
@@ -324,9 +324,10 @@ def compare(policy: list[torch.Tensor], merged: list[torch.Tensor], batch: list[
 class Verifier:
     """Compares checkpoints with the policies of a run on its fixed batch; the policies are scored once.
 
-    Of a run that was trained for a format, `scores` are of the policies as trained, with their quantizers, and `plain`
-    of the same with quantizers off, which BF16 is merged from; of other runs the two are one. Such a run is scored in
-    float32 on a GPU too where it has room for that: BF16 arithmetic falls on other codes of rounded activations.
+    For a run that was trained for a format, `scores` are of the policies as trained, with their quantizers, and
+    `plain` of the same with quantizers off, which BF16 is merged from; for other runs the two are equal. A run trained
+    for a format is scored in float32 on a GPU too if there is room: with BF16 arithmetic, activations round to other
+    codes.
     """
 
     def __init__(self, run: RunDir, adapter: Path | None, base: BaseCheckpoint, batch: list[torch.Tensor]):
@@ -347,14 +348,14 @@ class Verifier:
         release_memory()
 
     def update_kl(self, plain: bool = False) -> float:
-        """KL(policy‖base): what a checkpoint without the adapter would show."""
+        """KL(policy‖base): what a checkpoint without the adapter would measure."""
         scores = self.plain if plain else self.scores
         return compare(scores["grpo"], scores["base"], self.batch).mean_kl
 
     def compare(
         self, policy: str, directory: Path, plain: bool = False, weights: torch.dtype | None = None
     ) -> Comparison:
-        """A checkpoint against the policy as trained, or with `plain` against the policy without quantizers."""
+        """Compare a checkpoint with the policy as trained, or with `plain` with the policy without quantizers."""
         model = load_for_scoring(directory, self.device, weights, self.dtype)
         scores = log_probs(model, self.batch)
         del model
@@ -362,18 +363,18 @@ class Verifier:
         return compare((self.plain if plain else self.scores)[policy], scores, self.batch)
 
     def check_bf16(self, policy: str, directory: Path) -> Comparison:
-        """The comparison of a BF16 checkpoint; `CheckFailed` when it is not the policy up to rounding."""
+        """Compare a BF16 checkpoint; `CheckFailed` if it is not the policy up to rounding."""
         found = self.compare(policy, directory, plain=True)
         return self._check(policy, found, BF16_KL_BOUND[self.weights], KL_NOISE[self.dtype], plain=True)
 
     def check_own(self, policy: str, directory: Path) -> Comparison:
-        """The comparison of a checkpoint in the format that the policy was trained for, its weights read in the dtype
-        that the policy was trained in; `CheckFailed` when they do not compute the same."""
+        """Compare a checkpoint in the format that the policy was trained for, its weights read in the dtype of the
+        training; `CheckFailed` if the two do not compute the same."""
         found = self.compare(policy, directory, weights=self.weights)
         return self._check(policy, found, OWN_KL_BOUND[self.dtype], OWN_KL_NOISE[self.dtype], plain=False)
 
     def _check(self, policy: str, found: Comparison, bound: float, noise: float, plain: bool) -> Comparison:
-        if policy == "grpo":  # a small update must not hide under the bound: closer to the policy than the base is
+        if policy == "grpo":  # a small update must not hide under the bound: be closer to the policy than the base
             bound = min(bound, max(noise, 0.5 * self.update_kl(plain)))
         if not found.mean_kl <= bound:
             raise CheckFailed(
@@ -392,7 +393,7 @@ def _has_room(base: BaseCheckpoint, device: torch.device) -> bool:
 
 
 def _policy_scores(model: torch.nn.Module, has_adapter: bool, batch: list[torch.Tensor]) -> dict[str, list]:
-    """{"base": log-probs, and "grpo" where there is an adapter}."""
+    """{"base": log-probs}, plus "grpo" if there is an adapter."""
     if not has_adapter:
         return {"base": log_probs(model, batch)}
     scores = {"grpo": log_probs(model, batch)}

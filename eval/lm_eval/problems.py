@@ -8,7 +8,7 @@ import datasets
 
 
 def load(problems: str, fewshot: str | None = None, **_: Any) -> dict[str, datasets.Dataset]:
-    """`problems` has columns problem_id, question, prompt, answer; `fewshot` question and answer with its working."""
+    """Load columns problem_id, question, prompt, answer of `problems`, and question and worked answer of `fewshot`."""
     found = {"test": rows(problems, ("problem_id", "question", "prompt", "answer"))}
     return found | (
         {"train": rows(fewshot, ("question", "answer"))} if fewshot else {"train": found["test"].select([])}
