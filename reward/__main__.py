@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parser.add_argument(
         "command", choices=COMMANDS, help="; ".join(f"{name}: {text}" for name, text in COMMANDS.items())
     )
-    if argv and argv[0] in COMMANDS:  # its own parser reads the rest
+    if argv and argv[0] in COMMANDS:  # the command's own parser reads the rest
         return importlib.import_module(f"reward.{argv[0]}").main(argv[1:])
     parser.parse_args(argv)
     return None
