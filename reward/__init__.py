@@ -126,7 +126,7 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
     """The configured reward functions and their weights, for TRL's `reward_funcs` and `reward_weights`.
 
     Starts no process. Raises `BadInput` for an unknown or repeated name, weights that do not match the functions, an
-    unknown option or a wrong value of one, and a function that runs code where `allow_code_execution` is off.
+    unknown option or a wrong option value, and a function that runs code while `allow_code_execution` is off.
     """
     if not reward.functions:
         raise BadInput(f"reward.functions is empty: name at least one of {', '.join(REWARDS)}.")

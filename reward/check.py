@@ -1,4 +1,4 @@
-"""`python -m reward check FILE.jsonl --task math`: what a reward says to answers that you already know.
+"""`python -m reward check FILE.jsonl --task math`: how a reward judges answers that you already know.
 
 Rows are JSON objects with `gold` and either `prediction` (an answer, or a text that states one) or `completion` (model
 output, read exactly as in training), and optionally `expected` (true or false) and `prompt`.
