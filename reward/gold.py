@@ -1,4 +1,4 @@
-"""Checks of reference answers, by what compares with them: `check_golds(golds) -> [(index, why)]`.
+"""Checks of reference answers, one per kind of comparison: `check_golds(golds) -> [(index, why)]`.
 
 A reward function that compares with `gold` carries its check as the attribute `check_golds`. The check names the
 references that no completion can match, so that they are rejected when problems are read instead of paying 0 to every

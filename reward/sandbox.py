@@ -198,7 +198,7 @@ class _Server:
 
 
 class Sandbox:
-    """Up to `workers` fork servers; a job has `timeout_s` of CPU time, four times that by clock, and `memory_mib`.
+    """Up to `workers` fork servers; a job has `timeout_s` CPU time, four times that by the clock, and `memory_mib`.
 
     Servers start with the first jobs and stay. Callable from any thread, one batch at a time; after a fork the child
     starts its own servers. `refused` excludes parts of the isolation, for tests.
