@@ -1,4 +1,4 @@
-"""Two cards: whole steps of GRPO, stock TRL against the recipe, lever by lever, on the same lengths.
+"""Two cards: whole GRPO steps of stock TRL against the recipe, lever by lever, on the same lengths.
 
     python bench/bench_step.py --load A --variants plain fp8+liger+shared --out A.json
     python bench/bench_step.py --loads B C --variants default default+both --out BC.json
@@ -9,30 +9,30 @@
     python bench/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
 
 An 8B shape with random weights, 250-token prompts, groups of 8, beta .01, LoRA of rank 16 on all linear layers; the
-trainer on GPU 0, both servers on GPU 1. With `both` in a variant a trainer process and a replica are on either card:
-the replicas of GPU 0 and 1 then are there from the start, and other variants ask that of GPU 1 only. With `one` both
-are on GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at
-2,048. C: 128 of 4,096. D: 32 of 4,096. A plugin in all vLLM servers fixes the lengths (bench_lengths.py).
+trainer on GPU 0, both servers on GPU 1. With `both` in a variant, each card runs a trainer process and a replica: the
+replicas of GPU 0 and 1 then run from the start, and other variants use only the one on GPU 1. With `one`, both are on
+GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal lengths, median 400, sigma .8, cut at 2,048. C:
+128 of 4,096. D: 32 of 4,096. A plugin in all vLLM servers fixes the lengths (bench_lengths.py).
 
-Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as TRL's
-defaults have it. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and of TRL's
-colocated mode, a process and its vLLM on either card or on GPU 0, not work B. Ratios are to `stock`, without it to the
-first of stock's rows. Ours: the recipe's main() under accelerate with a reward that random text can earn, NF4, FP8
-server with remerge. A variant is levers of workload.py joined by +, or written key=value; `plain` is every lever off,
-`default` what the configuration says when nothing is asked for; plain@BC runs for works B and C only. A variant's
-server.* and policy.quant_cfg, which runs grpo_qat.py, are its servers' too: one with others waits for servers of its
-own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate, and
-a second table has medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and do not
-count, nor does one step more of `overlap`, whose batch was generated behind a slow first step. Figures are medians of
-the others. `step` is wall-clock from the end of a step to the end of the next, `gen` what the trainer waited for
-completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, of ours all else; tok/s of
-rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the useful
-operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, of TRL's colocated
-mode with vLLM in it, `card 0` what the driver saw of that card (with `both` or `one` in any variant, a replica too),
-`server` what a server took of its card when ready. Stock's rows come first; its server then ends in the last round,
-and in each where a variant needs its memory.
+Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as in TRL's
+defaults. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and rows of TRL's
+colocated mode, with a process and its vLLM on each card or on GPU 0, not for work B. Ratios are to `stock`, or to the
+first of stock's rows if it did not run. Ours: the recipe's main() under accelerate with a reward that random text can
+earn, NF4, FP8 server with remerge. A variant is levers of workload.py joined by +, or written key=value. `plain` turns
+every lever off, `default` is the configuration's own default, and plain@BC runs for works B and C only. A variant's
+server.* keys and policy.quant_cfg, which runs grpo_qat.py, also apply to its servers: a variant with other values
+waits for servers of its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds
+the sides alternate, and a second table has the medians of the rounds. --warm steps, whose completions end at
+--warm_tokens, come first and do not count; nor does one more step of `overlap`, whose batch was generated behind a
+slow first step. Figures are medians of the others. `step` is wall-clock from the end of a step to the end of the next,
+`gen` the trainer's wait for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer,
+for our rows everything else; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each
+of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's
+peak of a process, including vLLM in TRL's colocated mode; `card 0` is the driver's figure for that card (with `both`
+or `one` in any variant, including a replica); `server` is what a server took of its card when ready. Stock's rows come
+first; its server then ends in the last round, and in every round if a variant needs its memory.
 
-It stops at --limit_s, ends what it started, and prints what is there. Exit 1 when a row failed or was left out.
+It stops at --limit_s, ends what it started, and prints the rows so far. Exit 1 when a row failed or was left out.
 """
 
 import argparse
@@ -73,19 +73,19 @@ from kit.core.run_directory import write_json
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}, "one": {}}
-SERVED = ("server.", "policy.quant_cfg=")  # keys that servers have in common with a run
+SERVED = ("server.", "policy.quant_cfg=")  # keys that a run shares with its servers
 SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
 SCALING = {
     2: [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])],
     4: [(1, [1]), (2, [1, 2]), (4, [1, 2, 3]), (4, [0, 1, 2, 3])],
 }
 STOCK_SIDES = ("stock", "stock+none", "stock+both", "stock+one")
-SPARE_GIB = 3  # of a card that the trainer shares: its context, and what a replica needs while it syncs
-LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not begun with less left
+SPARE_GIB = 3  # kept free on a card that the trainer shares: its context, and a replica's needs during a sync
+LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not started with less time left
 
 
 def levers(variant: str) -> dict[str, str]:
-    """The configuration keys of a variant."""
+    """Configuration keys of a variant."""
     names = variant.split("+")
     keys = {} if "default" in names else dict(OFF)
     for name in names:
@@ -95,12 +95,12 @@ def levers(variant: str) -> dict[str, str]:
 
 
 def served_keys(variant: str) -> list[str]:
-    """The keys, KEY=VALUE, of a variant's servers."""
+    """The keys (KEY=VALUE) that also apply to a variant's servers."""
     return [name for name in variant.partition("@")[0].split("+") if name.startswith(SERVED)]
 
 
 class Bench:
-    """Options, servers and rows of one call."""
+    """Options, servers and rows of one invocation."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.started = options, time.time()
@@ -111,27 +111,27 @@ class Bench:
         self.shape = SHAPES["tiny" if options.rehearse else "8b"]
         self.cpu, self.rows, self.children = options.rehearse, [], []
         self.servers: dict[str, Any] = {}
-        self.served: list[str] = []  # what variants asked of our server
-        self.broken: dict[str, str] = {}  # sides that cannot run, and why; the other one goes on
+        self.served: list[str] = []  # keys that our server was started with
+        self.broken: dict[str, str] = {}  # sides that cannot run, and why; the other one continues
         self.server_gib: dict[str, float | None] = {}
         self.watch = CardWatch()
-        self.runs, self.call = 0, int(self.started)  # the work directory holds the runs of other calls, too
+        self.runs, self.call = 0, int(self.started)  # the work directory also holds the runs of other calls
 
     @property
     def cards(self) -> list[int]:
-        """Those of our replicas, whatever rows need: GPU 1, or GPU 0, or both. On a CPU the numbers of replicas."""
+        """Cards of our replicas over all rows: GPU 1, GPU 0, or both. On a CPU, the numbers of the replicas."""
         if self.options.part == "scaling":
             return [*range(self.options.cards)]
         return sorted({number for variant in self.options.variants for number in replicas_of(variant)}) or [1]
 
     def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
-        """The command line of a run of ours that asks the replicas of some cards."""
+        """Command line of one of our runs that uses the replicas on some cards."""
         served = server_flags(self.work, [*self.loads.values()], self.shape, cards or self.cards, self.cpu)
         asked = dict(one.split("=", 1) for one in (*self.options.ours, *self.served))
         return run_flags(self.work, load, name, served | asked)
 
     def serve(self, keys: list[str]) -> None:
-        """Our server with these keys begins to start, in place of the one that is there."""
+        """Launch our server with these keys in place of the running one, without waiting for it."""
         if "ours" in self.servers:
             self.servers.pop("ours").stop()
             self.server_gib.pop("ours", None)
@@ -144,14 +144,14 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds until it has to be over; ending the servers takes some, too."""
+        """Seconds left before the limit, minus a reserve for ending the servers."""
         return self.started + self.options.limit_s - 25 - time.time()
 
     def say(self, text: str) -> None:
         print(f"[{time.time() - self.started:.0f} s] {text}", flush=True)
 
     def child(self, name: str, words: list, limit_s: float, **more: str) -> Child:
-        """Run a command to its end; `Failed` otherwise."""
+        """Run a command to completion; raise `Failed` if it fails."""
         child = Child(name, words, self.work, **more)
         self.children.append(child)
         try:
@@ -162,7 +162,7 @@ class Bench:
         return child
 
     def prepare(self, with_stock: bool) -> None:
-        """The model, stock's server, beside it the dequantized base, then our server begins to start."""
+        """Write the model, start stock's server, write the dequantized base meanwhile, then launch our server."""
         write_plugin(self.work)
         write_lengths(self.work, self.largest)
         if not (self.work / "model" / "COMPLETE").is_file():
@@ -180,12 +180,12 @@ class Bench:
         if asks:
             self.wait_stock()
         if self.wants_ours and "ours" not in self.broken and self.has_room:
-            # It gets ready during stock's first step, which is not measured, or while our first trainer imports.
+            # It gets ready during stock's first step, which does not count, or while our first trainer imports.
             self.serve(served_keys((self.options.variants or [""])[0]))
 
     @property
     def has_room(self) -> bool:
-        """Whether vLLM would start beside what is on our replicas' cards: so much has to be free."""
+        """Whether enough memory is free on our replicas' cards for vLLM to start."""
         cards = [number for number in self.cards if number < len(self.watch.totals)]
         return all(self.watch.totals[one] * (1 - SHARE) > self.watch.now[one] for one in cards)
 
@@ -195,13 +195,13 @@ class Bench:
     def wait_stock(self) -> None:
         with self.going_on("stock"):
             self.servers["stock"].wait(min(READY_S, self.left))
-            # Of the first one: ours may be there when it comes back.
+            # Only of its first start: ours may be running when it comes back.
             self.server_gib.setdefault("stock", self.grown(1))
             self.say("the stock server is ready")
 
     @contextlib.contextmanager
     def going_on(self, side: str) -> Iterator[None]:
-        """A failure in the block breaks one side only."""
+        """Confine a failure in the block to one side."""
         try:
             yield
         except Failed as error:
@@ -213,7 +213,7 @@ class Bench:
         return bool(self.options.variants) or self.options.part == "scaling"
 
     def grown(self, number: int) -> float | None:
-        """GiB of a card that are in use now and were not before the servers."""
+        """GiB of a card in use now minus those before the servers started."""
         now, before = self.watch.now, self.empty
         return now[number] - before[number] if number < min(len(now), len(before)) else None
 
@@ -223,8 +223,8 @@ class Bench:
             self.note_ours()
 
     def note_ours(self) -> None:
-        """What our server took, once it is ready and stock's, which takes more when weights arrive, has ended;
-        `Failed` when ours ended."""
+        """Record our server's memory once it is ready and stock's, which takes more when weights arrive, has ended;
+        `Failed` if ours ended."""
         if {"ours", "stock"} & self.servers.keys() != {"ours"} or "ours" in self.server_gib:
             return
         if self.servers["ours"].is_ready:
@@ -234,8 +234,8 @@ class Bench:
     def run(
         self, side: str, load: str, trainers: int = 1, cards: list[int] | None = None, name: str | None = None
     ) -> None:
-        """One row: a side's steps, or its error. What it leaves on the disk is in a directory of its own. Ours runs on
-        the first `trainers` cards and asks the replicas of `cards`."""
+        """Add one row: a side's steps, or its error. Its files go into a directory of its own. Ours runs on the first
+        `trainers` cards and uses the replicas of `cards`."""
         trainers, cards = shared_cards(side) or trainers, cards or replicas_of(side)
         row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": len(cards)}
         kind = "stock" if side.startswith("stock") else "ours"
@@ -247,7 +247,7 @@ class Bench:
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
             if kind == "ours" and ("ours" not in self.servers or served_keys(side) != self.served):
                 self.serve(served_keys(side))
-            # Of an overlapped row the second one is long: a batch generated behind a short step is not hidden.
+            # An overlapped row's second step has full length: a batch generated behind a short step is not hidden.
             write_lengths(self.work, self.loads[load], self.options.warm, self.options.warm_tokens)
             self.watch.reset()
             steps = self.stock_steps(side, load) if kind == "stock" else self.our_steps(side, load, trainers, cards)
@@ -278,16 +278,16 @@ class Bench:
 
     def warm(self, side: str) -> int:
         """Steps of a row that do not count. The batch of an overlapped run's second step was generated behind the
-        first, which is slow, so that step would wait too little."""
+        slow first step, so the second step would wait too little."""
         return self.options.warm + ("overlap" in side.partition("@")[0].split("+"))
 
     def steps(self, side: str, load: str) -> int:
-        """Steps of a row, those that do not count included."""
+        """Steps of a row, including those that do not count."""
         counted = self.options.steps
         return self.warm(side) + (counted[self.options.loads.index(load)] if len(counted) > 1 else counted[0])
 
     def stock_steps(self, side: str, load: str) -> list[dict[str, Any]]:
-        """Stock's rows, also those of a run that was cut short."""
+        """Run stock and return its rows, also those of a run that was cut short."""
         name, steps = f"stock-{self.call}-{self.runs}", self.steps(side, load)
         self.runs += 1
         words = ["bench/step/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
@@ -301,7 +301,7 @@ class Bench:
         return self.steps_of(name, words, steps, read_rows, **more)
 
     def launcher(self, processes: int) -> tuple[list, dict[str, str]]:
-        """What starts a script in so many processes, on the first cards, and its environment."""
+        """Words that launch a script in this many processes, on the first cards, and its environment."""
         port, more = MEETING_PORT + self.runs % 20, {"GLOO_SOCKET_IFNAME": "lo"}
         if self.cpu:
             more["ACCELERATE_USE_CPU"] = "true"
@@ -313,7 +313,7 @@ class Bench:
         return [*words, "--num_processes", processes, "--main_process_port", port], more
 
     def our_steps(self, variant: str, load_name: str, trainers: int, cards: list[int]) -> list[dict[str, Any]]:
-        """The rows of our metrics.jsonl, in stock's names."""
+        """Run ours and return the rows of its metrics.jsonl, under stock's names."""
         name, load = f"ours-{self.call}-{self.runs}", self.loads[load_name]
         self.runs += 1
         steps = self.steps(variant, load_name)
@@ -321,9 +321,9 @@ class Bench:
         keys |= {"train.per_device_train_batch_size": load.group}
         keys |= {"train.gradient_accumulation_steps": load.completions // load.group // trainers}
         if shared := set(range(trainers)) & set(cards):
-            self.wait_ours()  # what it takes of the cards is known then
+            self.wait_ours()  # its memory on the cards is known then
             if not self.cpu:
-                # Not what is free now: the run before may still be letting go of its memory.
+                # Not what is free now: the previous run may still be releasing its memory.
                 least = min(self.watch.totals[number] for number in shared)
                 keys["train.max_gpu_gib"] = int(least - self.server_gib["ours"] - SPARE_GIB)
         words, more = self.launcher(trainers)
@@ -335,7 +335,7 @@ class Bench:
     def steps_of(
         self, name: str, words: list, wanted: int, read: Any, look: Any = lambda: None, **more: str
     ) -> list[dict[str, Any]]:
-        """Run a side, looking every now and then; `Failed` only when no counted step was finished."""
+        """Run a side, polling it; raise `Failed` only if no counted step finished."""
         child = Child(name, words, self.work, **more)
         self.children.append(child)
         deadline = time.time() + min(self.options.side_s, max(1.0, self.left))
@@ -372,17 +372,17 @@ class Bench:
 
 
 def shared_cards(side: str) -> int:
-    """On how many cards, from the first, a side trains and samples in turn; 0 where each is on a card of its own."""
+    """Number of cards, from the first, on which a side trains and samples in turn; 0 if each has its own card."""
     return max(SHARED.get(name, 0) for name in side.partition("@")[0].split("+"))
 
 
 def replicas_of(variant: str) -> list[int]:
-    """The cards of the replicas that a variant asks."""
+    """Cards of the replicas that a variant uses."""
     return [*range(shared_cards(variant))] or [1]
 
 
 def compare(bench: Bench) -> int:
-    """Stock and the variants, in turn; the number of rows that were wanted."""
+    """Run stock and the variants, in turn; return the number of rows wanted."""
     options = bench.options
     with_stock = options.stock is None
     bench.prepare(with_stock)
@@ -399,7 +399,7 @@ def compare(bench: Bench) -> int:
                 bench.servers.pop("stock").stop()
             if is_last and "ours" in bench.servers:
                 with bench.going_on("ours"):
-                    time.sleep(1)  # until the card's memory was looked at again
+                    time.sleep(1)  # until the card's memory has been sampled again
                     bench.wait_ours()
             for side, load in stock_rows(options, colocated=True) if is_last else ():
                 bench.run(side, load)
@@ -410,24 +410,24 @@ def compare(bench: Bench) -> int:
 
 
 def stock_rows(options: argparse.Namespace, colocated: bool) -> list[tuple[str, str]]:
-    """(side, load) of stock's rows, in their order: those with its server, or the ones that need the server's memory,
-    in which vLLM does not know of works with many lengths."""
+    """(side, load) of stock's rows, in order: those with its server, or the colocated ones, which need the server's
+    memory and cannot run works with many lengths."""
     sides = [side for side in options.stock_sides if bool(shared_cards(side)) == colocated]
     return [(side, load) for load in options.loads for side in sides if not (colocated and WORKS[load].is_lognormal)]
 
 
 def rows(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """(variant, load) of our rows, in their order."""
+    """(variant, load) of our rows, in order."""
     named = [variant.partition("@") for variant in options.variants]
     return [(variant, load) for variant, _, only in named for load in options.loads if load in (only or load)]
 
 
 def scale(bench: Bench) -> int:
-    """The first variant with more and more trainers, on the first cards, and replicas, beside them as far as cards
-    are there. A trainer's speed does not depend on the replicas, so a row shows two numbers."""
+    """Run the first variant with ever more trainers, on the first cards, and replicas, on other cards as far as
+    there are enough. A trainer's speed does not depend on the replicas, so a row shows two numbers."""
     variant = (bench.options.variants or ["default"])[0]
     bench.prepare(False)
-    bench.wait_ours()  # its start is no part of the first row's time
+    bench.wait_ours()  # its start is not part of the first row's time
     pairs = SCALING[bench.options.cards]
     for load in bench.options.loads:
         for trainers, cards in pairs:
@@ -476,7 +476,7 @@ def main() -> None:
     options = read_options()
     os.environ.setdefault("OMP_NUM_THREADS", "1" if options.rehearse else "4")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that what was started is ended
+        signal.signal(number, lambda *_: sys.exit(1))  # so that started processes are ended
     bench = Bench(options)
     bench.work.mkdir(parents=True, exist_ok=True)
     bench.watch.start()

@@ -1,4 +1,4 @@
-"""One card: tokens a second and peak memory of the policy update alone, stock, ours lever by lever, and Unsloth.
+"""One card: tokens per second and peak memory of the policy update alone: stock, ours lever by lever, and Unsloth.
 
     python bench/bench_update.py --out update.json                        # every case
     python bench/bench_update.py --cases stock_nf4 plain fp8+liger --targets all --batches 8x2048 --out x.json
@@ -8,14 +8,14 @@
     python bench/bench_update.py --rehearse --out x.json                  # the same path on a CPU
 
 A Qwen3-8B shape with random weights, rank 16, on q, k, v, o and on all linear layers. A step is forward, backward and
-optimizer, no reference; median of 3 after 2 warm-ups. The loss is the mean log-prob of the completions' tokens; the
-first eighth of a row is a prompt that the rows have in common. 8x2048r is ragged: rows from a third of the completion
-to all of it, and only real tokens are counted. bench/step/update_child.py says what the names of the cases mean.
+optimizer, without a reference; median of 3 after 2 warm-ups. The loss is the mean log-prob of the completions' tokens;
+the first eighth of a row is a prompt that the rows share. 8x2048r is ragged: rows from a third of the completion to
+all of it, and only real tokens are counted. bench/step/update_child.py defines the names of the cases.
 
 Correctness: loss and adapter gradient of the first step against `plain` (peft's path, NF4, full recomputation) on the
-same inputs, within BOUNDS; a combination has the widest bound of its levers. A row that failed keeps its error and the
-others go on. `mfu` is the useful operations (bench/step/workload.py) over 989 TFLOP/s. Exit 1 when a bound is
-missed, or a row failed in another way than by memory.
+same inputs, within BOUNDS; a combination has the widest bound of its levers. A failed row keeps its error and the
+others continue. `mfu` is the useful operations (bench/step/workload.py) over 989 TFLOP/s. Exit 1 when a bound is
+missed, or a row failed for any reason but memory.
 """
 
 import argparse
@@ -57,8 +57,8 @@ CASES = [
     "fp8+liger+packed+selective+adamw_fused",
     "fp8+liger+packed+none+adamw_fused",
 ]
-# Most relative error of the loss, of the gradient's norm, and least cosine of the whole gradient, on a GPU in BF16
-# with an FP32 adapter. What is exact in exact arithmetic differs by the rounding of other kernels and other orders.
+# Largest relative error of the loss and of the gradient's norm, and least cosine of the whole gradient, on a GPU in
+# BF16 with an FP32 adapter. Mathematically exact levers still differ by the rounding and order of other kernels.
 ROUNDING = (2e-3, 0.02, 0.995)
 BOUNDS: dict[str, tuple[float, float, float]] = {
     "full": (1e-3, 0.01, 0.999),
@@ -76,14 +76,14 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "offload": (1e-3, 0.01, 0.999),
     "hostembed": (1e-3, 0.01, 0.999),
     "selective": (1e-3, 0.01, 0.999),
-    "adamw_fused": (1e-3, 0.01, 0.999),  # the first gradient is there before the optimizer
+    "adamw_fused": (1e-3, 0.01, 0.999),  # the first gradient precedes the optimizer
     "adamw_8bit": (1e-3, 0.01, 0.999),
 }
-CASE_S = 150  # longest time of a case
+CASE_S = 150  # time limit of a case
 
 
 class Child:
-    """The process of a case: it imports at once and measures when it is its turn."""
+    """Process of a case: it imports at once and measures when its turn comes."""
 
     def __init__(self, case: str, targets: str, options: argparse.Namespace):
         self.case, self.targets, self.batches = case, targets, options.batches
@@ -106,7 +106,7 @@ class Child:
             )
 
     def run(self, limit_s: float) -> list[dict[str, Any]]:
-        """One row per batch, with an error where there are no figures."""
+        """Return one row per batch, with an error in place of missing figures."""
         started, ending = time.time(), ""
         try:
             self.process.communicate("go\n", timeout=limit_s)
@@ -128,7 +128,7 @@ class Child:
 
 
 def verdict(row: dict[str, Any], is_exact: bool) -> str | None:
-    """What is wrong with a row, None when nothing is; a row that ran out of memory is a figure, too."""
+    """The problem with a row; None if there is none. Running out of memory is a result, not a problem."""
     if "error" in row:
         return None if "OutOfMemory" in row["error"] else row["error"]
     if row["case"] in (*PLAIN, "unsloth") or "policy.quant_cfg=" in row["case"]:  # qat_check.py compares those
@@ -149,7 +149,7 @@ def verdict(row: dict[str, Any], is_exact: bool) -> str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Figures, ratios to stock on NF4, and the comparison with the plain path."""
+    """Print figures, ratios to stock on NF4, and the comparison with the plain path."""
     stock = {(r["targets"], r["batch"]): r for r in rows if r["case"] == "stock_nf4" and "tok_s" in r}
     width = max([len(row["case"]) for row in rows] + [4])
     print(
@@ -173,7 +173,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """The model directory; weights on the disk only for Unsloth, which loads nothing else."""
+    """Write the model directory; weights only for Unsloth, which can load nothing else."""
     shape, length = ("tiny", 64) if options.rehearse else ("8b", 256)
     make_directory(options.work, shape, length)
     if "unsloth" in options.cases:
@@ -183,7 +183,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Every case in turn, the next one's imports during it; rows are written after each."""
+    """Run the cases in turn, each importing during the previous one; write the rows after each."""
     todo = [(case, targets) for targets in options.targets for case in options.cases]
     deadline = options.started + options.limit_s
     children = [Child(*todo[0], options)]
@@ -238,7 +238,7 @@ def main() -> None:
         parser.error(f"unknown cases {', '.join(unknown)}; levers are {', '.join(sorted(known))}")
     ours = [case for case in options.cases if case not in (*STOCK, "unsloth")]
     if ours and "plain" not in options.cases:
-        options.cases = ["plain", *options.cases]  # what the gradients are compared with
+        options.cases = ["plain", *options.cases]  # the reference for the gradients
     options.cases.sort(key=lambda case: case != "plain")
     options.work.mkdir(parents=True, exist_ok=True)
     for old in options.work.glob("plain-*.pt"):
@@ -246,7 +246,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("OMP_NUM_THREADS", "4")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended
     rows: list[dict[str, Any]] = []
     try:
         measure(options, rows)

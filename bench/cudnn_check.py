@@ -1,24 +1,24 @@
-"""cuDNN's attention for packed rows on one GPU: is it there, is it right, what does a plan cost, does it win.
+"""cuDNN's attention for packed rows on one GPU: is it available and correct, what does a plan cost, does it win?
 
     python bench/cudnn_check.py             # under a minute
     python bench/cudnn_check.py --rehearse  # tiny, on a CPU, with stand-ins for the kernels
 
 Needs the package nvidia-cudnn-frontend. One layer's attention, 32 heads on 8 of 128, BF16. Rows: one and two groups of
-8 x 1,024 tokens behind a prompt of 249 each (8,448 and 16,896 tokens), 8 x 2,048 without shared prompts, and 64
-sequences of log-normal lengths (median 400, sigma .8, cut at 2,048), in groups of 8 behind prompts of 249 and without.
-Last 8 x 704 with all scores far below zero, where cuDNN's backward is known to give NaN on Hopper if it takes keys
-behind a sequence's end for some of it.
+8 x 1,024 tokens after a prompt of 249 each (8,448 and 16,896 tokens), 8 x 2,048 without shared prompts, and 64
+sequences of log-normal lengths (median 400, sigma .8, cut at 2,048), in groups of 8 after prompts of 249 and without.
+Last, 8 x 704 with all scores far below zero, where cuDNN's backward is known to give NaN on Hopper if it takes keys
+beyond a sequence's end for part of it.
 
-Ways: `flash`, FlashAttention for both parts; `cudnn+flash`, cuDNN for a segment on itself and FlashAttention for what
-is behind a shared prompt on it; `cudnn`, cuDNN for both; `cudnn exact`, without the empty sequences that fill up a
-bucket; `cudnn wide`, with buckets four times as large in sequences and length, which shows what coarser ones cost. Per
-way: milliseconds of forward and backward (median of 20, CUDA events), the time that the process takes to queue a
-forward, relative errors of output, dq, dk and dv against float32 with all free memory NaN before, the memory taken
-beyond inputs and answers, the first call, in which plans are built, and the first call of a row of other lengths in
-the same buckets, with the number of plans it built (none wanted).
+Ways: `flash`, FlashAttention for both parts; `cudnn+flash`, cuDNN for a segment's attention to itself and
+FlashAttention for its attention to a shared prompt; `cudnn`, cuDNN for both; `cudnn exact`, without the empty
+sequences that fill up a bucket; `cudnn wide`, with buckets four times as large in sequences and length, which shows
+the cost of coarser ones. Per way: milliseconds of forward and backward (median of 20, CUDA events), the time that the
+process takes to queue a forward, relative errors of output, dq, dk and dv against float32 with all free memory set to
+NaN before, the memory taken beyond inputs and outputs, the first call, in which plans are built, and the first call of
+a row of other lengths in the same buckets, with the number of plans it built (none wanted).
 
-Beside them sdpa's cuDNN kernels on 8 padded rows of 2,048, and torch's own operators for sequences one after the other
-(`aten._cudnn_attention_forward` and `_backward`): whether each call builds a plan anew.
+For comparison, sdpa's cuDNN kernels on 8 padded rows of 2,048, and torch's own operators on consecutive sequences
+(`aten._cudnn_attention_forward` and `_backward`): whether each call builds a new plan.
 
 Bounds: relative errors .01, or 1.5 times those of `flash`; no plan for a row of other lengths. Exit 1 when one is
 missed or a part fails.
@@ -51,7 +51,7 @@ missed: list[str] = []
 
 @contextlib.contextmanager
 def part(name: str) -> Iterator[None]:
-    """What a part raises is noted, and the next one runs."""
+    """Record an exception of a part, so that the next one runs."""
     started = time.perf_counter()
     try:
         yield
@@ -70,7 +70,7 @@ def synchronize() -> None:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Of one call, with what it queued."""
+    """Seconds of one call, including the work it queued."""
     synchronize()
     started = time.perf_counter()
     call()
@@ -79,7 +79,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Median of the device's time from before a call to after it."""
+    """Median device time of a call."""
     import torch
 
     call()
@@ -97,7 +97,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 
 def queueing(call: Callable[[], Any]) -> float:
-    """Median milliseconds until a call returns, the device still at work."""
+    """Median milliseconds until a call returns, with the device still working."""
     found = []
     for _ in range(REPEATS):
         synchronize()
@@ -109,7 +109,7 @@ def queueing(call: Callable[[], Any]) -> float:
 
 
 def group(prompt: int, completions: list[list[int]]) -> Any:
-    """The packed row of groups, filled up to a multiple of 16."""
+    """The packed row of groups, padded to a multiple of 16."""
     from kit.policy.packed.attention import Sequences, row_length
 
     lengths = [prompt] * len(completions) + [one for lengths in completions for one in lengths]
@@ -119,14 +119,14 @@ def group(prompt: int, completions: list[list[int]]) -> Any:
 
 
 def rows(rehearse: bool, other: bool) -> dict[str, Any]:
-    """Packed rows by name; `other`, rows of other lengths that fall into the same buckets."""
+    """Packed rows by name; with `other`, rows of other lengths that fall into the same buckets."""
     from kit.policy.packed.attention import Sequences
 
     scale = 64 if rehearse else 1
     draw, less = random.Random(0), 5 * other // scale + other
     prompt, length, longer = 249 // scale - less, 1024 // scale - less, 2048 // scale - less
     some = [max(1, min(longer, round(draw.lognormvariate(0, 0.8) * 400 / scale) - less)) for _ in range(64)]
-    some[0] = longer  # of the same longest sequence
+    some[0] = longer  # same longest sequence
     return {
         "8 x 1,024 shared": group(prompt, [[length] * 8]),
         "2 x 8 x 1,024 shared": group(prompt, [[length] * 8] * 2),
@@ -138,7 +138,7 @@ def rows(rehearse: bool, other: bool) -> dict[str, Any]:
 
 
 def inputs(tokens: int, rehearse: bool, negative: bool = False) -> tuple[list, Any]:
-    """Query, key, value (T, heads, D) and the gradient of an output; `negative`, with scores of about -110."""
+    """Query, key, value (T, heads, D) and the gradient of an output; with `negative`, scores are about -110."""
     import torch
 
     device, dtype = ("cpu", torch.float32) if rehearse else ("cuda", torch.bfloat16)
@@ -153,7 +153,7 @@ def inputs(tokens: int, rehearse: bool, negative: bool = False) -> tuple[list, A
 
 
 def reference(sequences: Any, given: list, grad: Any) -> list:
-    """Output and gradients in float32, segment by segment with the prompt in front of those that see it."""
+    """Output and gradients in float32, segment by segment, with the prompt in front of the segments that see it."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -189,7 +189,7 @@ def plans() -> int:
 
 @contextlib.contextmanager
 def buckets(way: str) -> Iterator[None]:
-    """Plans forgotten, and those of the part of the size that the way says."""
+    """Clear the cached plans and use the bucket sizes of `way`."""
     from kit.policy.packed import cudnn as cudnn_packed
 
     for one in (cudnn_packed._forward, cudnn_packed._backward):
@@ -204,7 +204,7 @@ def buckets(way: str) -> Iterator[None]:
 
 
 def poison() -> None:
-    """Make NaN what is allocated next, so that memory which is read and was never written shows."""
+    """Fill free memory with NaN, so that reads of unwritten memory show."""
     import torch
 
     if torch.cuda.is_available():
@@ -215,7 +215,7 @@ def poison() -> None:
 def measure(
     name: str, way: str, sequences: Any, other: Any, rehearse: bool, wanted: list, given: list, grad: Any
 ) -> tuple[float, list[float]]:
-    """One line of the table; the milliseconds of forward and backward together, and the errors."""
+    """Add one line to the table; return the milliseconds of forward plus backward, and the errors."""
     import torch
 
     from kit.policy.packed.flash import FlashMask, flash_attention
@@ -255,7 +255,7 @@ def measure(
 
 
 def compare(rehearse: bool) -> None:
-    """Every row by every way, and what would be saved."""
+    """Measure every row by every way, and the savings."""
     import torch
 
     from kit.policy.packed import flash
@@ -285,7 +285,7 @@ def compare(rehearse: bool) -> None:
 
 
 def merged(sequences: Any, given: list, flash_packed: Any) -> None:
-    """Milliseconds of merging two parts, in both ways the same."""
+    """Measure the milliseconds of merging two parts, the same in both ways."""
     import torch
 
     if not sequences.prompts:
@@ -299,7 +299,7 @@ def merged(sequences: Any, given: list, flash_packed: Any) -> None:
 
 
 def padded() -> None:
-    """sdpa's cuDNN kernels, dense: what they do where rows are padded."""
+    """Measure sdpa's dense cuDNN kernels on padded rows."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -328,7 +328,7 @@ def padded() -> None:
 
 
 def operators() -> None:
-    """torch's own operators: seconds of each of several equal calls."""
+    """Measure torch's own operators: each of several equal calls."""
     import torch
 
     aten = torch.ops.aten
@@ -363,7 +363,7 @@ def operators() -> None:
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Definitions in PyTorch in the place of all kernels."""
+    """Replace all kernels by their PyTorch definitions."""
     from kit.policy.packed import cudnn as cudnn_packed
     from kit.policy.packed import flash
     from tests.unit.test_flash_packed import backward_stand_in, forward_stand_in

@@ -1,22 +1,22 @@
-"""Where a decoding step of a rollout server goes: ms by context, the card's kernels, what vLLM's settings change.
+"""Time of a decoding step of a rollout server: ms by context, kernels on the card, effects of vLLM's settings.
 
     python bench/decode_profile.py --model /tmp/bench_step/base --sequences 16 32 --out decode.json
     python bench/decode_profile.py --shape 8b --variants fp8+kv w4a16+kv nvfp4a16+kv --kv_gib 12 --out decode.json
 
-Long completions are decoding steps one after the other, so their speed is that of a step. For every variant a vLLM
-engine in a process of its own, with the kit's sampling (temperature 1, the sampled token's log-prob, no detokenizing),
-generates --new tokens for so many sequences at once, each with another random prompt of --prompt tokens. `early` and
-`late` are means of ms a step at the first and the last eighth of the completions, `total` is the whole time in
-seconds. Then torch's profiler records --profiled steps in the worker, after prompts of --prompt tokens and after ones
-that are nearly as long as the completions: the card's ms a step by group of kernels, what the card stood idle, and the
-kernels that took most. Needs CUDA and vllm. Prints the table last.
+Long completions are a series of decoding steps, so their speed is that of a step. For every variant, a vLLM engine in
+a process of its own, with the kit's sampling (temperature 1, the sampled token's log-prob, no detokenizing), generates
+--new tokens for this many sequences at once, each with a different random prompt of --prompt tokens. `early` and
+`late` are mean ms per step over the first and the last eighth of the completions, `total` is the whole time in
+seconds. Then torch's profiler records --profiled steps in the worker, after prompts of --prompt tokens and after
+prompts nearly as long as the completions: the card's ms per step by kernel group, its idle time, and the most
+expensive kernels. Needs CUDA and vllm. Prints the table last.
 
-The variants, joined by +: `bf16`, `stored` (in the numbers of the checkpoint --model), `fp8` (per channel, as
-server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM takes for them), `marlin` (in its
+Variants, joined by +: `bf16`, `stored` (in the format of the checkpoint --model), `fp8` (per channel, as
+server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM chooses for them), `marlin` (in its
 place), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and quantization, activation and
 quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the rotary embedding), `torch`
-(cuBLAS in place of CUTLASS), `triton` or `flashinfer` (attention by it in place of FlashAttention), `tp2` (two cards
-for one engine).
+(cuBLAS in place of CUTLASS), `triton` or `flashinfer` (for attention in place of FlashAttention), `tp2` (two cards for
+one engine).
 """
 
 import argparse
@@ -64,7 +64,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "flashinfer": {"attention_backend": "FLASHINFER"},
     "tp2": {"tensor_parallel_size": 2},
 }
-# The first that fits decides. Inductor names its kernels after all that they take the place of, products too.
+# The first match decides. Inductor names its kernels after everything that they replace, including products.
 GROUPS = (
     ("between cards", r"cross_device|nccl|all_?reduce|all_?gather"),
     ("norm, activation, quantization", r"^triton_|norm_dynamic|NormRope"),
@@ -74,7 +74,7 @@ GROUPS = (
     ("norm, activation, quantization", r"norm|quant|silu|rotary|rope"),
 )
 TOP = 20
-LAYOUTS = {"w4a16", "nvfp4a16"}  # of `python -m merge`
+LAYOUTS = {"w4a16", "nvfp4a16"}  # written by `python -m merge`
 
 
 def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> Any:
@@ -115,7 +115,7 @@ def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> An
 
 
 def start(llm: Any, options: argparse.Namespace, count: int, new: int, prompt: int) -> Any:
-    """Ask for `count` completions of `new` tokens on `prompt` ones; the engine, which has yet to be stepped."""
+    """Request `count` completions of `new` tokens on `prompt` ones; return the engine, not yet stepped."""
     import random
 
     from vllm import SamplingParams
@@ -132,24 +132,24 @@ def start(llm: Any, options: argparse.Namespace, count: int, new: int, prompt: i
 
 
 def timed(llm: Any, options: argparse.Namespace, count: int) -> dict[str, float]:
-    """ms a step early and late, seconds in all, of `count` sequences."""
+    """ms per step early and late, and total seconds, of `count` sequences."""
     loop, times = start(llm, options, count, options.new, options.prompt), [time.perf_counter()]
     while loop.has_unfinished_requests():
         loop.step()
         times.append(time.perf_counter())
     steps = [1e3 * (after - before) for before, after in pairwise(times)]
     eighth = max(1, len(steps) // 8)
-    # A step of the loop takes what the engine sent since, which may be none or two of its steps: so no single ones.
+    # A step of the loop takes what the engine sent since then, none or two of its steps: so no single ones are used.
     mean = {name: statistics.mean(part) for name, part in (("early", steps[8:eighth]), ("late", steps[-eighth:-8]))}
     total = times[-1] - times[0]
     return {"sequences": count, **mean, "total": total, "tok_s": count * options.new / total, "steps": len(steps)}
 
 
-SETTLE = 90  # steps until every prompt, of any length, is read
+SETTLE = 90  # steps until every prompt, of any length, has been processed
 
 
 def profiled(llm: Any, options: argparse.Namespace, count: int, traces: Path, prompt: int) -> dict[str, Any]:
-    """The card's ms a step by group of kernels, from a trace of `--profiled` steps on prompts of `prompt` tokens."""
+    """The card's ms per step by kernel group, from a trace of `--profiled` steps on prompts of `prompt` tokens."""
     before = set(traces.rglob("*.json*"))
     loop = start(llm, options, count, options.profiled + SETTLE + 10, prompt)
     for _ in range(SETTLE):
@@ -165,7 +165,7 @@ def profiled(llm: Any, options: argparse.Namespace, count: int, traces: Path, pr
 
 
 def kernels(file: Path, steps: int) -> dict[str, Any]:
-    """Kernels of a trace: their ms a step by group, the most costly ones, and for how long none ran."""
+    """Kernels of a trace: ms per step by group, the most expensive ones, and the time without any."""
     with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
         events = json.load(stream)["traceEvents"]
     found = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -191,17 +191,17 @@ def kernels(file: Path, steps: int) -> dict[str, Any]:
 
 
 def child(options: argparse.Namespace) -> None:
-    """One variant in this process: its figures as a line of JSON."""
+    """Run one variant in this process; print its figures as a line of JSON."""
     traces = options.out.with_suffix("") / f"trace-{options.child}"
     traces.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with open(options.out.with_suffix("") / "turn", "w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_SH)  # held until the engine stands, so that none is timed beside one that starts
+        fcntl.flock(turn, fcntl.LOCK_SH)  # held until the engine is up, so that none is timed while another starts
         llm = engine(options, options.child, traces)
         ready = time.perf_counter() - began
         fcntl.flock(turn, fcntl.LOCK_UN)
         fcntl.flock(turn, fcntl.LOCK_EX)
-        timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warms up
+        timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warm-up
         found = [timed(llm, options, count) for count in options.sequences]
         count, longest = options.sequences[0], options.prompt + options.new - options.profiled - SETTLE - 10
         profiles = {n: profiled(llm, options, count, traces, n) for n in sorted({options.prompt, longest})}
@@ -209,8 +209,8 @@ def child(options: argparse.Namespace) -> None:
 
 
 def run_child(variant: str, options: argparse.Namespace) -> tuple[str, list[str], str, float]:
-    """A variant, its lines with figures, why there are none, seconds. Nothing of it is left: an engine outlives the
-    process that started it, with its memory."""
+    """Run a variant; return it, its lines with figures, the reason if there are none, and seconds. Kill its process
+    group: an engine outlives the process that started it, and keeps its memory."""
     began, log = time.perf_counter(), options.out.with_suffix("") / f"{variant}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, __file__, *sys.argv[1:], "--child", variant]

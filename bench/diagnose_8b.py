@@ -1,10 +1,10 @@
-"""The diagnostics of an 8B shape's linear layers on a GPU: seconds, memory, and the same figures as on the CPU.
+"""Diagnostics of an 8B shape's linear layers on a GPU: seconds, memory, and whether the figures match the CPU's.
 
     python bench/diagnose_8b.py                                    # 36 layers; exits 1 above 300 s or 1e-4
     python bench/diagnose_8b.py --device cpu --layers 1 --size 512
 
-Random weights and updates made on the device, so that reading and dequantizing the base (`merge_8b.py` times that) is
-left out. NF4's error may differ by more than the bound allows others: ties in its scales round by device.
+Random weights and updates are generated on the device, so reading and dequantizing the base (timed by `merge_8b.py`)
+is left out. NF4's error may differ by more than the other bound allows: ties in its scales round by device.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MOST_SECONDS, BOUND, NF4_BOUND = 300, 1e-4, 1e-3
 
 
 def shapes(size: int) -> dict[str, tuple[int, int]]:
-    """The linear layers of a decoder layer of Qwen3-8B, at a hidden size of 4,096."""
+    """Linear layers of a Qwen3-8B decoder layer, at a hidden size of 4,096."""
     attention = {"q_proj": (size, size), "k_proj": (size // 4, size), "v_proj": (size // 4, size)}
     mlp = {"gate_proj": (3 * size, size), "up_proj": (3 * size, size), "down_proj": (size, 3 * size)}
     return attention | {"o_proj": (size, size)} | mlp
@@ -50,7 +50,7 @@ def flat(record: dict, prefix: str = "") -> dict[str, float]:
 
 
 def compare(device: str, readers: dict) -> float:
-    """The largest relative difference of a figure between the device and the CPU, of one layer of 512 x 1,024."""
+    """Largest relative difference of a figure between device and CPU, for one layer of 512 x 1,024."""
     weight, delta = make((512, 1024), device, 7)
     here, there = (flat(measure_layer("m.0.q_proj", weight.to(d), delta.to(d), readers)) for d in (device, "cpu"))
     worst = 0.0

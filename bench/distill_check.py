@@ -1,16 +1,16 @@
-"""The divergence of a distillation on a GPU: against float64, its memory and time at Qwen3-8B's head, and the recipe.
+"""Divergence of a distillation on a GPU: against float64, memory and time at Qwen3-8B's head, and the recipe.
 
     python bench/distill_check.py                       # one GPU, about three minutes
     python bench/distill_check.py --rehearse            # the path on a CPU: small, no figures worth keeping
 
-values    reverse KL, forward KL and Jensen-Shannon and their gradients of bfloat16 states, relative distance (L2) to a
-          direct computation in float64 of the same numbers; bound `BOUND`.
+values    reverse KL, forward KL and Jensen-Shannon and their gradients with bfloat16 states, relative distance (L2) to
+          a direct float64 computation on the same numbers; bound `BOUND`.
 memory    forward and backward at 17,408 tokens, vocabulary 151,936, hidden 4,096: milliseconds and the peak beyond
-          what is there before, by `distill.chunk_tokens`; beside them the logits of 2,048 tokens all at once.
-recipe    two steps of recipes/distill_qat.py on a small model in bfloat16, quantized by nvfp4a16, with padded rows and
-          with packed ones (FlashAttention): the first step's divergence is the same within `SAME`.
+          prior allocations, by `distill.chunk_tokens`; for comparison, the logits of 2,048 tokens all at once.
+recipe    two steps of recipes/distill_qat.py on a small model in bfloat16, quantized to nvfp4a16, with padded rows and
+          with packed ones (FlashAttention): the first step's divergence agrees within `SAME`.
 
-Prints a table a part; exits 1 when a bound is missed.
+Prints a table per part; exits 1 when a bound is missed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CHUNKS = (256, 1024, 2048, 4096)
 
 
 def direct(student: torch.Tensor, teacher: torch.Tensor, b: float) -> torch.Tensor:
-    """The divergence (N,) of logits (N, V) in their own type."""
+    """Divergence (N,) of logits (N, V) in their own dtype."""
     p, q = student.log_softmax(-1), teacher.log_softmax(-1)
     if b in (0.0, 1.0):
         first, second = (p, q) if b == 1.0 else (q, p)
@@ -67,7 +67,7 @@ def check_values(device: str) -> bool:
 
 
 def measured(work, device: str, rounds: int) -> tuple[float, float]:
-    """(milliseconds, peak GiB beyond what is there) of `work`."""
+    """(milliseconds, peak GiB beyond prior allocations) of `work`."""
     work()
     if device == "cpu":
         started = time.perf_counter()

@@ -3,12 +3,13 @@
     python bench/fake_quant_check.py               # about a minute on an H200; --part bits: no clock
     python bench/fake_quant_check.py --rehearse    # tiny shapes on a CPU, kernels in Triton's interpreter
 
-bits: kit/weights/quantize_kernel.py against its definition in PyTorch, over all formats, bit for bit but for the
-signs of zeros. The adapter's factors are such that its sums are exact in any order; of others, the share of weights
-that the order changes is printed. Where vllm is installed, activations are also compared with its own kernels. speed:
-ms and GB/s of a Qwen3-8B decoder layer's seven weights, of the pass that finds their peaks, and of activations.
+bits: kit/weights/quantize_kernel.py against its reference implementation in PyTorch, over all formats, bit for bit
+except for the signs of zeros. The adapter's factors are chosen so that its sums are exact in any order; for others,
+the share of weights that the order changes is printed. If vllm is installed, activations are also compared with its
+own kernels. speed: ms and GB/s of a Qwen3-8B decoder layer's seven weights, of the pass that finds their peaks, and of
+activations.
 
-A case that fails says so and the others go on. The tables come last; exit 1 when something differs.
+A failed case is reported and the others continue. The tables come last; exit 1 when something differs.
 """
 
 import argparse
@@ -31,14 +32,14 @@ TINY = [(128, 128)]
 ODD = (72, 192)
 LAYERS, RANK, SCALING = 36, 16, 2.0
 PARTS = ("bits", "speed")
-PEAK = 11.3  # the range of static activations
+PEAK = 11.3  # range of static activations
 MOST_CHANGED = 1e-3  # share of weights that the order of the adapter's sums may change
 
 tables: list[str] = []
 
 
 def factors(shape: tuple[int, int], device: str, rank: int = RANK, exact: bool = True) -> tuple[Any, Any]:
-    """A (r, in) and B (out, r), float32; small multiples of 1/64 if `exact`."""
+    """A (r, in) and B (out, r) in float32; small multiples of 1/64 if `exact`."""
     import torch
 
     made = [torch.randn(*size, device=device) for size in ((rank, shape[1]), (shape[0], rank))]
@@ -48,7 +49,7 @@ def factors(shape: tuple[int, int], device: str, rank: int = RANK, exact: bool =
 
 
 def formats_for(shape: tuple[int, int]) -> list[Any]:
-    """Those whose blocks divide the shape; one of the two FP4 formats, whose weights are the same."""
+    """Formats whose blocks divide the shape; only one of the two FP4 formats, whose weights are the same."""
     from kit.core.formats import FORMATS
 
     def fits(fmt: Any) -> bool:
@@ -58,7 +59,7 @@ def formats_for(shape: tuple[int, int]) -> list[Any]:
 
 
 def differing(found: Any, expected: Any) -> int:
-    """How many values differ; a zero of either sign is a zero."""
+    """Number of differing values; zeros of either sign are equal."""
     assert found.shape == expected.shape, f"shape {tuple(found.shape)}, not {tuple(expected.shape)}"
     assert found.dtype == expected.dtype, f"{found.dtype}, not {expected.dtype}"
     return int((found.float() != expected.float()).sum())
@@ -75,7 +76,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 def check_layer(layer: Any, shape: tuple[int, int], name: str, names: list[str], a: Any, b: Any) -> None:
-    """One layer's weight in the formats `names`, with these factors."""
+    """Check one layer's weight in the formats `names`, with these factors."""
     from kit.weights import fp8, quantize, quantize_kernel
 
     source = quantize._source(layer)
@@ -137,7 +138,7 @@ def check_nasty(shape: tuple[int, int], fmt: Any, device: str) -> None:
 
 
 def check_order(device: str, shape: tuple[int, int]) -> None:
-    """The share of weights that the order of the adapter's sums changes."""
+    """Measure the share of weights that the order of the adapter's sums changes."""
     import torch
 
     from kit.weights import quantize, quantize_kernel
@@ -180,7 +181,7 @@ def check_activations(device: str, sizes: list[tuple[int, int]]) -> None:
 
 
 def check_against_vllm(device: str) -> None:
-    """Shares of activations that vLLM's own kernels make another number of; printed, not judged."""
+    """Measure the share of activations that vLLM's own kernels quantize differently; printed, not judged."""
     import torch
 
     from kit.core.formats import FORMATS
@@ -216,7 +217,7 @@ def check_against_vllm(device: str) -> None:
 
 
 def median_ms(run: Callable[[], Any], device: str, times: int = 10) -> float:
-    """Milliseconds of one call."""
+    """Median milliseconds of a call; a single call on a CPU."""
     import torch
 
     if device == "cpu":

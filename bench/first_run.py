@@ -1,12 +1,12 @@
-"""From a clone to a running 8B GRPO on two GPUs, by the three commands of a new user: doctor, plan, up.
+"""From a clone to a running 8B GRPO on two GPUs with a new user's three commands: doctor, plan, up.
 
     python bench/first_run.py [--steps 3] [--layers 36]
 
-The recipe is recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml; its model (that shape, random weights) and
-problems (the quickstart's, which the small tokenizer can read) are others, because neither can be downloaded here.
-Claims, exit 1 when one fails: every command exits with 0; each step is recorded, sampled from the newest version; no
-process and no memory is left on the GPUs; no phase takes more of a card than the plan's high estimate. Prints a table
-last: seconds of each command, of a step by phase, and the cards' memory beside the plan's.
+The recipe is recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml. Its model (that shape, random weights) and
+problems (the quickstart's, which the small tokenizer can read) are replaced, because neither can be downloaded here.
+Claims, exit 1 when one fails: every command exits with 0; each step is recorded and sampled from the newest version;
+no process and no memory is left on the GPUs; no phase takes more of a card than the plan's high estimate. Prints a
+table last: seconds of each command, of a step by phase, and the cards' memory beside the plan's.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CONFIG = "recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml"
 
 
 class Peak(threading.Thread):
-    """The most GiB that were in use on each GPU, asked twice a second."""
+    """Peak GiB in use on each GPU, sampled twice a second."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -43,14 +43,14 @@ def flags(work: Path, steps: int) -> list[str]:
     keys: dict[str, Any] = {"run.name": "first", "run.output_dir": work / "run", "server.base": work / "base"}
     keys |= {"model.path": work / "model", "data.path": work / "tiny", "data.eval_split": "heldout"}
     keys |= {"data.answer_format": "plain", "train.max_steps": steps, "train.save_steps": steps}
-    keys |= {"data.chat_template_kwargs": {}}  # the small tokenizer's template reads none
-    # Random weights amplify what FP8 rounds; a trained model stays far below both defaults.
+    keys |= {"data.chat_template_kwargs": {}}  # the small tokenizer's template takes none
+    # Random weights amplify FP8 rounding; a trained model stays far below both defaults.
     keys |= {"rollout.max_sampler_k3": 5, "rollout.max_canary_delta": 5}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
 
 
 def planned(text: str) -> dict[str, tuple[float, float]]:
-    """Expected and high GiB of each GPU, the largest of its phases, from `launch.plan --json`."""
+    """Expected and high GiB of each GPU, at its largest phase, from `launch.plan --json`."""
     return {
         gpu["name"]: tuple(max(phase[name] for phase in gpu["phases"].values()) for name in ("expected", "high"))
         for gpu in json.loads(text)["gpus"]
@@ -69,7 +69,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "8"
     if not (work / "model").is_dir():
         command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-        # In a process of its own: this one must hold no memory of a card.
+        # In a separate process: this one must hold no memory on a card.
         made = f"import path_8b; path_8b.make_model(*map(path_8b.Path, {[str(work / 'model'), str(work / 'tiny')]}), "
         place = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
         subprocess.run([sys.executable, "-c", f"{made}{options.layers}, 0.1)"], env=place, check=True)
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def report(work: Path, steps: int, seconds: dict, before: list, peak: list, plan: str) -> None:
-    """The table; ends the script when a claim does not hold."""
+    """Print the table; exit if a claim does not hold."""
     rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     print({name: round(value, 1) for name, value in seconds.items()})
     for row in rows:

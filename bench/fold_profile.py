@@ -1,4 +1,4 @@
-"""Where the time of a remerge goes inside the worker: reading the adapter, the fold, the quantization, the launches.
+"""Time of a remerge inside the worker: reading the adapter, the fold, the quantization, the kernel launches.
 
     python bench/fold_profile.py --work /tmp/rollout8b     # after rollout_8b.py made the model and its base there
 
@@ -21,10 +21,10 @@ from kit.rollout.server.remerge import Remerge, _vllm_context, merged_weights, w
 
 
 class Profiled(Remerge):
-    """The worker extension with a clock in it."""
+    """The worker extension with timers."""
 
     def fold_only(self, key: str) -> dict:
-        """The merged weights made and dropped."""
+        """Compute the merged weights and drop them."""
         return self._clocked(lambda linear, weight: None, key)
 
     def fold_and_write(self, key: str) -> dict:
@@ -62,7 +62,7 @@ class Profiled(Remerge):
 
 
 def write_adapter(base: Path, directory: Path, rank: int) -> None:
-    """A random adapter on every layer that has an NF4 copy."""
+    """Write a random adapter for every layer that has an NF4 copy."""
     import torch
     from safetensors.torch import save_file
 

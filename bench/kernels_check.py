@@ -1,14 +1,14 @@
-"""Norms, rotary embedding and SwiGLU by torch, liger and torch.compile, and what recomputation costs, block by block.
+"""Norms, rotary embedding and SwiGLU by torch, liger and torch.compile, and the cost of recomputation, block by block.
 
     python bench/kernels_check.py                 # one GPU, about a minute
     python bench/kernels_check.py --rehearse      # the path on a CPU: small, without liger, no bounds on time
 
 Four decoder layers of Qwen3-8B's shape with random NF4 weights and LoRA of rank 16 on all linear layers, as the recipe
-makes them (`policy.compute` fused or plain), bfloat16. Values: hidden states and the adapter's gradients against
-torch's with everything kept. Attention's backward pass adds in no fixed order on a GPU, so equal is within a bound
-there; the bounds are `SAME` for recomputation, `HIDDEN` and `GRADIENT` for other kernels, as relative distances (L2).
-Seconds and peak memory are of a forward and a backward pass through the layers, divided by their number; memory beyond
-what is there before. Prints a table last; exits 1 when a bound is missed.
+builds them (`policy.compute` fused or plain), bfloat16. Values: hidden states and the adapter's gradients against
+torch's with everything kept. On a GPU the attention backward adds in no fixed order, so equal means within a bound:
+`SAME` for recomputation, `HIDDEN` and `GRADIENT` for other kernels, as relative distances (L2). Seconds and peak
+memory are those of a forward and a backward pass through the layers, divided by their number; memory counts only what
+exceeds the prior allocations. Prints a table last; exits 1 when a bound is missed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SHAPE = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads":
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 BATCHES, SMALL_BATCHES = [(8, 1024), (8, 2048)], [(2, 64)]
 SAME, HIDDEN, GRADIENT = 0.005, 0.02, 0.05
-# compute, kernels, recompute; offload is full with the layers' inputs in host memory
+# compute, kernels, recompute; "offload" is "full" with the layers' inputs in host memory
 VARIANTS = [
     *(("plain", kernels, "none") for kernels in ("torch", "compile", "liger")),
     *(("fused", kernels, "none") for kernels in ("torch", "compile", "liger")),
@@ -53,7 +53,7 @@ def config(compute: str, kernels: str, recompute: str) -> Config:
 
 
 def make(sizes: dict[str, int], device: str) -> Any:
-    """A policy with random weights: NF4 linear layers, adapters whose both factors are not zero."""
+    """A policy with random weights: NF4 linear layers, adapters with both factors nonzero."""
     import bitsandbytes as bnb
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Qwen3Config
@@ -83,7 +83,7 @@ def make(sizes: dict[str, int], device: str) -> Any:
 
 
 def use_compiled(model: Any) -> None:
-    """Norms, rotary embedding and SwiGLU by torch.compile, each function alone."""
+    """Compile norms, rotary embedding and SwiGLU with torch.compile, each function separately."""
     import importlib
 
     swiglu = torch.compile(lambda gate, up: torch.nn.functional.silu(gate) * up, dynamic=True)
@@ -118,16 +118,16 @@ def prepare(model: Any, compute: str, kernels: str, recompute: str) -> Any:
 
 
 def step(model: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Forward and backward through the decoder layers; returns their hidden states (B, T, H)."""
+    """Run forward and backward through the decoder layers; return their hidden states (B, T, H)."""
     model.zero_grad(set_to_none=True)
     with torch.autocast(hidden.device.type, dtype=torch.bfloat16):
         found = model.get_base_model().model(inputs_embeds=hidden, use_cache=False).last_hidden_state
-    found.backward(gradient.clone())  # liger's last norm writes over it
+    found.backward(gradient.clone())  # liger's last norm overwrites it
     return found.detach()
 
 
 def measure(model: Any, hidden: torch.Tensor, gradient: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Median ms of a layer's forward and backward pass, and GiB at the peak of all layers divided by their number."""
+    """Median ms of a layer's forward and backward pass, and peak GiB of all layers divided by their number."""
     seconds, peak, cuda = [], 0.0, hidden.is_cuda
     for number in range(repeats + 2):
         model.zero_grad(set_to_none=True)
@@ -168,7 +168,7 @@ def main() -> None:
             made = prepare(model, compute, kernels, recompute)
             found = step(made, hidden, gradient)
             gradients = {name: one.grad.clone() for name, one in made.named_parameters() if one.grad is not None}
-            # Of the same kernels and products with everything kept; of torch's kernels when these are others.
+            # Compare with the same kernels and products with everything kept, else with torch's kernels.
             same = wanted.get((compute, kernels))
             states, others = (
                 same or wanted.get((compute, "torch")) or wanted.get(("plain", "torch")) or (found, gradients)

@@ -1,14 +1,14 @@
-"""One or two GPUs: does a run learn as much with one setting as with another? Default: the base's products in FP8.
+"""One or two GPUs: does a run learn as much with one setting as with another? Default: FP8 products of the base.
 
     python bench/learning.py --base models/tiny-base --seeds 6 --out learning.json
     python bench/learning.py --base models/tiny-base --variants policy.compute=plain train.beta=0.1
 
-The quickstart's small model in BF16, its policy generating in the trainer's process, every run by the recipe's command
-line; all seeds of all variants at once, over the cards in turn, so the seconds say nothing. A variant is key=value,
-several joined by commas; the first is what the others are compared with, seed by seed: the same problems in the same
-order. Prints first and last ten steps of every run, then each variant's mean and its difference to the first with a
-95 % interval (Student's t over the seeds' differences). Exit 1 when a run fails, does not climb by `CLIMB`, or when an
-interval's lower end is below -`ALLOWED`: such a setting was not shown to learn as much.
+The quickstart's small model in BF16, its policy generating in the trainer's process, every run via the recipe's
+command line; all seeds of all variants at once, over the cards in turn, so the seconds mean nothing. A variant is
+key=value, several joined by commas; the others are compared with the first, seed by seed: the same problems in the
+same order. Prints the first and last ten steps of every run, then each variant's mean and its difference to the first
+with a 95 % interval (Student's t over the seeds' differences). Exit 1 when a run fails, does not climb by `CLIMB`, or
+an interval's lower end is below -`ALLOWED`: such a setting was not shown to learn as much.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ENDS = 10  # steps at each end of a run
 
 
 def train(work: Path, base: Path, variant: str, seed: int, steps: int, place: int, gpu: int) -> list[float]:
-    """The rewards of one run, step by step."""
+    """Train one run; return its rewards, step by step."""
     name = f"{variant.replace('=', '-').replace(',', '_')}-{seed}"
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / name, "run.seed": seed, "model.path": base}
     keys |= {"data.path": base, "model.dtype": "bfloat16", "train.max_steps": steps, "train.save_steps": steps}
@@ -46,7 +46,7 @@ def train(work: Path, base: Path, variant: str, seed: int, steps: int, place: in
 
 
 def judge(found: dict[str, dict[int, list[float]]], seeds: int) -> list[str]:
-    """Print the table; the claims that do not hold."""
+    """Print the table; return the claims that fail."""
     problems, last = [], {}
     for variant, runs in found.items():
         problems += [f"{variant}, seed {seed} failed" for seed in range(seeds) if seed not in runs]

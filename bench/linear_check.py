@@ -3,13 +3,13 @@
     python bench/linear_check.py               # about a minute on an H200; --part kernels errors: no clock
     python bench/linear_check.py --rehearse    # tiny shapes on a CPU, kernels in Triton's interpreter
 
-kernels: kit/weights/fp8_kernel.py against its definition in PyTorch, bit for bit, and against vLLM's own kernel
-where vllm is installed (linear_kernels.py). errors: output and gradients of one layer, and of q, k and v as one
+kernels: kit/weights/fp8_kernel.py against its reference implementation in PyTorch, bit for bit, and against vLLM's own
+kernel if vllm is installed (linear_kernels.py). errors: output and gradients of one layer, and of q, k and v as one
 function, against float64. conversion: ms for all 252 linear layers of a Qwen3-8B shape. pieces: ms of each operation
 of one layer, and of two layers with one input. block: the seven linear layers of one decoder layer, forward and
 backward, LoRA of rank 16 in float32 on all, autocast, by peft's path, fused and fp8.
 
-A case that fails says so and the others go on. The tables come last; exit 1 when a bound is missed.
+A failed case is reported and the others continue. The tables come last; exit 1 when a bound is missed.
 """
 
 import argparse
@@ -41,13 +41,13 @@ PARTS = ("kernels", "errors", "conversion", "pieces", "block")
 MOST_MS = 12.0  # NF4 to FP8, all layers
 LEAST_SPEEDUP = {"fused": 1.0, "fp8": 1.25}  # over peft's path, at the most tokens
 MOST_ERROR = {"fused": 0.006, "fp8": 0.05}  # relative, of y and dx; dA and dB are BF16 products in both
-ROUNDED = 0.006  # of a product of FP8 numbers against the same in float32, BF16 rounding included
+ROUNDED = 0.006  # of an FP8 product against the same numbers in float32, including BF16 rounding
 
 tables: list[str] = []
 
 
 def adapted(layer: Any) -> Any:
-    """A peft layer around `layer`, adapter in float32 and not zero."""
+    """A peft layer around `layer`, with a nonzero adapter in float32."""
     import torch
     from peft import LoraConfig
     from peft.tuners.lora.bnb import Linear4bit
@@ -58,7 +58,7 @@ def adapted(layer: Any) -> Any:
 
 
 def check_errors(device: str) -> None:
-    """y, dx, dA, dB of one layer against float64, by every path; the error of the FP8 products alone."""
+    """Check y, dx, dA, dB of one layer against float64, by every path, and the error of the FP8 products alone."""
     import copy
 
     import torch
@@ -96,7 +96,7 @@ def check_errors(device: str) -> None:
 
 
 def check_products(shapes: list[tuple[int, int]], tokens: int, device: str) -> None:
-    """The FP8 products of layers with one input against the same FP8 numbers multiplied in float64."""
+    """Check the FP8 products of layers with one input against the same FP8 numbers multiplied in float64."""
     import torch
 
     from kit.policy import fused_linear
@@ -130,7 +130,7 @@ def check_products(shapes: list[tuple[int, int]], tokens: int, device: str) -> N
 
 
 def check_group(shapes: dict, tokens: int, device: str) -> None:
-    """q, k and v as one function: every y, dA and dB, and the sum of their dx, against float64."""
+    """Check q, k and v as one function: every y, dA and dB, and the sum of their dx, against float64."""
     import torch
 
     from kit.policy import fused_linear
@@ -172,7 +172,7 @@ def results(module: Any, x: Any, g: Any) -> tuple:
 
 
 def exact_results(module: Any, x: Any, g: Any) -> tuple:
-    """Of the numbers that the layer computes with: the dequantized weight, the adapter in bfloat16."""
+    """Results in float64 from the numbers that the layer computes with: dequantized weight, adapter in bfloat16."""
     from kit.weights.frozen_base import dequantize
 
     weight, s = dequantize(module).double(), module.scaling["default"]
@@ -186,7 +186,7 @@ def exact_results(module: Any, x: Any, g: Any) -> tuple:
 
 
 def milliseconds(function: Callable[[], Any], device: str, repeats: int = 10) -> float:
-    """Median; on a GPU by events, after two calls."""
+    """Median milliseconds of a call; on a GPU by events, after two calls."""
     import torch
 
     times = []
@@ -207,7 +207,7 @@ def milliseconds(function: Callable[[], Any], device: str, repeats: int = 10) ->
 
 
 def check_conversion(device: str, shapes: dict) -> None:
-    """One decoder layer at a time, times the layers of the model; launched ahead of the GPU, as in training."""
+    """Time one decoder layer, scaled to all layers of the model; launched ahead of the GPU, as in training."""
     import torch
     from bitsandbytes.functional import dequantize_4bit
 
@@ -301,7 +301,7 @@ def measure_pieces(device: str, shape: tuple[int, int], tokens: int) -> None:
 
 
 def check_block(device: str, shapes: dict, tokens: list[int]) -> None:
-    """Counts only the base's products, 4 operations a weight and token; peak memory beyond what was held before."""
+    """Counts only the base's products, 4 operations per weight and token; peak memory beyond prior allocations."""
     import torch
 
     from kit.policy.fused_linear import use_fused_linears

@@ -1,4 +1,4 @@
-"""The kernels part of `linear_check.py`: kit/weights/fp8_kernel.py against its definition in PyTorch."""
+"""The kernels part of `linear_check.py`: kit/weights/fp8_kernel.py against its reference implementation in PyTorch."""
 
 import contextlib
 import time
@@ -11,7 +11,7 @@ missed: list[str] = []
 
 @contextlib.contextmanager
 def case(name: str) -> Iterator[None]:
-    """One case: what it raises is noted, and the next one runs."""
+    """One case: an exception is recorded, and the next case runs."""
     try:
         yield
         print(f"ok      {name}", flush=True)
@@ -24,7 +24,7 @@ def case(name: str) -> Iterator[None]:
 
 
 def run_parts(parts: dict[str, Callable[[], Any]], chosen: list[str], rehearse: bool, tables: list[str]) -> None:
-    """Run the chosen parts, print the tables that they fill and what is missed, and end the script (1 when it is)."""
+    """Run the chosen parts, print their tables and the missed cases, and exit (with 1 if there are any)."""
     import torch
 
     for name in chosen:
@@ -39,7 +39,7 @@ def run_parts(parts: dict[str, Callable[[], Any]], chosen: list[str], rehearse: 
 
 
 def same_bits(found: Any, expected: Any) -> None:
-    """`AssertionError` that says how many bytes differ and where first."""
+    """Raise `AssertionError` with the number of differing bytes and the first position."""
     import torch
 
     assert found.shape == expected.shape, f"shape {tuple(found.shape)}, not {tuple(expected.shape)}"
@@ -70,7 +70,7 @@ def make_layer(shape: tuple[int, int], dtype: Any, device: str, double: bool = T
 
 
 def interpret() -> None:
-    """Triton's kernels on a CPU. Its interpreter truncates to FP8 and BF16, a GPU rounds: those come from torch."""
+    """Run Triton's kernels on a CPU. Its interpreter truncates to FP8 and BF16, unlike a GPU: torch rounds instead."""
     import numpy as np
     import torch
     import triton.language as tl
@@ -93,7 +93,7 @@ def interpret() -> None:
 
 
 def check_kernels(device: str, shapes: list[tuple[int, int]]) -> None:
-    """`shapes`: (out, in) of the weights."""
+    """Check the kernels; `shapes` are (out, in) of the weights."""
     import torch
 
     from kit.weights import fp8, fp8_kernel, stored_weight
@@ -139,7 +139,7 @@ def check_rows(tokens: int, columns: int, device: str) -> None:
     from kit.weights import fp8, fp8_kernel, stored_weight
 
     x = torch.randn(tokens, 2 * columns, device=device) * torch.logspace(-9, 2, tokens, device=device)[:, None]
-    x = x.bfloat16()[:, :columns]  # rows that do not follow each other in memory
+    x = x.bfloat16()[:, :columns]  # rows that are not contiguous in memory
     x[tokens // 2] = 0
     by_column = 1e-4 * torch.rand(columns, device=device)
     for by in (None, by_column):
@@ -178,12 +178,12 @@ def check_rows_together(tokens: int, widths: tuple[int, ...], device: str) -> No
 
 
 def check_low_rank(tokens: int, columns: int, rank: int, device: str) -> None:
-    """y += s · left · right against float64, and no worse than torch's; right as the adapter's B and as its A."""
+    """Check y += s · left · right against float64, no worse than torch's; right as the adapter's B and as its A."""
     import torch
 
     from kit.weights import fp8_kernel
 
-    dtype = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no products of BF16
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no BF16 products
     y, left = (torch.randn(tokens, n, device=device).to(dtype) for n in (columns, 3 * rank))
     left, right = left[:, rank : 2 * rank], torch.randn(columns, rank, device=device).to(dtype).t()
     exact = y.double() + 0.7 * left.double() @ right.double()
@@ -196,7 +196,7 @@ def check_low_rank(tokens: int, columns: int, rank: int, device: str) -> None:
 
 
 def check_far_offsets(device: str) -> None:
-    """Weights and rows beyond 2^31 values, made of bytes; the last rows against the same bytes alone."""
+    """Check weights and rows beyond 2^31 values, made of random bytes; the last rows against the same bytes alone."""
     import torch
     from bitsandbytes.functional import QuantState, get_4bit_type
 

@@ -1,9 +1,9 @@
-"""One shape's trainer points in a process of their own, for memory_points.py: the recipe itself with random weights.
+"""Trainer points of one shape in a process of their own, for memory_points.py: the recipe itself with random weights.
 
-`recipes/grpo_qlora.py` runs as a user starts it, except that its base is random NF4 made on the card (nothing lies on
-the disk, so 32B shapes fit), its sampler is a stub that answers with random tokens of exactly the wanted length, its
-rewards are random numbers, and neither the base is hashed nor a checkpoint written. The log-prob and reference
-passes, the loss, the backward pass and the optimizer are the trainer's own.
+`recipes/grpo_qlora.py` runs as a user starts it, except that its base is random NF4 generated on the card (nothing is
+on disk, so 32B shapes fit), its sampler is a stub that answers with random tokens of exactly the wanted length, its
+rewards are random numbers, and the base is not hashed and no checkpoint written. The log-prob and reference passes,
+the loss, the backward pass and the optimizer are the trainer's own.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def _shape(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     return found | {"num_attention_heads": heads, **COMMON, "tie_word_embeddings": tied}
 
 
-SHAPES = {  # Qwen3's; tiny is for the rehearsal on a CPU
+SHAPES = {  # Qwen3 shapes; tiny is for rehearsing on a CPU
     "tiny": _shape(64, 192, 2, 2, False) | {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 400},
     "0.6b": _shape(1024, 3072, 28, 16, True),
     "1.7b": _shape(2048, 6144, 28, 16, True),
@@ -43,7 +43,7 @@ SHAPES = {  # Qwen3's; tiny is for the rehearsal on a CPU
 
 
 def make_directory(directory: Path, shape: str, prompt_tokens: int, problems: int = 128) -> None:
-    """A model directory without weights: config, tokenizer, and problems whose prompts have `prompt_tokens` tokens."""
+    """Write a model directory without weights: config, tokenizer, and problems with prompts of `prompt_tokens`."""
     from transformers import GenerationConfig, Qwen3Config
 
     from recipes.tiny_base import make_problems, make_tokenizer
@@ -62,7 +62,7 @@ def make_directory(directory: Path, shape: str, prompt_tokens: int, problems: in
 
     rows = []
     for _ in range(problems + 8):
-        digits = "".join(rng.choices("123456789", k=prompt_tokens - length("")))  # a token each
+        digits = "".join(rng.choices("123456789", k=prompt_tokens - length("")))  # one token each
         rows.append(json.dumps({"question": digits, "answer": "1"}))
     if (found := length(json.loads(rows[0])["question"])) != prompt_tokens:
         raise SystemExit(f"the prompts have {found} tokens, {prompt_tokens} were wanted")
@@ -71,7 +71,7 @@ def make_directory(directory: Path, shape: str, prompt_tokens: int, problems: in
 
 
 def make_checkpoint(directory: Path) -> None:
-    """Random weights for a directory of `make_directory`, where a step needs them on the disk."""
+    """Write random weights into a directory of `make_directory`, for steps that need them on disk."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -81,7 +81,7 @@ def make_checkpoint(directory: Path) -> None:
 
 
 def parameters(shape: str) -> int:
-    """Weights of a shape, tied ones counted once."""
+    """Number of weights of a shape, with tied ones counted once."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -90,9 +90,9 @@ def parameters(shape: str) -> int:
 
 
 def random_nf4(config: Any, branches: float = 1.0) -> Any:
-    """What `kit.policy.load.load_policy_base` returns, with random weights and no file: every linear layer but
-    the output embedding is NF4, by transformers' own steps around loading. `branches` scales what attention and MLP
-    add to the residual stream."""
+    """Replacement for `kit.policy.load.load_policy_base` with random weights and no file: every linear layer but the
+    output embedding is NF4, by transformers' own steps around loading. `branches` scales what attention and MLP add to
+    the residual stream."""
     import torch
     from accelerate import PartialState
     from bitsandbytes.nn import Params4bit
@@ -126,7 +126,7 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
                 made = torch.nn.Parameter(value)
             setattr(module, name, made)
     model.tie_weights()
-    # Its frequencies are a buffer that no checkpoint has.
+    # Its frequencies are a buffer that is in no checkpoint.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     quantizer.postprocess_model(model)
     disable_cpu_repacking(model)
@@ -136,8 +136,8 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
 
 
 class StubRollout:
-    """A sampler that answers at once: random tokens, as many as the configuration allows, log-probs of a uniform
-    choice. The trainer treats them as those of a server."""
+    """A sampler that answers at once: as many random tokens as the configuration allows, with log-probs of a uniform
+    choice. The trainer treats them like a server's."""
 
     def __init__(self, config: Any, vocabulary: int):
         self.length, self.versions, self.report = config.rollout.max_completion_length, [], {}
@@ -160,7 +160,7 @@ def random_reward(completions: list, **columns: Any) -> list[float]:
 
 
 def replace_parts() -> None:
-    """Put the stand-ins where the recipe's main() imports its parts from."""
+    """Install the stand-ins where the recipe's main() imports its parts from."""
     import kit.core.run_directory
     import kit.policy.load
     import kit.train.setup
@@ -180,7 +180,7 @@ def replace_parts() -> None:
 
 
 def card_used_gib() -> float | None:
-    """Memory in use on the card by all processes, asked without a CUDA context of our own; None without a GPU."""
+    """Memory in use on the card by all processes, without creating a CUDA context; None without a GPU."""
     try:
         import pynvml
 
@@ -193,7 +193,7 @@ def card_used_gib() -> float | None:
 
 
 def nvidia_smi(fields: str, form: str = "") -> str | None:
-    """nvidia-smi's answer for the first GPU, None where there is none."""
+    """nvidia-smi's answer for the first GPU; None if there is none."""
     query = ["nvidia-smi", f"--query-gpu={fields}", f"--format=csv,noheader{form}"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60)
@@ -203,14 +203,14 @@ def nvidia_smi(fields: str, form: str = "") -> str | None:
 
 
 def recompute_of(point: dict[str, Any]) -> str:
-    """`train.recompute` of a point; the older ones say gradient_checkpointing, true or false."""
+    """`train.recompute` of a point; older points have gradient_checkpointing instead, true or false."""
     from kit.plan.compare_points import recompute_of
 
     return recompute_of(point)
 
 
 def setting(point: dict[str, Any]) -> list:
-    """What tells a point from every other."""
+    """Key that identifies a point by its setting."""
     names = ("kind", "shape", "micro_batch", "prompt_tokens", "completion_tokens", "beta", "lora_rank")
     names += ("adapter_dtype", "backend", "weights", "sync", "kv_cache_gib", "max_num_seqs", "enforce_eager")
     found = [point.get(name) for name in (*names, "micro_batch_tokens")]
@@ -220,7 +220,7 @@ def setting(point: dict[str, Any]) -> list:
 
 
 def add_point(file: Path, point: dict[str, Any]) -> None:
-    """Add a point to the file, in place of an earlier one of the same setting."""
+    """Add a point to the file, replacing an earlier one with the same setting."""
     from kit.core.run_directory import read_json, write_json
 
     found = read_json(file)
@@ -229,7 +229,7 @@ def add_point(file: Path, point: dict[str, Any]) -> None:
 
 
 def flags(work: Path, point: dict[str, Any], device: str) -> list[str]:
-    """The recipe's command line for a point."""
+    """Command line of the recipe for a point."""
     micro = point["micro_batch"]
     keys: dict[str, Any] = {"run.name": "points", "run.output_dir": work / f"run-{time.time_ns()}"}
     keys |= {"model.path": work / point["shape"], "data.path": work / point["shape"]}
@@ -238,7 +238,7 @@ def flags(work: Path, point: dict[str, Any], device: str) -> list[str]:
     keys |= {"rollout.group_size": 4, "rollout.max_prompt_length": point["prompt_tokens"]}
     keys |= {"rollout.max_completion_length": point["completion_tokens"], "rollout.max_sampler_k3": 1e9}
     keys |= {"train.per_device_train_batch_size": micro, "train.max_steps": STEPS, "train.save_steps": STEPS}
-    # At least two micro-batches, so that the second finds the gradients of the first.
+    # At least two micro-batches, so that the second runs with the gradients of the first in memory.
     keys |= {"train.gradient_accumulation_steps": point["completions"] // micro, "train.beta": point["beta"]}
     keys |= {"train.recompute": recompute_of(point)}
     groups = {
@@ -271,7 +271,7 @@ def measure(work: Path, point: dict[str, Any], before_gib: float | None) -> None
     used = card_used_gib()
     known = cuda and used is not None and before_gib is not None
     point["context_gib"] = used - before_gib - torch.cuda.memory_reserved() / 2**30 if known else None
-    seconds = last["seconds"]["update"] + last["seconds"].get("reference", 0.0)  # what the plan estimates
+    seconds = last["seconds"]["update"] + last["seconds"].get("reference", 0.0)  # as the plan estimates it
     point |= {"update_s": seconds, "update_tokens_per_s": last["update_tokens_per_s"]}
     point |= {"step_s": last["seconds"]["step"]}
     if point["backend"] == "in_process":
@@ -280,11 +280,11 @@ def measure(work: Path, point: dict[str, Any], before_gib: float | None) -> None
 
 
 def measure_shape(work: Path, points: list[dict[str, Any]], out: Path) -> None:
-    """Every point of one shape, each with its error instead of figures when it fails. Waits for a line on stdin, the
-    time when to stop, before it touches the card."""
+    """Measure every point of one shape; a failed one gets its error instead of figures. Waits for a line on stdin,
+    the time at which to stop, before it touches the card."""
     import torch
 
-    import kit.train.trainer  # noqa: F401 (trl, peft, bitsandbytes: while the card is another process's)
+    import kit.train.trainer  # noqa: F401 (imports trl, peft, bitsandbytes while another process uses the card)
 
     replace_parts()
     deadline = float(sys.stdin.readline())

@@ -1,22 +1,22 @@
-"""Memory of the trainer and of the rollout server by shape and setting: what `launch.plan` is checked against.
+"""Memory of the trainer and of the rollout server by shape and setting: the reference for `launch.plan`.
 
     python bench/memory_points.py --out memory_points.json                 # one GPU, every point
     python bench/memory_points.py --points trainer --shapes 8b --out x.json
     python bench/memory_points.py --points faster --out memory_points.json # fused, FP8, packs, liger, recompute
     python bench/memory_points.py --tiny --out x.json                      # the same path on a CPU, no memory
 
-Qwen3 shapes with random weights. A trainer point is the second of two steps of the recipe itself on an NF4 base made
-on the card, with a stub for a sampler (memory_child.py says what is replaced): peak and reserved are torch's, from
-the end of the rollout to the end of the step; the context is what the process takes of the card beyond that. The
-shapes follow each other, alone on the card, so seconds count too. Kind `rollout` is such a step, too, but
-transformers generates its completions in the trainer's process.
+Qwen3 shapes with random weights. A trainer point is the second of two steps of the recipe itself on an NF4 base
+generated on the card, with a stub sampler (memory_child.py lists what is replaced). Peak and reserved are torch's,
+from the end of the rollout to the end of the step; the context is what the process takes of the card beyond that. The
+shapes run one after the other, alone on the card, so seconds are meaningful too. Kind `rollout` is also such a step,
+but transformers generates its completions in the trainer's process.
 
-A server point is the command that launch.server would run, with `--load-format dummy`; remerge needs an NF4 copy from
-a real base, so that one is a small shape, with a base on the disk, and folds an adapter in two steps of the recipe.
-All servers run at once; after a prefill and a decode of full width each is ended, and its total is what the card then
+A server point is the command that launch.server would run, with `--load-format dummy`. Remerge needs an NF4 copy from
+a real base, so that one is a small shape with a base on disk, and folds an adapter in two steps of the recipe. All
+servers run at once; after a prefill and a decode of full width each one is ended, and its total is what the card then
 gets back: weights, KV cache, graphs, workspace, context.
 
-A point that fails keeps its error, the others go on. Points already in --out stay unless measured again. Prints a
+A failed point keeps its error and the others continue. Points already in --out stay unless measured again. Prints a
 table last; exits 1 when a point failed or --limit_s left one out.
 """
 
@@ -111,7 +111,7 @@ LOG = {
 
 
 def trainer_points(tiny: bool) -> list[dict[str, Any]]:
-    """The settings of every trainer point, without figures."""
+    """Settings of every trainer point, without figures."""
     settings = [(one, "float32", "server") for one in (TINY_TRAINER if tiny else TRAINER)]
     settings += [(TINY_TRAINER[0] if tiny else IN_PROCESS, "float32", "in_process")]
     settings += [] if tiny else [(BF16_ADAPTER, "bfloat16", "server")]
@@ -119,7 +119,7 @@ def trainer_points(tiny: bool) -> list[dict[str, Any]]:
 
 
 def faster_points(tiny: bool) -> list[dict[str, Any]]:
-    """The settings of the points with the switches of a faster step, without figures."""
+    """Settings of the points with the switches of a faster step, without figures."""
     rows = TINY_FASTER if tiny else FASTER
     points = _points([(one, "float32", "server") for one, _ in rows])
     return [point | switches for point, (_, switches) in zip(points, rows, strict=True)]
@@ -138,7 +138,7 @@ def _points(settings: list[tuple]) -> list[dict[str, Any]]:
 
 
 def server_points(tiny: bool) -> list[dict[str, Any]]:
-    """The settings of every server point, without figures."""
+    """Settings of every server point, without figures."""
     names = ("shape", "weights", "sync", "kv_cache_gib", "max_num_seqs", "enforce_eager")
     rows = [dict(zip(names, one, strict=True)) for one in (TINY_SERVER if tiny else SERVER)]
     extra = {"lora_rank": RANK, "nf4_copy": "gpu", "prompt_tokens": PROMPT, "completion_tokens": 256}
@@ -146,13 +146,13 @@ def server_points(tiny: bool) -> list[dict[str, Any]]:
 
 
 class ServerPoint:
-    """One server: started by `bring_up`, ended by `take_down`, figures in `point`."""
+    """One server: started by `bring_up`, ended by `take_down`, with its figures in `point`."""
 
     def __init__(self, work: Path, point: dict[str, Any], number: int):
         self.point, self.work = point, work / f"server-{number}"
         self.group: int | None = None
         self.model, self.base = self.work / "model", self.work / "base"
-        # Here and not in a thread of its own: transformers' lazy imports do not bear that.
+        # Here rather than in its thread: transformers' lazy imports are not thread-safe.
         make_directory(self.model, point["shape"], PROMPT)
         point["params"] = parameters(point["shape"])
         keys: dict[str, Any] = {"run.name": "points", "run.output_dir": self.work / "run", "model.path": self.model}
@@ -178,7 +178,7 @@ class ServerPoint:
             raise CheckFailed(f"{name} failed: " + (self.work / f"{name}.log").read_text()[-600:])
 
     def bring_up(self, deadline: float) -> None:
-        """Start, wait, use; every error goes into the point."""
+        """Start, wait, use; any error goes into the point."""
         try:
             self.start(deadline)
         except Exception as error:
@@ -206,7 +206,7 @@ class ServerPoint:
         self.read_log(plan.log.read_text(errors="replace"))
 
     def use(self, plan: Any) -> None:
-        """A prefill as wide as vLLM makes one, then a decode of as many sequences as it may run."""
+        """Run the widest prefill that vLLM makes, then a decode of as many sequences as it may run."""
         sequences, url = self.point["max_num_seqs"], f"http://127.0.0.1:{plan.port}/v1/completions"
         for count, length, new in ((40, PROMPT, 2), (sequences, 16, 24)):
             prompts = [[random.randrange(3, 250) for _ in range(length)] for _ in range(count)]
@@ -221,7 +221,7 @@ class ServerPoint:
             self.point[key] = float(found[-1].replace(",", "")) if found else None
 
     def take_down(self, before: float | None) -> float | None:
-        """End the server; the total is what the card has back then. `before` and the answer: what is in use on it."""
+        """End the server; its total is the memory that the card gets back. `before` and the result: memory in use."""
         stop_groups([self.group])
         after = settled_gib()
         if "error" not in self.point:
@@ -230,7 +230,7 @@ class ServerPoint:
 
 
 def settled_gib() -> float | None:
-    """Memory in use on the card once it has stayed the same for a second."""
+    """Memory in use on the card once it has been stable for a second."""
     seen = [card_used_gib()]
     while seen[-1] is not None and len(seen) < 40 and (len(seen) < 3 or max(seen[-3:]) - min(seen[-3:]) > 0.01):
         time.sleep(0.5)
@@ -239,7 +239,7 @@ def settled_gib() -> float | None:
 
 
 def measure_servers(work: Path, points: list[dict[str, Any]], out: Path, deadline: float) -> None:
-    """All servers at once, then ended one by one."""
+    """Start all servers at once, then end them one by one."""
     servers = [ServerPoint(work, point, number) for number, point in enumerate(points)]
     ready_by = min(deadline, time.time() + START_S)
     try:
@@ -255,7 +255,7 @@ def measure_servers(work: Path, points: list[dict[str, Any]], out: Path, deadlin
 
 
 class TrainerShape:
-    """The process of one shape's trainer points; it imports at once and measures when it is its turn."""
+    """Process of one shape's trainer points; it imports at once and measures when its turn comes."""
 
     def __init__(self, work: Path, shape: str, points: list[dict[str, Any]], out: Path):
         self.log, self.points, self.shape = work / f"trainer-{shape}.log", points, shape
@@ -267,7 +267,7 @@ class TrainerShape:
             )
 
     def run(self, deadline: float) -> None:
-        """Let it measure until `deadline` and a minute for the point under way."""
+        """Let it measure until `deadline`, plus a minute for the point in progress."""
         started = time.time()
         try:
             self.process.communicate(f"{deadline}\n", timeout=max(1.0, deadline + 60 - time.time()))
@@ -293,7 +293,7 @@ def show(value: Any, digits: int = 2) -> str:
 
 
 def table(points: list[dict[str, Any]]) -> None:
-    """The points as two tables; a failed one shows its error."""
+    """Print the points as two tables; a failed one shows its error."""
     kinds = {
         ("trainer", "rollout"): [
             *("kind", "shape", "micro_batch", "completion_tokens", "recompute", "recompute_fraction", "beta"),
@@ -328,7 +328,7 @@ def table(points: list[dict[str, Any]]) -> None:
 
 
 def begin(out: Path) -> None:
-    """The file's head, with the points of an earlier call."""
+    """Write the file's head, keeping the points of an earlier call."""
     head = {
         "card": nvidia_smi("name,memory.total,driver_version") or platform.machine(),
         "versions": versions(),
@@ -354,7 +354,7 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended
     begin(out)
 
     def chosen(points: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

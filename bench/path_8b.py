@@ -1,7 +1,7 @@
 """The recipe's real command line on an 8B shape with random weights, generating in the trainer's process.
 
-Shows what a CPU cannot: that the NF4 path fits and runs at size, and what it costs. Random weights: no reward is
-learned. Rollouts from a server: rollout_8b.py.
+Shows what a CPU cannot: that the NF4 path fits and runs at this size, and its cost. Random weights: no reward is
+learned. For rollouts from a server see rollout_8b.py.
 
     python bench/path_8b.py --part local     # train in process, write the base, merge, quantize
     python bench/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2, ZeRO-3, FSDP2
@@ -20,11 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
-LAUNCHERS = {"one_gpu": 1, "ddp": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}  # processes of each
+LAUNCHERS = {"one_gpu": 1, "ddp": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}  # number of processes
 
 
 def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0) -> float:
-    """A Qwen3-8B shape with random BF16 weights and the small tokenizer; returns its parameters in billions.
+    """Write a Qwen3-8B shape with random BF16 weights and the small tokenizer; return its parameters in billions.
 
     `branches` scales what attention and MLP add to the residual stream: random branches amplify rounding, small ones
     leave it about as visible as in a trained model.
@@ -65,7 +65,7 @@ def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: floa
 
 
 def command(name: str, arguments: list[str], logs: Path) -> tuple[float, str]:
-    """Run one command line from the repository root; (seconds, output). Ends the script when it fails."""
+    """Run one command line from the repository root; return (seconds, output). Exits if it fails."""
     started = time.perf_counter()
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     (logs / f"{name}.log").write_text(done.stdout + done.stderr)
@@ -78,7 +78,7 @@ def command(name: str, arguments: list[str], logs: Path) -> tuple[float, str]:
 
 
 def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", processes: int = 1) -> list[dict]:
-    """Steps of the recipe; the rows of its metrics.jsonl."""
+    """Run steps of the recipe; return the rows of its metrics.jsonl."""
     overrides = {
         "run.name": name,
         "run.output_dir": work / name,
@@ -101,7 +101,7 @@ def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", pr
 
 
 def row(name: str, metrics: list[dict]) -> dict:
-    """The last step, when every kernel is warm."""
+    """Figures of the last step, when every kernel is warm."""
     last = metrics[-1]
     seconds, peak = last["seconds"], last["peak_gib"]
     return {
@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def local_part(work: Path, layers: int) -> tuple[list[dict], dict]:
-    """Rows and seconds of what needs no server."""
+    """Rows and seconds of the parts that need no server."""
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
     print(f"model: {make_model(work / 'model', work / 'tiny', layers):.2f} B parameters", flush=True)
     rows, seconds = [row("in process", train("inproc", work, []))], {}

@@ -2,8 +2,9 @@
 
     python bench/path_tiny.py --base models/tiny-base --work /tmp/pathtiny
 
-Trains 80 steps in process, merges, quantizes and judges. Prints rewards per 10 steps, the matrix, and whether step 1's
-KL is rounding: the policy with a fresh adapter against the adapter switched off. By sampler: reward_equality.py.
+Trains 80 steps in process, merges, quantizes and evaluates. Prints rewards per 10 steps, the matrix, and whether step
+1's KL is only rounding: the policy with a fresh adapter against the adapter disabled. For samplers see
+reward_equality.py.
 """
 
 import argparse

@@ -3,12 +3,12 @@
     python bench/qat_check.py               # on one GPU; --part errors: no clock
     python bench/qat_check.py --rehearse    # small shapes on a CPU
 
-errors: outputs and gradients of q, k and v with one input against autograd through weights of full size in float32,
-each quantized by the definitions in PyTorch, straight-through (kit/weights/quantize.py). block: the seven linear
-layers of a Qwen3-8B decoder layer, forward and backward, LoRA of rank 16 in float32 on all, autocast, by peft's path
-and in every format; with the weights' peaks known, as they are but once an optimizer step, and without.
+errors: outputs and gradients of q, k and v with one input against autograd through full-size float32 weights, each
+quantized by the reference implementations in PyTorch, straight-through (kit/weights/quantize.py). block: the seven
+linear layers of a Qwen3-8B decoder layer, forward and backward, LoRA of rank 16 in float32 on all, autocast, by peft's
+path and in every format; with the weights' peaks known, as they are except once per optimizer step, and without.
 
-A case that fails says so and the others go on. The tables come last; exit 1 when a bound is missed.
+A failed case is reported and the others continue. The tables come last; exit 1 when a bound is missed.
 """
 
 import argparse
@@ -24,16 +24,16 @@ from bench.linear_kernels import case, make_layer, relative, run_parts
 SMALL = {"q_proj": (256, 256), "k_proj": (128, 256), "v_proj": (128, 256), "o_proj": (256, 256)}
 SMALL |= {"gate_proj": (512, 256), "up_proj": (512, 256), "down_proj": (256, 512)}
 PARTS = ("errors", "block")
-PEAK = 4.5  # of static inputs: some of a normal distribution's are beyond
-MOST_ERROR = 0.02  # relative, of BF16 products with equal numbers
-MOST_FP8_ERROR = 0.03  # y of FP8 codes, whose input is not rounded to BF16 before
+PEAK = 4.5  # of static inputs; some values of a normal distribution exceed it
+MOST_ERROR = 0.02  # relative, of BF16 products of equal numbers
+MOST_FP8_ERROR = 0.03  # y of FP8 codes, whose input is not rounded to BF16 first
 MOST_TIME = 1.3  # times peft's path, at the most tokens
 
 tables: list[str] = []
 
 
 def quantized(names: Any, shapes: dict, fmt: Any, device: str) -> Any:
-    """Layers with an adapter that compute in `fmt`, None for peft's path."""
+    """Layers with an adapter that compute in `fmt`; None for peft's path."""
     import torch
 
     from kit.policy.quantized_linear import use_quantized_linears
@@ -51,7 +51,7 @@ def quantized(names: Any, shapes: dict, fmt: Any, device: str) -> Any:
 
 
 def expected(held: Any, x: Any, gs: list, fmt: Any) -> dict[str, Any]:
-    """Outputs and gradients by autograd through weights of full size, float32."""
+    """Outputs and gradients by autograd through full-size weights in float32."""
     import torch
 
     from kit.weights import quantize, stored_weight

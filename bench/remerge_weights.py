@@ -1,12 +1,12 @@
-"""Are the weights after a remerge those of a fresh load of the merged checkpoint? Per quantization, by hash.
+"""Are the weights after a remerge those of a fresh load of the merged checkpoint? Checked per quantization, by hash.
 
     python bench/remerge_weights.py                        # one GPU
     python bench/remerge_weights.py --tensor_parallel 2    # two GPUs: every worker's shard
 
 Four layers of Qwen3-8B's shape with random weights, base by `python -m merge base`, CUDA graphs on. Compares hashes of
-every linear layer's parameters on every worker: fresh load of base + adapter against the base remerged, and the base
-again after the adapter is taken out, which must be equal to the bit. The update is a float32 sum in another order than
-a fresh load's, so a few weights land on the other side of a rounding. Prints a table last.
+every linear layer's parameters on every worker: a fresh load of base + adapter against the base remerged, and the base
+again after the adapter is removed, which must be bit-identical. The update is a float32 sum in a different order from
+a fresh load's, so a few weights round differently. Prints a table last.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WEIGHTS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "bf16")
 
 
 class Hashed(Remerge):
-    """The worker extension with a look at its weights."""
+    """The worker extension with access to hashes of its weights."""
 
     def weights_hash(self) -> dict:
         """One hash per linear layer over all its parameters."""
@@ -40,14 +40,14 @@ class Hashed(Remerge):
             digest = hashlib.blake2b(digest_size=8)
             for name, value in sorted(linear.layer.named_parameters()):
                 digest.update(name.encode())
-                # Contiguous first: per-tensor weights lie transposed.
+                # Contiguous first: per-tensor weights are stored transposed.
                 digest.update(value.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
             found[linear.name] = digest.hexdigest()
         return found
 
 
 def prepare(work: Path) -> None:
-    """Base, an adapter of 1 % of the weights, and base + adapter as one checkpoint."""
+    """Write base, an adapter of 1 % of the weights, and base + adapter as one checkpoint."""
     import shutil
 
     import torch
@@ -81,7 +81,7 @@ def prepare(work: Path) -> None:
 
 
 def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int) -> None:
-    """One engine's hashes by worker, as one line of JSON."""
+    """Print one engine's hashes by worker, as one line of JSON."""
     from vllm import LLM, SamplingParams
 
     options = {} if weights == "bf16" else {"quantization": weights}
@@ -159,7 +159,7 @@ def main() -> None:
         shards = zip(fresh["start"], ours["adapter"], strict=True)
         pairs = [(one[name], other[name]) for one, other in shards for name in one]
         same = sum(one == other for one, other in pairs)
-        # Greedy tokens that differ from a fresh load's: of the remerged weights and, for scale, of the base.
+        # Greedy tokens that differ from a fresh load's: for the remerged weights and, for scale, for the base.
         remerged, base = (
             int((np.array(ours[key]) != np.array(fresh["start tokens"])).sum())
             for key in ("adapter tokens", "start tokens")

@@ -1,12 +1,12 @@
-"""A step whose gradient was not finite, once more: which operation, which layer, which attention kernel.
+"""Replay a step whose gradient was not finite: which operation, which layer, which attention kernel.
 
     python bench/replay_step.py --run runs/NAME                # the newest file of its not_finite/
     python bench/replay_step.py --run runs/NAME --file not_finite/step-000080-process-0.safetensors --times 20
 
-The run's base with the adapter of that moment computes the loss of those rows (token ratio 1, KL with `train.beta`)
-and its gradient, --times times with each of torch's attention kernels that takes the shapes. Columns: how often the
-gradient was not finite, the largest of its norms, the layer that it came out of first, and the operation that torch's
-anomaly detection names. Exit 1 when any was not finite.
+The run's base with the adapter of that step computes the loss of those rows (token ratio 1, KL with `train.beta`) and
+its gradient, --times times with each of torch's attention kernels that supports the shapes. Columns: how often the
+gradient was not finite, its largest norm, the layer where a non-finite gradient appeared first, and the operation that
+torch's anomaly detection names. Exit 1 when any was not finite.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def load(run_path: Path, file: Path) -> tuple:
 
 
 def loss_of(model, rows: dict, beta: float):
-    """Policy gradient with ratio 1 and the KL to the reference, a mean over the completions' tokens."""
+    """Policy-gradient loss with ratio 1 plus the KL to the reference, averaged over the completions' tokens."""
     import torch
 
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
@@ -61,7 +61,7 @@ def loss_of(model, rows: dict, beta: float):
 
 
 def replay(model, chunks: list[dict], beta: float) -> tuple[float, str, str]:
-    """(norm of the gradient, the layer that a gradient left not finite first, what anomaly detection says)."""
+    """(norm of the gradient, first layer with a non-finite gradient, what anomaly detection reports)."""
     import torch
 
     first: list[str] = []
@@ -90,7 +90,7 @@ def replay(model, chunks: list[dict], beta: float) -> tuple[float, str, str]:
 
 
 def operation(model, chunks: list[dict], beta: float) -> str:
-    """What torch's anomaly detection says of the same once more."""
+    """Rerun with torch's anomaly detection, and return its message."""
     import torch
 
     model.zero_grad()

@@ -2,8 +2,8 @@
 
     python bench/reward_equality.py --base models/tiny-base --steps 40 --out rewards.json
 
-The quickstart's small model in BF16 on one GPU, every run by the recipe's command line, the servers by
-`python -m launch.server`. All runs at once, so the seconds say nothing. Prints the table last.
+The quickstart's small model in BF16 on one GPU, every run via the recipe's command line, the servers via
+`python -m launch.server`. All runs at once, so the seconds mean nothing. Prints the table last.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MODES = {
 
 
 def train(work: Path, base: Path, mode: str, seed: int, steps: int, port: int) -> list[dict]:
-    """One run, with a server of its own when the mode wants one; the rows of its metrics.jsonl."""
+    """Train one run, with a server of its own if the mode needs one; return the rows of its metrics.jsonl."""
     name = f"{mode.replace(' ', '-')}-{seed}"
     keys = {"run.name": name, "run.seed": seed, "run.output_dir": work / name, "model.path": base}
     keys |= {"data.path": base, "model.dtype": "bfloat16", "train.max_steps": steps, "train.save_steps": steps}

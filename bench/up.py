@@ -1,11 +1,11 @@
-"""Does `launch.up` put server and trainer on a GPU each, and leave nothing on them: interrupted, killed, at its end?
+"""Does `launch.up` put server and trainer on a GPU each, and leave nothing behind: interrupted, killed, completed?
 
     python bench/up.py --base models/tiny-base --steps 8
 
-The quickstart's small model in BF16, three starts of one run: Ctrl-C in the middle, SIGKILL of `up` in the middle of
-its resumption, and a resumption to the end. Claims, exit 1 when one fails: the processes see the GPUs that the plan
-says; after each end no process of the start lives and every GPU's memory is what it was before; the run has every step
-once. Without a GPU it checks the processes alone, so that it can be rehearsed. Prints a table last.
+The quickstart's small model in BF16, three starts of one run: Ctrl-C in the middle, SIGKILL of `up` in the middle of a
+resumed run, and a resumed run to the end. Claims, exit 1 when one fails: the processes see the GPUs of the plan; after
+each end no process of the start is alive and every GPU's memory is as before; the run has every step once. Without a
+GPU it checks only the processes, so that it can be rehearsed. Prints a table last.
 """
 
 import argparse
@@ -27,7 +27,7 @@ GONE_S = 25  # after SIGKILL of `up`, for the servers to end themselves
 
 
 def gpu_gib() -> list[float]:
-    """GiB in use on every GPU, nothing without nvidia-smi."""
+    """GiB in use on every GPU; empty without nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         return [float(line) / 1024 for line in subprocess.run(query, capture_output=True, text=True).stdout.split()]
@@ -43,7 +43,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def places(family: list[psutil.Process]) -> dict[str, str | None]:
-    """CUDA_VISIBLE_DEVICES of the server's and of the trainer's process."""
+    """CUDA_VISIBLE_DEVICES of the server process and of the trainer process."""
     words = {"server": "vllm.entrypoints.openai.api_server", "trainer": "recipes/grpo_qlora.py"}
     found = {}
     for process in family:
@@ -54,7 +54,7 @@ def places(family: list[psutil.Process]) -> dict[str, str | None]:
 
 
 def start(flags: list[str], log: Path, until: int | None, end: signal.Signals | None) -> dict:
-    """One start of `up`: to its end, or ended by a signal after a step. What was seen."""
+    """Start `up` once, to its end or until a signal ends it after a step; return the observations."""
     before, began = gpu_gib(), time.monotonic()
     with open(log, "w") as file:
         words = [sys.executable, "-m", "launch.up", *flags]
@@ -73,7 +73,7 @@ def start(flags: list[str], log: Path, until: int | None, end: signal.Signals | 
     while any(map(lives, family)) and time.monotonic() - asked < GONE_S:
         time.sleep(0.2)
     waited = time.monotonic() - asked
-    time.sleep(2 if before else 0)  # the driver takes a moment to give memory back
+    time.sleep(2 if before else 0)  # the driver takes a moment to release memory
     return {
         "code": process.returncode,
         "seconds": time.monotonic() - began,

@@ -1,11 +1,11 @@
-"""Check the machine before a run: what is wrong, with the numbers, and what to do about it.
+"""Check the machine before a run: report what is wrong, with the numbers, and how to fix it.
 
     python -m launch.doctor
     python -m launch.doctor --config RUN.yaml --launcher accelerate_configs/ddp.yaml
     python -m launch.doctor --only vllm nccl
     python -m launch.doctor --json
 
-With --config also what that run needs: its keys, ports, GPUs, disk, model and data. Whatever may crash or hang
+--config adds the checks of that run: its keys, ports, GPUs, disk, model and data. Anything that may crash or hang
 (imports, kernels, vLLM, NCCL) runs in child processes with a time limit. Exit code 0 when no check failed (warnings do
 not count), 1 when one did, 2 for bad input.
 """
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-if sys.version_info < (3, 11):  # noqa: UP036  what is imported below does not load in older ones
+if sys.version_info < (3, 11):  # noqa: UP036  the imports below fail on older versions
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
 
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, Interrupted, run_command
@@ -30,7 +30,7 @@ from launch.checks.children import stopped
 from launch.checks.machine import Machine, Row, cores, fail
 
 Check = Callable[[Machine], Iterator[Row]]
-# In the order of the report. The second entry: it takes seconds (child processes, the network) and runs beside others.
+# In report order. The second entry marks checks that take seconds (child processes, network) and run concurrently.
 CHECKS: dict[str, tuple[Check, bool, str]] = {
     "python": (host.python, False, "version of the interpreter"),
     "platform": (host.platform, False, "system, cores, vector instructions"),
@@ -63,7 +63,7 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "vllm": (gpu.vllm, True, "one token from a small model in the server's weights, log-probs compared"),
     "nccl": (gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
 }
-# The order in which those start: the longest first.
+# Start order of those checks: the longest first.
 LONGEST = ("vllm", "imports", "model", "bitsandbytes", "nccl", "torch", "hub")
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
-    """The flags, and the machine with the run's configuration; `BadInput` when that cannot be read."""
+    """The flags, and the machine with the run's configuration; `BadInput` if that cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.doctor",
         description=__doc__,
@@ -137,7 +137,7 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
 
 
 def read_launcher(path: str) -> dict[str, Any]:
-    """The content of an accelerate config; `BadInput` when it is none."""
+    """The content of an accelerate config; `BadInput` if the file is not one."""
     try:
         import yaml
     except ImportError as error:
@@ -157,14 +157,14 @@ def read_launcher(path: str) -> dict[str, Any]:
 
 
 def run_checks(machine: Machine, names: list[str], quick: bool = False) -> Iterator[Row]:
-    """Rows in the order of CHECKS; the fast checks one by one, then those with child processes side by side."""
+    """Yield rows in the order of CHECKS; the fast checks one by one, those with child processes concurrently."""
     wanted = [name for name in CHECKS if name in names and not (quick and name == "vllm")]
 
     def is_beside(name: str) -> bool:
-        # A bandwidth between GPUs is measured when nothing else runs on them.
+        # Bandwidth between GPUs is measured while nothing else runs on them.
         return CHECKS[name][1] and not (name == "nccl" and len(machine.gpus) > 1)
 
-    # Two of them keep two cores busy. More at once pay off on a GPU host, where each waits for its device.
+    # Two checks keep two cores busy. More at once pay off on a GPU host, where each waits for its device.
     pool = ThreadPoolExecutor(max(2, min(6, int(cores()) // 2)))
     try:
         slow = {name: pool.submit(run_check, machine, name) for name in LONGEST if name in wanted and is_beside(name)}
@@ -181,7 +181,7 @@ def run_checks(machine: Machine, names: list[str], quick: bool = False) -> Itera
 
 
 def run_check(machine: Machine, name: str) -> list[Row]:
-    """A check's rows. Its own failure is a failed check, never a traceback."""
+    """Rows of a check. An exception in the check becomes a failed row, never a traceback."""
     try:
         return list(CHECKS[name][0](machine))
     except Exception as error:

@@ -1,12 +1,12 @@
-"""What a run needs before anything is loaded: memory by phase and GPU, what fits, seconds a step, how to split GPUs.
+"""What a run needs before anything is loaded: memory by phase and GPU, what fits, seconds per step, the GPU split.
 
     python -m launch.plan --config recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml --gpu rtx4090
     python -m launch.plan --config RUN.yaml --gpu h100-80g:8 --rollout.max_completion_length 4096
     python -m launch.plan --matrix
     python -m launch.plan --check POINTS.json
 
-Reads the model's config alone, no weights; keys of the YAML can be given as --group.key value. Exit codes: 0 it fits,
-1 it does not (or --check found a figure further off than 10 %), 2 bad input.
+Reads only the model's config, no weights; keys of the YAML can be given as --group.key value. Exit codes: 0 it fits,
+1 it does not (or --check found a figure off by more than 10 %), 2 bad input.
 """
 
 import argparse

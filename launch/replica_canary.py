@@ -1,4 +1,4 @@
-"""Replicas against the trainer's own scores: what every sync checks, by hand and without a model."""
+"""Compare replicas with the trainer's own scores: the check of every sync, run by hand and without a model."""
 
 import itertools
 from pathlib import Path
@@ -13,9 +13,9 @@ from kit.rollout.replica import Replica, ReplicaError
 
 
 def check_replicas(config: Config) -> int:
-    """Print how far every replica is from the trainer and from the others; 1 when one is out of bound.
+    """Print how far every replica is from the trainer and from the others; return 1 if one is out of bounds.
 
-    Reads the newest canary of the run and the base's hash; asks each replica for both.
+    Reads the run's newest canary and the base's hash, and asks each replica for both.
     """
     path = newest_canary(config.run.directory)
     facts, wanted = read_canary(path), expected_base(config)
@@ -48,7 +48,7 @@ def check_replicas(config: Config) -> int:
             f"nearest is {result.nearest}"
             + (f"; its norms have noise of {noise['sigma']:.3g}, which the trainer's have not" if noise else "")
         )
-        # The trainer compared it before there was noise; the limit is for a replica that is to be the policy.
+        # The trainer compared it before noise was added; the limit applies to replicas that should equal the policy.
         if noise:
             continue
         if why := result.problem(config.rollout.max_canary_delta):
@@ -75,7 +75,7 @@ def newest_canary(run: Path) -> Path:
 
 
 def expected_base(config: Config) -> str | None:
-    """The hash of the run's base, or of the base directory when the run has not written it; None without both."""
+    """Hash of the run's base, or of the base directory if the run has not written one; None without either."""
     for path, key in ((config.run.directory / "base.json", "hash"), (base_directory(config) / "base.json", "hash")):
         if path.is_file():
             return read_json(path).get(key)

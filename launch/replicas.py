@@ -1,4 +1,4 @@
-"""The processes of the replicas: started, waited for, watched, ended with everything that they started."""
+"""Replica processes: start, wait for, watch, and end them with all their descendants."""
 
 import contextlib
 import ctypes
@@ -19,32 +19,32 @@ from launch.vllm_command import Plan
 
 POLL_S = 0.5
 ANSWER_S = 5.0  # longest wait for one answer while a server starts
-STOP_S = 20.0  # what a server gets to end by itself
+STOP_S = 20.0  # grace period for a server
 LOG_LINES = 15
 START = "===="
-# The last lines are those of the processes that follow the first one down; what brought that down stands above.
+# The last lines come from processes that went down after the first one; its error is further up.
 ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
-# vLLM's warnings name errors that did not happen: "This can cause fd limit errors like `OSError: [Errno 24] ...`".
+# vLLM's warnings name errors that did not occur: "This can cause fd limit errors like `OSError: [Errno 24] ...`".
 WARNING = re.compile(r"^(?:\([^)]*\) )?(?:WARNING|INFO|DEBUG) \d\d-\d\d ")
 PR_SET_PDEATHSIG = 1
 
 
 class Stopped(Exception):
-    """The user ended the command; the signal (SIGINT or SIGTERM) is its argument."""
+    """The user ended the command; the argument is the signal (SIGINT or SIGTERM)."""
 
 
 @dataclass
 class Running:
-    """One replica's process; it leads a process group of its own, which its workers belong to."""
+    """One replica's process, the leader of its own process group, to which its workers belong."""
 
     plan: Plan
     process: subprocess.Popen
 
 
 class Replicas:
-    """All replicas of one command. Use as a context: leaving it ends every process, unless `leave_running`.
+    """All replicas of one command. As a context manager it ends every process on exit, unless `leave_running`.
 
-    `prefix` are words before each replica's command, of a program that runs the command in the replica's place.
+    `prefix` are words put before each replica's command: a program that runs the command in the replica's place.
     """
 
     def __init__(self, plans: list[Plan], detach: bool = False, prefix: Sequence[str] = ()):
@@ -72,11 +72,11 @@ class Replicas:
         self._signal = number
 
     def leave_running(self) -> None:
-        """Keep the processes after this command."""
+        """Keep the processes running after this command."""
         self._left = True
 
     def start(self) -> None:
-        """Start every replica, its output appended to its log."""
+        """Start every replica, appending its output to its log."""
         prctl = ctypes.CDLL(None).prctl
 
         def die_with_the_launcher() -> None:
@@ -85,13 +85,13 @@ class Replicas:
         for plan in self.plans:
             plan.log.parent.mkdir(parents=True, exist_ok=True)
             environment = {**os.environ, **plan.environment}
-            # Its routes answer whoever reaches the port, key or not, and the kit's own do not need it.
+            # Its routes answer anyone who reaches the port, key or not, and the kit's own routes do not need it.
             environment.pop("VLLM_SERVER_DEV_MODE", None)
             with open(plan.log, "a") as log:
                 mark_start(log, plan.command)
                 process = subprocess.Popen(
                     [*self.prefix, *plan.command],
-                    # `python -m` puts the working directory first on the import path: not the checkout.
+                    # `python -m` puts the working directory first on the import path, so not the checkout.
                     cwd=plan.log.parent,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ class Replicas:
     def wait_ready(self, wait_s: float, check: Callable[[Plan, dict], None]) -> None:
         """Wait until every replica answers /v1/rollout/info and `check` accepts the answer, within one deadline.
 
-        `CheckFailed` names the replica and its log: a process that ended, at once; anything else, at the deadline.
+        `CheckFailed` names the replica and its log: at once for a process that ended, else at the deadline.
         """
         deadline = time.monotonic() + wait_s
         waiting = {one.plan.url: (one, "it was not asked yet") for one in self.running}
@@ -127,13 +127,13 @@ class Replicas:
                 time.sleep(max(0.0, min(POLL_S, deadline - time.monotonic())))
 
     def watch(self) -> None:
-        """Until the user ends the command (`Stopped`) or a replica ends (`CheckFailed`)."""
+        """Block until the user ends the command (`Stopped`) or a replica ends (`CheckFailed`)."""
         while True:
             self.check_alive()
             time.sleep(POLL_S)
 
     def check_alive(self) -> None:
-        """`CheckFailed` when a replica has ended, `Stopped` when the user wants it all to end."""
+        """Raise `CheckFailed` if a replica has ended, `Stopped` if the user wants everything to end."""
         if self._signal is not None:
             raise Stopped(self._signal)
         for one in self.running:
@@ -143,9 +143,9 @@ class Replicas:
 
 
 def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
-    """(answer, "") of /v1/rollout/info, or (None, why there is none yet); `CheckFailed` when there never will be."""
+    """(answer, "") from /v1/rollout/info, or (None, why there is none yet); `CheckFailed` if there never will be."""
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
-    # An address that stands for all of the machine's is asked under one of them.
+    # A wildcard address is queried through loopback.
     here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     client = Replica(f"http://{here}:{plan.port}", limit_s)
     try:
@@ -159,14 +159,14 @@ def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
 
 
 def how_it_ended(code: int) -> str:
-    """The end of a process in words, from its exit code; below 0 it is the signal that ended it."""
+    """Describe the end of a process from its exit code; negative codes are signals."""
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return "was killed by SIGKILL (the kernel does that when the machine or container is out of memory: dmesg)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def mark_start(log: IO[str], command: list[str]) -> None:
-    """The line that a command's output follows in its log, which may hold earlier starts."""
+    """Write the line that precedes a command's output in its log, which may hold earlier starts."""
     words = shlex.join(command).replace("\n", " ")
     log.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
     log.flush()
@@ -178,19 +178,19 @@ def _log(plan: Plan) -> str:
 
 
 def first_error(lines: list[str]) -> str:
-    """A line with the first error among those of a log, nothing when none is named."""
+    """A line that quotes the first error in a log; empty if it names none."""
     cause = next((found[1] for line in lines if not WARNING.match(line) and (found := ERROR.search(line))), None)
     return f"The first error in it: {cause[:300]}\n" if cause else ""
 
 
 def log_end(log: Path, lines: list[str]) -> str:
-    """Where a log is, and the last of its lines."""
+    """Path of a log, and its last lines."""
     tail = "\n".join(f"  {line[:300]}" for line in lines[-LOG_LINES:])
     return f"Its log is {log}; the last lines:\n{tail}"
 
 
 def read_end(log: Path, most_bytes: int = 1 << 18) -> list[str]:
-    """The lines of the newest start in a log, as far as they fit into `most_bytes`."""
+    """The lines of a log's newest start, from its last `most_bytes`."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - most_bytes))
@@ -202,10 +202,10 @@ def read_end(log: Path, most_bytes: int = 1 << 18) -> list[str]:
 
 
 def stop_groups(groups: list[int], patience_s: float = STOP_S) -> list[int]:
-    """End whole process groups: SIGTERM to the leader, after `patience_s` SIGKILL to all; the groups still there.
+    """End whole process groups: SIGTERM to the leader, SIGKILL to all after `patience_s`; return groups still alive.
 
-    The leader alone is asked: a server whose workers are told at the same time waits for them in vain (15 s with
-    vLLM 0.31, 1 s this way).
+    Only the leader gets SIGTERM: a server whose workers are signalled at the same time waits for them in vain (15 s
+    with vLLM 0.31, 1 s this way).
     """
     for group in groups:
         leader_lives = started_at(group) is not None
@@ -226,7 +226,7 @@ def _wait_gone(groups: list[int], seconds: float) -> list[int]:
 
 
 def members(group: int) -> list[int]:
-    """Living processes of a group; zombies, which nobody may ever collect in a container, are not counted."""
+    """Living processes of a group; zombies, which a container may never reap, are not counted."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) and int(fields[2]) == group:
@@ -236,13 +236,13 @@ def members(group: int) -> list[int]:
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: with it a pid names one process, not its successor."""
+    """Start time of a process in clock ticks since boot; with it a pid is unique even after reuse."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the state on (0 state, 2 process group, 19 start time)."""
+    """Fields of /proc/<pid>/stat from the state on (0 state, 2 process group, 19 start time)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

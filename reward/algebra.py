@@ -3,8 +3,8 @@ r"""Exact comparison of two formulas by a normal form, bounded and without sympy
 A formula becomes a quotient of polynomials over the rationals. Their indeterminates are symbols, π, e, i, roots of
 primes, logarithms of primes, exponentials and functions whose argument has the same normal form. Every rewriting is an
 identity of the principal values (i² = -1, √12 = 2√3, 4^x = 2^{2x}, cos² = 1 - sin², ln 6 = ln 2 + ln 3), so equal
-normal forms mean equal formulas. Unequal ones mean unequal formulas where only symbols, π, i and roots of primes occur
-(they are linearly independent over the rationals); everything else that differs is settled by numbers, if they differ
+normal forms mean equal formulas. Unequal ones mean unequal formulas if only symbols, π, i and roots of primes occur
+(they are linearly independent over the rationals). Any other difference is decided numerically if the values differ
 widely, or left open.
 """
 
@@ -16,16 +16,16 @@ from reward.formula import Unread, read
 
 MAX_TERMS = 300
 MAX_BITS = 6000
-MAX_WORK = 60_000  # products of terms per formula, about 0.1 s
+MAX_WORK = 60_000  # term products per formula, about 0.1 s
 MAX_POWER = 200
-MAX_FACTORED = 10**10  # trial division up to its root
+MAX_FACTORED = 10**10  # by trial division up to the square root
 
 Monomial = tuple  # ((atom, exponent), …) sorted; atoms are strings, exponents int or Fraction above 0
 Poly = dict  # Monomial -> Fraction
 
 
 class Form:
-    """A quotient of polynomials, the denominator not 0."""
+    """A quotient of polynomials with a nonzero denominator."""
 
     __slots__ = ("den", "num")
 
@@ -33,18 +33,18 @@ class Form:
         self.num, self.den = num, den or {(): Fraction(1)}
 
     def constant(self) -> Fraction | None:
-        """The value of a form without atoms."""
+        """The value of a form without atoms, else None."""
         if set(self.num) <= {()} and set(self.den) == {()}:
             return Fraction(self.num.get((), 0)) / self.den[()]
         return None
 
 
 class Algebra:
-    """The arithmetic of forms with a budget of work; `Unread` when it is spent."""
+    """Arithmetic of forms with a work budget; raises `Unread` when it is exhausted."""
 
     def __init__(self) -> None:
         self.work = 0
-        self.bases: dict[str, Poly] = {}  # of "P:…" atoms: polynomials under a root
+        self.bases: dict[str, Poly] = {}  # for "P:…" atoms: the polynomial under the root
 
     def poly_mul(self, a: Poly, b: Poly) -> Poly:
         self.work += len(a) * len(b)
@@ -146,7 +146,7 @@ class Algebra:
         return self.tidy(self.poly_power(base.num, exponent), self.poly_power(base.den, exponent))
 
     def root_power(self, base: Form, exponent: Fraction) -> Form:
-        """`base ** exponent`, principal value, for an exponent that is no integer."""
+        """`base ** exponent`, principal value, for a non-integer exponent."""
         constant = base.constant()
         if constant is not None:
             if constant < 0 and exponent.denominator != 2:
@@ -178,7 +178,7 @@ class Algebra:
         return Form(term) if exponent > 0 else self.tidy(one, term)
 
     def prime_power(self, value: Fraction, exponent: Fraction) -> Form:
-        """A positive rational to a rational power, as roots of primes."""
+        """A positive rational to a rational power, expressed in roots of primes."""
         if not value:
             if exponent < 0:
                 raise Unread("division by zero")
@@ -224,7 +224,7 @@ class Algebra:
         return self.add(cosine, self.mul(imaginary, sine))
 
     def function(self, name: str, argument: Form) -> Form:
-        """A function of one argument: its value where that is exact, else an atom named by the argument's form."""
+        """A function of one argument: its exact value if there is one, else an atom named by the argument's form."""
         constant = argument.constant()
         if name in ("sin", "cos", "tan", "cot", "sec", "csc"):
             return self.trigonometric(name, argument)
@@ -282,7 +282,7 @@ class Algebra:
         return s if name == "sin" else c
 
     def logarithm(self, name: str, argument: Form) -> Form:
-        """ln of a positive rational as a sum over primes; `log` without a base keeps it open."""
+        """ln of a positive rational as a sum over primes; `log` without a base leaves its base open."""
         if argument.num == {(("e", 1),): 1} and set(argument.den) == {()} and name == "ln":
             return _form(Fraction(1))
         constant = argument.constant()
@@ -301,7 +301,7 @@ def _form(value: Fraction) -> Form:
 
 
 def _merge(left: Monomial, right: Monomial) -> tuple[Monomial, bool]:
-    """The product of two monomials, and whether it holds a power that can be rewritten."""
+    """The product of two monomials, and whether it contains a power that can be rewritten."""
     if not left or not right:
         return left or right, False
     exponents = dict(left)
@@ -362,7 +362,7 @@ def _factored(value: int) -> tuple[tuple[int, int], ...]:
 
 
 def _content(poly: Poly) -> Fraction:
-    """The positive rational that leaves a polynomial with integer coefficients without a common factor."""
+    """The positive rational factor whose removal leaves coprime integer coefficients."""
     if not poly:
         raise Unread("a root of zero")
     factors = [Fraction(factor) for factor in poly.values()]
@@ -378,7 +378,7 @@ def _key(poly: Poly) -> str:
 
 
 def _without_sign(argument: Form) -> tuple[Form, int]:
-    """The argument of an odd or even function with a positive first coefficient, and the sign taken out."""
+    """The argument of an odd or even function with a positive first coefficient, and the sign factored out."""
     if not argument.num:
         return argument, 1
     first = min(argument.num.items(), key=lambda item: str(item[0]))[1]
@@ -388,7 +388,7 @@ def _without_sign(argument: Form) -> tuple[Form, int]:
 
 
 def _sine(algebra: Algebra, turns: Fraction) -> Form | None:
-    """sin(π·turns) for multiples of π/12 that have simple roots, None for other angles."""
+    """sin(π·turns) for multiples of π/12 with simple roots; None for other angles."""
     turns %= 2
     sign = 1
     if turns > 1:
@@ -402,7 +402,7 @@ def _sine(algebra: Algebra, turns: Fraction) -> Form | None:
 
 
 class Formula:
-    """A formula with its tree, its normal form (None where it has none) and whether a decimal was written in it."""
+    """A formula with its tree, its normal form (None if it has none) and whether it contains a decimal."""
 
     def __init__(self, text: str):
         self.tree = read(text)
@@ -416,7 +416,7 @@ class Formula:
 
 @lru_cache(maxsize=8192)
 def formula(text: str) -> Formula | None:
-    """The formula that `text` spells, None when it is outside the grammar."""
+    """The formula that `text` spells; None if it is outside the grammar."""
     try:
         return Formula(text)
     except (Unread, RecursionError):
@@ -430,7 +430,7 @@ def _has_decimal(tree: tuple) -> bool:
 
 
 def normal_form(tree: tuple, algebra: Algebra) -> Form:
-    """The form of a tree; `Unread` when a limit is reached or a piece has none."""
+    """The form of a tree; `Unread` if a limit is reached or a part has no form."""
     kind, parts = tree[0], tree[1:]
     if kind == "num":
         return _form(parts[0])

@@ -1,7 +1,7 @@
-r"""Where a completion's answer is, and whether it equals the reference.
+r"""Extract a completion's answer and decide whether it equals the reference.
 
 Extraction: the last balanced `\boxed{}`, else the last `#### n`; text that repeats the prompt is not the model's.
-Comparison: `reward.exact` for what needs no algebra, math-verify in killable workers (`reward.pool`) for the rest.
+Comparison: `reward.exact` if no algebra is needed, else math-verify in killable workers (`reward.pool`).
 """
 
 import itertools
@@ -27,12 +27,12 @@ _BARE_TAG = re.compile(
 
 
 def boxes(text: str) -> list[str]:
-    r"""The contents of every balanced `\boxed{…}` and `\boxed 5` in the order in which they end, outermost only."""
+    r"""The contents of every balanced `\boxed{…}` and `\boxed 5`, in the order in which they end, outermost only."""
     return [content for *_, content in box_spans(text)]
 
 
 def box_spans(text: str) -> list[tuple[int, int, str]]:
-    r"""(start, end, content) of every box of `boxes`.
+    r"""(start, end, content) of every box that `boxes` returns.
 
     One pass over the text: 100,000 unclosed boxes cost no more than their length. A box whose whole content is another
     box yields the inner content once.
@@ -42,7 +42,7 @@ def box_spans(text: str) -> list[tuple[int, int, str]]:
 
 def _boxes(text: str) -> list[tuple[int, int, int, int]]:
     found: list[tuple[int, int, int, int]] = []  # box start and end, content start and end
-    braces: list[tuple[int | None, int]] = []  # for every open brace: where its \boxed began (or None), its content
+    braces: list[tuple[int | None, int]] = []  # per open brace: start of its \boxed (or None), start of its content
     for token in _BOX_TOKENS.finditer(text):
         if token[0] == "}" and braces:
             start, content = braces.pop()
@@ -71,13 +71,13 @@ def _blank(text: str, start: int, end: int) -> bool:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The content of the last balanced `\boxed{}`, "" when it is empty, None when there is none."""
+    r"""The content of the last balanced `\boxed{}`; "" if it is empty, None if there is none."""
     found = boxes(text)
     return found[-1] if found else None
 
 
 def hash_answer(text: str) -> str | None:
-    """What follows the last `####` that is followed by a number, to the end of its line (GSM8K's form)."""
+    """The text after the last `####` that is followed by a number, up to the end of the line (GSM8K's form)."""
     answer = None
     for match in _HASH.finditer(text):
         answer = match[1].strip()
@@ -85,20 +85,20 @@ def hash_answer(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The last balanced `\boxed{}` if there is one, else the last `#### n`, else None."""
+    r"""The last balanced `\boxed{}`, else the last `#### n`, else None."""
     answer = boxed_answer(text)
     return hash_answer(text) if answer is None else answer
 
 
 def tag_answer(text: str, tag: str = "<answer>") -> str | None:
-    r"""What the last complete `<answer>…</answer>` holds; where that has a `\boxed{}`, the last box in it."""
+    r"""The content of the last complete `<answer>…</answer>`, or the last `\boxed{}` in it if there is one."""
     inside = tag_content(text, tag)
     boxed = None if inside is None else boxed_answer(inside)
     return inside if boxed is None else boxed
 
 
 def tag_content(text: str, tag: str = "<answer>") -> str | None:
-    """What stands in the last complete `<answer>…</answer>`, None without one."""
+    """The content of the last complete `<answer>…</answer>`; None if there is none."""
     end = text.rfind(f"</{tag[1:]}")
     start = text.rfind(tag, 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len(tag) : end].strip()
@@ -113,7 +113,7 @@ def last_number(text: str) -> str | None:
 
 
 def message_text(message: str | list[dict] | None) -> str:
-    """The text of a completion or prompt in either of TRL's forms: a string, or a list of chat messages."""
+    """The text of a completion or prompt in either of TRL's formats: a string, or a list of chat messages."""
     if message is None:
         return ""
     if isinstance(message, str):
@@ -129,17 +129,17 @@ def _content(message: dict) -> str:
 
 
 def own_text(completion: str | list[dict] | None, prompt: str | list[dict] | None) -> str:
-    r"""The completion without the passages that repeat the prompt, in any spacing.
+    r"""The completion without passages that repeat the prompt, whatever their spacing.
 
-    A passage is a whole prompt message, a paragraph of it that carries an answer tag, a line that carries one beside
-    other words, two of them, or a sentence with an empty box. A line that is a bare `\boxed{7}` or `#### 7` stays: the
-    model may have written that itself.
+    A passage is a whole prompt message, a paragraph of it with an answer tag, one line or two consecutive lines with
+    an answer tag and other words, or a sentence with an empty box. A line that is a bare `\boxed{7}` or `#### 7` is
+    kept: the model may have written it itself.
     """
     text = message_text(completion)
     messages = (prompt,) if isinstance(prompt, str) else tuple(_content(message) for message in prompt or ())
     squeezed = "".join(text.split())
     for words in _prompt_passages(messages):
-        if "".join(words) in squeezed:  # compiling a pattern of a whole prompt costs milliseconds: only for an echo
+        if "".join(words) in squeezed:  # compiling a whole prompt costs milliseconds: only for an echo
             text = re.sub(r"\s+".join(map(re.escape, words)), "\n", text)
     return text
 
@@ -154,7 +154,7 @@ def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
             piece = piece.strip()
             if _ANSWER_TAG.search(piece) and not _BARE_TAG.fullmatch(piece):
                 passages.add(piece)
-                # "Put the answer in \boxed{}." alone, too: its empty box is never the model's answer.
+                # Also "Put the answer in \boxed{}." alone: its empty box is never the model's answer.
                 passages.update(s for s in re.split(r"(?<=[.!?])\s+", piece) if (b := boxes(s)) and not any(b))
     return tuple(tuple(passage.split()) for passage in sorted(passages, key=len, reverse=True) if passage.strip())
 
@@ -162,11 +162,11 @@ def _prompt_passages(messages: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 def answers_equal(
     predicted: str | None, gold: str, pool: WorkerPool | None = None, policy: exact.Policy = exact.DEFAULT
 ) -> bool | None:
-    """Whether the predicted answer equals the reference; None when that could not be decided within the limits.
+    """Whether the predicted answer equals the reference; None if that cannot be decided within the limits.
 
-    Numbers, words and what has a normal form (`reward.algebra`) are compared exactly in this process; everything else
-    goes to math-verify in a worker that can be killed. `pool` defaults to one with two workers and 2 s per sample,
-    started on first need.
+    Numbers, words and anything with a normal form (`reward.algebra`) are compared exactly in this process; the rest
+    goes to math-verify in a killable worker. `pool` defaults to one with two workers and 2 s per sample, started on
+    first use.
     """
     return judge([(predicted, gold)], pool, policy)[0].value
 
@@ -174,7 +174,7 @@ def answers_equal(
 def judge(
     pairs: list[tuple[str | None, str]], pool: WorkerPool | None = None, policy: exact.Policy = exact.DEFAULT
 ) -> list[Verdict]:
-    """A `Verdict` for every (predicted, gold) pair, in order; only pairs that need sympy reach the pool."""
+    """Return a `Verdict` for every (predicted, gold) pair, in order; only pairs that need sympy reach the pool."""
     known: dict[tuple[str | None, str], Verdict | None] = {}
     for pair in dict.fromkeys(pairs):
         if len(pair[1]) > exact.MAX_ANSWER_CHARS and pair[0] is not None and pair[0].strip() != pair[1].strip():
@@ -193,8 +193,8 @@ def judge(
 def check_golds(golds: list[str], pool: WorkerPool | None = None) -> list[tuple[int, str]]:
     """(index, problem) for every reference answer that no prediction could be compared with.
 
-    Plain numbers, words and formulas of `reward.formula` are read here; what is left is parsed by math-verify in the
-    workers, each distinct text once. Starts no process where nothing is left.
+    Plain numbers, words and formulas of `reward.formula` are read here; the rest is parsed by math-verify in the
+    workers, each distinct text once. Starts no process if nothing is left to parse.
     """
     found, left = [], {}
     for index, gold in enumerate(golds):

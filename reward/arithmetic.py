@@ -1,6 +1,6 @@
-"""Evaluating arithmetic as exact fractions: whole numbers, + - * / with × ÷ − and their LaTeX names, parentheses.
+"""Evaluate arithmetic as exact fractions: whole numbers, + - * / with × ÷ − and their LaTeX names, parentheses.
 
-No `eval`, no powers, no unary minus, no decimals; length, depth and digits are bounded, so the largest value has as
+No `eval`, no powers, no unary minus, no decimals. Length, depth and digits are bounded, so the largest value has as
 many digits as the text.
 """
 
@@ -21,9 +21,9 @@ _TOKEN = re.compile(r"\s*(\d+|[-+*/()=])")
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and the numbers written in it; None for anything else and for division by zero.
+    """The value of an expression and the numbers in it; None for anything else and for division by zero.
 
-    `expression = n` is accepted when it holds: models like to finish the line.
+    `expression = n` is accepted if it holds: models like to finish the line.
     """
     if len(text) > MAX_CHARS:
         return None

@@ -1,8 +1,8 @@
-"""`python -m reward attack --task math`: tries to be paid without the answer.
+"""`python -m reward attack --task math`: try to be paid without the answer.
 
-Runs the built-in suite (reward/attacks) against the reward with its options and limits as configured. An attempt may
-earn 0 or stay undecided (masked in training); an honest control must earn 1, so a reward that pays nobody fails too.
-Exit code 1 when an attempt is paid, a control is not, or the reward raises.
+Runs the built-in suite (reward/attacks) against the reward with its configured options and limits. An attempt may
+earn 0 or stay undecided (masked in training). An honest control must earn 1, so a reward that pays nobody fails too.
+Exit code 1 if an attempt is paid, a control is not, or the reward raises.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from reward.check import Judgement, add_settings, explain, judges, settings, sho
 from reward.pool import WorkerPool
 
 SUITES = ("reward.attacks.extraction", "reward.attacks.values", "reward.attacks.form", "reward.attacks.code")
-PENALTIES = ("length", "repetition", "language")  # these only take away: their best value is 0
-QUICK_S = 1.0  # limit per comparison, and twice that for a program, where neither a flag nor --config gives one
+PENALTIES = ("length", "repetition", "language")  # these only subtract: their best value is 0
+QUICK_S = 1.0  # default limit per comparison (twice that per program) without a flag or --config
 LISTED = 20  # failures printed in full
 
 
 @dataclass(frozen=True)
 class Result:
-    """A case as one reward function judged it; `error` when the function raised."""
+    """A case as judged by one reward function; `error` is set if the function raised."""
 
     task: str
     case: Case
@@ -36,9 +36,9 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether an attempt earned something, a control less than 1, or the function raised.
+        """Whether an attempt earned something, a control earned less than 1, or the function raised.
 
-        Under a penalty: an attempt went without one, or a control did not.
+        For a penalty: an attempt escaped it, or a control did not.
         """
         reward = self.judgement.reward
         if self.error:
@@ -55,7 +55,7 @@ def suite(task: str) -> list[Case]:
 
 
 def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Counter[str]]:
-    """The results of a function's whole suite in order, and the seconds that each category took."""
+    """Results of a function's whole suite in order, and the seconds spent per category."""
     by_category = defaultdict(list)
     form = _form(task, options)
     for case in suite(task):
@@ -70,11 +70,11 @@ def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Count
 
 
 def _form(task: str, options: dict) -> str | None:
-    """The form of an answer that a reward function takes, where it has the choice."""
+    """The answer form that a reward function reads; None if it has no such option."""
     known = function_options(task)
     if "form" not in known:
         return None
-    # An answer in a tag of its own is read as a box is.
+    # An answer in a tag of its own is read like a box.
     return "boxed" if options.get("answer_tag") is not None else options.get("form", known["form"][1])
 
 
@@ -88,7 +88,7 @@ def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> li
             pool,
             options,
         )
-    except Exception as error:  # whatever a reward function raises would end a run: that is a finding
+    except Exception as error:  # any exception of a reward function would end a run, so it is a finding
         if len(cases) == 1:
             return [Result(task, cases[0], Judgement(None, None, "error", None), f"{type(error).__name__}: {error}")]
         half = len(cases) // 2
@@ -97,7 +97,7 @@ def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> li
 
 
 def report(results: list[Result], seconds: Counter[str]) -> str:
-    """A table by function and category, then everything that should not be."""
+    """A table by function and category, followed by the failures."""
     lines = [
         f"{'reward':<15}{'category':<14}{'attempts':>9}{'paid':>6}{'undecided':>11}{'controls':>10}{'paid':>6}{'s':>7}"
     ]
@@ -139,7 +139,7 @@ def _finding(result: Result) -> str:
 
 
 def form_outweighs_answer(config: Path) -> str | None:
-    """What is wrong with the weights of a configuration: its form rewards together pay as much as the answer."""
+    """Error text if a configuration's form rewards together pay as much as the answer; None otherwise."""
     given = load_config(config).reward
     weights = given.weights or [1.0] * len(given.functions)
     by_kind = Counter()
@@ -154,7 +154,7 @@ def form_outweighs_answer(config: Path) -> str | None:
 
 
 def _tasks(arguments: argparse.Namespace) -> list[str]:
-    """The functions to attack: those named, those of the configuration, or all that are allowed to run."""
+    """The functions to attack: the named one, those of the configuration, or all that are allowed to run."""
     covered = [name for name in REWARDS if suite(name)]
     if arguments.task == "all":
         names = load_config(arguments.config).reward.functions if arguments.config else covered
@@ -170,7 +170,7 @@ def _tasks(arguments: argparse.Namespace) -> list[str]:
 
 
 def _settings(arguments: argparse.Namespace, task: str) -> tuple[WorkerPool, dict]:
-    """Pool and options of a task; without a configuration the limits are short, for most of the cost is waiting."""
+    """Pool and options of a task; without a configuration the limits are short, as most of the cost is waiting."""
     if arguments.config or arguments.timeout_s is not None:
         return settings(arguments, task)
     pool, options = settings(argparse.Namespace(**{**vars(arguments), "timeout_s": QUICK_S}), task)

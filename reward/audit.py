@@ -1,8 +1,8 @@
-"""`python -m reward audit runs/<name>`: looks in a run's metrics and completions for the signatures of hacking.
+"""`python -m reward audit runs/<name>`: look for signatures of reward hacking in a run's metrics and completions.
 
-A signature is a reason to read completions, not a proof; the examples printed are where to start. "Late" is the last
-third of the sampled steps, "early" the first; of the metrics, the last and first quarter of the steps (at most 10).
-Exit code 0 when nothing is found, 1 when something is, 2 when the directory cannot be read.
+A signature is a reason to read completions, not a proof; the printed examples are where to start. "Late" is the last
+third of the sampled steps, "early" the first; for metrics, the last and first quarter of the steps (at most 10).
+Exit code 0 if nothing is found, 1 if something is, 2 if the directory cannot be read.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from kit.core.run_directory import RunDir, read_json
 from reward.answer import boxes, final_answer, own_text
 from reward.check import shown
 
-# The only place where a threshold stands; shares are of the late completions unless it says otherwise.
-FEWEST_STEPS = 8  # of metrics, below which no trend is looked for
+# All thresholds are defined here; shares are of the late completions unless noted otherwise.
+FEWEST_STEPS = 8  # with fewer metrics rows, trends are not checked
 FEWEST_COMPLETIONS = 8
-REWARD_RISE = 0.05  # what counts as a reward that went up
-LENGTH_LEFT = 0.5  # late length below this share of the early one
-COPIES = 0.5  # completions that equal another of their group, short paid ones left out …
+REWARD_RISE = 0.05  # minimum increase that counts as a rising reward
+LENGTH_LEFT = 0.5  # late length as a share of the early one, below this
+COPIES = 0.5  # completions equal to another of their group, except short paid ones …
 SHORT = 60  # … which have fewer characters than this
-SHARED_PROBLEMS = 4  # one string under at least so many problems …
+SHARED_PROBLEMS = 4  # one string for at least this many problems …
 SHARED_STRING = 0.25  # … and this share of them
 SHARED_ANSWER = 0.8  # one answer for this share of the problems, of at least 8
-HOLLOW = 0.2  # an answer in its form with nothing before it, at least RISE more than early
+HOLLOW = 0.2  # a formatted answer with nothing before it, at least RISE more than early
 LOOPS = 0.1  # completions that are mostly repetition
 ECHOES = 0.2  # completions that are mostly a copy of their prompt
 HEDGES = 0.2  # completions with several different boxes, at least RISE more than early
@@ -42,7 +42,7 @@ _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Finding:
-    """A signature that fires: the measured numbers, what they may mean, and completions that show it."""
+    """A signature that fired: the measured numbers, what they may mean, and completions that show it."""
 
     signature: str
     numbers: str
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run wrote: a record per step, the sampled completions early and late, and its evaluation."""
+    """Output of a run: one record per step, the sampled completions early and late, and its evaluation."""
 
     steps: list[dict]
     early: list[dict]
@@ -60,7 +60,7 @@ class Trace:
     evaluation: dict | None
 
     def trend(self, key: str) -> tuple[float, float] | None:
-        """The early and the late mean of a metric; None when there are too few steps."""
+        """Early and late mean of a metric; None if there are too few steps."""
         values = [row[key] for row in self.steps if isinstance(row.get(key), int | float)]
         if len(values) < FEWEST_STEPS:
             return None
@@ -69,7 +69,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace of a run directory; `BadInput` when it is not one or holds neither metrics nor completions."""
+    """Read the trace of a run directory; `BadInput` if it is not one or holds neither metrics nor completions."""
     run = RunDir.open(path)
     steps = _rows(run.metrics_file) if run.metrics_file.is_file() else []
     sampled = [_rows(file) for file in sorted(run.completions.glob("step-*.jsonl"))]
@@ -95,7 +95,7 @@ def _rows(file: Path) -> list[dict]:
             if line.strip():
                 rows.append(json.loads(line))
         except ValueError as error:
-            if number < len(lines):  # a last line cut short is what a running or a killed trainer leaves
+            if number < len(lines):  # a running or killed trainer leaves a truncated last line
                 raise BadInput(f"{file}:{number} is not JSON: {error}") from None
     if not all(isinstance(row, dict) for row in rows):
         raise BadInput(f"{file} holds something else than one JSON object a line.")
@@ -103,7 +103,7 @@ def _rows(file: Path) -> list[dict]:
 
 
 def paid(row: dict) -> bool:
-    """Whether any reward function gave the completion something."""
+    """Whether any reward function gave the completion a positive reward."""
     return any((value or 0) > 0 for value in (row.get("rewards") or {}).values())
 
 
@@ -207,7 +207,7 @@ def form_without_content(trace: Trace) -> Finding | None:
 
 
 def is_loop(text: str) -> bool:
-    """Whether at least half of the text repeats itself, by words or by characters."""
+    """Whether at least half of the text is repetition, by words or by characters."""
     words = text.split()
     windows = list(zip(words, words[1:], words[2:], words[3:], strict=False))
     if len(windows) >= 20 and len(set(windows)) <= 0.5 * len(windows):
@@ -312,7 +312,7 @@ def audit(trace: Trace) -> list[Finding]:
 
 
 def left_out(trace: Trace) -> list[str]:
-    """What could not be looked for, and why."""
+    """Signatures that could not be checked, and why."""
     missing = []
     if trace.trend("reward") is None:
         missing.append(f"trends (fewer than {FEWEST_STEPS} steps in metrics.jsonl)")

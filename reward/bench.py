@@ -1,8 +1,8 @@
-"""Prints how fast the math reward scores: `python -m reward.bench [--workers 2] [--towers]`.
+"""Print how fast the math reward scores: `python -m reward.bench [--workers 2] [--towers]`.
 
-1,024 completions of about 4,000 characters a line: seconds for the batch, completions per second, and the median and
-99th percentile of the time that one completion takes alone. `--towers` adds 5 % of answers that nobody can compute;
-they cost their limit, spread over the workers.
+1,024 completions of about 4,000 characters per line: seconds for the batch, completions per second, and the median
+and 99th percentile time of a single completion scored alone. `--towers` adds 5 % of answers that cannot be computed;
+each costs its full time limit, spread over the workers.
 """
 
 import argparse
@@ -18,7 +18,7 @@ PROMPT = [{"role": "user", "content": "What is it?\nPut the final answer in \\bo
 
 
 def cases(towers: bool) -> dict[str, list[tuple[str, str]]]:
-    """(answer, gold) pairs by name, all different within a case: equal pairs of a batch are compared once."""
+    """(answer, gold) pairs by name, all distinct within a case, because equal pairs of a batch are compared once."""
     numbers = range(2, COMPLETIONS + 2)
     found = {
         "plain numbers": [(str(n), str(n)) for n in numbers],

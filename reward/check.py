@@ -1,7 +1,7 @@
-"""`python -m reward check FILE.jsonl --task math`: what a reward says to answers that you already know.
+"""`python -m reward check FILE.jsonl --task math`: how a reward judges answers that you already know.
 
-Rows are JSON objects with `gold` and either `prediction` (an answer, or a text that states one) or `completion` (what
-a model wrote, read exactly as in training), and optionally `expected` (true or false) and `prompt`.
+Rows are JSON objects with `gold` and either `prediction` (an answer, or a text that states one) or `completion` (model
+output, read exactly as in training), and optionally `expected` (true or false) and `prompt`.
 """
 
 import argparse
@@ -24,21 +24,21 @@ from reward.pool import WorkerPool
 from reward.score import Explanation, Message
 from reward.stated import reference_answer
 
-SHOWN = 10  # bad rows and disagreements listed
-# How a bare answer is written where the task looks for one; other tasks use a box.
+SHOWN = 10  # maximum number of bad rows and disagreements listed
+# Form into which a bare answer is put for tasks that look for one; other tasks use a box.
 FORMS = {"code": "```python\n{}\n```"}
 STRUCTURED = ("code", "countdown")  # their reference is JSON
 BOX = "\\boxed{{{}\n}}"  # the line break keeps a trailing backslash from escaping the brace
 
 
-# "The final answer is 7." as the last sentence of a prediction; what it states may be "7 or 8", which is no answer.
+# "The final answer is 7." as the last sentence of a prediction; the stated part may be "7 or 8", which is no answer.
 _STATES = re.compile(r"(?:answer|solution|result)\s*(?:is|are|:|=)[\s:}*]*", re.IGNORECASE)
-LAST_SENTENCE = 300  # characters of the last line that are looked at, so that the cost is bounded
+LAST_SENTENCE = 300  # only this many characters of the last line are read, to bound the cost
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the file: the reference, what is to be judged, and what the user expects."""
+    """One row of the file: the reference, the text to judge, and the verdict the user expects."""
 
     line: int
     gold: str
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Judgement:
-    """True, False or None for undecided, what was read out of the text, and the rule that decided."""
+    """The verdict (True, False, or None for undecided), the extracted answer, and the rule that decided."""
 
     value: bool | None
     extracted: str | None
@@ -59,7 +59,7 @@ class Judgement:
 
 
 def judges(task: str) -> bool:
-    """Whether a reward function compares with a reference (math, code, …), rather than looking at the form alone."""
+    """Whether a reward function compares with a reference (math, code, …) rather than only checking the form."""
     gold = inspect.signature(function_of(task)).parameters.get("gold")
     return gold is not None and gold.kind is gold.POSITIONAL_OR_KEYWORD
 
@@ -72,7 +72,7 @@ def explain(
     pool: WorkerPool,
     options: dict[str, Any],
 ) -> list[Judgement]:
-    """What the reward function `task` decides about every completion, and why; nothing stops on undecided ones."""
+    """Return what the reward function `task` decides about every completion, and why; undecided ones never raise."""
     if not completions:
         return []
     seen = Explanation()
@@ -89,11 +89,11 @@ def explain(
 
 
 def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, Any]) -> list[Judgement]:
-    """A judgement for every row in order.
+    """Return a judgement for every row, in order.
 
-    A completion is read as in training. A prediction is read in the task's most lenient form: that of option `form`
-    where there is one and `options` do not set it; elsewhere in the task's form (a box, …) or in a last sentence, and
-    is otherwise itself the answer.
+    A completion is read as in training. A prediction is read in the task's most lenient form. If the task has the
+    option `form` and `options` does not set it, that is the option's; otherwise the prediction is read in the task's
+    form (a box, …) or from its last sentence, and failing that is itself the answer.
     """
     if "form" in function_options(task) and "form" not in options:
         kinds = {False: options | {"form": "lenient"}, True: options}
@@ -126,14 +126,14 @@ def _judged(task: str, rows: list[Row], pool: WorkerPool, options: dict[str, Any
 
 
 def stated_answer(prediction: str) -> str:
-    """What a prediction states in a last sentence such as "The answer is 7.", else all of it."""
+    """The answer that a prediction states in a last sentence such as "The answer is 7.", else the whole prediction."""
     last_line = prediction.rstrip().rpartition("\n")[2][-LAST_SENTENCE:]
     stated = _STATES.split(last_line)
     return (stated[-1].rstrip(" .*") if len(stated) > 1 else "") or prediction.strip()
 
 
 def read_rows(path: Path, task: str) -> list[Row]:
-    """The rows of a jsonl file; `BadInput` lists the lines that cannot be used, before anything is scored."""
+    """Read the rows of a jsonl file; `BadInput` lists the unusable lines before anything is scored."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -144,7 +144,7 @@ def read_rows(path: Path, task: str) -> list[Row]:
             continue
         try:
             rows.append(_row(number, json.loads(line.decode("utf-8-sig")), task))
-        except (ValueError, RecursionError) as error:  # JSON, UTF-8 and what _row says
+        except (ValueError, RecursionError) as error:  # from JSON, UTF-8 or _row
             bad.append(f"\n  {path}:{number}: {error}")
     if bad:
         more = f"\n  … and {len(bad) - SHOWN:,} more" if len(bad) > SHOWN else ""
@@ -163,7 +163,7 @@ def _row(number: int, value: Any, task: str) -> Row:
     if len(given) != 1:
         raise ValueError("both prediction and completion; give one" if given else "neither prediction nor completion")
     expected = value.get("expected")
-    if expected not in (True, False, None):  # 0 and 1 are welcome
+    if expected not in (True, False, None):  # 0 and 1 are accepted
         raise ValueError(f"expected is {expected!r:.40}, not true or false")
     if not isinstance(value.get("prompt"), str | list | None):
         raise ValueError("prompt is neither text nor a list of messages")
@@ -217,7 +217,7 @@ def settings(arguments: argparse.Namespace, task: str) -> tuple[WorkerPool, dict
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The flags that `settings` reads."""
+    """Add the flags that `settings` reads."""
     parser.add_argument("--config", type=Path, help="YAML of a run; its reward group gives options and limits")
     parser.add_argument("--options", help="options of the task as JSON, e.g. '{\"ordered\": false}'")
     parser.add_argument("--timeout_s", type=float, help="wall-clock limit per answer (default: the configuration's)")
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     pool, options = settings(arguments, arguments.task)
     rows = read_rows(arguments.file, arguments.task)
     try:
-        # The code sandbox says how it isolates; with --json stdout holds the verdicts alone.
+        # The code sandbox prints how it isolates; with --json, stdout holds only the verdicts.
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             found = judge_rows(rows, arguments.task, pool, options)
     finally:
@@ -277,7 +277,7 @@ def _line(row: Row, judgement: Judgement) -> str:
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """A text on one line and cut to `limit` characters."""
+    """A text on one line, truncated to `limit` characters."""
     text = " ".join(text.split())
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}… ({len(text):,} characters)"
 

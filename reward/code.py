@@ -1,11 +1,11 @@
 """Reward "code": the completion's Python code passes the hidden tests in `gold` (`reward.code_gold`).
 
-The code is run in `reward.sandbox`, whose docstring says what that keeps out and what it does not. Nothing of the
+The code runs in `reward.sandbox`, whose docstring says what that keeps out and what it does not. Nothing of the
 completion is parsed or run in this process.
 
-Which code: the last fenced block marked python, py or python3, else the last unmarked one; a fence that is left open
-runs to the end. Without any fence the whole text, if it is Python. Blocks that the prompt contains are not the
-model's. Where the prompt ends in a function's signature, code that is only its indented body continues it.
+Which code: the last fenced block marked python, py or python3, else the last unmarked one; an unclosed fence runs to
+the end. Without any fence, the whole text, if it is Python. Blocks that the prompt contains are not the model's. If
+the prompt ends in a function's signature, code that is only its indented body continues it.
 """
 
 import re
@@ -36,11 +36,11 @@ def code(
     memory_mib: int = MEMORY_MIB,
     **_: Any,
 ) -> list[float | None]:
-    """1.0 when the completion's code passes all tests, else 0.0; None when the sandbox or the tests failed.
+    """1.0 if the completion's code passes all tests, else 0.0; None if the sandbox or the tests failed.
 
-    `partial` pays the share of the tests that pass instead (a HumanEval `check` is one test). Each completion has
-    `timeout_s` seconds of CPU time for all of its tests (rounded up), four times that by the clock, and `memory_mib`
-    of memory; too slow or too large is 0.0. `pool` gives the number of workers.
+    `partial` instead pays the share of tests that pass (a HumanEval `check` is one test). Each completion gets
+    `timeout_s` seconds of CPU time for all of its tests (rounded up), four times that in wall-clock time, and
+    `memory_mib` of memory; exceeding a limit scores 0.0. `pool` sets the number of workers.
     """
     blocks = [extract_code(completion, prompt) for completion, prompt in _with_prompts(completions, prompts)]
     jobs: list[Job | None] = []
@@ -91,7 +91,7 @@ def _with_prompts(completions: list[Message], prompts: list[Message] | None) -> 
 
 
 def extract_code(completion: Message, prompt: Message | None = None) -> str | None:
-    """The code that a completion submits, or None when there is none. Not checked for being Python."""
+    """The code that a completion submits, or None if there is none. Not checked to be Python."""
     text, shown = message_text(completion), message_text(prompt)
     blocks = fenced_blocks(text)
     if not blocks:
@@ -102,12 +102,12 @@ def extract_code(completion: Message, prompt: Message | None = None) -> str | No
 
 
 def _squeezed(text: str) -> str:
-    """The text without trailing spaces and outer blank lines, so that an echo is found whatever its line ends are."""
+    """The text without trailing spaces and outer blank lines, so that an echo is found whatever its line endings."""
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Every fenced block as (first word after the fence in lower case, content), by CommonMark's rules, in order."""
+    """Every fenced block in order as (first word after the fence in lower case, content), by CommonMark's rules."""
     blocks, opened = [], None
     for fence in _FENCE.finditer(text):
         marker, info = fence[1], fence[2].strip()

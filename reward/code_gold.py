@@ -3,9 +3,10 @@
     {"tests": ["assert add(1, 2) == 3", …], "setup": "import math", "prompt": "", "names": ["add"]}
 
 `prompt` is code that the model was shown and may rely on; it runs before the completion and before the tests. `setup`
-runs before the tests only and stays hidden. `names` are the functions that tests call and the completion must define;
-left out, they are what the tests use and nothing defines. Also accepted: `entry_point` for one name, and `test` for a
-text instead of a list; one that defines `check`, as HumanEval's do, is followed by `check(entry_point)`.
+runs only before the tests and stays hidden. `names` are the functions that the tests call and the completion must
+define; by default, the names that the tests use and nothing defines. Also accepted: `entry_point` for a single name,
+and `test` for a text instead of a list; one that defines `check`, as HumanEval's do, is followed by
+`check(entry_point)`.
 """
 
 import ast
@@ -50,13 +51,13 @@ def gold_from_row(row: Mapping[str, Any], answer_format: str, column: str) -> tu
 
 
 def shown_test(gold: str) -> str:
-    """What MBPP's question needs to be answerable: the first test, which gives the function's name and arguments."""
+    """The first test, to append to MBPP's question: it gives the function's name and arguments."""
     return f"\n\nYour code is tested like this:\n{read_gold(gold).tests[0]}"
 
 
 @lru_cache(maxsize=4096)
 def read_gold(gold: str) -> Job:
-    """The tests of a `gold` text as a job without code; `ValueError` says what is wrong with it."""
+    """Parse a `gold` text into a job without code; `ValueError` says what is wrong with it."""
     try:
         value = json.loads(gold)
     except (ValueError, TypeError, RecursionError) as error:
@@ -88,7 +89,7 @@ def read_gold(gold: str) -> Job:
 
 
 def _tested_functions(solution: Any, tests: Any) -> list[str]:
-    """The functions of a reference solution that the tests call; one of MBPP's is called sum, like Python's own."""
+    """Functions of a reference solution that the tests call; one of MBPP's is named sum, like Python's builtin."""
     if not isinstance(solution, str) or not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
         return []
     try:
@@ -99,7 +100,7 @@ def _tested_functions(solution: Any, tests: Any) -> list[str]:
 
 
 def _forgotten_imports(tests: Any, names: list[str]) -> str:
-    """Imports of modules that MBPP's tests use and leave to the solution to import."""
+    """Import statements for modules that MBPP's tests use but leave to the solution to import."""
     try:
         used = _undefined(tests) if isinstance(tests, list) else []
     except (ValueError, TypeError):
@@ -115,7 +116,7 @@ def _text(value: dict, key: str) -> str:
 
 
 def _check_function(setup: str, test: str, names: list[str]) -> tuple[str, list[str]]:
-    """Setup and tests of a `test` text: HumanEval's `check` belongs to the setup and is called once."""
+    """Setup and tests of a `test` text: HumanEval's `check` moves to the setup and is called once."""
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in _parse(test).body):
         return setup, [test]
     if len(names) != 1:
@@ -135,7 +136,7 @@ def _uses(text: str, names: list[str]) -> bool:
 
 
 def _undefined(texts: list[str]) -> list[str]:
-    """Names that the texts read and neither they nor Python define, in the order of their first use."""
+    """Names that the texts read but neither they nor Python define, in order of first use."""
     read, defined = [], set(dir(builtins)) | {"__name__"}
     for node in (node for text in texts for node in ast.walk(_parse(text))):
         if isinstance(node, ast.Name):

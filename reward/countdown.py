@@ -1,4 +1,4 @@
-r"""Rewards "countdown" (an expression of the given numbers reaches the target) and "arithmetic" (a value is computed).
+r"""Rewards "countdown" (reach a target with an expression of given numbers) and "arithmetic" (compute a value).
 
 `python -m reward.make` writes problems for both.
 """
@@ -26,11 +26,11 @@ def countdown(
     answer_tag: str = "<answer>",
     **_: Any,
 ) -> list[float | None]:
-    r"""1.0 when the expression has the value `target` and uses `numbers`, each exactly once; 0.0 otherwise.
+    r"""1.0 if the expression has the value `target` and uses `numbers`, each exactly once; 0.0 otherwise.
 
-    `gold` is JSON: {"numbers": [3, 5, 7], "target": 22}. The expression is what the last `<answer>` holds, or without
-    one the last `\boxed{}`. `use_all: false` allows to leave numbers out; none is ever used more often than given.
-    None, with reason "gold", for a reference that is none.
+    `gold` is JSON: {"numbers": [3, 5, 7], "target": 22}. The expression is what the last `<answer>` contains, else
+    the last `\boxed{}`. `use_all: false` allows leaving numbers out; none may be used more often than given. None,
+    with reason "gold", for an invalid reference.
     """
     del pool  # exact fractions need no worker
     answers = [_answer(text, answer_tag) for text in own_texts(prompts, completions)]
@@ -64,7 +64,7 @@ def _verdict(answer: str | None, gold: str, use_all: bool) -> Verdict:
 
 
 def read_gold(gold: str) -> tuple[list[int], int]:
-    """The numbers and the target of a reference; `ValueError` says what is wrong with it."""
+    """Parse the numbers and the target of a reference; `ValueError` says what is wrong with it."""
     try:
         problem = json.loads(gold)
     except ValueError:
@@ -91,9 +91,9 @@ def arithmetic(
     answer_tag: str = "<answer>",
     **_: Any,
 ) -> list[float | None]:
-    r"""1.0 when the answer is a written number with the value of `gold`; an expression is not, the question is one.
+    r"""1.0 if the answer is a literal number equal to `gold`; an expression does not count, since the question is one.
 
-    The answer is what the last `<answer>` holds, or without one the last `\boxed{}`.
+    The answer is the content of the last `<answer>`, else of the last `\boxed{}`.
     """
     del pool
     answers = [_answer(text, answer_tag) for text in own_texts(prompts, completions)]

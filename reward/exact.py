@@ -1,9 +1,9 @@
-"""Comparing two answers without sympy: plain numbers by exact fractions, words by their letters, the rest unknown.
+"""Compare two answers without sympy: plain numbers as exact fractions, words by their letters, the rest undecided.
 
-Most answers of most runs are plain numbers, and those need no worker process. What this file cannot decide it leaves
-to the pool (`None`), with one exception in the other direction: prediction shapes that a lenient symbolic parser would
-pay although they are wrong (`4=5` for 5, `12_8` for 12, `5 million` for 5, `2 3` for 5) are refused here.
-Nothing here evaluates an expression; digits and exponents are bounded before a number is built.
+Most answers of most runs are plain numbers, and those need no worker process. Undecided comparisons go to the pool
+(`None`), with one exception: prediction shapes that a lenient symbolic parser would pay although they are wrong (`4=5`
+for 5, `12_8` for 12, `5 million` for 5, `2 3` for 5) are rejected here. Nothing here evaluates an expression; digits
+and exponents are bounded before a number is built.
 """
 
 import re
@@ -20,8 +20,8 @@ from reward.values import approximate, formulas_equal, rounds_to
 
 MAX_ANSWER_CHARS = 4096  # a longer prediction is no answer; a longer gold is a bad row
 MAX_DIGITS = 1000
-LONG_DECIMAL = 6  # decimal places from which a decimal may stand for a fraction
-MAX_EXPONENT = 1000  # 10^1000 is a 3,300-bit integer; larger powers are the workers' business
+LONG_DECIMAL = 6  # decimal places a decimal needs to stand for a fraction
+MAX_EXPONENT = 1000  # 10^1000 is a 3,300-bit integer; larger powers are left to the workers
 
 _CHARACTERS = {
     **dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-"),
@@ -35,12 +35,12 @@ _CHARACTERS = {
     ord("\u00b7"): "\\cdot ",
     ord("\u00b0"): "^\\circ ",
 }
-_THIN_GROUPS = re.compile("(?<!\\d)\\d{1,3}(?:[\u2009\u202f]\\d{3})+(?!\\d)")  # 10 000 as ISO 80000 sets it
-# 2,74 and 0,111; 2,740 is a number of thousands.
+_THIN_GROUPS = re.compile("(?<!\\d)\\d{1,3}(?:[\u2009\u202f]\\d{3})+(?!\\d)")  # 10 000 as typeset by ISO 80000
+# 2,74 and 0,111; 2,740 is a number with a thousands separator.
 _DECIMAL_COMMA = re.compile(r"([+-]?(?:\d+(?=,(?!\d{3}(?!\d)))|0))(?:,)(\d+)((?:\s.*)?)", re.DOTALL)
 _DECIMALS = re.compile(r"\s*[+-]?\s*(?:\\?\$|[€£¥₹])?\s*[+-]?[\d,]*\.(\d+)")
 _RATIO = re.compile(r"\d{1,9}(?:\s*:\s*\d{1,9})+")
-_SPACED_GROUPS = re.compile(r"[+-]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")  # 1 000, where it is the whole answer
+_SPACED_GROUPS = re.compile(r"[+-]?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")  # 1 000, if it is the whole answer
 _SQUARE_METERS = re.compile(r"(?<=\d)\s*([kcdm]?m)([²³])(?=\s*$)")
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
@@ -51,7 +51,7 @@ _LAYOUT = re.compile(
 
 
 def _repeating(match: re.Match) -> str:
-    r"""0.1\overline{6} as the fraction that it is."""
+    r"""0.1\overline{6} as the fraction it denotes."""
     whole, start, period = match.groups()
     if len(match[0]) > 100:
         return match[0]
@@ -99,7 +99,7 @@ _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)
 _PLAIN = re.compile(_NUMBER)
 _SIGN_AND_CURRENCY = re.compile(r"([+-]?)\s*(\\?\$|[€£¥₹])?\s*([+-]?)\s*")
 
-# A second statement or a second value in one answer.
+# Marks a second statement or a second value in one answer.
 _CONNECTIVE = re.compile(
     r"\\(?:lor|land|vee|wedge|implies|impliedby|iff|therefore|because|(?:[Ll]ong)?(?:[Ll]eft)?[Rr]ightarrow|Leftarrow)"
     r"(?![A-Za-z])|[\u2227\u2228\u2190-\u2194\u21d0-\u21d4\u27f5-\u27fa\u2234\u2235]"
@@ -109,14 +109,14 @@ _CONNECTIVE = re.compile(
 
 @dataclass(frozen=True)
 class Policy:
-    """Where people differ about answers; every field is an option of reward "math" (described there)."""
+    """Choices on which people differ about answers; every field is an option of reward "math" (described there)."""
 
     tolerance: float = 0.0
     ordered: bool = False
     units: str = "ignored"
     several: str = "all"
     unicode_digits: bool = True
-    form: str = "boxed"  # "stated" and "lenient" compare less narrowly, too
+    form: str = "boxed"  # "stated" and "lenient" also compare less strictly
 
 
 DEFAULT = Policy()
@@ -124,7 +124,7 @@ DEFAULT = Policy()
 
 @dataclass(frozen=True)
 class PlainNumber:
-    """A number written out: its exact value, whether a percent sign followed, and the unit ("" for none)."""
+    """A written number: its exact value, whether a percent sign followed, and the unit ("" for none)."""
 
     value: Fraction
     percent: bool = False
@@ -132,13 +132,13 @@ class PlainNumber:
 
 
 def normalized(text: str, unicode_digits: bool = True) -> str:
-    r"""The answer without its typography: math delimiters, bold, spacing commands, unicode minus and digits.
+    r"""The answer without its typography: math delimiters, bold, spacing commands, Unicode minus and digits.
 
     Decimal digits of any script become ASCII (their value is the same); superscripts do not (5² is not 52).
     """
     text = _THIN_GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = text.translate(_CHARACTERS)
-    if not text.isascii():  # a digit that is not to count becomes a sign that means nothing
+    if not text.isascii():  # a digit that must not count becomes a meaningless character
         digit = (
             (lambda c: str(unicodedata.decimal(c))) if unicode_digits else (lambda c: c if c.isascii() else "\ufffd")
         )
@@ -173,7 +173,7 @@ def normalized(text: str, unicode_digits: bool = True) -> str:
 
 
 def plain_number(text: str) -> PlainNumber | None:
-    """The number that a `normalized` text spells out, with sign, currency, percent or unit; None for anything else."""
+    """The number that a `normalized` text spells, with sign, currency, percent or unit; None for anything else."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     head = _SIGN_AND_CURRENCY.match(text)
@@ -200,11 +200,11 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def _leading_value(text: str) -> tuple[Fraction | None, str]:
-    """The unsigned number at the start of `text` in any of its spellings, and what follows it."""
+    """The unsigned number at the start of `text` in any of its spellings, and the text after it."""
     for pattern, build in ((_MIXED, _mixed), (_SCIENTIFIC, _scientific), (_FRACTION, _fraction), (_PLAIN, _decimal)):
         if match := pattern.match(text):
             rest = text[match.end() :]
-            # "12_8", "3/4/5", "1,2" and "5.6.7" go on: the match is only a piece of something else.
+            # "12_8", "3/4/5", "1,2" and "5.6.7" continue: the match is only part of something else.
             if re.match(r"\s*[\d_/,.!*+=<>|&-]", rest):
                 return None, text
             return build(match), rest
@@ -239,7 +239,7 @@ def _mixed(match: re.Match) -> Fraction | None:
 
 
 def _leading_scale(rest: str) -> tuple[int, str]:
-    """`million` after a number multiplies it; anything else leaves it alone."""
+    """Factor of a scale word such as `million` after a number (1 if there is none), and the rest of the text."""
     words = TEXT.sub(r" \1 ", rest).strip()
     first, _, tail = words.partition(" ")
     scale = SCALES.get(first.lower(), 1)
@@ -249,9 +249,9 @@ def _leading_scale(rest: str) -> tuple[int, str]:
 def numbers_equal(predicted: PlainNumber, gold: PlainNumber, policy: Policy = DEFAULT) -> bool:
     """Exact equality of two written numbers, or equality within `policy.tolerance` of the gold.
 
-    A percent sign on one side only is read both ways (50% equals 50, the answer to "what percent", and 0.5). A unit on
-    one side only is ignored, unless the policy requires the gold's; two different units are different answers, they
-    are not converted.
+    A percent sign on only one side is read both ways (50% equals 50, the answer to "what percent", and 0.5). A unit on
+    only one side is ignored unless the policy requires the gold's. Two different units are different answers; they are
+    not converted.
     """
     if not _units_agree(predicted.unit, gold.unit, policy):
         return False
@@ -272,26 +272,26 @@ def _units_agree(predicted: str, gold: str, policy: Policy) -> bool:
 
 
 def decide(predicted: str | None, gold: str, policy: Policy = DEFAULT) -> bool | None:
-    """Whether the two answers are equal, where that can be decided exactly and cheaply; None when it needs sympy."""
+    """Whether the two answers are equal, if that can be decided exactly and cheaply; None if it needs sympy."""
     if predicted is None or not predicted.strip() or len(predicted) > MAX_ANSWER_CHARS:
         return False
     return compare(prepared(predicted, policy), prepared(gold, policy), policy)
 
 
 def prepared(text: str, policy: Policy = DEFAULT) -> str:
-    """The answer as the comparison reads it: `normalized`, with Unicode mathematics spelled in LaTeX."""
+    """The answer in the form used for comparison: `normalized`, with Unicode mathematics spelled in LaTeX."""
     text = latex_of(normalized(text, policy.unicode_digits))
     return text.replace(" ", "") if policy.form != "boxed" and _SPACED_GROUPS.fullmatch(text) else text
 
 
 def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shape.Leaf | None" = None) -> bool | None:
-    """`decide` on `prepared` texts; `symbolic` is asked about the single values that stay open here."""
+    """`decide` on `prepared` texts; `symbolic` is called for single values that stay open here."""
     if predicted and _squeezed(TEXT.sub(r" \1 ", predicted)) == _squeezed(TEXT.sub(r" \1 ", gold)):
         return True
     if not predicted or not gold:
         return False
     if "\\boxed" in predicted and "\\boxed" not in gold:
-        return False  # "8 \boxed{7}": math-verify would read the inner box alone
+        return False  # "8 \boxed{7}": math-verify would read only the inner box
     if policy.form != "boxed" and (option := _NAMED_OPTION.fullmatch(gold)) and _words(predicted) == option[1]:
         return True
     verbal = _verbal(predicted, gold)
@@ -311,7 +311,7 @@ def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shap
 
 
 def _in_one_locale(predicted: str, gold: str) -> tuple[str, str]:
-    """A decimal comma as a point, where the other side is written with a point (2,74 against 2.74)."""
+    """Convert a decimal comma to a point if the other side is written with a point (2,74 against 2.74)."""
     if re.fullmatch(r"[+-]?\d*\.\d+", gold) and (match := _DECIMAL_COMMA.fullmatch(predicted)):
         return f"{match[1]}.{match[2]}{match[3]}", gold
     if (match := _DECIMAL_COMMA.fullmatch(gold)) and len(match[2]) > 1 and re.match(r"[+-]?\d*\.\d", predicted):
@@ -320,7 +320,7 @@ def _in_one_locale(predicted: str, gold: str) -> tuple[str, str]:
 
 
 def _reference_value(gold: str) -> str:
-    """The exact side of a reference that also gives its rounded value: `\\sqrt{3} \\approx 1.73`."""
+    """The exact side of a reference that also gives a rounded value: `\\sqrt{3} \\approx 1.73`."""
     sides, operators = relation_sides(gold) if "approx" in gold else ([], [])
     if operators and operators[-1] == "~" and sides[-2] and not _is_rounded_or_name(sides[-2]):
         return gold[: gold.rindex("\\approx")].strip()
@@ -332,11 +332,11 @@ def _is_rounded_or_name(side: str) -> bool:
 
 
 def _verbal(predicted: str, gold: str) -> bool | None:
-    """The verdict where the gold is words or a choice, or a number in a base; None for everything else."""
+    """The verdict if the gold is words, a choice, or a number in a base; None for everything else."""
     if based := _BASED.fullmatch(TEXT.sub(r"\1", gold)):
         other = _BASED.fullmatch(TEXT.sub(r"\1", predicted))
         return other is not None and _digits_and_base(based) == _digits_and_base(other)
-    if (label := _CHOICE.fullmatch(gold)) and not _words(gold):  # (B) 5: the letter or what it stands for
+    if (label := _CHOICE.fullmatch(gold)) and not _words(gold):  # (B) 5: the letter or the option's text
         answer = _CHOICE.fullmatch(predicted)
         if answer:
             return label[1] == answer[1] and decide(answer[2], label[2]) is True
@@ -360,7 +360,7 @@ def _digits_and_base(match: re.Match) -> tuple[str, str]:
 
 
 def _values_equal(predicted: str, gold: str, policy: Policy) -> bool | None:
-    """Two single values: words, written numbers, then formulas by their normal forms."""
+    """Compare two single values: as words, as written numbers, then as formulas by their normal forms."""
     if _squeezed(TEXT.sub(r" \1 ", predicted)) == _squeezed(TEXT.sub(r" \1 ", gold)):
         return True
     gold_words, words = _words(gold), _words(predicted)
@@ -407,7 +407,7 @@ def _is_long_decimal_of(one: str, a: PlainNumber, other: str, b: PlainNumber, po
                 rest //= prime
         if LONG_DECIMAL <= places <= MAX_DIGITS and rest > 1 and decimal * exact > 0:
             gap = (abs(exact) - abs(decimal)) * 10**places
-            return -1 < 2 * gap and gap < 1  # rounded, or cut off
+            return -1 < 2 * gap and gap < 1  # rounded or truncated
     return False
 
 
@@ -420,12 +420,12 @@ def _without_currency(text: str) -> str:
 
 
 def _stated(predicted: str, gold: str, form: str) -> str | None:
-    r"""What `predicted` says once its own steps are checked; None when they do not agree with each other.
+    r"""The statement left in `predicted` after checking its own steps; None if the steps contradict each other.
 
-    `\frac{14}{2} = 7` states 7 and `x = 2\cdot 3 = 6` states x = 6, because the sides are equal for certain;
-    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 where the gold is a decimal); `4 = 5` states nothing. Form
-    "stated" does not check a rounded value behind a formula, "lenient" neither arithmetic before the last `=`:
-    `2 + 3 = 6` states 6 (`8 = 7` holds no arithmetic, `x + 1 = 7` is an equation).
+    `\frac{14}{2} = 7` states 7 and `x = 2\cdot 3 = 6` states x = 6, because the sides are provably equal;
+    `\sqrt2 \approx 1.41` states `\sqrt2` (or 1.41 if the gold is a decimal); `4 = 5` states nothing. Form "stated"
+    does not check a rounded value after a formula; "lenient" does not check arithmetic before the last `=` either:
+    `2 + 3 = 6` states 6 (`8 = 7` contains no arithmetic, `x + 1 = 7` is an equation).
     """
     if "approx" in predicted or "~=" in predicted:
         predicted = _exact_side(predicted, gold, form)
@@ -440,12 +440,12 @@ def _stated(predicted: str, gold: str, form: str) -> str | None:
         return predicted
     agree = [_values_equal(value, values[-1], DEFAULT) is True for value in values[:-1]]
     if not all(agree) and not (form == "lenient" and _is_arithmetic(values[:-1])):
-        return predicted  # left to `_says_more`, which refuses it where the gold is a single value
+        return predicted  # left to `_says_more`, which rejects it if the gold is a single value
     return f"{sides[0]} = {values[-1]}" if named else values[-1]
 
 
 def _is_arithmetic(sides: list[str]) -> bool:
-    """Whether no side holds a symbol and one of them is more than a written number."""
+    """Whether no side contains a symbol and at least one is more than a written number."""
     if any(re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])|\\[a-z]*(?:eq|[lg]t|to|arrow)", side) for side in sides):
         return False
     return any(not re.fullmatch(r"[\s\d.,+-]*", side) or re.search(r"\d\s*[+-]\s*\d", side) for side in sides)
@@ -472,15 +472,15 @@ def _exact_side(predicted: str, gold: str, form: str) -> str | None:
 
 
 def _squeezed(text: str) -> str:
-    """`text` without the spaces that carry no meaning; those between digits and letters stay (1 1 is not 11)."""
+    """`text` without meaningless spaces; those between digits and letters stay (1 1 is not 11)."""
     return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", re.sub(r"\s+", " ", text))
 
 
 def _words(text: str) -> str | None:
-    """The folded letters of a verbal answer (`\\text{Monday}`, `(B)`, `yes`), None when it may be a formula."""
+    """The folded letters of a verbal answer (`\\text{Monday}`, `(B)`, `yes`); None if it may be a formula."""
     bare = _LABEL.sub("", TEXT.sub(r"\1", text).strip().rstrip("."))
     if choice := re.fullmatch(r"\(?([A-Z])\)?", bare):
-        return choice[1]  # a multiple-choice letter; a variable in lower case stays a formula
+        return choice[1]  # a multiple-choice letter; a lower-case variable stays a formula
     if not re.fullmatch(r"[^\W\d_]+(?:[ '’-]+[^\W\d_]+)*", bare):
         return None
     verbal = bare != text or len(bare) >= 4 or bare.lower() in ("yes", "no", "odd", "nan", "inf")
@@ -488,7 +488,7 @@ def _words(text: str) -> str | None:
 
 
 def _says_more(predicted: str, gold: str) -> bool:
-    """True when `predicted` holds more statements than the single value or equation `gold`.
+    """Whether `predicted` contains more statements than the single value or equation `gold`.
 
     A symbolic parser takes the last side of `x = 4 = 5` and of `4 = 5`, and one side of `x = 4 \\lor x = 5`.
     """
@@ -505,7 +505,7 @@ def _says_more(predicted: str, gold: str) -> bool:
 
 
 def _sides(text: str) -> list[str]:
-    """`text` cut at every `=` outside braces; `<=`, `>=` and `!=` are no cuts."""
+    """`text` split at every `=` outside braces, but not at `<=`, `>=` or `!=`."""
     depth, cuts = 0, [-1]
     for token in re.finditer(r"\\.|[<>!]=|[{}=]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
@@ -515,7 +515,7 @@ def _sides(text: str) -> list[str]:
 
 
 def _never_a_number(text: str) -> bool:
-    """True for shapes that a symbolic parser reads as a number they are not, or not for certain."""
+    """Whether a symbolic parser would read `text` as a number that it is not, or not certainly is."""
     if len(sides := _sides(text)) > 1 and not NAME.fullmatch(sides[0].strip()):
         return True  # "4=5" and "x+1=5" would be read as 5
     text = re.sub(r"\\log\s*_\s*(?:\{\s*\w+\s*\}|\w)", r"\\log ", text)
@@ -533,7 +533,7 @@ def _never_a_number(text: str) -> bool:
 
 
 def is_readable(gold: str) -> bool:
-    """Whether this file can read every part of a reference; otherwise math-verify's parser is to say."""
+    """Whether this file can read every part of a reference; otherwise math-verify's parser decides."""
     gold = prepared(gold)
     if _words(gold) is not None or plain_number(gold) is not None or _BASED.fullmatch(gold) or _CHOICE.fullmatch(gold):
         return True
@@ -555,7 +555,7 @@ def _shape_is_readable(of: "shape.Shape") -> bool:
 
 
 def gold_problem(gold: str) -> str | None:
-    """Why `gold` cannot serve as a reference answer, None when it can. Looks at the text alone, not at its algebra."""
+    """Why `gold` cannot serve as a reference answer; None if it can. Checks only the text, not its algebra."""
     if not gold.strip() or not normalized(gold):
         return "the answer is empty"
     if len(gold) > MAX_ANSWER_CHARS:

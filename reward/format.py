@@ -1,4 +1,4 @@
-r"""Rewards for the form of a completion, whatever its answer is: "boxed_format" and "think_format"."""
+r"""Rewards for the form of a completion, regardless of its answer: "boxed_format" and "think_format"."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from reward.score import Message, own_texts
 
 
 def boxed_format(prompts: list[Message] | None, completions: list[Message], **_: Any) -> list[float | None]:
-    r"""1.0 for exactly one `\boxed{}` of the model's own, not empty; 0.0 otherwise. Never None."""
+    r"""1.0 for exactly one nonempty `\boxed{}` of the model's own; 0.0 otherwise. Never None."""
     found = [boxes(text) for text in own_texts(prompts, completions)]
     return [float(len(answers) == 1 and answers[0] != "") for answers in found]
 
@@ -23,9 +23,9 @@ def think_format(
 ) -> list[float | None]:
     """1.0 for `<think>…</think><answer>…</answer>` and nothing else; 0.0 otherwise. Never None.
 
-    Each tag occurs exactly once, in this order; both parts hold a letter or a digit; around them is only white space;
-    the thought is not the prompt's example of one. `opened: true` is for chat templates that end the prompt with
-    `<think>`: the completion starts inside.
+    Each tag occurs exactly once, in this order. Both parts contain a letter or a digit, only white space surrounds
+    them, and the thought is not the prompt's own example. `opened: true` is for chat templates that end the prompt
+    with `<think>`: the completion starts inside the thought.
     """
     prompts = [None] * len(completions) if prompts is None else prompts
     return [
@@ -47,11 +47,11 @@ def _is_structured(text: str, prompt: str, think: str, answer: str, opened: bool
     outside = text[: places[0]] + text[places[1] + len(tags[1]) : places[2]] + text[places[3] + len(tags[3]) :]
     if outside.strip() or not all(any(sign.isalnum() for sign in part) for part in (thought, answered)):
         return False
-    return f"{think}{thought}{tags[1]}" not in prompt  # the example of the instruction is no thought
+    return f"{think}{thought}{tags[1]}" not in prompt  # the instruction's example is not a thought
 
 
 def check_options(think_tag: str, answer_tag: str, **_: Any) -> None:
-    """`ValueError` for tags that are none."""
+    """Raise `ValueError` for invalid tags."""
     for name, tag in (("think_tag", think_tag), ("answer_tag", answer_tag)):
         if len(tag) < 3 or tag[0] + tag[-1] != "<>":
             raise ValueError(f'{name} is {tag!r}, expected a tag like "<{name.removesuffix("_tag")}>".')

@@ -1,7 +1,7 @@
-r"""Reading one LaTeX or plain-text formula into a tree, without sympy and in time linear in its length.
+r"""Parse one LaTeX or plain-text formula into a tree, without sympy and in time linear in its length.
 
-The grammar is what answers are written in: numbers, symbols, + - * / ^, fractions, roots, functions, factorials,
-binomials, absolute values. Whatever is outside it, or has two readings (`1/2x`, `2\frac{1}{2}x`, `\sqrt12`, `f(2)`),
+The grammar covers how answers are written: numbers, symbols, + - * / ^, fractions, roots, functions, factorials,
+binomials, absolute values. Anything outside it, or with two readings (`1/2x`, `2\frac{1}{2}x`, `\sqrt12`, `f(2)`),
 raises `Unread` and is left to math-verify. A tree is a tuple: ("num", Fraction, written_as_decimal), ("sym", name),
 ("add" | "mul", items), ("neg", a), ("pow", a, b), ("div", a, b), ("root", degree, a), ("fn", name, argument, …).
 """
@@ -75,7 +75,7 @@ _UNICODE = {ord(sign): command for sign, command in _UNICODE.items()}
 
 
 class Unread(Exception):
-    """The text is no formula of this grammar, has two readings, or is too long."""
+    """The text is not a formula of this grammar, has two readings, or is too long."""
 
 
 def latex_of(text: str) -> str:
@@ -94,7 +94,7 @@ def _root(match: re.Match, degree: str = "") -> str:
 
 
 def read(text: str) -> tuple:
-    """The tree of a formula; `Unread` when there is none for certain."""
+    """The tree of a formula; `Unread` if there is no unambiguous one."""
     parser = _Parser(_tokens(text))
     tree = parser.sum()
     if parser.at < len(parser.tokens):
@@ -103,7 +103,7 @@ def read(text: str) -> tuple:
 
 
 def is_formula(text: str) -> bool:
-    """Whether `read` finds a tree."""
+    """Whether `read` succeeds."""
     try:
         read(text)
     except (Unread, RecursionError):
@@ -139,7 +139,7 @@ def _split_word(word: str) -> list[tuple[str, str]]:
 
 
 class _Parser:
-    """Recursive descent over the tokens; `at` is the next one."""
+    """Recursive-descent parser over the tokens; `at` is the index of the next one."""
 
     def __init__(self, tokens: list[tuple[str, str]]):
         self.tokens, self.at, self.depth = tokens, 0, 0
@@ -178,7 +178,7 @@ class _Parser:
                 return items[0] if len(items) == 1 else ("add", *items)
 
     def product(self) -> tuple:
-        """Factors joined by signs or side by side. `a/b` takes one factor; `1/2x` has two readings."""
+        """Factors joined by operators or juxtaposed. `a/b` takes one factor; `1/2x` has two readings."""
         result, slashed = self.power(), False
         while True:
             if self.take("*", *_TIMES):
@@ -249,7 +249,7 @@ class _Parser:
         return False
 
     def argument(self, signed: bool = False) -> tuple:
-        r"""What a command or `^` applies to: a group, or one token (`\frac12`, `x^2`, `x^-1`)."""
+        r"""The operand of a command or `^`: a group, or one token (`\frac12`, `x^2`, `x^-1`)."""
         if self.peek() == ("op", "{"):
             return self.group("{", "}")
         if signed and self.take("-"):
@@ -358,7 +358,7 @@ class _Parser:
         return result if exponent is None else ("pow", result, exponent)
 
     def bare_argument(self) -> tuple:
-        r"""`\sin 2x`: the product that follows, up to a sign or another function."""
+        r"""`\sin 2x`: the product that follows, up to an operator or another function."""
         result = self.power()
         while self.starts_factor():
             kind, value = self.peek()

@@ -1,7 +1,8 @@
-"""Checks of reference answers, by what compares with them: `check_golds(golds) -> [(index, why)]`.
+"""Checks of reference answers, one per kind of comparison: `check_golds(golds) -> [(index, why)]`.
 
-A reward function that compares with `gold` carries its check as the attribute `check_golds`. It names the references
-that no completion can match, so that they are refused when problems are read instead of paying 0 to every answer.
+A reward function that compares with `gold` carries its check as the attribute `check_golds`. The check names the
+references that no completion can match, so that they are rejected when problems are read instead of paying 0 to every
+answer.
 """
 
 import json
@@ -11,13 +12,13 @@ from reward import exact
 from reward.answer import boxed_answer, check_golds, hash_answer, judge
 
 GoldCheck = Callable[[list[str]], list[tuple[int, str]]]
-# The value of data.answer_format that reads an answer out of a worked solution: what marks it, how it is read.
+# data.answer_format values that extract the answer from a worked solution: its mark, and the function that reads it.
 MARKED = {"boxed": ("\\boxed", boxed_answer), "gsm8k": ("####", hash_answer)}
 
 
 def math_golds(golds: list[str]) -> list[tuple[int, str]]:
-    r"""References that math and gsm8k_* cannot compare with: unreadable text, a JSON object, and a worked solution,
-    which its own `\boxed{}` or `#### n` does not equal."""
+    r"""References that math and gsm8k_* cannot compare with: unreadable text, JSON objects, and worked solutions that
+    do not equal their own `\boxed{}` or `#### n`."""
     found = _worked_solutions(golds) | _objects(golds)
     left = [index for index in range(len(golds)) if index not in found]
     found |= {left[place]: why for place, why in check_golds([golds[index] for index in left])}
@@ -25,10 +26,10 @@ def math_golds(golds: list[str]) -> list[tuple[int, str]]:
 
 
 def _worked_solutions(golds: list[str]) -> dict[int, str]:
-    marked = []  # (index, the answer in it, the format that reads it)
+    marked = []  # (index, answer in it, format that reads it)
     for index, gold in enumerate(golds):
         for form, (mark, read) in MARKED.items():
-            # One that is longer than any answer is not compared.
+            # An answer longer than any valid one is not compared.
             if mark in gold and (answer := read(gold)) and gold.strip() != answer:
                 marked.append((index, answer, form))
                 break
@@ -54,7 +55,7 @@ def _objects(golds: list[str]) -> dict[int, str]:
 
 
 def number_golds(golds: list[str]) -> list[tuple[int, str]]:
-    """References that are no written number."""
+    """References that are not a literal number."""
     return [
         (index, f"the answer {gold[:60]!r} is not a number")
         for index, gold in enumerate(golds)
@@ -63,7 +64,7 @@ def number_golds(golds: list[str]) -> list[tuple[int, str]]:
 
 
 def checked_by(read: Callable[[str], object]) -> GoldCheck:
-    """The check of references that `read` reads, which raises `ValueError` with what is wrong."""
+    """Build a reference check from `read`, which raises `ValueError` with what is wrong."""
 
     def check(golds: list[str]) -> list[tuple[int, str]]:
         found = []

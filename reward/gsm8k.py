@@ -1,6 +1,6 @@
-r"""Rewards "gsm8k_strict" and "gsm8k_lenient": GSM8K's numeric answers, with and without their form.
+r"""Rewards "gsm8k_strict" and "gsm8k_lenient": GSM8K's numeric answers, with and without their required form.
 
-The two differ by what the form costs; report them side by side and never one as the other.
+They differ by the cost of the form; report them side by side and never one as the other.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def gsm8k_strict(
     budget: UnknownBudget | None = None,
     **_: Any,
 ) -> list[float | None]:
-    r"""1.0 when the last `\boxed{}`, or without one the last `#### n`, equals `gold`; 0.0 otherwise."""
+    r"""1.0 if the last `\boxed{}`, or without one the last `#### n`, equals `gold`; 0.0 otherwise."""
     return score_answers(final_answer, prompts, completions, gold, pool, budget)
 
 
@@ -33,7 +33,7 @@ def gsm8k_lenient(
     budget: UnknownBudget | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Like `gsm8k_strict`, and a completion with neither form is judged by the last number in it."""
+    """Like `gsm8k_strict`, but a completion with neither form is judged by its last number."""
     return score_answers(_answer_or_last_number, prompts, completions, gold, pool, budget)
 
 

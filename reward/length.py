@@ -1,4 +1,4 @@
-"""Reward "length": a penalty for completions near the length limit, soft before it (DAPO, equation 13)."""
+"""Reward "length": a penalty for completions near the length limit, with a soft zone before it (DAPO, equation 13)."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def length(
 ) -> list[float | None]:
     """0.0 up to `max_length - soft_zone` tokens, then linearly down to -1.0 at `max_length`, and -1.0 beyond.
 
-    `completion_ids` are the tokens that TRL passes; lengths are counted in them. `max_length` has to be set (use
+    Lengths are counted in `completion_ids`, the tokens that TRL passes. `max_length` must be set (use
     rollout.max_completion_length). DAPO's values are 20,480 with a zone of 4,096.
     """
     check_options(max_length, soft_zone)
@@ -32,7 +32,7 @@ def _penalty(tokens: int, max_length: int, soft_zone: int) -> float:
 
 
 def check_options(max_length: int, soft_zone: int, **_: Any) -> None:
-    """`ValueError` unless there is a limit and the zone lies below it."""
+    """Raise `ValueError` unless there is a limit and the zone fits below it."""
     if max_length < 1 or not 0 <= soft_zone <= max_length:
         raise ValueError(
             f"max_length ({max_length}) must be set, to rollout.max_completion_length for example, and soft_zone "

@@ -1,10 +1,10 @@
-r"""Writes problems for the rewards "countdown" and "arithmetic".
+r"""Generate problems for the rewards "countdown" and "arithmetic".
 
     python -m reward.make countdown --out data/countdown --train 2000 --test 200
 
 writes `train.jsonl` and `test.jsonl` with columns question and answer, for `data.path`; `data.answer_format` is
-`countdown` or (arithmetic) `plain`. Every countdown problem is made from a solution, so it has one. No held-out
-problem has the numbers of a training problem, in any order.
+`countdown` or (arithmetic) `plain`. Every countdown problem is built from a solution, so it has one. No held-out
+problem has the same numbers as a training problem, in any order.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LARGEST_TARGET = 999
 
 
 def problems(count: int, sizes: list[int], largest: int, seed: int) -> Iterator[tuple[list[int], int, str]]:
-    """`count` solvable problems as (numbers, target, solution), no two with the same numbers."""
+    """Yield `count` solvable problems as (numbers, target, solution), no two with the same numbers."""
     source, seen = random.Random(seed), set()
     for _ in range(count * 200):
         if len(seen) == count:
@@ -42,7 +42,7 @@ def problems(count: int, sizes: list[int], largest: int, seed: int) -> Iterator[
 
 
 def _combined(numbers: list[int], source: random.Random) -> tuple[Fraction, str]:
-    """A random expression of all numbers: its value (0 where a division failed) and its text."""
+    """A random expression of all numbers: its value (0 if a division failed) and its text."""
     parts = [(Fraction(number), str(number)) for number in numbers]
     source.shuffle(parts)
     while len(parts) > 1:
@@ -56,7 +56,7 @@ def _combined(numbers: list[int], source: random.Random) -> tuple[Fraction, str]
 
 
 def write(task: str, folder: Path, train: int, test: int, sizes: list[int], largest: int, seed: int) -> None:
-    """`train.jsonl` and `test.jsonl` in `folder`."""
+    """Write `train.jsonl` and `test.jsonl` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for numbers, target, solution in problems(train + test, sizes, largest, seed):

@@ -1,9 +1,9 @@
 r"""Reward "math": the final answer equals the reference answer.
 
-What counts as the answer and as equal is policy (`reward/README.md`); where people differ it is an option. The
-defaults: a box, or the answer as models state it; no rounding below six decimals (0.333 is not 1/3, 0.333333 is, and
-1.41421356 is `\sqrt2`); unevaluated expressions equal their value; a unit on one side only is ignored; several answers
-are all needed, in any order unless they stand in a tuple; digits of every script have their value.
+What counts as the answer and as equal is policy (`reward/README.md`); where people differ, it is an option. Defaults:
+a box, or the answer as models state it; no rounding below six decimals (0.333 is not 1/3, 0.333333 is, and 1.41421356
+is `\sqrt2`); unevaluated expressions equal their value; a unit on only one side is ignored; several answers are all
+required, in any order unless they form a tuple; digits of every script have their value.
 """
 
 from typing import Any, Literal
@@ -33,25 +33,25 @@ def math(
     hash_answers: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    r"""1.0 when the final answer equals `gold`, else 0.0 (also without an answer in its place); None when undecided.
+    r"""1.0 if the final answer equals `gold`, else 0.0 (also if its place holds no answer); None if undecided.
 
-    `form` says where the answer is looked for in the model's own text, and how narrowly it is compared:
+    `form` selects where in the model's own text the answer is looked for, and how strictly it is compared:
 
     - `stated`: the last `\boxed{}` (all of several that are enumerated), `#### n`, `<answer>…</answer>`, or sentence
-      such as "The answer is $x$."; not in a thought, not where the text takes it back or offers a choice.
-    - `boxed`: the last balanced `\boxed{}` and nothing else, so the form is learned with the content. A long decimal
-      is not a fraction.
-    - `lenient`: as `stated`; without a statement the last formula or number of the text.
+      such as "The answer is $x$."; not inside a thought, and not if the text retracts it or offers a choice.
+    - `boxed`: only the last balanced `\boxed{}`, so the form is learned with the content. A long decimal is not a
+      fraction.
+    - `lenient`: as `stated`; without a statement, the last formula or number of the text.
 
     Options:
 
-    - `answer_tag: "<answer>"`: the answer is what the last complete `<answer>…</answer>` holds, or a box inside it.
-    - `hash_answers: true`: with `form: boxed`, the last `#### n` counts where there is no box.
+    - `answer_tag: "<answer>"`: the answer is the content of the last complete `<answer>…</answer>`, or a box in it.
+    - `hash_answers: true`: with `form: boxed`, the last `#### n` counts if there is no box.
     - `tolerance: 0.01`: a number may differ from the reference by 1 % of it.
-    - `ordered: true`: `2, 1` does not answer `1, 2` (tuples are ordered anyway, sets in braces never).
+    - `ordered: true`: `2, 1` does not answer `1, 2` (tuples are always ordered, sets in braces never).
     - `units: required`: `5` does not answer `5 cm`. Two different units never agree.
-    - `several: any`: one of several reference answers is enough (a prediction with a wrong one beside it is not).
-    - `unicode_digits: false`: digits other than 0 to 9 are not digits.
+    - `several: any`: one of several reference answers is enough (but not a prediction with a wrong one beside it).
+    - `unicode_digits: false`: only 0 to 9 are digits.
     """
     policy = Policy(tolerance, ordered, units, several, unicode_digits, form)
 
@@ -68,7 +68,7 @@ def math(
 
 
 def check_options(tolerance: float, answer_tag: str | None, hash_answers: bool, **_: Any) -> None:
-    """`ValueError` for options that cannot be meant."""
+    """Raise `ValueError` for options that cannot be intended."""
     if not 0.0 <= tolerance < 1.0:
         raise ValueError(f"tolerance is {tolerance}, a share of the reference from 0 up to (not including) 1.")
     if answer_tag is not None and hash_answers:

@@ -1,6 +1,6 @@
-"""A reward function of the user's, named `module:function`: found, its arguments checked, called, its answer checked.
+"""User-defined reward functions, named `module:function`: import, check the arguments, call, check the result.
 
-Nothing of it is entered anywhere: the module is looked for in the directory where the command was started, too.
+Nothing has to be registered: the module is also looked up in the directory where the command was started.
 """
 
 import hashlib
@@ -14,37 +14,37 @@ from typing import Any
 
 from kit.core.errors import BadInput, CheckFailed, KitError
 
-# What a run gives every reward by name; TRL's `trainer_state`, `log_extra` and `log_metric` come with them.
+# Arguments that a run passes to every reward by name; TRL adds `trainer_state`, `log_extra` and `log_metric`.
 COLUMNS = ("prompts", "completions", "gold", "problem_id", "completion_ids")
 FROM_TRL = ("trainer_state", "log_extra", "log_metric")
-MOST = 1e18  # in size; the square of a larger reward, in the spread of a group, overflows float32
+MOST = 1e18  # in magnitude; a larger reward, squared for the spread of a group, overflows float32
 NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class RewardFailed(CheckFailed):
-    """A reward function of the user's raised an exception, which is the error's cause."""
+    """A user's reward function raised an exception, which is the error's cause."""
 
 
 def called(name: str, function: Callable, arguments: dict[str, Any]) -> Any:
-    """What the function returns; `RewardFailed` names the reward and what it raised."""
+    """Call the function and return its result; `RewardFailed` names the reward and the exception."""
     try:
         return function(**arguments)
     except KitError:
         raise
-    except Exception as error:  # a function of the user's may fail in any way
+    except Exception as error:  # a user's function may fail in any way
         said = " ".join(str(error).split())
         raise RewardFailed(f"reward {name!r} raised {type(error).__name__}: {said[:300] or 'no message'}.") from error
 
 
 def imported(name: str, key: str) -> Callable:
-    """The function of `module:function`; `BadInput`, which begins with the configuration's `key`, when there is none
-    or when it is async."""
+    """Import the function of `module:function`; `BadInput`, prefixed with the configuration's `key`, if there is none
+    or it is async."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of the user's may fail in any way while it is imported
+    except Exception as error:  # a user's module may fail in any way on import
         raise BadInput(f"{key} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise BadInput(f"{key} {name!r} is a {type(function).__name__}, not a function.")
@@ -54,7 +54,7 @@ def imported(name: str, key: str) -> Callable:
 
 
 def source_hash(function: Callable) -> str:
-    """BLAKE2b-64 of the file that defines the function, "" where there is none (a class instance, compiled code)."""
+    """BLAKE2b-64 of the file that defines the function; "" if there is none (a class instance, compiled code)."""
     try:
         source = Path(inspect.getsourcefile(function)).read_bytes()
     except (TypeError, OSError):
@@ -63,7 +63,7 @@ def source_hash(function: Callable) -> str:
 
 
 def check_arguments(name: str, function: Callable, key: str, columns: Sequence[str], options: Sequence[str]) -> None:
-    """`BadInput` unless the function can be called with `columns` and `options` by name."""
+    """Raise `BadInput` unless the function can be called with `columns` and `options` by name."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.POSITIONAL_ONLY for one in parameters):
         raise BadInput(f"{key} {name} has positional-only arguments; a reward is called with named ones.")
@@ -73,7 +73,7 @@ def check_arguments(name: str, function: Callable, key: str, columns: Sequence[s
 
 
 def taken(function: Callable, values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that the function takes by name, all where it has `**kwargs`."""
+    """The `values` that the function accepts by name; all of them if it has `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return values
@@ -81,8 +81,8 @@ def taken(function: Callable, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_rewards(name: str, found: Any, count: int) -> list[float | None]:
-    """What a function gave for `count` completions as numbers, with None for those that it could not compute (None or
-    NaN); `CheckFailed` when that is not one number of at most `MOST`, or None, each."""
+    """Convert a function's result for `count` completions to numbers, with None for unknown ones (None or NaN);
+    `CheckFailed` unless each is None or one number of magnitude at most `MOST`."""
     if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
         raise CheckFailed(
             f"reward {name!r} gave a {type(found).__name__}, and not a list with one number or None for each of "
@@ -92,11 +92,11 @@ def checked_rewards(name: str, found: Any, count: int) -> list[float | None]:
     for place, one in enumerate(found):
         try:
             number = math.nan if one is None else float(one)
-        except (TypeError, ValueError, RuntimeError):  # the last one of a tensor with several numbers
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several numbers
             number = None
         if number is None or isinstance(one, str | bytes):
             raise CheckFailed(f"reward {name!r} gave {one!r:.60} for completion {place}, no number or None.")
-        if abs(number) > MOST:  # NaN is not
+        if abs(number) > MOST:  # false for NaN
             raise CheckFailed(
                 f"reward {name!r} gave {number:g} for completion {place}; a reward is at most {MOST:g} in size. "
                 "Return None for a completion whose reward could not be computed."

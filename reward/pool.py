@@ -1,11 +1,11 @@
 """Killable worker processes for answer comparison: a wall-clock limit per sample, and a budget for unknowns.
 
-A fork server runs `reward/worker.py` in an interpreter of its own: not a `multiprocessing` child, because spawn would
-import the training script again (torch, trl) and fork would copy a process that holds CUDA and threads. It imports
-sympy once and forks a worker in milliseconds, so that replacing a hung one costs no import. The parent watches the
-clock; the server kills, because only it can know that a process id is still its child. No signal handlers, so any
-thread may score. The server starts on the first answer that needs it and ends with its parent, also when that is
-killed (see `worker.py`).
+A fork server runs `reward/worker.py` in an interpreter of its own. It is not a `multiprocessing` child, because spawn
+would import the training script again (torch, trl) and fork would copy a process that holds CUDA and threads. It
+imports sympy once and forks a worker in milliseconds, so replacing a hung one costs no import. The parent watches the
+clock; the server does the killing, because only it can know that a process id is still its child. There are no signal
+handlers, so any thread may score. The server starts on the first answer that needs it and ends with its parent, even
+if that is killed (see `worker.py`).
 """
 
 import atexit
@@ -28,7 +28,7 @@ from kit.core.errors import BadInput, CheckFailed
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 120.0  # the server imports sympy first; on a loaded machine that takes seconds
 EXAMPLES = 5
-# Reason -> what to do about samples that could not be computed for it.
+# Reason -> advice for samples that could not be computed.
 ADVICE = {
     "timeout": "raise reward.timeout_s if these are sound answers on a slow machine",
     "gold": "fix these reference answers",
@@ -59,12 +59,12 @@ class _Server:
                 stdout=self.stderr,
                 stderr=self.stderr,
                 env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
+                start_new_session=True,  # the trainer handles Ctrl-C in the terminal
             )
         self.control.settimeout(START_TIMEOUT_S)
 
     def ask(self, request: bytes, descriptors: tuple[int, ...] = ()) -> bytes:
-        """The server's one-line answer; OSError when it is gone or does not answer."""
+        """Send a request and return the one-line answer; OSError if the server is gone or does not answer."""
         if request:
             socket.send_fds(self.control, [request], descriptors)
         answer = b""
@@ -76,7 +76,7 @@ class _Server:
         return answer.strip()
 
     def stop(self) -> str:
-        """End the server and its workers now; return the end of what they wrote to stderr."""
+        """End the server and its workers now; return the tail of their stderr."""
         with contextlib.suppress(OSError):
             self.ask(b"stop\n")
         self.control.close()
@@ -100,13 +100,13 @@ class _Worker:
         self.deadline = 0.0
 
     def send(self, task: Task, timeout_s: float) -> None:
-        # At most 2 x 4,096 characters: fits in the socket's buffer, so this never blocks on a worker that is stuck.
+        # At most 2 x 4,096 characters: fits in the socket's buffer, so this never blocks on a stuck worker.
         self.task, self.deadline = task, time.monotonic() + timeout_s
-        with contextlib.suppress(OSError):  # a dead worker is noticed when its socket is read
+        with contextlib.suppress(OSError):  # a dead worker is detected when its socket is read
             self.socket.sendall(json.dumps(task).encode() + b"\n")
 
     def read(self) -> dict | None:
-        """The reply that has arrived, {} when it is not complete yet, None when the worker has died."""
+        """The reply that has arrived; {} if it is not complete yet, None if the worker has died."""
         try:
             data = self.socket.recv(65536)
         except OSError:
@@ -120,7 +120,7 @@ class _Worker:
         return json.loads(line)
 
     def is_dead(self) -> bool:
-        """Whether an idle worker has ended."""
+        """Whether an idle worker has exited."""
         try:
             return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -130,10 +130,10 @@ class _Worker:
 
 
 class WorkerPool:
-    """Up to `workers` processes that compare answers, `timeout_s` seconds of wall clock for each pair.
+    """Up to `workers` processes that compare answers, with `timeout_s` seconds of wall clock per pair.
 
     A worker that hangs or dies is replaced and its pair is undecided. Safe to call from any thread (one batch at a
-    time); after a fork the child starts workers of its own. `counts` holds how often each reason occurred.
+    time); after a fork the child starts its own workers. `counts` holds how often each reason occurred.
     """
 
     def __init__(self, workers: int = 2, timeout_s: float = 2.0, command: list[str] | None = None):
@@ -154,10 +154,10 @@ class WorkerPool:
         self._server: _Server | None = None
 
     def compare(self, pairs: list[tuple[str | None, str]], policy: str = "") -> list[Verdict]:
-        """A `Verdict` for every (predicted, gold) pair, in order, the same for any number of workers.
+        """Return a `Verdict` for every (predicted, gold) pair, in order, the same for any number of workers.
 
         A pair without a prediction asks whether the gold can be parsed. `policy` is a `reward.exact.Policy` as JSON.
-        Equal pairs of a batch are compared once. Raises `BadInput` when workers cannot start at all.
+        Equal pairs of a batch are compared once. Raises `BadInput` if no worker can be started.
         """
         if self._owner != os.getpid():  # after a fork the pipes belong to the parent
             self._reset()
@@ -174,7 +174,7 @@ class WorkerPool:
                 self._feed(waiting)
                 self._collect(decided)
         except BaseException:
-            self._stop()  # Ctrl-C or a failed start: a half-read reply must not meet the next batch
+            self._stop()  # Ctrl-C or a failed start: a half-read reply must not reach the next batch
             raise
         return decided
 
@@ -190,7 +190,7 @@ class WorkerPool:
                 worker.send(waiting.popleft(), self.timeout_s)
 
     def _forked(self) -> _Worker:
-        """A new worker; starts the server first where there is none (any more)."""
+        """Fork a new worker, first starting the server if there is none (any more)."""
         tail = ""
         for _ in range(3):
             try:
@@ -209,9 +209,9 @@ class WorkerPool:
         )
 
     def _collect(self, decided: dict) -> None:
-        """Wait for a reply, a death or a deadline, and book what happened."""
+        """Wait for a reply, a death or a deadline, and record the outcome."""
         active = [worker for worker in self._live if worker.task is not None]
-        # poll, not select: select refuses file descriptors above 1023, which a trainer with many shards reaches.
+        # poll, not select: select rejects file descriptors above 1023, which a trainer with many shards reaches.
         with selectors.PollSelector() as selector:
             for worker in active:
                 selector.register(worker.socket, selectors.EVENT_READ, worker)
@@ -234,7 +234,7 @@ class WorkerPool:
                 self._end(worker)
 
     def _replace(self, worker: _Worker, reason: str, decided: dict) -> None:
-        """End a worker and book its task as undecided; `_feed` forks the next one when there is work for it."""
+        """End a worker and record its task as undecided; `_feed` forks a new one when there is work for it."""
         self._end(worker)
         decided[worker.task] = Verdict(None, reason)
 
@@ -244,13 +244,13 @@ class WorkerPool:
         if self._server is None:
             return
         try:
-            self._server.ask(f"kill {worker.pid}\n".encode())  # one of an earlier server's is not its child: no harm
-        except OSError:  # the server is gone; its other workers notice and end
+            self._server.ask(f"kill {worker.pid}\n".encode())  # a pid of an earlier server is not its child: harmless
+        except OSError:  # the server is gone; its other workers notice and exit
             self._server.stop()
             self._server = None
 
     def pids(self) -> list[int]:
-        """Process ids of the workers that are alive now."""
+        """Process ids of the live workers."""
         return [worker.pid for worker in self._live]
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool(workers: int = 2, timeout_s: float = 2.0) -> WorkerPool:
-    """The process-wide pool with these settings, closed at exit; several reward functions share its workers."""
+    """The process-wide pool with these settings, closed at exit; reward functions share its workers."""
     with _shared_lock:
         key = (workers, timeout_s)
         if key not in _shared:
@@ -283,10 +283,10 @@ def shared_pool(workers: int = 2, timeout_s: float = 2.0) -> WorkerPool:
 
 
 class UnknownBudget:
-    """Stops a run whose reward cannot be computed too often: at most `max_fraction` of the last `window` samples.
+    """Stop a run whose reward is unknown too often: at most `max_fraction` of the last `window` samples.
 
-    Until `minimum` samples have been seen the fraction is taken of `minimum`, so one early hang does not end a run and
-    a reward that always hangs ends it at once.
+    Until `minimum` samples have been seen the fraction is taken of `minimum`, so that one early hang does not end a
+    run while a reward that always hangs ends it at once.
     """
 
     def __init__(self, name: str, max_fraction: float, window: int = 1024, minimum: int = 256):
@@ -298,7 +298,7 @@ class UnknownBudget:
         self._examples: deque[str] = deque(maxlen=EXAMPLES)
 
     def record(self, verdicts: list[Verdict], examples: list[str]) -> None:
-        """Count a batch; `CheckFailed` with reasons and examples when the budget is spent."""
+        """Count a batch; raise `CheckFailed` with reasons and examples if the budget is exceeded."""
         for verdict, example in zip(verdicts, examples, strict=True):
             reason = verdict.reason if verdict.value is None else None
             self._window.append(reason)
@@ -317,7 +317,7 @@ class UnknownBudget:
             )
 
     def _advice(self, reasons: Counter[str]) -> str:
-        """What to do about these reasons, most frequent first."""
+        """Advice for these reasons, most frequent first."""
         known = [ADVICE[reason] for reason, _ in reasons.most_common() if reason in ADVICE]
         text = "; or ".join([*known, "raise reward.max_unknown_fraction to leave such samples out"])
         return f"{text[0].upper()}{text[1:]}."

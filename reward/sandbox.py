@@ -1,35 +1,36 @@
-"""Runs foreign code against hidden tests in processes that cannot reach the tests, the machine or the verdict.
+"""Run untrusted code against hidden tests in processes that cannot reach the tests, the machine or the verdict.
 
-Who does what:
+Roles:
 
 - The *candidate* process runs the model's code and nothing else. It is asked for function calls and answers with plain
   values (`sandbox_values`); it never receives a test, an expected value or a verdict to write.
-- The *judge* process runs the tests and never runs the model's code: a tested function is a proxy there that sends
+- The *judge* process runs the tests and never runs the model's code. There, a tested function is a proxy that sends
   the arguments over a pipe and rebuilds the result from plain types. Equality is the judge's own, so an object that
   claims to equal everything, a patched `assert`, a printed marker, `sys.exit(0)` or a forged reply change nothing:
   whatever the candidate does is either a value, which is compared, or the loss of the candidate, which fails the
-  sample even where the tests catch every exception.
+  sample even if the tests catch every exception.
 - The *fork server* (one per worker, an interpreter of its own with the standard library loaded) forks the two for
   every sample. The candidate is forked before the job is read, so no test is in its memory.
 - This process only sends jobs and reads verdicts. It parses and compiles no model text.
 
-What surrounds candidate and judge, as far as the machine allows (`Sandbox.isolation`, found out by trying):
+Isolation of candidate and judge, as far as the machine allows (`Sandbox.isolation`, determined by trying):
 
-- namespaces for mounts (a read-only root with the standard library alone, a fresh 16 MiB file system in memory, no
+- namespaces for mounts (a read-only root with only the standard library, a fresh 16 MiB in-memory file system, no
   /proc, no /dev, no packages), network (no interface that is up), IPC and processes (the kernel kills what is left
-  with the candidate), in a user namespace where the trainer is not root;
+  together with the candidate), in a user namespace if the trainer is not root;
 - a system call filter: no sockets, no new processes or threads, no signals, no ptrace, no mounts;
-- without the mount namespace, Landlock file rules (the standard library alone) and no writing to files at all;
+- without the mount namespace, Landlock file rules (only the standard library) and no writing to files at all;
 - nobody instead of root, no capabilities, memory hidden from other processes, an empty environment, standard streams
   on /dev/null, limits on CPU time, memory, file size, open files and processes.
 
-CPU time is limited by the kernel, so that a verdict does not depend on what else the machine does; the wall clock is
-kept by the judge, again by the fork server and again here. With neither namespaces nor the filter no code is run.
+The kernel limits CPU time, so a verdict does not depend on the machine's other load. The wall clock is enforced by the
+judge, again by the fork server and again here. With neither namespaces nor the filter, no code is run.
 
-Limits: functions are called with copies, so tests see no argument changed in place; results that are no plain values
-(instances of the completion's classes, functions) are true or false and equal nothing; only the standard library can
-be imported; a function can recognize arguments that its prompt shows. With neither namespaces nor Landlock the
-candidate can read what its user can read. Kernel bugs are not defended against: use a virtual machine for that.
+Limits: functions are called with copies, so tests see no in-place changes to arguments; results that are not plain
+values (instances of the completion's classes, functions) are true or false and equal nothing; only the standard
+library can be imported; a function can recognize arguments that its prompt shows. With neither namespaces nor
+Landlock, the candidate can read what its user can read. Kernel bugs are not defended against: use a virtual machine
+for that.
 """
 
 import atexit
@@ -49,7 +50,7 @@ from pathlib import Path
 
 from kit.core.errors import BadInput
 
-WALL_PER_CPU = 4.0  # waiting alone can use it up, so it costs only where code sleeps or the machine is loaded
+WALL_PER_CPU = 4.0  # waiting counts too, so it matters only if code sleeps or the machine is loaded
 CHILD = Path(__file__).with_name("sandbox_child.py")
 START_TIMEOUT_S = 120.0
 BACKSTOP_S = 120.0  # beyond the limits inside: only a broken fork server takes this long
@@ -62,7 +63,7 @@ class Job:
     """A completion's code and the tests it must pass. `prompt` and `setup` are trusted code.
 
     `prompt` runs before the completion and before the tests (imports, helper functions, the signature to complete);
-    `setup` runs before the tests only, out of the completion's reach. `names` are the completion's functions that the
+    `setup` runs only before the tests, out of the completion's reach. `names` are the completion's functions that the
     tests call.
     """
 
@@ -82,7 +83,7 @@ class Job:
 class Outcome:
     """How many tests passed, and why not all: "wrong", "timeout", "died", "syntax", "output", an exception's name…
 
-    "sandbox" (the isolation or a process of it failed) and "gold" (the tests cannot run) are nobody's score.
+    "sandbox" (the isolation or one of its processes failed) and "gold" (the tests cannot run) do not count as a score.
     """
 
     passed: int
@@ -97,7 +98,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What stands around the code: `parts` in force, and which stronger sets were tried and what the kernel said."""
+    """The isolation in force (`parts`), and which stronger sets were tried and the kernel's error for each."""
 
     parts: tuple[str, ...]
     missing: tuple[str, ...] = field(default=(), compare=False)
@@ -106,7 +107,7 @@ class Isolation:
     def level(self) -> str:
         """One of "full", "namespaces" (without the filter), "confined" (filter and file rules) and "filter" alone.
 
-        Only in the last can files be read that are not the standard library's.
+        Only with the last can files outside the standard library be read.
         """
         if set(self.parts) >= NAMESPACES:
             return "full" if "seccomp" in self.parts else "namespaces"
@@ -153,7 +154,7 @@ class _Server:
         self.isolation = Isolation(tuple(hello["isolation"]), tuple(hello["missing"]))
 
     def judge(self, job: Job, backstop_s: float) -> dict:
-        """The verdict as the judge wrote it. `EOFError`, `TimeoutError` or `OSError` when the server is broken."""
+        """Return the judge's verdict as written; `EOFError`, `TimeoutError` or `OSError` if the server is broken."""
         deadline = time.monotonic() + backstop_s
         data = memoryview(job.frame())
         while data:
@@ -187,7 +188,7 @@ class _Server:
         return ""
 
     def kill(self) -> None:
-        """End the server; what it forked dies with it."""
+        """Kill the server; its children die with it."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -197,10 +198,10 @@ class _Server:
 
 
 class Sandbox:
-    """Up to `workers` fork servers; a job has `timeout_s` of CPU time, four times that by the clock, and `memory_mib`.
+    """Up to `workers` fork servers; a job has `timeout_s` CPU time, four times that by the clock, and `memory_mib`.
 
-    Servers start with the first jobs and stay. Any thread may call it, one batch at a time; after a fork the child
-    starts servers of its own. `refused` leaves out parts of the isolation, for tests.
+    Servers start with the first jobs and stay. Callable from any thread, one batch at a time; after a fork the child
+    starts its own servers. `refused` excludes parts of the isolation, for tests.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Sandbox:
         self._isolation: Isolation | None = None
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """An `Outcome` for every job, in order, the same for any number of workers; equal jobs run once."""
+        """Return an `Outcome` for every job, in order, the same for any number of workers; equal jobs run once."""
         if self._owner != os.getpid():  # after a fork the pipes belong to the parent
             self._reset()
         with self._lock:
@@ -251,7 +252,7 @@ class Sandbox:
                     thread.start()
                 for thread in threads:
                     thread.join()
-            except BaseException:  # Ctrl-C: a half-read verdict must not meet the next batch
+            except BaseException:  # Ctrl-C: a half-read verdict must not reach the next batch
                 errors.append(KeyboardInterrupt())
                 self._stop()
                 raise
@@ -260,7 +261,7 @@ class Sandbox:
         return [outcomes[job] for job in jobs]
 
     def _run_one(self, job: Job) -> Outcome:
-        for _ in range(2):  # a server that broke is replaced, once
+        for _ in range(2):  # a broken server is replaced, once
             server = self._take()
             try:
                 verdict = server.judge(job, WALL_PER_CPU * self.timeout_s + BACKSTOP_S)
@@ -299,7 +300,7 @@ class Sandbox:
         server.kill()
 
     def isolation(self) -> Isolation:
-        """What is in force, found out by starting a server where none has run yet."""
+        """The isolation in force, determined by starting a server if none has run yet."""
         if self._owner != os.getpid():
             self._reset()
         with self._lock:
@@ -308,7 +309,7 @@ class Sandbox:
             return self._isolation
 
     def pids(self) -> list[int]:
-        """Process ids of the fork servers that are alive now."""
+        """Process ids of the live fork servers."""
         return [server.process.pid for server in self._all]
 
     def close(self) -> None:
@@ -340,9 +341,9 @@ def shared_sandbox(workers: int = 2, timeout_s: float = 5.0, memory_mib: int = M
 
 
 def isolation_level() -> dict[str, object]:
-    """The isolation that this machine allows, for a run's record: level, parts, and why it is not a stronger one.
+    """The isolation that this machine allows, for a run's record: level, parts, and why it is not stronger.
 
-    Prints it when nothing has yet. Takes a fraction of a second and leaves no process.
+    Prints it unless already printed. Takes a fraction of a second and leaves no process.
     """
     sandbox = Sandbox(1)
     try:

@@ -1,12 +1,12 @@
-"""The program inside the code sandbox: a fork server, and for every sample a judge and a candidate.
+"""The program inside the code sandbox: a fork server and, for every sample, a judge and a candidate.
 
     parent (trainer)  --job-->  judge      the hidden tests; never runs the model's code
                                   |  plain values, both ways
                                 candidate  the model's code; never sees the tests
 
-The fork server holds neither: it forks a judge, the judge forks the candidate, and only then is the job read, by the
-judge, from the pipe that all three inherited (the candidate closes its end first). So there are no tests in the
-candidate's memory to find. Run by `reward.sandbox` as a script; standard library only.
+The fork server holds neither: it forks a judge, the judge forks the candidate, and only then does the judge read the
+job from the pipe that all three inherited (the candidate closes its end first). So there are no tests in the
+candidate's memory to find. `reward.sandbox` runs this file as a script; standard library only.
 
 Frames are four bytes of length and JSON. Job: {"prompt", "code", "setup", "tests", "names", "check"}. Verdict:
 {"passed", "total", "reason"}.
@@ -29,8 +29,8 @@ import types
 MAX_JOB_BYTES = 8 << 20
 BOX_MIB = 16
 OPEN_FILES = 64
-REPORT_GRACE_S = 2.0  # the judge keeps the time; its own limit is enforced this much later
-# What solutions import most; loaded once, so that a sample pays nothing for it.
+REPORT_GRACE_S = 2.0  # the judge keeps time; the server's limit on the judge is this much later
+# Modules that solutions import most; loaded once, so that a sample does not pay for them.
 PRELOADED = (
     "abc array ast bisect calendar cmath collections.abc copy csv dataclasses datetime decimal enum fractions "
     "functools hashlib heapq inspect io itertools logging math numbers operator pprint queue random re "
@@ -39,8 +39,8 @@ PRELOADED = (
 ).split()
 
 
-# This folder as a package of another name: on sys.path it would make `import math` find reward/math.py, and as
-# `reward` it would bring the rest of the kit.
+# This folder as a package under another name: on sys.path it would make `import math` find reward/math.py, and as
+# `reward` it would import the rest of the kit.
 _package = types.ModuleType("sandbox_parts")
 _package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
 sys.modules["sandbox_parts"] = _package
@@ -105,7 +105,7 @@ def _answer_calls(requests: int, replies: int) -> None:
 
 
 def _run_program(program: dict, namespace: dict) -> None:
-    """Run the prompt's code, then the completion's; one that is only a function's body continues the prompt."""
+    """Run the prompt's code, then the completion's; code that is only a function's body continues the prompt."""
     prompt, code = program["prompt"], program["code"]
     try:
         compiled = compile(code, "solution.py", "exec")
@@ -155,7 +155,7 @@ def judge(report: int, how: dict) -> None:
         os.close(reply_end)
         os.write(report, child.to_bytes(4, "big"))
         line = Line(requests, replies)
-        deadline = time.monotonic() + 30.0  # for the isolation; the sample's own time starts when it stands
+        deadline = time.monotonic() + 30.0  # for the isolation; the sample's own time starts once it is up
         ready = json.loads(read_frame(replies, 1 << 16, deadline))
         job = json.loads(read_frame(0, MAX_JOB_BYTES, deadline))
         os.write(report, b"r")
@@ -190,7 +190,7 @@ def _restrict_judge(how: dict) -> None:
 
 
 def serve(how: dict, parent: int) -> None:
-    """Judge one job after the other until the parent closes the pipe or is gone."""
+    """Judge one job after another until the parent closes the pipe or is gone."""
     answers = os.dup(1)
     os.dup2(_NULL, 1)
     write_frame(answers, json.dumps({"isolation": sorted(how["parts"]), "missing": how["missing"]}).encode())
@@ -213,7 +213,7 @@ def serve(how: dict, parent: int) -> None:
 
 
 def _one_sample(how: dict, parent: int) -> bytes | None:
-    """The judge's verdict as it wrote it; None when the parent is gone. No process of the sample is left."""
+    """Return the judge's verdict as written, None if the parent is gone. Leaves no process of the sample behind."""
     scratch = how["scratch"]
     if "mount" not in how["parts"]:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -233,7 +233,7 @@ def _one_sample(how: dict, parent: int) -> bytes | None:
         limit_s = how["wall_s"] + REPORT_GRACE_S
         size = int.from_bytes(_patient_read(here, 4, parent, limit_s), "big")
         data = _patient_read(here, size, parent, limit_s)
-    except TimeoutError:  # the tests themselves hang on what the candidate gave them
+    except TimeoutError:  # the tests themselves hang on the candidate's values
         data = b'{"passed": 0, "total": 1, "reason": "timeout"}'
     except EOFError:
         data = b'{"passed": 0, "total": 1, "reason": "judge"}'
@@ -243,13 +243,13 @@ def _one_sample(how: dict, parent: int) -> bytes | None:
     _end_children({pid, candidate_pid} - {0})
     if "mount" not in how["parts"]:
         shutil.rmtree(scratch, ignore_errors=True)
-    if data is not None and not consumed:  # half a job may lie in the pipe
+    if data is not None and not consumed:  # half a job may be left in the pipe
         return json.dumps({"passed": 0, "total": 1, "reason": "sandbox", "leaving": True}).encode()
     return data
 
 
 def _patient_read(descriptor: int, size: int, parent: int, limit_s: float) -> bytes:
-    """`size` bytes; `ConnectionAbortedError` within a second of the parent's end."""
+    """Read `size` bytes; `ConnectionAbortedError` within a second of the parent's end."""
     deadline, data = time.monotonic() + limit_s, b""
     while len(data) < size:
         if os.getppid() != parent:
@@ -267,9 +267,9 @@ def _patient_read(descriptor: int, size: int, parent: int, limit_s: float) -> by
 
 
 def _end_children(known: set[int]) -> None:
-    """Kill and reap the judge, the candidate and whatever else they left; orphans have become this process's children.
+    """Kill and reap the judge, the candidate and any other descendants; orphans were reparented to this process.
 
-    The candidate is the first process of its pid namespace: with it the kernel kills everything in there.
+    The candidate is the first process of its pid namespace: the kernel kills everything in it along with it.
     """
     while True:
         for pid in known | set(_children()):
@@ -284,11 +284,11 @@ def _end_children(known: set[int]) -> None:
 def _children() -> list[int]:
     with contextlib.suppress(OSError), open("/proc/self/task/self/children") as children:
         return [int(pid) for pid in children.read().split()]
-    return []  # without /proc there is a pid namespace for the candidate, and its death signal
+    return []  # without /proc the pid namespace and the parent-death signal cover it
 
 
 def isolate(how: dict) -> None:
-    """Enter the strongest isolation that this machine allows; `how["parts"]` says which. `SystemExit` without any."""
+    """Enter the strongest isolation that this machine allows and store it in `how["parts"]`; `SystemExit` if none."""
     spaces = ("mount", "net", "ipc", "pid")
     attempts = [
         (*spaces, "seccomp"),
@@ -300,7 +300,7 @@ def isolate(how: dict) -> None:
         ("landlock", "seccomp"),
         ("seccomp",),
     ]
-    if os.geteuid() == 0:  # in a user namespace of its own it could not become nobody
+    if os.geteuid() == 0:  # in its own user namespace it could not become nobody
         attempts.remove(("user", "net", "ipc", "pid", "landlock", "seccomp"))
     for parts in attempts:
         if not set(parts) & set(how["refused"]) and (error := _rehearse(parts, how)) is None:
@@ -315,7 +315,7 @@ def isolate(how: dict) -> None:
 
 
 def _rehearse(parts: tuple[str, ...], how: dict) -> str | None:
-    """Try the isolation in a process that then ends; the error, or None when every step of it worked."""
+    """Try the isolation in a process that then exits; return the error, or None if every step worked."""
     here, there = os.pipe()
     pid = os.fork()
     if pid == 0:

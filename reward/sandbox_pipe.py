@@ -1,4 +1,4 @@
-"""Frames on a pipe: four bytes of length and the content, read and written with a deadline. Standard library only."""
+"""Frames on a pipe: a four-byte length and the content, read and written with a deadline. Standard library only."""
 
 import os
 import select
@@ -6,7 +6,7 @@ import time
 
 
 def read_exactly(descriptor: int, size: int, deadline: float) -> bytes:
-    """`size` bytes; `EOFError` when the other end is closed, `TimeoutError` at the deadline (monotonic seconds)."""
+    """Read `size` bytes; `EOFError` if the other end is closed, `TimeoutError` at the deadline (monotonic seconds)."""
     parts = []
     while size:
         wait(descriptor, select.POLLIN, deadline)
@@ -19,7 +19,7 @@ def read_exactly(descriptor: int, size: int, deadline: float) -> bytes:
 
 
 def read_frame(descriptor: int, limit: int, deadline: float) -> bytes:
-    """The content of the next frame; `ValueError` when it is longer than `limit`."""
+    """Read the content of the next frame; `ValueError` if it is longer than `limit`."""
     size = int.from_bytes(read_exactly(descriptor, 4, deadline), "big")
     if size > limit:
         raise ValueError(f"a frame of {size} bytes, at most {limit}")
@@ -27,9 +27,9 @@ def read_frame(descriptor: int, limit: int, deadline: float) -> bytes:
 
 
 def write_frame(descriptor: int, data: bytes, deadline: float = float("inf")) -> None:
-    """Write a frame; never blocks beyond the deadline, whether the other end reads or not."""
+    """Write a frame; never blocks beyond the deadline, even if the other end does not read."""
     data = len(data).to_bytes(4, "big") + data
-    for start in range(0, len(data), 4096):  # poll promises room for one page
+    for start in range(0, len(data), 4096):  # poll guarantees room for one page
         wait(descriptor, select.POLLOUT, deadline)
         part = data[start : start + 4096]
         while part:

@@ -1,10 +1,9 @@
-"""Plain values as JSON text and back: what may pass between a tested program and the process that judges it.
+"""Plain values as JSON text and back: the only values that pass between a tested program and its judge.
 
-`decode` builds only objects of the types listed here, whatever bytes it is given; equality, hashing and iteration of
-what it returns are therefore Python's own. `encode` reduces subclasses to the plain content of their base (a Counter
-to a dict, a namedtuple to a tuple, an IntEnum to an int), so a patched `__eq__` does not travel; any other object
-becomes an `Opaque`, which is true or false and equals nothing. Standard library only: this file is also loaded in the
-sandbox.
+`decode` builds only objects of the types listed here, whatever bytes it is given, so equality, hashing and iteration
+of its results are Python's own. `encode` reduces subclasses to the plain content of their base (a Counter to a dict, a
+namedtuple to a tuple, an IntEnum to an int), so a patched `__eq__` does not travel. Any other object becomes an
+`Opaque`, which is true or false and equals nothing. Standard library only: this file is also loaded in the sandbox.
 """
 
 import collections
@@ -15,7 +14,7 @@ import itertools
 import json
 from typing import Any
 
-MAX_ITEMS = 200_000  # of one value, all levels together
+MAX_ITEMS = 200_000  # of one value, over all levels
 MAX_DEPTH = 60
 _JSON_INT = 1 << 53
 
@@ -33,11 +32,11 @@ _KEYS, _VALUES, _ITEMS = type({}.keys()), type({}.values()), type({}.items())
 
 
 class NotPlain(Exception):
-    """A value that has no plain form, or bytes that are not the form of one."""
+    """A value without a plain form, or bytes that do not encode one."""
 
 
 class Opaque:
-    """Stands for an object that cannot travel, like a `re.Match`: its truth is known, and it equals only itself."""
+    """Stand-in for an object that cannot travel, like a `re.Match`: its truth is known, and it equals only itself."""
 
     __slots__ = ("kind", "truth")
 
@@ -52,12 +51,12 @@ class Opaque:
 
 
 def encode(value: Any) -> bytes:
-    """The JSON text of a value; `NotPlain` when it is too large or too deep, `TypeError` for an `Opaque`."""
+    """Encode a value as JSON text; `NotPlain` if it is too large or too deep, `TypeError` for an `Opaque`."""
     return json.dumps(_pack(value, 0, [0])).encode()
 
 
 def decode(data: bytes) -> Any:
-    """The value of a JSON text made by `encode`; `NotPlain` for everything else, never an object of another type."""
+    """Decode JSON text made by `encode`; `NotPlain` for anything else, never an object of another type."""
     try:
         return _unpack(json.loads(data), 0)
     except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What every reward function has in common: completion to answer, answer to verdict, verdict to number."""
+"""Steps shared by all reward functions: completion to answer, answer to verdict, verdict to number."""
 
 from collections.abc import Callable
 
@@ -10,20 +10,20 @@ Message = str | list[dict]
 
 
 class Explanation:
-    """Given to a reward function in place of a budget: keeps what it decided and stops nothing."""
+    """Passed to a reward function in place of a budget: records its decisions and stops nothing."""
 
     def __init__(self) -> None:
         self.verdicts: list[Verdict] = []
-        self.extracted: list[str | None] = []  # what was judged, where the function says it
+        self.extracted: list[str | None] = []  # the judged answers, if the function reports them
 
     def record(self, verdicts: list[Verdict], examples: list[str], extracted: list[str | None] | None = None) -> None:
-        """Keep a batch; the arguments are those of `UnknownBudget.record`, and the answers that were extracted."""
+        """Record a batch; arguments as in `UnknownBudget.record`, plus the extracted answers."""
         self.verdicts += verdicts
         self.extracted += extracted or [None] * len(verdicts)
 
 
 def own_texts(prompts: list[Message] | None, completions: list[Message]) -> list[str]:
-    """The text of every completion without what it repeats of its prompt; `prompts` may be None."""
+    """The text of every completion without what it repeats from its prompt; `prompts` may be None."""
     if prompts is None:
         return [message_text(completion) for completion in completions]
     return [own_text(completion, prompt) for completion, prompt in zip(completions, prompts, strict=True)]
@@ -38,7 +38,7 @@ def score_answers(
     budget: UnknownBudget | Explanation | None,
     policy: Policy = DEFAULT,
 ) -> list[float | None]:
-    """1.0 for every completion whose extracted answer equals its gold, 0.0 otherwise, None where undecided.
+    """1.0 for every completion whose extracted answer equals its gold, 0.0 otherwise, None if undecided.
 
     Undecided samples are counted in `budget`, which raises `CheckFailed` once it is spent.
     """
@@ -55,7 +55,7 @@ def record(
     examples: list[str],
     extracted: list[str | None],
 ) -> None:
-    """Tell the budget what was decided, and an `Explanation` also what was read out of each completion."""
+    """Report the verdicts to the budget, and to an `Explanation` also the answer extracted from each completion."""
     if isinstance(budget, Explanation):
         budget.record(verdicts, examples, extracted)
     elif budget is not None:

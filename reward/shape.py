@@ -1,9 +1,9 @@
-r"""The shape of an answer (value, list, set, tuple, interval, matrix, relation) and comparing two shapes part by part.
+r"""The shape of an answer (value, list, set, tuple, interval, matrix, relation), and comparison of shapes by parts.
 
-The parts are compared by `leaf(predicted, gold) -> bool | None`, which the caller gives: exact arithmetic alone in the
-calling process, math-verify behind it in a worker. None anywhere without a False makes the whole None.
+Parts are compared by the caller's `leaf(predicted, gold) -> bool | None`: exact arithmetic alone in the calling
+process, backed by math-verify in a worker. A None without any False makes the whole None.
 
-Policy: a bare list `1, 2` equals the set `{1, 2}` and, in its order, the tuple `(1, 2)`; a set is no tuple. Order
+Policy: a bare list `1, 2` equals the set `{1, 2}` and, in its order, the tuple `(1, 2)`; a set is not a tuple. Order
 counts in tuples, matrices and `[a, b, c]`, in bare lists by option. `\pm` stands for its two values. `x > 3` is the
 interval `(3, \infty)`; an open `(a, b)` without infinity may be a point, so an inequality does not answer it. `x = 5`
 answers 5.
@@ -21,13 +21,13 @@ from reward.values import approximate, is_settled
 Leaf = Callable[[str, str], bool | None]
 MAX_PARTS = 64
 
-# What may stand left of "=" in an answer: x, f(x), f^{-1}(x), a_1, \theta, \angle ABC, \text{area}, \vec{v}.
+# Names allowed left of "=" in an answer: x, f(x), f^{-1}(x), a_1, \theta, \angle ABC, \text{area}, \vec{v}.
 _NAME = (
     r"(?!\\(?:frac|sqrt|cdot|times|div|pm|sum|int|pi|infty)(?![A-Za-z]))"
     r"(?:\\(?:text|mathrm|mathbf|mathcal|vec|hat|bar|overline|overrightarrow)\s*\{[^{}]*\}|\\?[A-Za-z]+|\|[A-Z]{2}\|)"
     r"(?:\s+[A-Za-z]+|_\{?\w+\}?|\^\{?-1\}?(?=\s*\()|\([\w, ]*\)|')*"
 )
-# Ratios of them, too: V_1:V_2, \frac{AB}{CD}, AB/CD (x/y is a formula).
+# Also their ratios: V_1:V_2, \frac{AB}{CD}, AB/CD (x/y is a formula).
 NAME = re.compile(
     rf"{_NAME}(?:\s*:\s*{_NAME})?|\\frac\s*\{{[A-Z]{{2}}(?:_\d)?\}}\s*\{{[A-Z]{{2}}(?:_\d)?\}}|[A-Z]{{2}}\s*/\s*[A-Z]{{2}}"
 )
@@ -71,7 +71,7 @@ _FAMILY = re.compile(
 class Shape:
     """`kind` is value, list, set, tuple, brackets, spans (a union of intervals), matrix, equation, relation, empty.
 
-    `items` are the parts; spans have (low, high, low_open, high_open) in `spans`. `name` is what stood left of "=".
+    `items` are the parts; `spans` holds (low, high, low_open, high_open) tuples. `name` is the left side of "=".
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Shape:
 
 
 def compare(predicted: str, gold: str, leaf: Leaf, ordered: bool = False, several: str = "all") -> bool | None:
-    """Whether two normalized answers have equal shapes with equal parts; None where a part stays open."""
+    """Whether two normalized answers have equal shapes with equal parts; None if a part stays open."""
     p, g = shape_of(without_family(predicted)), shape_of(without_family(gold))
     if several == "any" and g.kind in ("list", "set") and p.kind == "value":
         return _any(_equal(p, item, leaf, ordered) for item in g.items)
@@ -92,15 +92,15 @@ def compare(predicted: str, gold: str, leaf: Leaf, ordered: bool = False, severa
 
 
 def without_family(text: str) -> str:
-    r"""`k\pi, k \in \mathbb{Z}` without the condition behind it."""
+    r"""`k\pi, k \in \mathbb{Z}` without the trailing condition."""
     return _FAMILY.sub("", text).strip() if "\\in" in text else text
 
 
 def split(text: str, separators: Iterable[str], inside: bool = False) -> list[str]:
-    """`text` cut at the separators outside brackets, or whole where brackets do not balance.
+    """`text` split at separators outside brackets, or whole if the brackets do not balance.
 
-    Brackets of different kinds may close each other: [0, 1) is one. A comma before three digits belongs to a number;
-    `inside` brackets only where other commas have a space: (1,234) is a pair.
+    Brackets of different kinds may close each other, as in [0, 1). A comma before three digits belongs to a number;
+    `inside` brackets, only if other commas are followed by a space: (1,234) is a pair.
     """
     separators, depth, parts, start = set(separators), 0, [], 0
     spaced = "," in separators and (not inside or re.search(r",\s", text))
@@ -121,7 +121,7 @@ def split(text: str, separators: Iterable[str], inside: bool = False) -> list[st
 
 
 def shape_of(text: str) -> Shape:
-    """The shape of a normalized answer in LaTeX spelling."""
+    """The shape of a normalized answer in LaTeX notation."""
     text = text.strip()
     if reversed_interval := re.fullmatch(r"([\][])([^\[\],]*),([^\[\],]*)([\][])", text):
         left, low, high, right = reversed_interval.groups()
@@ -184,7 +184,7 @@ def _list(parts: list[str], text: str) -> Shape:
 
 
 def _both(items: tuple[Shape, ...]) -> Shape | None:
-    """Where a lower and an upper bound hold together."""
+    """The interval in which a lower and an upper bound both hold."""
     spans = [item.spans[0] for item in items if len(item.spans) == 1]
     lower = [span for span in spans if _INFINITE.fullmatch(span[1]) and not _INFINITE.fullmatch(span[0])]
     upper = [span for span in spans if _INFINITE.fullmatch(span[0]) and not _INFINITE.fullmatch(span[1])]
@@ -194,7 +194,7 @@ def _both(items: tuple[Shape, ...]) -> Shape | None:
 
 
 def _reals_without(points: list[str]) -> Shape | None:
-    """The real numbers without some points, as intervals between them."""
+    """The real numbers without some points, as the intervals between them."""
     known = [formula(point) for point in points]
     values = [approximate(one.tree) if one else None for one in known]
     if None in values or len(set(values)) < len(values):
@@ -239,7 +239,7 @@ def _bracketed(text: str) -> Shape | None:
 
 
 def _is_one(text: str) -> bool:
-    """Whether the bracket that opens `text` closes at its end: (1)(2) does not."""
+    """Whether the opening bracket of `text` closes at its end, unlike in (1)(2)."""
     depth = 0
     for match in _PIECE.finditer(text):
         depth += (match[0] in _OPEN) - (match[0] in _CLOSE)
@@ -264,7 +264,7 @@ def _plus_minus(text: str) -> Shape | None:
 
 
 def _relation(text: str) -> Shape | None:
-    """A named value, an equation, or an inequality in one variable as intervals; None where no operator stands."""
+    """A named value, an equation, or an inequality in one variable as intervals; None without an operator."""
     sides, operators = relation_sides(text)
     if not operators or not all(sides):
         return None
@@ -290,7 +290,7 @@ def _relation(text: str) -> Shape | None:
 
 
 def _solved(sides: list[str], operators: list[str]) -> Shape | None:
-    """`x > a`, `a < x <= b`, `x != a` with a bare variable."""
+    """Solve `x > a`, `a < x <= b` or `x != a` for a bare variable."""
     bare = re.compile(r"\\?[A-Za-z](?:_\{?\w+\}?)?|[a-zA-Z]\([a-z]\)")
     if len(sides) == 2 and operators[0] in ("<", "<=", ">", ">=", "!="):
         left, right, operator = sides[0], sides[1], operators[0]
@@ -316,7 +316,7 @@ def _solved(sides: list[str], operators: list[str]) -> Shape | None:
 
 
 def relation_sides(text: str) -> tuple[list[str], list[str]]:
-    """The sides and the operators of a chain of relations, cut outside brackets."""
+    """The sides and operators of a chain of relations, split outside brackets."""
     depth_at, depth = {}, 0
     for match in _PIECE.finditer(text):
         depth += (match[0] in _OPEN) - (match[0] in _CLOSE)
@@ -335,7 +335,7 @@ def relation_sides(text: str) -> tuple[list[str], list[str]]:
 
 
 def squeezed_name(name: str) -> str:
-    r"""A name without typography: `\text{Area}` and `Area`, `a_{1}` and `a_1`, `f(x)` and `f(n)` are the same."""
+    r"""A name without typography: `\text{Area}` and `Area`, `a_{1}` and `a_1`, `f(x)` and `f(n)` become the same."""
     name = re.sub(r"(?<=[A-Za-z])\([a-z]\)$", "()", name.strip())
     name = re.sub(r"\\(?:text|mathrm|mathbf|vec|hat|bar|overline|overrightarrow)(?![A-Za-z])", "", name)
     return re.sub(r"[\s{}]", "", name)
@@ -366,7 +366,7 @@ def _equal(p: Shape, g: Shape, leaf: Leaf, ordered: bool) -> bool | None:
         or kinds == {"list", "set"}
         or (kinds == {"list"} and (not ordered or g.unordered or p.unordered))
     ):
-        points = all(item.kind == "tuple" for item in (*p.items, *g.items))  # a solution that is given twice is one
+        points = all(item.kind == "tuple" for item in (*p.items, *g.items))  # a solution given twice counts once
         return _as_sets(p, g, leaf, ordered, distinct=points or kinds != {"list"})
     if kinds <= {"tuple", "list"} or kinds <= {"brackets", "list"}:
         return _in_order(p.items, g.items, leaf, ordered)
@@ -374,7 +374,7 @@ def _equal(p: Shape, g: Shape, leaf: Leaf, ordered: bool) -> bool | None:
 
 
 def _value_against_many(p: Shape, g: Shape) -> bool | None:
-    """One value never answers several, nor several one; a value that cannot be read may still be several."""
+    """One value never answers several, nor several one; a value that cannot be parsed may still be several."""
     value = p if p.kind == "value" else g
     return False if formula(value.text) is not None or re.fullmatch(r"[\w\s.]*", value.text) else None
 
@@ -397,7 +397,7 @@ def _in_order(p: tuple[Shape, ...], g: tuple[Shape, ...], leaf: Leaf, ordered: b
     if len(p) != len(g):
         return False
     names_p, names_g = [s.name for s in p], [s.name for s in g]
-    if any(names_p) != any(names_g):  # (1, 2) for x = 1, y = 2: in the order of the alphabet
+    if any(names_p) != any(names_g):  # (1, 2) for x = 1, y = 2: in alphabetical order
         names = names_p if any(names_p) else names_g
         as_written = any(names_g) and len(set(names_g)) == len(names_g)
         if not all(names) or (sorted(set(names)) != names and not as_written):
@@ -406,7 +406,7 @@ def _in_order(p: tuple[Shape, ...], g: tuple[Shape, ...], leaf: Leaf, ordered: b
 
 
 def _as_sets(p: Shape, g: Shape, leaf: Leaf, ordered: bool, distinct: bool) -> bool | None:
-    """A one-to-one match between the items; in sets, items that are equal for certain count once."""
+    """Match the items one-to-one; in sets, items that are certainly equal count once."""
     if any(s.name for s in p.items) != any(s.name for s in g.items):
         return _in_order(p.items, g.items, leaf, ordered)
     left, right = list(p.items), list(g.items)
@@ -469,7 +469,7 @@ def _sorted_spans(spans: tuple) -> list:
 
 
 def _relations_equal(p: Shape, g: Shape) -> bool | None:
-    """Whether one equation is a multiple of the other; None where the two may still mean the same."""
+    """Whether one equation is a multiple of the other; None if the two may still mean the same."""
     for one, other in ((p, g), (g, p)):
         if one.kind == "equation" and other.kind != "equation" and not other.name:
             return False  # x + 1 = 5 does not answer 5, nor 5 the equation
@@ -487,7 +487,7 @@ def _relations_equal(p: Shape, g: Shape) -> bool | None:
 
 
 def _difference(shape: Shape) -> dict | None:
-    """Left side minus right side of an equation, times its denominators, as a polynomial; None when it is none."""
+    """Left minus right side of an equation, times its denominators, as a polynomial; None if it has no such form."""
     if shape.kind == "equation":
         sides, operators = relation_sides(shape.text)
         if operators != ["="]:

@@ -1,8 +1,8 @@
 r"""The answer that a text states: in its boxes, after "the answer is" or `####`, or as its last formula or number.
 
-`stated_answer` reads a box or an explicit statement, `lenient_answer` also the last formula or number. Both read only
-what follows the last `</think>`, take the last statement of several, and find no answer where the text takes it back
-("The answer is 7. No, 8."). What is returned may hold several values ("7 or 8"): the comparison judges them together.
+`stated_answer` reads a box or an explicit statement; `lenient_answer` also reads the last formula or number. Both read
+only the text after the last `</think>`, take the last of several statements, and find no answer if the text retracts
+it ("The answer is 7. No, 8."). The result may hold several values ("7 or 8"): the comparison judges them together.
 Everything but the boxes is looked for in the last 8,000 characters, in time linear in their number.
 """
 
@@ -14,7 +14,7 @@ from reward.shape import split
 from reward.units import NOT_UNITS, SCALES, TEXT, unit_of
 
 TAIL = 8000
-SENTENCE = 600  # characters of a statement that are looked at
+SENTENCE = 600  # characters of a statement that are read
 MOST_WORDS = 6  # of an answer in plain words
 MOST_BOXES = 64
 
@@ -93,21 +93,21 @@ _LABEL = re.compile(r"\s*[A-Za-z][A-Za-z ]{2,40}:\s|\s*[Aa]nswer\s")
 
 @dataclass(frozen=True)
 class Statement:
-    """What a text states (None where it takes it back), and where in the text."""
+    """The answer that a text states (None if the text retracts it), and its position."""
 
     answer: str | None
     start: int
-    denied: str = ""  # what it says the answer is not, where it says nothing else
+    denied: str = ""  # what the answer is said not to be, if nothing else is stated
 
 
 def stated_answer(text: str) -> str | None:
-    """The last answer that `text` states: a box (several where they belong together), a sentence, or `#### n`."""
+    """The last answer that `text` states: a box (several if they belong together), a sentence, or `#### n`."""
     found = _stated(visible(text))
     return found.answer if found else None
 
 
 def lenient_answer(text: str) -> str | None:
-    """`stated_answer`; without one, the whole text where it is an answer, else its last formula or number."""
+    """`stated_answer`; without one, the whole text if it is an answer, else its last formula or number."""
     text = visible(text)
     found = _stated(text)
     if found is not None or "\\boxed" in text:  # a box that never closes
@@ -128,7 +128,7 @@ def lenient_answer(text: str) -> str | None:
 
 
 def reference_answer(gold: str) -> str:
-    """The answer of a reference, which may be a worked solution or a sentence."""
+    """The answer in a reference that may be a worked solution or a sentence."""
     text = gold if "\\begin" in gold else re.sub(r"\\\\(?=[A-Za-z])", r"\\", gold)
     if "\\boxed" in text:
         answer = _joined_boxes(text)
@@ -139,7 +139,7 @@ def reference_answer(gold: str) -> str:
     anchor = _last_anchor(text[-TAIL:])
     if anchor is not None or _HASH.search(text):
         answer = stated_answer(text)
-        # "The solution is acidic." is compared as it stands.
+        # "The solution is acidic." is compared as is.
         return answer if answer and re.search(r"[\d\\]|^\(?[A-H]\)?\b", answer) else gold
     text = text.strip()[-TAIL:]
     if not _formulas(text):
@@ -151,7 +151,7 @@ def reference_answer(gold: str) -> str:
 
 
 def visible(text: str) -> str:
-    """What a reader is to see: without the thoughts, and up to where another speaker begins."""
+    """The text meant for the reader: without thoughts, and up to where another speaker begins."""
     text = text.rpartition("</think>")[2]
     start = text.rfind("<think>")
     text = text[:start] if start >= 0 else text
@@ -191,7 +191,7 @@ def _hashed(text: str) -> Statement | None:
 
 
 def _joined_boxes(text: str) -> Statement | None:
-    """The last box, with those before it that are enumerated with it; its `start` is where the boxes end."""
+    """The last box, joined with preceding boxes enumerated with it; `start` is where the boxes end."""
     spans = box_spans(text)
     if not spans:
         return None
@@ -209,7 +209,7 @@ def _joined_boxes(text: str) -> Statement | None:
 
 
 def _are_joined(gap: str) -> bool:
-    """Whether what stands between two boxes enumerates them: `, `, ` and `, ` papers and `, ` for part (a) and `."""
+    """Whether the text between two boxes enumerates them: `, `, ` and `, ` papers and `, ` for part (a) and `."""
     gap = re.sub(r"\$|\\[()\[\]]|\\q?quad|\\[,;:! ]", " ", TEXT.sub(r" \1 ", gap))
     if re.fullmatch(r"[\s+,;&]*", gap):
         return True
@@ -234,7 +234,7 @@ def _last_anchor(text: str) -> re.Match | None:
 
 
 def _sentence(text: str) -> Statement | None:
-    """What the last sentence of the form "the answer is …" states."""
+    """The statement of the last sentence of the form "the answer is …"."""
     anchors, denied = [*_ANCHOR.finditer(text)], ""
     following = len(text)
     for anchor in reversed(anchors[-8:]):
@@ -253,7 +253,7 @@ def _sentence(text: str) -> Statement | None:
         if answer:
             return Statement(None if answer in denied else answer, anchor.start())
         if answer is None and re.search(r"\d|\$|\\", said[:end]):
-            break  # it states something that this file cannot tell from its words
+            break  # it states something that cannot be separated from its words here
     return Statement(None, len(text), denied) if denied else None
 
 
@@ -263,14 +263,14 @@ def _sentence_end(masked: str) -> int:
 
 
 def _masked(text: str) -> str:
-    """`text` with its formulas blanked out, character by character."""
+    """`text` with its formulas blanked out, preserving its length."""
     for start, end, _ in _formulas(text):
         text = text[:start] + "\x01" * (end - start) + text[end:]
     return text
 
 
 def _content(said: str) -> str | None:
-    """The answer in what follows "the answer is" in its sentence; None when the words are more than an answer."""
+    """The answer in the rest of a sentence after "the answer is"; None if the words are more than an answer."""
     said = said.strip(" \t*_\"'“”:")
     said = said[lead.end() :] if (lead := _LEAD.match(said)) else said
     spans = _formulas(said)
@@ -296,7 +296,7 @@ def _plain_content(said: str) -> str | None:
 
 
 def _words_before_a_digit(text: str) -> int:
-    """How many words stand before the first digit of `text`; many where another script writes them without spaces."""
+    """Number of words before the first digit of `text`; `MOST_WORDS` if a script without spaces occurs in it."""
     plain = re.sub(r"\\begin\s*\{\w+\}(?:\{[a-z|]*\})?", "", TEXT.sub("", text))
     digit = re.search(r"\d", plain)
     if digit is None:
@@ -318,7 +318,7 @@ def _after_copula(said: str, masked: str) -> str | None:
 
 
 def _cluster(text: str, spans: list[tuple[int, int, str]], index: int) -> str:
-    """The formulas from `index` on that are enumerated, and the unit or other words that belong to them."""
+    """The formulas enumerated from `index` on, with the unit or other words that belong to them."""
     answer, end = spans[index][2], spans[index][1]
     for start, stop, content in spans[index + 1 :]:
         gap = text[end:start]
@@ -329,7 +329,7 @@ def _cluster(text: str, spans: list[tuple[int, int, str]], index: int) -> str:
 
 
 def _with_tail(answer: str, tail: str) -> str:
-    """The answer with what follows it where that changes it: a unit, a percent sign, `million`, `or 8`."""
+    """The answer plus what follows it if that changes it: a unit, a percent sign, `million`, `or 8`."""
     tail = tail.strip().strip("*_\"'”,.;")
     if not tail.strip():
         return answer
@@ -349,7 +349,7 @@ def _with_tail(answer: str, tail: str) -> str:
 
 
 def _formula_answer(text: str) -> str | None:
-    """The formulas of a text that consists of nothing else, joined; None for any other text."""
+    """The joined formulas of a text that contains nothing else; None for any other text."""
     text = text.strip()
     spans = _formulas(text)
     if not spans or spans[0][0] > 0:
@@ -368,15 +368,15 @@ def _formula_answer(text: str) -> str | None:
 
 
 def _formulas(text: str) -> list[tuple[int, int, str]]:
-    r"""(start, end, content) of every `$…$`, `$$…$$`, `\(…\)` and `\[…\]`; inline ones lie on one line.
+    r"""(start, end, content) of every `$…$`, `$$…$$`, `\(…\)` and `\[…\]`; inline ones do not span lines.
 
-    A dollar sign that is money opens nothing: what it would enclose is prose or goes on with a digit.
+    A dollar sign for money opens nothing: what it would enclose is prose or is followed by a digit.
     """
     return [span for span in _delimited(text) if span[2] is not None]
 
 
 def _delimited(text: str) -> list[tuple[int, int, str | None]]:
-    """The spans of `_formulas`, and with None for content those of inline formulas that are broken over lines."""
+    """The spans of `_formulas`, plus inline formulas broken over lines, which have None as content."""
     found, opened, broken = [], None, None
     for token in _DELIMITER.finditer(text):
         mark = token[0]
@@ -397,7 +397,7 @@ def _delimited(text: str) -> list[tuple[int, int, str | None]]:
         content = text[opened.end() : token.start()]
         if mark == closing:
             if content.strip() and _is_formula_text(opened[0], content, text[token.end() : token.end() + 1]):
-                if "\\begin" not in content:  # a line break, or over-escaped: for math-verify to read
+                if "\\begin" not in content:  # a line break, or over-escaped: left to math-verify
                     content = re.sub(r"\\\\(?=[A-Za-z])", r"\\cr ", content)
                 found.append((opened.start(), token.end(), content.strip()))
                 opened = None
@@ -418,7 +418,7 @@ def _is_formula_text(mark: str, content: str, following: str) -> bool:
 
 
 def _is_bare(text: str) -> bool:
-    """Whether the whole text is an answer: one short line that is no sentence."""
+    """Whether the whole text is an answer: one short line that is not a sentence."""
     if "\n" in text.strip() or len(text) > 2 * SENTENCE or _LABEL.match(text):
         return False
     masked = _masked(TEXT.sub(" ", text))
@@ -434,7 +434,7 @@ def _is_bare(text: str) -> bool:
 
 
 def _last_value(text: str) -> str | None:
-    """The last formula or number of `text` with what is enumerated with it; None where its words make it no answer."""
+    """The last formula or number of `text`, with values enumerated with it; None if the context rules it out."""
     spans = _delimited(text)
     masked = text
     for start, end, _ in spans:
@@ -481,7 +481,7 @@ def _last_value(text: str) -> str | None:
 
 
 def _unit_words(sentence: str) -> str:
-    """The word after a number where it may be a percent sign, a unit or a scale."""
+    """The word after a number if it may be a percent sign, a unit or a scale."""
     word = re.match(r"\s+(\\?%|[$€£]|[A-Za-z]+(?:[²³])?)", sentence)
     if not word or word[1] in ("$", "€", "£"):
         return ""
@@ -490,7 +490,7 @@ def _unit_words(sentence: str) -> str:
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:
-    """Whether a number is no piece of a formula in plain text: `2x + 3`, `x^2`, `7 = 8 - 1`."""
+    """Whether a number is not part of a plain-text formula such as `2x + 3`, `x^2` or `7 = 8 - 1`."""
     left, right = text[:start].rstrip(), text[end:].lstrip()
     if left.endswith(("+", "/", "^", "×", "÷", "·", "<", ">", "≤", "≥", "≠", "~", "≈", "±", "_", "|")):
         return False

@@ -8,7 +8,7 @@ from typing import Any
 from reward.answer import message_text
 from reward.score import Message
 
-# A long run without spaces is cut into pieces, scripts without spaces into signs: neither hides a repetition.
+# Long runs without spaces are cut into pieces, scripts without spaces into characters: neither hides a repetition.
 _PIECE = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{1,12}|[^\w\s]"
 )
@@ -22,10 +22,10 @@ def repetition(
     allowed: float = 0.1,
     **_: Any,
 ) -> list[float | None]:
-    """Minus the share of repeated n-grams above `allowed`, scaled so that nothing but repetition is -1.0.
+    """Minus the share of repeated n-grams above `allowed`, scaled so that pure repetition is -1.0.
 
-    An n-gram is `ngram` consecutive words or signs, case folded; it is repeated when it has occurred before in
-    the same completion. A completion shorter than that has none.
+    An n-gram is `ngram` consecutive words or signs, case-folded; it is repeated if it has occurred before in the same
+    completion. A completion shorter than that has none.
     """
     return [-_above(_repeated(message_text(completion), ngram), allowed) for completion in completions]
 
@@ -46,11 +46,11 @@ def language(
     prompts: list[Message] | None,
     completions: list[Message],
     *,
-    scripts: list[str] = ["latin", "greek"],  # noqa: B006  (never changed; the type and default are the option's)
+    scripts: list[str] = ["latin", "greek"],  # noqa: B006  (never mutated; the type and default are the option's)
     allowed: float = 0.02,
     **_: Any,
 ) -> list[float | None]:
-    """Minus the share of letters outside `scripts` above `allowed`, scaled so that none inside is -1.0.
+    """Minus the share of letters outside `scripts` above `allowed`, scaled so that text with none inside is -1.0.
 
     A script is the first word of the letters' Unicode names: latin, greek, cyrillic, arabic, hebrew, devanagari, thai,
     hangul, hiragana, katakana, cjk. Greek is in the default because formulas use it. Digits and signs do not count.
@@ -66,7 +66,7 @@ def _foreign(text: str, inside: set[str]) -> float:
 
 @lru_cache(maxsize=65536)
 def _script(letter: str) -> str:
-    # "MATHEMATICAL ITALIC SMALL X" and "FULLWIDTH LATIN …" are Latin; NFKC says so.
+    # "MATHEMATICAL ITALIC SMALL X" and "FULLWIDTH LATIN …" are Latin, according to NFKC.
     plain = unicodedata.normalize("NFKC", letter)[:1] or letter
     if plain.isascii():
         return "LATIN"
@@ -74,13 +74,13 @@ def _script(letter: str) -> str:
 
 
 def check_repetition(ngram: int, allowed: float, **_: Any) -> None:
-    """`ValueError` for values that cannot be meant."""
+    """Raise `ValueError` for values that cannot be intended."""
     if ngram < 1 or not 0.0 <= allowed < 1.0:
         raise ValueError(f"ngram ({ngram}) must be at least 1 and allowed ({allowed}) 0 up to (not including) 1.")
 
 
 def check_language(scripts: list[str], allowed: float, **_: Any) -> None:
-    """`ValueError` for an unknown script."""
+    """Raise `ValueError` for an unknown script."""
     known = "latin greek cyrillic armenian arabic hebrew devanagari bengali thai hangul hiragana katakana cjk".split()
     unknown = [script for script in scripts if script.lower() not in known]
     if unknown or not scripts or not 0.0 <= allowed < 1.0:

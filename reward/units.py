@@ -1,4 +1,4 @@
-"""Units and the words after a number: which name a unit, which change the number."""
+"""Units and words after a number: which of them name a unit, and which change the number."""
 
 import re
 
@@ -10,7 +10,7 @@ _SHORT_UNITS = frozenset(
     "cm mm km nm kg mg lb lbs oz ft yd mi hr hrs min mins sec secs mph kph am pm rs usd eur gbp m g h s l".split()
 )
 _LETTER_UNITS = frozenset("m g h s l n j w v k c f a b t".split())
-# Words after a number that change its value, or that begin a second number or condition: not units.
+# Words after a number that change its value, or start a second number or condition: not units.
 NOT_UNITS = frozenset(
     "pi tau sqrt sin cos tan cot csc log ln exp mod modulo infinity inf nan factorial squared cubed plus minus times "
     "over divided percent percentage pct hundred thousand million billion trillion dozen dozens score scores pair "
@@ -63,7 +63,7 @@ _SAME_UNIT = {
 
 
 def unit_of(rest: str, spaced: bool) -> str | None:
-    """The canonical unit that `rest` names, None when it is no unit (a variable, a second number, a condition)."""
+    """The canonical unit that `rest` names; None if it is not a unit (a variable, a second number, a condition)."""
     if re.fullmatch(r"\^\s*\{?\s*\\circ\s*\}?", rest):
         return "degree"
     in_text = rest.startswith("\\")
@@ -72,11 +72,11 @@ def unit_of(rest: str, spaced: bool) -> str | None:
         return None
     names = [re.sub(_UNIT_POWER + r"$", "", word).rstrip(".").lower() for word in re.split(r"[ /]+", words)]
     names = [re.sub(r"[\^{}23²³.]", "", name) for name in names if name not in ("", "/")]
-    if any(name in NOT_UNITS for name in names) or re.match(r"M\b", words):  # 5 M is no five meters
+    if any(name in NOT_UNITS for name in names) or re.match(r"M\b", words):  # 5 M is not five meters
         return None
     if in_text and any(len(name) == 1 and name not in _LETTER_UNITS for name in names):  # 4\mathrm{i}
         return None
-    # A bare letter or two after a number is a variable (5x, 3i) unless it is a unit or stands in \text{}.
+    # One or two bare letters after a number are a variable (5x, 3i) unless they are a unit or inside \text{}.
     if not in_text and any(len(name) < 3 and name not in _SHORT_UNITS and name not in ("per", "a") for name in names):
         return None
     if not in_text and not spaced and len(names) == 1 and len(names[0]) == 1:
@@ -114,7 +114,7 @@ _KNOWN_UNITS = frozenset(
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""A formula and the unit behind it: `2\sqrt3 \text{ cm}` gives `2\sqrt3` and `centimeter`; "" without one."""
+    r"""A formula and the unit after it: `2\sqrt3 \text{ cm}` gives `2\sqrt3` and `centimeter`; "" if there is none."""
     if match := _TRAILING_TEXT.match(text):
         unit = unit_of(match[2], True)
         if unit is not None and match[1][-1] not in "+-*/^_=({[,":

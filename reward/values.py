@@ -1,7 +1,7 @@
-"""Whether two formulas are equal: by their normal forms where these decide, by numbers where they lie far apart.
+"""Whether two formulas are equal: by their normal forms if these decide, by numbers if the values lie far apart.
 
-Numbers refuse and never accept: two formulas whose values differ widely at three points are different, two whose
-values agree may still be (that is left open).
+Numbers reject and never accept: two formulas whose values differ widely at three points are different; two whose
+values agree may still differ (that is left open).
 """
 
 import cmath
@@ -13,7 +13,7 @@ from reward.algebra import Algebra, Formula
 from reward.formula import Unread
 
 POINTS = 3
-NEAR = 1e-6  # relative to the largest value on the way; what is closer is left open
+NEAR = 1e-6  # relative to the largest intermediate value; anything closer is left open
 _COMPLEX = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "exp": cmath.exp, "ln": cmath.log}
 _COMPLEX |= {"arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan}
 _COMPLEX |= {"sinh": cmath.sinh, "cosh": cmath.cosh, "tanh": cmath.tanh}
@@ -21,7 +21,7 @@ _RECIPROCAL = {"sec": cmath.cos, "csc": cmath.sin, "cot": cmath.tan}
 
 
 def formulas_equal(a: Formula, b: Formula) -> bool | None:
-    """True when the normal forms agree, False when the formulas differ for certain, None when it stays open.
+    """True if the normal forms agree, False if the formulas certainly differ, None if it stays open.
 
     Nothing is rounded here: 0.333 is not 1/3. A decimal beside an irrational number stays open.
     """
@@ -45,7 +45,7 @@ def _by_form(a: Formula, b: Formula) -> bool | None:
     except Unread:
         return None
     if not difference:
-        # A denominator that holds roots of sums or functions may be 0 without looking it.
+        # A denominator with roots of sums or functions may be 0 without looking like it.
         settled = left.den == right.den or (is_settled(left.den) and is_settled(right.den))
         return True if settled or _differ_in_numbers(a, b, same=True) else None
     if not is_settled(difference):
@@ -67,12 +67,12 @@ def difference_of(a: dict, b: dict) -> dict:
 
 
 def is_settled(poly: dict) -> bool:
-    """True when only atoms occur between which there is no relation."""
+    """Whether all atoms that occur are free of relations between each other."""
     return all(atom in ("pi", "e", "i") or atom.startswith(("v:", "p:")) for monomial in poly for atom, _ in monomial)
 
 
 def _differ_in_numbers(a: Formula, b: Formula, same: bool = False) -> bool | None:
-    """False when the values differ widely at every point; with `same`, True when they agree at every point."""
+    """False if the values differ widely at every point; with `same`, True if they agree at every point."""
     near = 1e-3 if a.has_decimal or b.has_decimal else NEAR
     apart, together = 0, 0
     for point in range(POINTS):
@@ -95,7 +95,7 @@ def _differ_in_numbers(a: Formula, b: Formula, same: bool = False) -> bool | Non
 
 
 def approximate(tree: tuple) -> float | None:
-    """The real value of a formula without symbols, None when it has none."""
+    """The real value of a formula without symbols; None if it has none."""
     numbers = _Numbers(None)
     try:
         value = numbers.value(tree)
@@ -105,7 +105,7 @@ def approximate(tree: tuple) -> float | None:
 
 
 class _Numbers:
-    """Evaluates a tree in complex floats; symbols take fixed positive values that depend on their name and `point`."""
+    """Evaluate a tree in complex floats; symbols take fixed positive values that depend on their name and `point`."""
 
     def __init__(self, point: int | None):
         self.point, self.largest = point, 1e-300
@@ -167,10 +167,10 @@ class _Numbers:
             return float(math.factorial(whole[0]))
         if name == "binom" and 0 <= whole[1] <= 1000 and 0 <= whole[0] <= 1000:
             return float(math.comb(*whole))
-        raise Unread("no value")  # floors jump, `log` has no base
+        raise Unread("no value")  # floors are discontinuous, `log` has no base
 
 
 def rounds_to(exact: float, decimal: Fraction, places: int) -> bool:
-    """Whether `decimal`, written with `places` decimals, is `exact` rounded or cut there."""
+    """Whether `decimal`, written with `places` decimals, is `exact` rounded or truncated there."""
     unit, gap = 10.0**-places, abs(exact) - abs(float(decimal))
     return exact * decimal >= 0 and -0.5 * unit <= gap * (1 - 1e-9) and gap < unit

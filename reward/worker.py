@@ -1,12 +1,12 @@
 """The program of the reward workers: a fork server and the workers that it forks.
 
-Run by `reward.pool` as a script of its own; imports math-verify and this room, not torch and not the training script.
+`reward.pool` runs it as a separate script; it imports math-verify and this package, not torch or the training script.
 The server reads "fork" (with a socket for the new worker), "kill <pid>" and "stop" on its stdin, which is a socket. A
-worker reads [predicted, gold, policy] as JSON lines, writes {"value": …, "reason": …} lines. The server ends with its
-parent (its socket closes, or the parent's id changes) and takes the workers with it; a worker whose server is gone is
-ended by the same watch, and by a CPU limit that the kernel enforces and that is moved ahead before every pair (a
-worker inside one long C call, which no thread can stop). Memory is limited too, so that a tower of powers fails here
-and not in the machine.
+worker reads [predicted, gold, policy] as JSON lines and writes {"value": …, "reason": …} lines. The server ends with
+its parent (its socket closes, or its parent id changes) and takes the workers with it. A worker whose server is gone
+is ended by the same watch, and by a CPU limit that the kernel enforces and that is moved forward before every pair
+(for a worker inside one long C call, which no thread can stop). Memory is limited too, so that a tower of powers fails
+here and does not exhaust the machine.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # last: the kit's folders must not hide a library
+sys.path.append(str(Path(__file__).parents[1]))  # last: the kit's folders must not shadow a library
 
 from reward import exact
 
 MEMORY_BYTES = 4 << 30  # address space, of which Python and sympy map about 0.3 GiB
-NEAR = 1e-5  # relative; math-verify's six decimals are finer for numbers above a tenth
+NEAR = 1e-5  # relative; math-verify's six decimals are finer for numbers above 0.1
 CPU_GRACE_S = 1  # a single thread uses no more CPU than wall time, so the parent's clock always strikes first
 
 
@@ -42,7 +42,7 @@ def leave_with_parent(parent: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process `seconds` plus a grace of CPU time from now."""
+    """Have the kernel end this process after `seconds` plus a grace of further CPU time."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(usage.ru_utime + usage.ru_stime + seconds) + CPU_GRACE_S
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -50,7 +50,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def limit_memory() -> None:
-    """Cap the address space, or leave a lower cap as it is."""
+    """Cap the address space; a lower existing cap stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or hard > MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
@@ -58,9 +58,10 @@ def limit_memory() -> None:
 
 @lru_cache(maxsize=2048)
 def parsed(text: str) -> tuple:
-    """What math-verify's LaTeX parser makes of an answer, empty when it makes nothing of it.
+    """Parse an answer with math-verify's LaTeX parser; empty if it cannot be parsed.
 
-    Its own timeouts are off (they are signals), and so is its search for numbers in prose, which would pay `5 or 6`.
+    The parser's own timeouts are off (they are signals), and so is its search for numbers in prose, which would pay
+    `5 or 6`.
     """
     from math_verify import LatexExtractionConfig, parse
 
@@ -69,7 +70,7 @@ def parsed(text: str) -> tuple:
 
 
 def math_verify_equal(predicted: str, gold: str) -> bool | None:
-    """Whether math-verify finds the two equal; None when the reference itself cannot be parsed."""
+    """Whether math-verify finds the two equal; None if the reference itself cannot be parsed."""
     from math_verify import verify
 
     reference = parsed(gold)
@@ -82,8 +83,8 @@ def math_verify_equal(predicted: str, gold: str) -> bool | None:
 
 
 def apart(one: object, other: object) -> bool:
-    """Whether two numbers differ by more than a rounding of their size: math-verify compares decimal places, so that
-    1/2004! and 1/2006! are both 0 to it."""
+    """Whether two numbers differ by more than a rounding of their size: math-verify compares decimal places, so it
+    takes both 1/2004! and 1/2006! for 0."""
     if not (getattr(one, "is_number", False) and getattr(other, "is_number", False)):
         return False
     a, b = one.doit().evalf(20), other.doit().evalf(20)
@@ -93,7 +94,7 @@ def apart(one: object, other: object) -> bool:
 
 
 def compare(predicted: str | None, gold: str, policy: str = "") -> tuple[bool | None, str]:
-    """The verdict on a pair of prepared answers and what decided it; without a prediction, whether the gold parses."""
+    """Verdict on a pair of prepared answers, and what decided it; without a prediction, whether the gold parses."""
     if predicted is None:
         return (True, "algebra") if parsed(gold) else (None, "gold")
     asked = set()
@@ -109,7 +110,7 @@ def compare(predicted: str | None, gold: str, policy: str = "") -> tuple[bool | 
 
 
 def serve(channel: socket.socket, timeout_s: float) -> None:
-    """The life of a worker: one reply per line that is read, until the socket closes."""
+    """Main loop of a worker: one reply per line read, until the socket closes."""
     threading.Thread(target=leave_with_parent, args=(os.getppid(),), daemon=True).start()
     limit_memory()
     lines, replies = channel.makefile("r"), channel.makefile("w")
@@ -128,20 +129,20 @@ def serve(channel: socket.socket, timeout_s: float) -> None:
             return
         except RecursionError:
             value, reason = None, "recursion"
-        except Exception as error:  # sympy raises anything at all on hostile input; the type is the reason
+        except Exception as error:  # sympy may raise anything on hostile input; the type is the reason
             value, reason = None, type(error).__name__
         reply(value=value, reason=reason)
 
 
 class Server:
-    """Forks workers on request and ends them."""
+    """Fork workers on request, and end them."""
 
     def __init__(self, control: socket.socket, parent: int, timeout_s: float):
         self.control, self.parent, self.timeout_s = control, parent, timeout_s
         self.children: set[int] = set()
 
     def run(self) -> None:
-        """Serve the parent until it stops or is gone; then no worker is left."""
+        """Serve the parent until it stops or is gone; then end all workers."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
             while os.getppid() == self.parent:
@@ -152,7 +153,7 @@ class Server:
             self.kill(child)
 
     def answer(self) -> bool:
-        """One request; False when there are to be no more."""
+        """Handle one request; return False if no more are to be handled."""
         try:
             request, descriptors, *_ = socket.recv_fds(self.control, 64, 1)
         except OSError:
@@ -166,7 +167,7 @@ class Server:
         return word in ("fork", "kill")
 
     def fork(self, descriptor: int) -> int:
-        """A new worker that serves the socket `descriptor`."""
+        """Fork a worker that serves the socket `descriptor`; return its pid."""
         child = os.fork()
         if child:
             os.close(descriptor)
@@ -188,7 +189,7 @@ class Server:
                 self.children.discard(child)
 
     def kill(self, child: int) -> None:
-        """End a worker and wait for it; one that is known to have ended already is left alone."""
+        """End a worker and reap it; no-op if it is known to have ended already."""
         if child in self.children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -199,9 +200,9 @@ class Server:
 def main() -> None:
     parent, timeout_s = int(sys.argv[1]), float(sys.argv[2])
     control = socket.socket(fileno=os.dup(0))
-    import math_verify  # noqa: F401  (once, here: the workers are forked with it)
+    import math_verify  # noqa: F401  (imported once here: forked workers inherit it)
 
-    parsed("1"), math_verify_equal("x^2+1", "x+1")  # builds the parser's tables
+    parsed("1"), math_verify_equal("x^2+1", "x+1")  # build the parser's tables
     parsed.cache_clear()
     logging.disable(logging.WARNING)
     gc.freeze()

@@ -1,11 +1,11 @@
-"""A vLLM plugin for benchmarks: the completions of a group get lengths from a list, whatever they say.
+"""A vLLM plugin for benchmarks: completions of a group get their lengths from a list, whatever their text.
 
 vLLM loads it through the entry point that `servers.write_plugin` puts beside it. BENCH_LENGTHS names a JSON file,
-{"first": lengths of what comes first, "then": those that follow, again and again}, which is read again when it
-changed. A group of ours takes its place from the number in its request's id, so that several replicas give a step the
-lengths that one would; other groups take theirs in the order in which they arrive. So every step of as many
-completions has the same lengths. Nothing but the count ends a completion, and no logit is changed. Requests for one
-completion (a canary, a score) are left alone. Written for vllm 0.26 to 0.31.
+{"first": initial lengths, "then": lengths that follow, repeated}, which is read again whenever it changes. A group of
+ours takes its position from the number in its request's id, so that several replicas give a step the same lengths as
+one would; other groups take theirs in order of arrival. So all steps with equally many completions have the same
+lengths. Only the count ends a completion, and no logit is changed. Requests for one completion (a canary, a score) are
+left alone. Written for vllm 0.26 to 0.31.
 """
 
 import copy
@@ -18,13 +18,13 @@ OUR_NUMBER = re.compile(r"-v\d+-(\d+)\b")  # kit/rollout/dispatch.py: session, v
 
 
 class Lengths:
-    """The list of a file, and how many of it were taken since it was read."""
+    """The list of a file, and how many of its lengths were taken since it was read."""
 
     def __init__(self, file: str):
         self.file, self.first, self.then, self.written, self.taken = file, [], [1], None, 0
 
     def place(self, request_id: str, count: int) -> int:
-        """Where the lengths of the next group of `count` completions begin."""
+        """Position in the list where the lengths of the next group of `count` completions begin."""
         written = os.stat(self.file).st_mtime_ns
         if written != self.written:
             with open(self.file) as stream:
@@ -40,7 +40,7 @@ class Lengths:
 
 
 def install() -> None:
-    """Wrap vLLM's parameters of the completions of a group; nothing without BENCH_LENGTHS."""
+    """Wrap how vLLM makes the parameters of a group's completions; no-op without BENCH_LENGTHS."""
     file = os.environ.get("BENCH_LENGTHS")
     if not file:
         return

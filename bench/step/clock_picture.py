@@ -1,4 +1,4 @@
-"""What real_clock.py makes of its runs: figures of each, the table, and the picture of reward against seconds."""
+"""Output of real_clock.py: figures of each run, the table, and the picture of reward against seconds."""
 
 import importlib.util
 import itertools
@@ -11,7 +11,7 @@ from kit.core.metrics_log import SMOOTH, smooth
 from kit.core.run_directory import write_json
 
 ENDS = 10  # steps at each end of a run
-# Names in the picture; colors of Okabe and Ito (2008), told apart in gray and with a color deficiency.
+# Names in the picture; colors of Okabe and Ito (2008), distinguishable in gray and with a color deficiency.
 LOOKS = {
     "stock_bf16": ("stock TRL, BF16, vLLM on the same card", "#404040"),
     "stock_nf4": ("stock TRL, NF4, generates in process", "#cc79a7"),
@@ -28,7 +28,7 @@ def looks(sides: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a table row says of a run's steps; `seconds` of a step are those since the start of its process."""
+    """Figures of a run's steps for its table row; a step's `seconds` count from the start of its process."""
     rewards = [one["reward"] for one in steps if one["reward"] is not None]
     between = [late["seconds"] - early["seconds"] for early, late in itertools.pairwise(steps)]
     ends = min(ENDS, max(1, len(rewards) // 2))
@@ -45,7 +45,7 @@ def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> None:
-    """A line a run: seconds from its start, rewards of its ends, memory."""
+    """Print one line per run: seconds from its start, rewards at both ends, memory."""
     width = max(len(run["side"]) for run in runs)
     ends = f"reward, {ENDS} steps"
     print(f"\n{'side':<{width}} seed steps  1st step s    all s  median step s  {ends:>16}  trainer GiB  card GiB")
@@ -68,7 +68,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def picture(runs: list[dict[str, Any]], title: str) -> Any:
-    """The figure: the smoothed reward of every run against the seconds since its process was started."""
+    """The figure: smoothed reward of every run against the seconds since its process started."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -86,7 +86,7 @@ def picture(runs: list[dict[str, Any]], title: str) -> Any:
             if place == 0:
                 marks.append((seconds[-1], rewards[-1], f"{run['steps']} steps, {seconds[-1]:.0f} s", color))
     for place, (x, y, text, color) in enumerate(sorted(marks)):
-        # Ends may lie side by side: the texts take turns in three heights.
+        # End points may be close together: the texts alternate between three heights.
         where = {"xytext": (7, (8, -4, -16)[place % 3]), "textcoords": "offset points", "annotation_clip": False}
         axes.annotate(text, (x, y), fontsize=8, color=color, **where)
     axes.set_xlim(0, 1.14 * max(run["done_s"] for run in drawn))  # room for the last text
@@ -99,8 +99,8 @@ def picture(runs: list[dict[str, Any]], title: str) -> Any:
 
 
 def write(out: Path, head: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    """`out` (JSON) and, once a run has a step, the pictures beside it with the endings png and svg. A host without
-    matplotlib makes none; `real_clock.py --sides --earlier` draws them elsewhere."""
+    """Write `out` (JSON) and, once a run has a step, the pictures beside it as png and svg. A host without matplotlib
+    draws none; `real_clock.py --sides --earlier` draws them elsewhere."""
     write_json(out, head | {"runs": runs})
     if any(run["steps"] for run in runs) and importlib.util.find_spec("matplotlib"):
         figure = picture(runs, head["title"])

@@ -1,9 +1,9 @@
-"""Where the time of one training step goes on the card: its kernels, grouped by what they compute.
+"""Time of one training step on the card: its kernels, grouped by what they compute.
 
-A kernel is grouped by its own name first (dequantization, attention, norms, optimizer), then by the operator that
+A kernel is grouped first by its own name (dequantization, attention, norms, optimizer), then by the operator that
 launched it and that operator's shapes: a product with a dimension of the adapter's rank is LoRA, one with a dimension
-of the vocabulary is the head, every other is the base's. Elementwise kernels on activations count as norm, rope,
-activation, the residual sums among them.
+of the vocabulary is the head, every other is the base's. Elementwise kernels on activations, including the residual
+sums, count as norm, rope, activation.
 """
 
 import re
@@ -23,7 +23,7 @@ GROUPS = (
 )
 TOP = 25
 TRL_CHUNK = 32768  # vocabulary entries that TRL 1.16 projects at once
-# The first that fits decides.
+# The first match decides.
 ATTENTION = r"flash|fmha|attention|attn|flex|sdpa|cudnn.*sdp"
 BY_NAME = (
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|clip_grad|optimizer"),
@@ -35,8 +35,8 @@ PRODUCT = r"gemm|cutlass|nvjet|xmma|cublas|addmm|bmm|::mm|_mm\b|scaled_mm|wgmma|
 
 
 def group_of(kernel: str, operator: str, sizes: Iterable[int], rank: int, head: set[int]) -> str:
-    """The group of a kernel, from its name, the operator that launched it and the sizes in that operator's shapes.
-    `head` are the sizes that only the output layer has."""
+    """Group of a kernel, from its name, the operator that launched it and the sizes in that operator's shapes. `head`
+    holds sizes that occur only in the output layer."""
     kernel, sizes = kernel.lower(), {*sizes}
     if re.search(ATTENTION, f"{kernel} {operator.lower()}"):
         return "attention"
@@ -56,7 +56,7 @@ def group_of(kernel: str, operator: str, sizes: Iterable[int], rank: int, head: 
 def profile_step(step: Callable[[], Any], config: Any, rank: int, cuda: bool) -> dict[str, Any]:
     """Seconds by group and the TOP kernels of one step: {"seconds", "groups": {group: s}, "kernels": [...]}.
 
-    Without a GPU the operators' own times on the CPU take the kernels' place.
+    Without a GPU the operators' own CPU times replace the kernels'.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -80,7 +80,7 @@ def profile_step(step: Callable[[], Any], config: Any, rank: int, cuda: bool) ->
 
 
 def _launches(profiler: Any, cuda: bool) -> Iterable[tuple[str, str, set[int], float]]:
-    """(kernel, operator, sizes in the operator's shapes, microseconds) of every kernel; those that no operator
+    """(kernel, operator, sizes in the operator's shapes, microseconds) of every kernel; kernels that no operator
     launched have an empty operator."""
     from torch.autograd import DeviceType
 

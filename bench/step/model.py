@@ -1,4 +1,4 @@
-"""A model directory with random weights and its problems, in a process of its own so that the card is free afterwards.
+"""Write a random-weight model directory and its problems, in a separate process so that the card is free afterwards.
 
 python bench/step/model.py --out DIR --shape 8b --prompt 250
 """

@@ -1,5 +1,5 @@
-"""recipes/grpo_qlora.py, with policy.quant_cfg grpo_qat.py, as a user starts it, but for a reward that random text can
-earn."""
+"""recipes/grpo_qlora.py (grpo_qat.py with policy.quant_cfg) as a user starts it, but with a reward that random text
+can earn."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""What bench_step.py needs before the first step: both servers with the wanted lengths, the cards' memory.
+"""Setup of bench_step.py before the first step: both servers with the wanted lengths, and the cards' memory.
 
-The servers stay up for all rows, each with a fixed KV cache, large enough for every load. Stock's and ours never
-generate at the same time.
+The servers stay up for all rows, each with a fixed KV cache that is large enough for every load. Stock's and ours
+never generate at the same time.
 """
 
 import contextlib
@@ -26,31 +26,31 @@ SHOWN = [int(one) for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",
 
 
 def card(number: int) -> int:
-    """The driver's number of the card that CUDA shows to this call as `number`."""
+    """The driver's number of the card that CUDA shows to this process as `number`."""
     return SHOWN[number] if number < len(SHOWN) else number
 
 
-# Apart from those of a call on other cards of the same host.
+# Different from those of a call on other cards of the same host.
 STOCK_PORT, OUR_PORT, MEETING_PORT = (port + 20 * card(0) for port in (8460, 8470, 29650))
 SHARE = 0.4  # of the rollout card, for each server
 READY_S = 240
-CHILDREN = ROOT / "bench/bench"
+CHILDREN = ROOT / "bench/step"
 
 
 class Failed(Exception):
-    """A side that cannot go on; the text is what its log ends with."""
+    """A side that cannot continue; the text is the end of its log."""
 
 
 def environment(work: Path, **more: str) -> dict[str, str]:
-    """That of every child; `more` wins."""
+    """Environment of every child; `more` takes precedence."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(work / "plugin"), str(ROOT), found.get("PYTHONPATH")]))
     return found | {"BENCH_LENGTHS": str(work / "lengths.json"), "PYTHONUNBUFFERED": "1"} | more
 
 
 def write_lengths(work: Path, load: Work, warm: int = 0, warm_tokens: int | None = None) -> None:
-    """The lengths that servers give from now on, beginning with the first; those of the first `warm` steps end at
-    `warm_tokens`."""
+    """Set the lengths that servers give from now on, starting with the first; those of the first `warm` steps are
+    capped at `warm_tokens`."""
     first = [min(length, warm_tokens or length) for length in load.lengths] * warm
     fresh = work / "lengths.fresh"
     fresh.write_text(json.dumps({"first": first, "then": load.lengths}))
@@ -58,7 +58,7 @@ def write_lengths(work: Path, load: Work, warm: int = 0, warm_tokens: int | None
 
 
 def write_plugin(work: Path) -> None:
-    """An installed package, as far as an entry point needs one, that makes vLLM obey the lengths."""
+    """Write a package, installed as far as an entry point requires, that makes vLLM obey the lengths."""
     facts = work / "plugin" / "bench_lengths-0.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
     shutil.copy(CHILDREN / "bench_lengths.py", work / "plugin")
@@ -67,7 +67,7 @@ def write_plugin(work: Path) -> None:
 
 
 class Child:
-    """A command in a process group of its own, its output in a log."""
+    """A command in its own process group, with its output in a log."""
 
     def __init__(self, name: str, words: list[str], work: Path, **more: str):
         self.name, self.log, self.started = name, work / f"{name}.log", time.time()
@@ -83,7 +83,7 @@ class Child:
             )
 
     def wait(self, limit_s: float) -> None:
-        """Until it ends; `Failed` when that is not with 0 or takes longer, and then nothing of its group is left."""
+        """Wait until it ends; `Failed` if the exit code is not 0 or it takes longer, after killing its group."""
         try:
             code = self.process.wait(timeout=max(0.1, limit_s))
         except subprocess.TimeoutExpired:
@@ -94,13 +94,13 @@ class Child:
             raise Failed(f"{self.name} ended with {code}: {self.end_of_log()}")
 
     def end_of_log(self, lines: int = 12) -> str:
-        """What a command of the kit says was wrong, whatever its launcher adds; else the last lines."""
+        """The error message of a kit command, whatever its launcher adds; else the last lines."""
         text = self.log.read_text(errors="replace").splitlines()
         said = [line for line in text if line.startswith("error: ")]
         return "\n".join(line[:300] for line in said[-1:] or text[-lines:])
 
     def kill(self) -> None:
-        """End its group at once, and what it started in groups of their own, as torchrun does with its workers."""
+        """Kill its group at once, and descendants in groups of their own, such as torchrun's workers."""
         for pid in [*descendants(self.process.pid), *members(self.process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -111,7 +111,7 @@ class Child:
 
 
 def descendants(pid: int) -> list[int]:
-    """Living processes that a process started, and those that they started."""
+    """Living descendants of a process."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -125,7 +125,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kv_cache_gib(shape: dict[str, Any], loads: list[Work]) -> float:
-    """GiB of KV cache in BF16 for all completions of the largest step at once, with a tenth to spare."""
+    """GiB of BF16 KV cache for all completions of the largest step at once, with 10 % to spare."""
     each = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     return round(1 + 1.1 * max(load.tokens for load in loads) * each / 2**30, 1)
 
@@ -151,7 +151,7 @@ class StockServer:
         self.child = Child("stock-server", words, work, **more)
 
     def wait(self, limit_s: float) -> None:
-        """Until it answers; `Failed` when it ends or does not."""
+        """Wait until it answers; `Failed` if it ends or does not answer."""
         deadline = time.time() + limit_s
         while time.time() < deadline:
             if self.child.process.poll() is not None:
@@ -168,7 +168,7 @@ class StockServer:
 
 
 def context(loads: list[Work]) -> int:
-    """Tokens of the longest prompt and completion."""
+    """Tokens of the longest prompt plus completion."""
     return max(load.prompt + load.longest for load in loads)
 
 
@@ -184,7 +184,7 @@ class OurServer:
 
     @property
     def is_ready(self) -> bool:
-        """`Failed` when it ended."""
+        """Whether it is ready; `Failed` if it ended with an error."""
         if self.child.process.poll() is None:
             return False
         self.child.wait(1)
@@ -203,30 +203,30 @@ class OurServer:
 
 
 def server_flags(work: Path, loads: list[Work], shape: dict[str, Any], cards: list[int], cpu: bool) -> dict[str, Any]:
-    """Configuration keys of our server: a replica on each of the cards, or as many on a CPU, for every load."""
+    """Configuration keys of our server, for every load: one replica per card, or that many on a CPU."""
     urls = [f"http://127.0.0.1:{OUR_PORT + number}" for number in cards]
     keys: dict[str, Any] = {"rollout.backend": "server", "rollout.sync": "remerge"}
     keys |= {"rollout.server_urls": json.dumps(urls), "server.base": work / "base"}
     keys |= {"server.weights": "fp8_per_channel", "server.max_num_seqs": max(load.completions for load in loads)}
-    # A fixed size, because vLLM's own measurement fails when another process frees memory meanwhile.
+    # A fixed size, because vLLM's own measurement fails if another process frees memory meanwhile.
     keys |= {"server.kv_cache_gib": 1 if cpu else kv_cache_gib(shape, loads), "server.enforce_eager": str(cpu).lower()}
     return keys if cpu else keys | {"server.gpus": [*map(card, cards)], "server.gpu_memory_utilization": SHARE}
 
 
 def run_flags(work: Path, load: Work, name: str, served: dict[str, Any]) -> list[str]:
-    """The command line of a run of ours, or of its servers: stock's batch, rank and layers, the recipe's method."""
+    """Command line of one of our runs, or of its servers: stock's batch, rank and layers, the recipe's method."""
     keys: dict[str, Any] = {"run.name": name, "run.output_dir": work / f"run-{name}", "model.path": work / "model"}
     keys |= {"model.dtype": "bfloat16", "data.path": work / "model", "policy.target_modules": TARGETS["all"]}
     keys |= {"rollout.group_size": load.group, "rollout.max_prompt_length": load.prompt}
     keys |= {"rollout.max_completion_length": load.longest}
-    # Random weights: both are far above what a trained model shows.
+    # Random weights: both limits are far above what a trained model shows.
     keys |= {"rollout.max_sampler_k3": 1e9, "rollout.max_canary_delta": 1e9}
     keys |= {"train.learning_rate": 1e-5, "watch.completions_every": 0}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in (keys | served).items())]
 
 
 class CardWatch(threading.Thread):
-    """The most GiB in use on each visible card since `reset`, all processes, sampled every 50 ms; none without one."""
+    """Peak GiB in use on each visible card since `reset`, by all processes, sampled every 50 ms; empty without one."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""The rows of bench_step.py: read from our metrics, put together from steps, printed beside stock's."""
+"""Rows of bench_step.py: read from our metrics, aggregated from steps, printed beside stock's."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ PHASES = ("step", "generate", "sync", "logps", "update")
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Our steps in stock's names; the first has no step before it to be timed from, so its own seconds count."""
+    """Our steps under stock's names; the first has no step before it to be timed from, so its own seconds count."""
     if not file.is_file():
         return []
     rows, found = [json.loads(line) for line in whole_lines(file)], []
@@ -33,27 +33,27 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(file: Path) -> list[str]:
-    """The lines of a file that is being written, without one that has no end yet."""
+    """Lines of a file that is still being written, without an unterminated last one."""
     return file.read_text(errors="replace").split("\n")[:-1]
 
 
 def read_rows(log: Path) -> list[dict[str, Any]]:
-    """Stock's steps, from its log."""
+    """Stock's steps, read from its log."""
     return [json.loads(line[4:]) for line in whole_lines(log) if line.startswith("ROW ")]
 
 
 def figures(steps: list[dict[str, Any]], load: Work, shape: dict[str, Any], cards: int) -> dict[str, Any]:
-    """Medians of the steps that count, of a trainer on so many cards."""
+    """Medians over the steps that count, for a trainer on this many cards."""
     wrong = {one["completion_tokens"] for one in steps} - {sum(load.lengths)}
     problem = f"{sorted(wrong)} completion tokens, {sum(load.lengths)} were wanted" if wrong else None
-    prompts = load.completions * load.prompt  # ours counts completions only
+    prompts = load.completions * load.prompt  # ours counts only completions
     if longer := {found for one in steps if (found := one.get("prompt_tokens", prompts)) != prompts}:
         problem = f"{sorted(longer)} prompt tokens, {prompts} were wanted"
     found = {name: statistics.median(one.get(name, 0.0) for one in steps) for name in PHASES}
     found["range"] = [ends(one["step"] for one in steps) for ends in (min, max)]
     busy = found["update"] + found["logps"]
     found |= {"steps": len(steps), "update_tok_s": load.tokens / found["update"], "all": steps}
-    # Behind the update the sampler works longer than the trainer waits.
+    # Behind the update the sampler works for longer than the trainer waits.
     sampling = statistics.median(one["generate"] + one.get("hidden", 0.0) for one in steps)
     found |= {"rollout_tok_s": sum(load.lengths) / sampling if sampling else 0.0}
     found |= {"mfu": step_flops(shape, load) / busy / PEAK_FLOPS / cards}
@@ -62,12 +62,12 @@ def figures(steps: list[dict[str, Any]], load: Work, shape: dict[str, Any], card
 
 
 def earlier_rows(file: Path | None) -> list[dict[str, Any]]:
-    """Stock's rows of another call."""
+    """Stock's rows from another call."""
     return [row for row in json.loads(file.read_text())["rows"] if row["side"] == "stock"] if file else []
 
 
 def table(rows: list[dict[str, Any]], earlier: Path | None) -> None:
-    """Every row by load, and its ratio to the mean of stock's rows of that load, of `stock` where it ran."""
+    """Print every row by load, with its ratio to the mean of that load's stock rows, preferably those of `stock`."""
     others = earlier_rows(earlier)
     width = max([len(row["side"]) for row in rows] + [4])
     for load in dict.fromkeys(row["load"] for row in rows):
@@ -84,7 +84,7 @@ def table(rows: list[dict[str, Any]], earlier: Path | None) -> None:
 
 
 def over_rounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the rounds of a side: medians of theirs, the peaks, and all steps; the last of them if none ran."""
+    """One row for all rounds of a side: their medians, the peaks, and all steps; the last round if none ran."""
     ran = [row for row in rows if "step" in row]
     if not ran:
         return rows[-1]
@@ -123,7 +123,7 @@ def print_load(load: str, rows: list[dict[str, Any]], stock: list[dict[str, Any]
 
 
 def efficiencies(rows: list[dict[str, Any]]) -> None:
-    """Tokens a second for each trainer and replica, over those of the first row of the same load."""
+    """Print tokens per second per trainer and replica, relative to the first row of the same load."""
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
         if "step" in row:

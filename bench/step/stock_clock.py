@@ -1,12 +1,12 @@
-"""Stock TRL's GRPOTrainer on what a run's YAML says, from its start to the last step; one line "ROW {json}" a step.
+"""Stock TRL's GRPOTrainer as a run's YAML says, from its start to the last step; one line "ROW {json}" per step.
 
     python bench/step/stock_clock.py --side bf16 --config RUN.yaml --train.max_steps 50
     python bench/step/stock_clock.py --side nf4 --device cpu --config RUN.yaml --train.max_steps 2
 
-`bf16`: a BF16 base with vLLM colocated in this process. `nf4`: a base in NF4 as TRL's documentation loads it, which
-transformers generates with: vLLM would get merged and rounded weights (tests/evidence/stock_merge.py). Both take from
-the YAML what decides what is learned: model, problems with their prompts, rewards, seed, LoRA, batch, lengths, loss,
-learning rate, sampling, importance correction. Nothing of the kit's trainer or server runs.
+`bf16`: a BF16 base with vLLM colocated in this process. `nf4`: a base in NF4 as TRL's documentation loads it, with
+transformers generating: vLLM would get merged and rounded weights (tests/evidence/stock_merge.py). Both take from the
+YAML everything that decides what is learned: model, problems with their prompts, rewards, seed, LoRA, batch, lengths,
+loss, learning rate, sampling, importance correction. Nothing of the kit's trainer or server runs.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SIDES = ("bf16", "nf4")
 
 
 def learned(config: Config, micro_batch: int | None) -> dict[str, Any]:
-    """The fields of GRPOConfig that decide what is learned; `BadInput` when `micro_batch` does not divide a batch."""
+    """GRPOConfig fields that decide what is learned; `BadInput` if `micro_batch` does not divide a batch."""
     train, rollout = config.train, config.rollout
     rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
     micro_batch = micro_batch or train.per_device_train_batch_size
@@ -69,7 +69,7 @@ def learned(config: Config, micro_batch: int | None) -> dict[str, Any]:
 
 
 def sampler(side: str, config: Config, vllm_share: float) -> dict[str, Any]:
-    """The fields of GRPOConfig that say who generates."""
+    """GRPOConfig fields that select the sampler."""
     if side == "nf4":
         return {"use_vllm": False}
     longest = config.rollout.max_prompt_length + config.rollout.max_completion_length + 1
@@ -78,7 +78,7 @@ def sampler(side: str, config: Config, vllm_share: float) -> dict[str, Any]:
 
 
 def quantization(side: str, config: Config, dtype: Any) -> Any:
-    """What stock loads the base with: None for BF16."""
+    """Quantization config for stock's base; None for BF16."""
     from transformers import BitsAndBytesConfig
 
     if side == "bf16":
@@ -100,7 +100,7 @@ def recorder() -> Any:
     names |= {"completions/clipped_ratio": "truncated"}
 
     class Record(TrainerCallback):
-        """Times are those of the clock, so that whoever started this process can subtract its start."""
+        """Times are absolute, so that the parent process can subtract the start of this one."""
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **keys: Any) -> None:
             if "reward" not in (logs or {}):  # the summary after the last step

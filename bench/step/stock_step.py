@@ -1,10 +1,11 @@
-"""Whole steps of stock TRL against a stock vLLM server, timed by phase; one line "ROW {json}" a step.
+"""Whole steps of stock TRL against a stock vLLM server, timed by phase; one line "ROW {json}" per step.
 
 GRPOTrainer of trl 1.16 as its documentation sets it up for LoRA: BF16 base, rank 16 on all linear layers, server mode,
 gradient checkpointing (`--recompute none`: without), micro-batch of one group. With `--colocate`, under a launcher of
-several processes, each trains and has vLLM on its own card, TRL's `vllm_mode="colocate"`; completions then end by
-their limit only, so all of a work have one length. Seconds by wrapping TRL's own methods, of the first process; a step
-ends where the next begins. On a CPU (`--rehearse`) no weights are sent: that needs NCCL, and vLLM takes none there.
+several processes, each process trains and has vLLM on its own card, TRL's `vllm_mode="colocate"`; completions then end
+only at their limit, so all of a work have one length. Seconds are those of the first process, by wrapping TRL's own
+methods; a step ends where the next begins. On a CPU (`--rehearse`) no weights are sent: that needs NCCL, which vLLM
+does not support there.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def synchronize() -> None:
 
 
 def timed(holder: Any, name: str, phase: Callable[[], str | None]) -> None:
-    """Add the seconds of a method to the phase that `phase` names when it is called."""
+    """Add the seconds of a method to the phase that `phase` returns at call time."""
     method = getattr(holder, name)
 
     @functools.wraps(method)
@@ -55,7 +56,7 @@ def timed(holder: Any, name: str, phase: Callable[[], str | None]) -> None:
 
 
 def watch_phases() -> None:
-    """Wrap what a step consists of. `training_step` holds the scoring of the batch, so the update is what is left."""
+    """Wrap the parts of a step. `training_step` includes scoring the batch, so the update is the remainder."""
     import torch
     import trl.trainer.grpo_trainer as module
 
@@ -63,7 +64,7 @@ def watch_phases() -> None:
     timed(module.VLLMGeneration, "generate", lambda: "generate")
     timed(module.GRPOTrainer, "_generate_and_score_completions", lambda: "score")
     timed(module.GRPOTrainer, "training_step", lambda: "training_step")
-    # With gradients it is the update's own forward.
+    # With gradients, it is the update's own forward.
     extra = "_get_per_token_logps_and_entropies"
     timed(module.GRPOTrainer, extra, lambda: None if torch.is_grad_enabled() else "logps")
     generate = module.VLLMGeneration.generate
@@ -78,7 +79,7 @@ def watch_phases() -> None:
 
 
 def send_nothing() -> None:
-    """Leave vLLM with the weights that it has."""
+    """Leave vLLM with its current weights."""
     import trl.trainer.grpo_trainer as module
     from trl.generation.vllm_client import VLLMClient
 
@@ -92,7 +93,7 @@ def recorder() -> Any:
     from transformers import TrainerCallback
 
     class Record(TrainerCallback):
-        """Tokens are those of all processes, which have as many each."""
+        """Tokens are summed over all processes, which have equally many each."""
 
         ended = time.perf_counter()
 
@@ -165,7 +166,7 @@ def main() -> None:
         gradient_checkpointing=options.recompute == "full",
         bf16=not options.rehearse,
         use_cpu=options.rehearse,
-        ddp_find_unused_parameters=False,  # there are none; its default looks for them in every step
+        ddp_find_unused_parameters=False,  # there are none; the default searches for them in every step
         max_steps=options.steps,
         logging_steps=1,
         save_strategy="no",

@@ -1,9 +1,9 @@
-"""One case of bench_update.py in a process of its own: a model, its update step on every batch, seconds and memory.
+"""One case of bench_update.py in a separate process: a model, its update step on every batch, seconds and memory.
 
-A case is what is joined with + in its name: `stock_bf16` or `stock_nf4` (TRL's path: peft, transformers' full
-recomputation), `plain` (that on NF4 with the kit's FP32 adapter), `unsloth`, or levers of the kit (workload.py, or
-key=value), whatever they leave open as in `full`. The imports run at once; the card is touched only after a line on
-stdin, so that a case can get ready during the one before.
+The name of a case is its parts joined with +: `stock_bf16` or `stock_nf4` (TRL's path: peft, transformers' full
+recomputation), `plain` (the latter with the kit's FP32 adapter), `unsloth`, or levers of the kit (workload.py, or
+key=value), with everything else as in `full`. The imports run at once; the card is touched only after a line on stdin,
+so that a case can get ready during the previous one.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from workload import CONFIG, LEVERS, PEAK_FLOPS, TARGETS, update_flops
 WARM_UP, STEPS, RANK, ALPHA, BRANCHES = 2, 3, 16, 32, 0.1
 STOCK = ("stock_bf16", "stock_nf4")
 PLAIN = (*STOCK, "plain")
-INPUT_PEAK = 16.0  # of formats with static input ranges
+INPUT_PEAK = 16.0  # for formats with static input ranges
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`rows` of `length` tokens; in a ragged one that is the longest. The first eighth of the tokens is a prompt that
-    a group of 8 has in common."""
+    """`rows` of `length` tokens; in a ragged batch that is the longest. The first eighth of the tokens is a prompt
+    shared by a group of 8."""
 
     rows: int
     length: int
@@ -40,7 +40,7 @@ class Batch:
 
     @classmethod
     def parse(cls, text: str) -> "Batch":
-        """From 8x2048 or 8x2048r."""
+        """Parse 8x2048 or 8x2048r."""
         rows, _, length = text.removesuffix("r").partition("x")
         return cls(int(rows), int(length), text.endswith("r"))
 
@@ -68,7 +68,7 @@ class Batch:
 
 
 class Case:
-    """A built model and how its step is taken."""
+    """A built model and its training step."""
 
     def __init__(self, name: str, targets: str, work: Path, device: str):
         import torch
@@ -86,7 +86,7 @@ class Case:
         self.model.train()
 
     def autocast(self) -> Any:
-        """As accelerate runs a trainer whose arguments say bf16; nothing on a CPU, where all is float32."""
+        """Autocast as accelerate runs a bf16 trainer; no-op on a CPU, where everything is float32."""
         import torch
 
         return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda")
@@ -104,7 +104,7 @@ class Case:
         return load_config(CONFIG, [f"--{key}={value}" for key, value in keys.items()])
 
     def build(self) -> Any:
-        """Base, adapter and levers in the order in which the trainer puts them on."""
+        """Build base, adapter and levers in the trainer's order."""
         import torch
         from peft import get_peft_model
         from trl.trainer.utils import add_fused_lm_head
@@ -114,7 +114,7 @@ class Case:
         base = random_bf16(self.config, self.dtype) if self.name == "stock_bf16" else self.nf4()
         add_fused_lm_head(base, outputs=("log_probs", "entropy"))
         model = get_peft_model(base, lora_config(self.config.policy))
-        # TRL 1.16 casts the adapter of a 4-bit model to bfloat16, peft that of a bfloat16 model to float32.
+        # TRL 1.16 casts the adapter of a 4-bit model to bfloat16; peft casts that of a bfloat16 model to float32.
         set_adapter_dtype(model, str(self.dtype).removeprefix("torch.") if self.name == "stock_nf4" else "float32")
         if self.name not in PLAIN:
             put_on_levers(model, self.config)
@@ -146,7 +146,7 @@ class Case:
         )
 
     def seed_adapter(self) -> None:
-        """The same A in every case, and a B that is not zero: with zero, A has no gradient."""
+        """Set the same A in every case, and a nonzero B: with zero, A has no gradient."""
         import torch
 
         for place, (name, parameter) in enumerate(self.trained.items()):
@@ -183,7 +183,7 @@ class Case:
         )[0]
 
     def optimizer(self) -> Any:
-        """What transformers makes of train.optimizer."""
+        """The optimizer that transformers builds for train.optimizer."""
         import torch
 
         if "adamw_8bit" in self.levers:
@@ -194,7 +194,7 @@ class Case:
         return torch.optim.AdamW([*self.trained.values()], lr=1e-5, weight_decay=0.0, fused=is_fused)
 
     def measure(self, batch: Batch, profile: bool) -> dict[str, Any]:
-        """Seconds and peak memory of the step on one batch, and its first loss and gradient against the plain path."""
+        """Seconds and peak memory of a step on one batch, and its first loss and gradient against the plain path."""
         import torch
 
         cuda = self.device == "cuda"
@@ -233,7 +233,7 @@ class Case:
         return found
 
     def compare(self, loss: Any, batch: Batch) -> dict[str, float]:
-        """The loss, and the gradient's norm ratio and cosine to those of the plain path; `plain` writes them down."""
+        """The loss, and the gradient's norm ratio and cosine to the plain path's; `plain` saves its own."""
         import torch
 
         gradients = {n: p.grad.detach().float().cpu() for n, p in self.trained.items() if p.grad is not None}
@@ -261,7 +261,7 @@ class Case:
 
 
 def put_on_levers(model: Any, config: Any) -> None:
-    """What the trainer does to its model for the keys of LEVERS, in its order; input ranges are made up."""
+    """Apply the trainer's changes to its model for the keys of LEVERS, in its order; input ranges are placeholders."""
     import torch
 
     from kit.core.format_names import read_quant_format
@@ -285,7 +285,7 @@ def put_on_levers(model: Any, config: Any) -> None:
 
 
 def random_bf16(config: Any, dtype: Any) -> Any:
-    """The same shape unquantized, random too."""
+    """The same shape with random unquantized weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -301,11 +301,11 @@ def random_bf16(config: Any, dtype: Any) -> Any:
 
 
 def imports(name: str, work: Path) -> None:
-    """All that takes seconds and does not touch the card."""
+    """Import everything that takes seconds and does not touch the card."""
     if name == "unsloth":
         os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
         os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(work / "unsloth"))
-        import unsloth  # noqa: F401 (before trl, peft and transformers, as it wants)
+        import unsloth  # noqa: F401 (before trl, peft and transformers, as it requires)
 
         return
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401

@@ -1,10 +1,10 @@
-"""What the benchmarks run: shapes, lengths, and the floating point operations that count as useful.
+"""Workloads of the benchmarks: shapes, lengths, and the floating point operations that count as useful.
 
-Operations a token (recomputed activations and a second pass over the same weights do not count, a prompt counts for
-each of its completions, also where it is computed once):
+Operations per token (recomputed activations and a second pass over the same weights do not count; a prompt counts for
+each of its completions, even if it is computed once):
 a forward is 2 N + 2 L d T, with N the weights of all linear layers and the output layer (the embedding is a lookup),
 L layers, d = heads x head_dim and T tokens of context, of which causal attention sees half (QK^T and PV are each
-2 d T / 2). The base is frozen, so a backward needs the gradient of the activations only: 2 N + 4 L d T. An update is
+2 d T / 2). The base is frozen, so a backward needs only the gradient of the activations: 2 N + 4 L d T. An update is
 therefore 4 N + 6 L d T, the forward of the KL reference 2 N + 2 L d T. LoRA, norms and sampling are left out.
 """
 
@@ -31,7 +31,7 @@ LEVERS: dict[str, dict[str, str]] = {
     "full": {},
     "packed": {"train.micro_batch_tokens": "17408", "train.share_prompts": "false"},
     "shared": {"train.micro_batch_tokens": "17408", "train.share_prompts": "true"},
-    "flash": {"train.packed_attention": "flash"},  # of packed or shared
+    "flash": {"train.packed_attention": "flash"},  # with packed or shared
     "cudnn": {"train.packed_attention": "cudnn"},
     "fused": {"policy.compute": "fused"},
     "fp8": {"policy.compute": "fp8"},
@@ -49,7 +49,7 @@ MEDIAN, SIGMA = 400, 0.8  # of work B's log-normal lengths
 
 @dataclass(frozen=True)
 class Work:
-    """Completions of a step by number and length; prompts of `prompt` tokens in groups of `group`."""
+    """Completions of a step by number and length, with prompts of `prompt` tokens in groups of `group`."""
 
     completions: int
     longest: int
@@ -59,11 +59,11 @@ class Work:
 
     @property
     def lengths(self) -> list[int]:
-        """The length of every completion of a step, in the order in which they are started; the same for all sides."""
+        """Length of every completion of a step, in start order; the same for all sides."""
         if not self.is_lognormal:
             return [self.longest] * self.completions
         draw = random.Random(0)
-        # In rehearsals the list shrinks with its cut.
+        # In rehearsals the median shrinks with the cutoff.
         median = MEDIAN * self.longest / 2048
         drawn = [draw.lognormvariate(math.log(median), SIGMA) for _ in range(self.completions)]
         return [max(1, min(self.longest, round(one))) for one in drawn]
@@ -89,7 +89,7 @@ TINY_WORKS = {
 
 
 def linear_weights(shape: dict[str, Any]) -> int:
-    """N: weights of the linear layers and of the output layer."""
+    """N: weights of the linear layers and the output layer."""
     hidden, width = shape["hidden_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * width, shape["num_key_value_heads"] * width
     layer = hidden * (2 * queries + 2 * keys + 3 * shape["intermediate_size"])

@@ -1,4 +1,4 @@
-"""Runs steps of `launch.checks.steps` in child processes: a crash or a hang there ends the child, not the doctor."""
+"""Run steps of `launch.checks.steps` in child processes: a crash or hang ends the child, not the doctor."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ from launch.checks.machine import ROOT
 
 POLL_S = 0.2
 LOG_CHARACTERS = 20_000
-# A child says that it is there before its first step; Python itself starts in well under a second.
+# A child reports in before its first step; Python itself starts in well under a second.
 START_LIMIT_S = 30.0
 MOST_PATIENCE = 8.0
 
 
 def patience() -> float:
-    """How many times longer than on an idle machine a step may take: the load of each core, 1 to `MOST_PATIENCE`.
+    """Factor by which a step may exceed its idle-machine limit: the load per core, clamped to 1 … `MOST_PATIENCE`.
 
     CPU time would not tell a hang from work: collectives that wait for each other spin.
     """
@@ -35,7 +35,7 @@ def patience() -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended. `problem` is empty when it went well, else what happened; `log` is what the child printed."""
+    """How a step ended. `problem` is empty on success; `log` is what the child printed."""
 
     seconds: float
     facts: Any = None
@@ -61,11 +61,11 @@ def run_steps(
     environment: Mapping[str, str] | None = None,
     keep_log: Path | None = None,
 ) -> list[Outcome]:
-    """One outcome per step, in order; a step is the name of a function of `launch.checks.steps` and its arguments.
+    """Return one outcome per step, in order; a step names a function of `launch.checks.steps`, then its arguments.
 
-    The steps share a child for as long as it lives. One that raises is recorded and the next goes on; one that takes
-    longer than `limit_s`, on a busy machine `patience()` times as long, or brings the child down is recorded, and the
-    rest go on in a new child. What the children print is added to `keep_log`.
+    The steps share one child for as long as it lives. A step that raises is recorded and the next one runs. A step
+    that exceeds `limit_s` (times `patience()` on a busy machine) or kills the child is recorded, and the remaining
+    steps run in a new child. The children's output is appended to `keep_log`.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(steps):
@@ -75,7 +75,7 @@ def run_steps(
 
 @contextlib.contextmanager
 def stopped() -> Iterator[None]:
-    """Within the block every child ends, and no step starts: what is left is recorded as not tried."""
+    """Within the block every child is ended and no step starts; remaining steps are recorded as not tried."""
     _stopping.set()
     try:
         yield
@@ -84,7 +84,7 @@ def stopped() -> Iterator[None]:
 
 
 def reason(outcome: Outcome) -> str:
-    """What happened, and for a child that ended or hung the last thing that it printed."""
+    """What happened; for a child that died or hung, also the last error line (or last line) of its log."""
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     if not lines or not re.match("its process|hangs", outcome.problem):
         return outcome.problem
@@ -154,7 +154,7 @@ def _collect(child: _Child, steps: Sequence[Sequence[Any]], limit_s: float) -> l
 
 
 def _read(child: _Child) -> int | None:
-    """Take in what the child has said for up to POLL_S; its exit code once it has ended and said everything."""
+    """Read the child's output for up to POLL_S; return its exit code once it has ended and its output is drained."""
     ended = child.process.poll()
     ready, _, _ = select.select([child.results], [], [], 0 if ended is not None else POLL_S)
     if ready:
@@ -164,7 +164,7 @@ def _read(child: _Child) -> int | None:
         child.lines += [json.loads(line) for line in lines]
         if piece:
             return None
-        if ended is None:  # closed its end and lives: it is on its way out
+        if ended is None:  # closed its end but still alive: it is exiting
             time.sleep(POLL_S / 10)
     return ended
 

@@ -1,4 +1,4 @@
-"""Checks of `launch.doctor` on GPUs and on what computes: driver, torch, bitsandbytes, vLLM, collectives."""
+"""GPU checks of `launch.doctor`: driver, torch, bitsandbytes, vLLM, collectives."""
 
 import re
 import tempfile
@@ -13,13 +13,13 @@ from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, warn
 from launch.checks.packages import install_command
 
 BF16, FP8, NVFP4 = (8, 0), (8, 9), (10, 0)
-# The oldest driver of each CUDA version; within one, newer builds run on older drivers.
+# Oldest driver of each CUDA major version; within a major version, newer builds run on older drivers.
 # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/ table "minimum required driver version".
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 IN_USE_GIB = 1.0
 TORCH_LIMIT_S, ROUND_TRIP_LIMIT_S, VLLM_LIMIT_S, COLLECTIVE_LIMIT_S = 60.0, 90.0, 150.0, 75.0
 WRONG_BF16, WRONG_FP8 = 0.02, 0.10
-# What is tried when the GPUs do not exchange data, the least costly first, and what it means when that helps.
+# Settings to try when the GPUs cannot exchange data, cheapest first, and the diagnosis if one helps.
 NCCL_CURES = {
     "NCCL_NVLS_ENABLE": ("0", "NVLink multicast is not usable here"),
     "NCCL_P2P_DISABLE": ("1", "direct access between the GPUs is broken (IOMMU or ACS); slower without"),
@@ -28,7 +28,7 @@ NCCL_CURES = {
 
 
 def gpu(machine: Machine) -> Iterator[Row]:
-    """The GPUs, what their capability allows, MIG, and who else is on them."""
+    """The GPUs, what their compute capability supports, MIG, and other processes on them."""
     name = "gpu"
     if not machine.all_gpus:
         if machine.which("nvidia-smi"):
@@ -110,7 +110,7 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iterator[Row]:
-    """The build of torch against the driver, and a product of two matrices on every device."""
+    """Check the torch build against the driver, and a matrix product on every device."""
     name = "torch"
     version, cuda = build or torch_build()
     if not version:
@@ -119,7 +119,7 @@ def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iter
     if problem := _build_problem(machine, version, cuda):
         yield fail(name, *problem)
         return
-    if not machine.gpus:  # that it loads is found by the check of the imports
+    if not machine.gpus:  # whether it loads is covered by the imports check
         yield ok(name, f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to try")
         return
     log = machine.logs / "torch.log" if machine.logs else None
@@ -175,7 +175,7 @@ def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
 
 
 def bitsandbytes(machine: Machine) -> Iterator[Row]:
-    """NF4 on this device, by numbers."""
+    """Check NF4 on this device numerically."""
     log = machine.logs / "bitsandbytes.log" if machine.logs else None
     outcome = run_steps([["bitsandbytes_round_trip"]], ROUND_TRIP_LIMIT_S, machine.environment, log)[0]
     yield bitsandbytes_row(machine, outcome)
@@ -193,13 +193,13 @@ def bitsandbytes_row(machine: Machine, outcome: Outcome) -> Row:
 
 
 def vllm(machine: Machine) -> Iterator[Row]:
-    """One token from vLLM with a small model, in the way the rollout server stores its weights."""
+    """One token from vLLM with a small model, its weights quantized as on the rollout server."""
     config = machine.config
     weights: str | None = config.server.weights if machine.needs_server else "fp8_per_channel"
     if weights == "bf16" or (machine.gpus and machine.gpus[0].capability < FP8):
         weights = None
     outcome = _vllm_outcome(machine, weights)
-    # What hangs in one way hangs in the other.
+    # A hang would recur with unquantized weights.
     again = outcome.problem and weights and not outcome.problem.startswith("hangs")
     plain = _vllm_outcome(machine, None) if again else None
     yield from vllm_rows(machine, weights, outcome, plain)
@@ -212,7 +212,7 @@ def _vllm_outcome(machine: Machine, weights: str | None) -> Outcome:
 
 
 def vllm_rows(machine: Machine, weights: str | None, outcome: Outcome, plain: Outcome | None) -> Iterator[Row]:
-    """Rows of `vllm_token`; `plain` is the same with unquantized weights, tried when the first did not work."""
+    """Rows of `vllm_token`; `plain` is the retry with unquantized weights after a failure."""
     name, facts = "vllm", outcome.facts
     if outcome.problem:
         if plain and not plain.problem:
@@ -246,7 +246,7 @@ def _fix(machine: Machine, outcome: Outcome, otherwise: str) -> str:
 
 
 def nccl(machine: Machine) -> Iterator[Row]:
-    """A sum over all GPUs by NCCL, checked, with its bandwidth; over two processes by gloo where there is no GPU."""
+    """NCCL all-reduce over all GPUs, verified, with bus bandwidth; gloo over two processes when there is no GPU."""
     name = "nccl"
     if not machine.gpus:
         outcomes = _all_reduce(machine, 2, "gloo", 4, {})
@@ -281,14 +281,14 @@ def _all_reduce(machine: Machine, world: int, backend: str, mib: int, more: dict
 
 
 def collective_row(machine: Machine, backend: str, outcomes: list[Outcome], cures: dict[str, bool]) -> Row:
-    """The row of a sum over processes; `cures` says which of NCCL_CURES were tried, and whether each helped."""
+    """The row of an all-reduce; `cures` maps the NCCL_CURES that were tried to whether each helped."""
     name, world = "nccl", len(outcomes)
     what = f"{world} {'GPUs' if backend == 'nccl' else 'processes on the CPU'} by {backend}"
     broken = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.problem}
     if not broken:
         facts = outcomes[0].facts
         return ok(name, f"{what}: sum of {facts['mib']} MiB right, bus bandwidth {facts['gb_per_s']:g} GB/s")
-    # The others then wait for the first until their time is over.
+    # The other ranks then wait for the first to fail until they time out.
     rank, first = min(broken.items(), key=lambda item: item[1].seconds)
     found = f"{what}: rank {rank}: {reason(first)}"
     if backend == "gloo":

@@ -1,4 +1,4 @@
-"""Checks of `launch.doctor` on the host: Python, processor, memory, limits, disk, environment variables, compiler."""
+"""Host checks of `launch.doctor`: Python, processor, memory, limits, disk, environment variables, compiler."""
 
 import fcntl
 import os
@@ -28,16 +28,16 @@ OLDEST_PYTHON = (3, 11)
 FEW_CORES = 4
 LEAST_MEMORY_GIB, LOW_MEMORY_GIB = 2.0, 6.0
 LEAST_FILES, ENOUGH_FILES = 1024, 4096
-# What vLLM's workers and NCCL pass each other on one machine.
+# Shared memory that vLLM's workers and NCCL use on one machine.
 SHM_GIB, SHM_GIB_PER_WORKER = 0.5, 1.0
 LEAST_DISK_GIB, LOW_DISK_GIB = 1.0, 5.0
-# A compile that is under way writes into its folder; a folder that was quiet for so long is left behind.
+# A running compile writes into its folder; one that has been quiet for this long was abandoned.
 QUIET_S = 180.0
 VLLM_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def python(machine: Machine, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Row]:
-    """The interpreter."""
+    """Interpreter version."""
     found = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version < OLDEST_PYTHON:
         yield fail("python", f"{found}; 3.11 or newer is needed", "make install PYTHON=python3.11")
@@ -66,7 +66,7 @@ def platform(machine: Machine, flags: str | None = None) -> Iterator[Row]:
 
 
 def memory(machine: Machine, gib: tuple[float, float] | None = None) -> Iterator[Row]:
-    """Host memory, that of the container when it is less."""
+    """Host memory, or the container's when that is less."""
     whole, free = gib or memory_gib()
     found = f"{free:.1f} of {whole:.1f} GiB are free"
     if free < LEAST_MEMORY_GIB:
@@ -114,7 +114,7 @@ def _count(value: int) -> float:
 
 
 def shm(machine: Machine) -> Iterator[Row]:
-    """/dev/shm, through which processes of one machine pass tensors."""
+    """Free space in /dev/shm, through which processes on one machine pass tensors."""
     try:
         stat = machine.statvfs("/dev/shm")
     except OSError as error:
@@ -133,8 +133,8 @@ def shm(machine: Machine) -> Iterator[Row]:
 
 
 def disk(machine: Machine, needs: dict[str, tuple[Path, float]]) -> Iterator[Row]:
-    """Free space, inodes, and whether files can be written and locked. `needs` is {purpose: (path, GiB)}; what lies on
-    one file system is added up."""
+    """Free space, inodes, and whether files can be written and locked. `needs` is {purpose: (path, GiB)}; needs on
+    the same file system are added up."""
     name = "disk"
     systems: dict[int, list[tuple[str, Path, float]]] = {}
     for purpose, (path, gib) in needs.items():
@@ -160,7 +160,7 @@ def disk(machine: Machine, needs: dict[str, tuple[Path, float]]) -> Iterator[Row
 
 
 def _cannot_write(place: Path) -> str:
-    """Why a file cannot be made, written and locked at `place`; empty when it can."""
+    """Why a file cannot be created, written and locked at `place`; empty if it can."""
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"x")
@@ -172,7 +172,7 @@ def _cannot_write(place: Path) -> str:
 
 
 def environment(machine: Machine) -> Iterator[Row]:
-    """Variables that are known to slow a run down, break it or lead it elsewhere."""
+    """Variables known to slow a run down, break it or send it elsewhere."""
     name, found = "environment", [*_threads(machine), *_odd_variables(machine)]
     yield from found
     if not found:
@@ -229,12 +229,12 @@ def _allocator(machine: Machine) -> str:
 
 
 def compiler(machine: Machine, include: Path | None = None) -> Iterator[Row]:
-    """What compiles kernels on first use (vLLM, triton, DeepSpeed), and a lock that a killed compile left behind."""
+    """Compilers for kernels built on first use (vLLM, triton, DeepSpeed), and stale locks of killed compiles."""
     name, bad = "compiler", False
     found = machine.which("g++") or machine.which("clang++")
     if not found:
         bad = True
-        # Triton, which compiles for GPUs, takes a C compiler.
+        # Triton, which compiles GPU kernels, needs only a C compiler.
         is_enough = machine.gpus and not machine.uses_deepspeed and any(map(machine.which, ("gcc", "clang", "cc")))
         what = "no C++ compiler: vLLM and torch compile kernels on first use"
         yield (warn if is_enough else fail)(name, what, "sudo apt-get install g++")

@@ -1,4 +1,4 @@
-"""What a check of `launch.doctor` returns, and the machine that it looks at. Needs only the standard library."""
+"""Result row of a `launch.doctor` check, and the machine being checked. Needs only the standard library."""
 
 import os
 import re
@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report. `found` has the numbers; `fix`, of a fail or a warn, is what to do about it."""
+    """One line of the report. `found` holds the numbers; `fix`, set for fail and warn, is what to do about it."""
 
     name: str
     status: str  # ok, warn, fail or skip
@@ -45,7 +45,7 @@ def skip(name: str, why: str) -> Row:
 
 
 def run_tool(command: list[str]) -> str | None:
-    """Standard output of a short command; None when it is not installed, fails or hangs."""
+    """Standard output of a short command; None if it is not installed, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -55,7 +55,7 @@ def run_tool(command: list[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi lists it; memory in GiB, `capability` is (0, 0) when the driver does not tell."""
+    """One GPU as nvidia-smi lists it; memory in GiB. `capability` is (0, 0) if the driver does not report it."""
 
     index: str
     uuid: str
@@ -69,10 +69,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine, and the run that it shall carry; a test puts made-up parts in their place.
+    """The machine and the run it is to carry; tests substitute fake parts.
 
-    `config_words` is the command line that leads to the same configuration (`--config X.yaml --group.key value`) and
-    `accelerate` the content of the accelerate config at `launcher`. All are absent without a run.
+    `config_words` is the command line for the same configuration (`--config X.yaml --group.key value`);
+    `accelerate` is the content of the accelerate config at `launcher`. All are unset without a run.
     """
 
     config: "Config | None" = None
@@ -88,9 +88,9 @@ class Machine:
 
     @cached_property
     def all_gpus(self) -> list[Gpu]:
-        """Every GPU of the machine, whatever CUDA_VISIBLE_DEVICES says."""
+        """Every GPU of the machine, regardless of CUDA_VISIBLE_DEVICES."""
         fields = ["index", "uuid", "name", "driver_version", "memory.total", "memory.used", "compute_cap"]
-        for asked in ([*fields, "mig.mode.current"], fields, fields[:-1]):  # older drivers know fewer
+        for asked in ([*fields, "mig.mode.current"], fields, fields[:-1]):  # older drivers support fewer fields
             query = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader,nounits"]
             if text := self.run_tool(query):
                 return [_gpu([part.strip() for part in line.split(",")]) for line in text.splitlines() if line.strip()]
@@ -98,7 +98,7 @@ class Machine:
 
     @cached_property
     def gpus(self) -> list[Gpu]:
-        """The GPUs that CUDA shows to a process started here, in its order."""
+        """The GPUs that a CUDA process started here would see, in CUDA's order."""
         listed = self.environment.get("CUDA_VISIBLE_DEVICES")
         if listed is None:
             return self.all_gpus
@@ -106,7 +106,7 @@ class Machine:
         for name in (part.strip() for part in listed.split(",")):
             match = [gpu for gpu in self.all_gpus if name and (gpu.index == name or gpu.uuid.startswith(name))]
             if len(match) != 1:
-                break  # CUDA stops at the first that it does not know
+                break  # CUDA stops at the first unknown entry
             found += match
         return found
 
@@ -120,12 +120,12 @@ class Machine:
 
     @property
     def machines(self) -> int:
-        """Machines that the trainer runs on."""
+        """Number of machines that the trainer runs on."""
         return int((self.accelerate or {}).get("num_machines", 1))
 
     @property
     def processes_here(self) -> int:
-        """Most processes on this machine that exchange tensors with each other."""
+        """Maximum number of processes on this machine that exchange tensors with each other."""
         shards = self.config.server.tensor_parallel if self.needs_server else 1
         trainers = int((self.accelerate or {}).get("num_processes", 1)) // self.machines
         return max(1, shards, min(trainers, len(self.gpus)) if self.gpus else trainers)
@@ -145,7 +145,7 @@ def _gpu(parts: list[str]) -> Gpu:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest directory above a path (or the path) that exists: on its file system the path would be made."""
+    """The nearest existing ancestor of a path (or the path itself): the file system on which it would be created."""
     path = path.expanduser().absolute()
     while not path.exists():
         path = path.parent
@@ -153,7 +153,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def cores() -> float:
-    """Processor cores that this process may use: its affinity, and the quota of its container."""
+    """Processor cores available to this process: its affinity, capped by the container's quota."""
     count = float(len(os.sched_getaffinity(0)))
     quota = read_text("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit():
@@ -162,7 +162,7 @@ def cores() -> float:
 
 
 def memory_gib() -> tuple[float, float]:
-    """(whole, available) memory in GiB: the machine's, or the container's when that is less."""
+    """(total, available) memory in GiB: the machine's, or the container's when that is less."""
     kib = dict(re.findall(r"^(\w+): +(\d+) kB", read_text("/proc/meminfo"), re.M))
     whole, free = (int(kib.get(key, 0)) / 2**20 for key in ("MemTotal", "MemAvailable"))
     limit, used = (read_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
@@ -173,7 +173,7 @@ def memory_gib() -> tuple[float, float]:
 
 
 def read_text(path: str | Path) -> str:
-    """A file's text, empty when it cannot be read."""
+    """A file's text; empty if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

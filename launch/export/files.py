@@ -21,7 +21,7 @@ WORDS_OF_YAML = {"null", "true", "false", "none", "yes", "no", "on", "off", "inf
 
 
 def write(config: Config, translation: Translation, out: Path, command: str) -> str:
-    """Write the export; what there is to say about it. `BadInput` before anything is written: rewards, data, `out`."""
+    """Write the export and return a report. `BadInput` (rewards, data, `out`) comes before anything is written."""
     reward_functions(config.reward)
     train, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
     heldout, _ = read_problems(config.data, "eval", heldout_gold_checks(config))
@@ -46,7 +46,7 @@ def write(config: Config, translation: Translation, out: Path, command: str) -> 
 
 
 def write_parquet(path: Path, problems: list[Problem], config: Config, split: str) -> None:
-    """One row per problem, as verl's examples/data_preprocess write them."""
+    """Write one row per problem, in the format of verl's examples/data_preprocess."""
     import pyarrow
     import pyarrow.parquet
 
@@ -60,7 +60,7 @@ def write_parquet(path: Path, problems: list[Problem], config: Config, split: st
                 "prompt": prompt,
                 "ability": "problem",
                 "reward_model": {"style": "rule", "ground_truth": problem.gold},
-                # verl gives the reward no prompt; the kit's rewards do not count what only repeats it.
+                # verl passes the reward no prompt; the kit's rewards ignore text that only repeats it.
                 "extra_info": {"split": split, "index": index, "problem_id": problem.id, "prompt": prompt},
             }
         )
@@ -68,7 +68,7 @@ def write_parquet(path: Path, problems: list[Problem], config: Config, split: st
 
 
 def override(key: str, value: Any, is_added: bool) -> str:
-    """One word of hydra's override grammar."""
+    """One override in hydra's grammar."""
     return f"{'+' if is_added else ''}{key}={_spell(value)}"
 
 
@@ -86,7 +86,7 @@ def _spell(value: Any) -> str:
     text = str(value)
     if PLAIN.fullmatch(text) and text.lower() not in WORDS_OF_YAML and not _is_number(text):
         return text
-    # In hydra's quotes a quotation mark is escaped, and so are the backslashes in front of one.
+    # Inside hydra's quotes, escape a quotation mark and the backslashes in front of it.
     quoted = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", text)
     end = len(text) - len(text.rstrip("\\"))
     return f"'{quoted}{chr(92) * end}'"
@@ -118,7 +118,7 @@ exec python3 -m verl.trainer.main_ppo \\
 
 
 def yaml_file(translation: Translation, command: str) -> str:
-    """The same as a configuration file of verl's."""
+    """The same overrides as a verl configuration file."""
     nested: dict[str, Any] = {}
     for key, value in translation.values.items():
         *groups, leaf = key.split(".")
@@ -139,7 +139,7 @@ def yaml_file(translation: Translation, command: str) -> str:
 
 
 def reward_file(config: Config) -> str:
-    """A module with verl's compute_score, which calls the kit's rewards with this run's options and weights."""
+    """Source of a module with verl's compute_score, which calls the kit's rewards with this run's options."""
     settings = json.dumps(dataclasses.asdict(config.reward), indent=4, ensure_ascii=False)
     return REWARD_FILE.format(kit=str(ROOT), settings=repr(settings) if "'''" in settings else f"r'''{settings}'''")
 

@@ -1,8 +1,8 @@
-"""Hold an export against verl's own code; runs in verl's environment (.venv-verl), started by launch.export check.
+"""Validate an export against verl's own code; launch.export check starts this in verl's environment (.venv-verl).
 
-hydra composes verl's configuration with the words of run.sh, where an unknown key is an error; values are held against
-the types of verl's dataclasses and batches against verl's validation; verl's data set reads the parquet files, and its
-loader the rewards. Not covered: Ray, the engines, a GPU.
+hydra composes verl's configuration with the overrides of run.sh and rejects unknown keys. Values are checked against
+the types of verl's dataclasses, batches against verl's validation. verl's data set reads the parquet files, and its
+reward loader loads the rewards. Not covered: Ray, the engines, a GPU.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 PLAIN_TYPES = (int, float, str, bool)
-# Empty in verl's schema: filled by the names of the engine and of the chat template.
+# Empty in verl's schema; their keys belong to the engine and to the chat template.
 OPEN_GROUPS = ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "data.apply_chat_template_kwargs.")
 
 
 class Refused(Exception):
-    """What verl would not take."""
+    """Something that verl would reject."""
 
 
 def words_of(run: Path) -> list[str]:
@@ -40,7 +40,7 @@ def words_of(run: Path) -> list[str]:
 
 @functools.cache
 def compose(words: tuple[str, ...]) -> Any:
-    """verl's configuration with the overrides, as its main function gets it."""
+    """verl's configuration with the overrides, as its main function receives it."""
     from hydra import compose as compose_config
     from hydra import initialize_config_module
 
@@ -49,7 +49,7 @@ def compose(words: tuple[str, ...]) -> Any:
 
 
 def check_words(words: list[str], config: Any) -> None:
-    """No key is new outside verl's open groups, and each value keeps the type of the default."""
+    """Check that no key is new outside verl's open groups and that each value keeps the type of its default."""
     from omegaconf import OmegaConf
 
     plain = compose(())
@@ -70,11 +70,11 @@ def _is_same_kind(before: Any, now: Any) -> bool:
     from omegaconf import ListConfig
 
     if before is None:
-        return True  # the dataclass says what it may be
+        return True  # the dataclass check covers its type
     if isinstance(before, bool) or isinstance(now, bool):
         return isinstance(before, bool) and isinstance(now, bool)
     if isinstance(before, int | float):
-        # "lower_upper" is how verl writes the bounds of a mask.
+        # verl writes the bounds of a mask as "lower_upper".
         return isinstance(now, int | float) or (isinstance(now, str) and "_" in now)
     if isinstance(before, str) and isinstance(now, ListConfig):
         return before == "all-linear"
@@ -82,7 +82,7 @@ def _is_same_kind(before: Any, now: Any) -> bool:
 
 
 def check_types(config: Any) -> None:
-    """verl's dataclasses take every group that this export writes to, and each field is of its annotated type."""
+    """Check that verl's dataclasses accept every group the export writes to, and that each field matches its type."""
     from verl.utils.config import omega_conf_to_dataclass
 
     for group in (config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.algorithm):
@@ -92,9 +92,9 @@ def check_types(config: Any) -> None:
 
 
 def wrong_types(value: Any) -> Iterator[str]:
-    """Fields of a dataclass, and of those inside it, whose value is not of the annotated plain type.
+    """Fields of a dataclass, including nested ones, whose value does not match the annotated plain type.
 
-    A null is left alone: verl's own defaults have it where the annotation does not.
+    A null is skipped: verl's own defaults use it where the annotation does not allow it.
     """
     for name, hint in get_type_hints(type(value)).items():
         entry = getattr(value, name, None)
@@ -110,13 +110,13 @@ def wrong_types(value: Any) -> Iterator[str]:
 
 
 def check_batches(config: Any) -> str:
-    """verl's validation, and the division into micro-batches that its engine asserts when it trains
+    """Run verl's validation, and check the division into micro-batches that its engine asserts during training
     (verl.workers.engine.utils.prepare_micro_batches)."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
     checked = copy.deepcopy(config)
-    # For an adapter the validation imports vLLM, which the export does not need: it has held the rank against vLLM's.
+    # With an adapter the validation imports vLLM, which the export does not need: the rank is already checked.
     checked.actor_rollout_ref.model.lora_rank = 0
     with contextlib.redirect_stdout(io.StringIO()):
         validate_config(checked, need_reference_policy(checked), need_critic(checked))
@@ -139,14 +139,14 @@ def check_batches(config: Any) -> str:
 
 
 class PlainTokenizer:
-    """Stands in for the model's tokenizer: verl's data set asks it for a prompt's length."""
+    """Stand-in for the model's tokenizer: verl's data set asks it for a prompt's length."""
 
     def apply_chat_template(self, messages: list[dict], **_: Any) -> list[int]:
         return [0] * sum(len(message["content"].split()) for message in messages)
 
 
 def check_data(config: Any) -> str:
-    """verl's data set reads both files, and a pass over them is long enough for the steps asked for."""
+    """Check that verl's data set reads both files and that the epochs cover the requested steps."""
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     sizes, settings = [], copy.deepcopy(config.data)
@@ -168,7 +168,7 @@ def check_data(config: Any) -> str:
 
 
 def check_reward(config: Any) -> str:
-    """verl's loader finds compute_score, and it answers in verl's terms for the first problems."""
+    """Check that verl's loader finds compute_score and that it answers as verl expects for the first problems."""
     from datasets import load_dataset
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
@@ -188,7 +188,7 @@ def check_reward(config: Any) -> str:
 
 
 def check_yaml(directory: Path, config: Any) -> None:
-    """overrides.yaml composes to the same configuration as the words of run.sh."""
+    """Check that overrides.yaml composes to the same configuration as run.sh."""
     from hydra import compose as compose_config
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
@@ -201,7 +201,7 @@ def check_yaml(directory: Path, config: Any) -> None:
 
 
 def check(directory: Path) -> list[str]:
-    """What the export was found to be; raises what verl does."""
+    """Return what was found about the export; raises what verl raises."""
     words = words_of(directory / "run.sh")
     config = compose(tuple(words))
     check_words(words, config)
@@ -218,7 +218,7 @@ def main() -> int:
         try:
             lines = "".join(f"  {line}\n" for line in check(directory))
             print(f"verl {version('verl')} takes {directory}:\n{lines}", end="", flush=True)
-        except Exception as error:  # verl and hydra raise many kinds; each is a refusal
+        except Exception as error:  # verl and hydra raise many types; each is a rejection
             kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
             print(f"error: verl {version('verl')} refuses {directory}: {kind}{error}", file=sys.stderr, flush=True)
             refused += 1

@@ -1,4 +1,4 @@
-"""A run's configuration in verl's words, and what these words do not say. Written for verl 0.9."""
+"""Translate a run's configuration to verl's, with notes on what cannot be expressed. Written for verl 0.9."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from kit.core.limits import SERVED_RANKS
 from kit.core.run_directory import base_directory
 from reward import is_own
 
-# TRL's losses by how verl sums them (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
+# TRL's losses by verl's aggregation mode (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
 LOSS = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 OPTIMIZERS = {
     "adamw_torch": ("AdamW", "torch.optim"),
@@ -23,14 +23,14 @@ OPTIMIZERS = {
     "adamw_8bit": ("AdamW8bit", "bitsandbytes.optim"),
     "adamw_bnb_8bit": ("AdamW8bit", "bitsandbytes.optim"),
 }
-NO_DUAL_CLIP = 1e6  # verl always clips the loss of negative advantages at this ratio, TRL only where asked to
+NO_DUAL_CLIP = 1e6  # verl always clips the loss of negative advantages at this ratio, TRL only on request
 LOWEST_RATIO = "1e-06"  # verl's masks have a lower bound too, above 0
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs that verl gets. In its hybrid engine each of them trains and samples in turn."""
+    """The GPUs that verl gets. Its hybrid engine trains and samples on each of them in turn."""
 
     nodes: int
     gpus_per_node: int
@@ -42,7 +42,7 @@ class Cluster:
 
 @dataclass
 class Translation:
-    """Overrides of verl's ppo_trainer configuration, and sentences about what differs from the run here."""
+    """Overrides of verl's ppo_trainer configuration, and notes on how it differs from the run here."""
 
     values: dict[str, Any] = field(default_factory=dict)
     added: set[str] = field(default_factory=set)  # keys below an open group of verl's, written with a +
@@ -52,7 +52,7 @@ class Translation:
 def translate(
     config: Config, cluster: Cluster, processes: int | None, dequantized_base: bool, directory: Path
 ) -> Translation:
-    """The overrides that make verl do the same run; `BadInput` lists what it cannot do."""
+    """Return the overrides that make verl do the same run; `BadInput` lists what it cannot do."""
     processes = here(config) if processes is None else processes
     if min(processes, cluster.nodes, cluster.gpus_per_node) < 1:
         raise BadInput("--processes, --nodes and --gpus_per_node must be at least 1.")
@@ -71,8 +71,8 @@ def translate(
 
 
 def here(config: Config) -> int:
-    """The trainer processes of the run on one machine, as far as the configuration tells: those of train.gpus, or of
-    the GPUs out of eight that server.gpus leaves; else 1."""
+    """Trainer processes of the run on one machine, as far as the configuration tells: the number of train.gpus, or of
+    the eight GPUs minus server.gpus; else 1."""
     if config.train.gpus is not None:
         return len(config.train.gpus)
     if config.rollout.backend != "server" or config.server.gpus is None or config.server.sleep:
@@ -148,7 +148,7 @@ def _model(config: Config, found: Translation, dequantized_base: bool) -> None:
         f"{MODEL}.lora_alpha": int(_alpha(config)),
         f"{MODEL}.target_modules": policy.target_modules,
         f"{MODEL}.enable_gradient_checkpointing": config.train.recompute != "none",
-        # One type for adapter and base, as FSDP wants it; the forward pass computes in bfloat16 in both cases.
+        # FSDP wants one dtype for adapter and base; the forward pass computes in bfloat16 either way.
         f"{ACTOR}.fsdp_config.model_dtype": "fp32" if policy.adapter_dtype == "float32" else "bf16",
     }
     if policy.init_adapter:
@@ -173,7 +173,7 @@ def _model(config: Config, found: Translation, dequantized_base: bool) -> None:
 
 
 def _batch(config: Config, cluster: Cluster, processes: int, found: Translation) -> None:
-    """verl counts prompts in a batch, and completions of one GPU in a micro-batch."""
+    """verl counts a batch in prompts and a micro-batch in completions of one GPU."""
     train, completions = config.train, _completions(config, processes)
     prompts, each = completions // config.rollout.group_size, completions // cluster.gpus
     micro = max(size for size in range(1, min(train.per_device_train_batch_size, each) + 1) if each % size == 0)
@@ -206,7 +206,7 @@ def _loss(config: Config, found: Translation) -> None:
         f"{ACTOR}.optim.lr": train.learning_rate,
         f"{ACTOR}.optim.weight_decay": train.weight_decay,
         f"{ACTOR}.optim.lr_scheduler_type": "cosine" if train.lr_scheduler == "cosine" else "constant",
-        # transformers' schedule "constant" has no warm-up.
+        # transformers' "constant" schedule has no warm-up.
         f"{ACTOR}.optim.lr_warmup_steps": 0 if train.lr_scheduler == "constant" else train.warmup_steps,
         f"{ACTOR}.optim.clip_grad": train.max_grad_norm,
         f"{ACTOR}.grad_clip": train.max_grad_norm,
@@ -274,7 +274,7 @@ def _data(config: Config, found: Translation, directory: Path) -> None:
         "data.val_files": str(directory / "test.parquet"),
         "data.max_prompt_length": config.rollout.max_prompt_length,
         "data.max_response_length": config.rollout.max_completion_length,
-        # Here too, prompts that are too long are left out and never cut.
+        # As here, prompts that are too long are skipped, never truncated.
         "data.filter_overlong_prompts": True,
         "data.truncation": "error",
         "data.seed": config.run.seed,
@@ -299,7 +299,7 @@ def _trainer(config: Config, cluster: Cluster, found: Translation, directory: Pa
     found.values |= {
         "trainer.nnodes": cluster.nodes,
         "trainer.n_gpus_per_node": cluster.gpus_per_node,
-        # Here a step is an update, in verl a batch of rollouts.
+        # A step is an update here, a batch of rollouts in verl.
         "trainer.total_training_steps": train.max_steps // train.num_iterations,
         "trainer.save_freq": max(1, train.save_steps // train.num_iterations),
         "trainer.max_actor_ckpt_to_keep": train.keep_checkpoints,
@@ -321,7 +321,7 @@ def _left_out(config: Config, found: Translation) -> None:
 
 
 def epochs(problems: int, values: dict[str, Any]) -> int:
-    """verl ends after this many passes over the data when its steps are not done by then; it drops the last batch."""
+    """Passes over the data that verl's steps need: verl stops when its epochs are over. It drops the last batch."""
     per_pass = problems // values["data.train_batch_size"]
     if per_pass == 0:
         raise BadInput(

@@ -1,11 +1,11 @@
-"""Write the Slurm job of a run from the run's YAML:
+"""Write the Slurm job of a run from its YAML:
 
     python -m launch.slurm --config X.yaml --out job.sbatch
     python -m launch.slurm --config X.yaml --nodes 2 --partition gpu --account lab --time 2-00:00:00 --out job.sbatch
 
 One node: `launch.up`, servers on server.gpus and the trainer on the others. Two nodes: servers on all GPUs of the
-first, the trainer on all of the second. More: the servers keep the first, the trainer gets the rest. Keys of the YAML
-can be given as --group.key value; they go into the script. Nothing is submitted.
+first, the trainer on all of the second. More: servers on the first, the trainer on the rest. Keys of the YAML can be
+given as --group.key value; they go into the script. Nothing is submitted.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The text of a Slurm job: which GPUs and nodes each side gets, and the body that starts, watches and ends them."""
+"""Text of a Slurm job: which GPUs and nodes each side gets, and the body that starts, watches and ends them."""
 
 import copy
 import re
@@ -19,12 +19,12 @@ TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]*")
 ACCUMULATION = "train.gradient_accumulation_steps"
 WORDS = '"${words[@]}" "${resume[@]}"'
-GRACE_S = 300  # before the time limit: what is left to end both sides in
+GRACE_S = 300  # before the time limit, left for ending both sides
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of Slurm, and the run's command line (`overrides` are words: --group.key value)."""
+    """The Slurm request, and the run's command line (`overrides` are words: --group.key value)."""
 
     config_path: str
     overrides: tuple[str, ...] = ()
@@ -42,11 +42,11 @@ class Split:
 
     processes: int
     ports: list[int]
-    accumulation: int | None = None  # what keeps a step's completions those of one node, when that is another value
+    accumulation: int | None = None  # set if needed to keep a step's completions those of one node
 
 
 def write_script(job: Job, config: Config) -> str:
-    """The sbatch script of a run; `BadInput` lists what cannot work before anything waits in a queue."""
+    """Return the sbatch script of a run; `BadInput` lists what cannot work before anything waits in a queue."""
     _check_job(job, config)
     split = split_run(job, config)
     _check_run(job, config, split)
@@ -56,7 +56,7 @@ def write_script(job: Job, config: Config) -> str:
 
 
 def describe(job: Job, config: Config) -> str:
-    """What the job would be, in one line."""
+    """One-line summary of the job."""
     split, train = split_run(job, config), config.train
     steps = split.accumulation or train.gradient_accumulation_steps
     completions = split.processes * train.per_device_train_batch_size * steps
@@ -98,7 +98,7 @@ def _check_job(job: Job, config: Config) -> None:
 
 
 def split_run(job: Job, config: Config) -> Split:
-    """Processes and ports; `BadInput` when the trainer's processes cannot make the same steps as on one node."""
+    """Processes and ports; `BadInput` if the trainer's processes cannot make the same steps as on one node."""
     server, train = config.server, config.train
     ports = [urlsplit(url).port or 0 for url in config.rollout.server_urls]
     if job.nodes == 1:
@@ -124,19 +124,19 @@ def split_run(job: Job, config: Config) -> Split:
 
 
 def _on_one_node(job: Job, config: Config) -> int:
-    """The trainer's processes where launch.up starts the run on one of these nodes."""
+    """Trainer processes if launch.up starts the run on one of these nodes."""
     is_served = config.rollout.backend == "server" and job.gpus > 0
     return max(1, len(place(config, [str(gpu) for gpu in range(job.gpus)], is_served).trainer))
 
 
 def _check_run(job: Job, config: Config, split: Split) -> None:
-    """The checks of servers and trainer with what the script will pass them."""
+    """Run the checks of servers and trainer on the configuration that the script will pass them."""
     config = copy.deepcopy(config)
     if split.accumulation:
         config.train.gradient_accumulation_steps = split.accumulation
     if config.rollout.backend == "server":
         config.rollout.server_urls = [f"http://127.0.0.1:{port}" for port in split.ports]
-        config.server.host = None  # a key is made where the job runs
+        config.server.host = None  # the job creates a key when it runs
         if job.nodes > 1:
             config.server.gpus = None
         plans(config, Installed("", is_cpu=not job.gpus), [str(gpu) for gpu in range(job.gpus)])
@@ -187,7 +187,7 @@ def _start(config: Config) -> str:
 
 
 def _words(job: Job, config: Config, split: Split) -> str:
-    """The configuration as every side gets it, with the addresses that only the job knows."""
+    """The configuration words for both sides, with the addresses that only the job knows."""
     lines = [f"words=({shlex.join(['--config', job.config_path, *job.overrides])})"]
     if job.nodes == 1:
         return lines[0]
@@ -195,7 +195,7 @@ def _words(job: Job, config: Config, split: Split) -> str:
         'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         *lines,
         f'urls="$(printf "http://${{nodes[0]}}:%s," {" ".join(map(str, split.ports))})"',
-        # Bound to every address: in its own /etc/hosts a node's name often stands for a loopback address.
+        # Bind to every address: a node's own /etc/hosts often maps its name to a loopback address.
         'words+=(--rollout.server_urls "[${urls%,}]" --server.host 0.0.0.0)',
     ]
     if job.gpus:
@@ -216,7 +216,7 @@ def _words(job: Job, config: Config, split: Split) -> str:
 
 
 def _several_nodes(job: Job, config: Config, split: Split) -> str:
-    """Servers on the first node, the trainer on the others."""
+    """Servers on the first node, trainer on the others."""
     manifest = shlex.quote(str(base_directory(config) / "manifest.json"))
     configs, recipe = "accelerate launch --config_file accelerate_configs", f"{recipe_of(config)} {WORDS}"
     lines = [

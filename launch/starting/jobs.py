@@ -1,4 +1,4 @@
-"""The commands of a run that are no servers: started with a log each, watched, ended; and why one of them ended."""
+"""Non-server commands of a run: start each with its own log, watch and end it, and find out why it ended."""
 
 import contextlib
 import os
@@ -18,34 +18,34 @@ from launch.replicas import first_error, how_it_ended, log_end, mark_start, memb
 from launch.starting.trainer_command import Command
 from launch.vllm_command import ROOT
 
-STOP_S = 30.0  # what a job gets to end by itself after SIGINT
+STOP_S = 30.0  # grace period for a job after SIGINT
 KILL_S = 5.0
 MOST_REASON_LINES = 10
-# How accelerate and torchrun, which end with 1 whatever happened, tell how the recipe ended.
+# How accelerate and torchrun, which exit with 1 whatever happened, report how the recipe ended.
 HOW_THE_RECIPE_ENDED = re.compile(
     r"returned non-zero exit status (?P<code>\d+)|died with <Signals\.(?P<signal>SIG\w+)"
     r"|^\s*exitcode\s*: (?P<torch>-?\d+)"
 )
 TRACEBACK = "Traceback (most recent call last)"
 LAUNCHER_ERROR = re.compile(r"(subprocess\.CalledProcessError|torch\.distributed\.elastic\.\S+Error)\b")
-# What follows the recipe's message: a traceback of the launcher, or its own log lines.
+# Lines that follow the recipe's message: the launcher's traceback, or its own log lines.
 AFTER_THE_MESSAGE = re.compile(r"Traceback \(|[EWI]\d{4} |\[rank\d|Exception ignored")
 
 
 def leash() -> list[str]:
-    """The words before a command that is to end with this process and to leave nothing behind."""
+    """Words to put before a command so that it ends with this process and leaves no process behind."""
     return [sys.executable, str(ROOT / "launch" / "starting" / "leash.py"), str(os.getpid())]
 
 
 @dataclass
 class Job:
-    """One command with its log. Use as a context: leaving it ends the command with all that it started."""
+    """One command with its log. As a context manager it ends the command and all its descendants on exit."""
 
     name: str
     command: Command
     log: Path
     gpus: tuple[str, ...] = ()
-    on_wait: Callable[[], None] = lambda: None  # called while its end is waited for
+    on_wait: Callable[[], None] = lambda: None  # called while waiting for it to end
     process: subprocess.Popen | None = None
     started: float = 0.0  # time.monotonic()
 
@@ -72,7 +72,7 @@ class Job:
         if self.process.poll() is None:
             kill_trees([self.process.pid])
             self._wait(KILL_S)
-        if members(self.process.pid):  # where the leash itself was killed
+        if members(self.process.pid):  # the leash itself was killed
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -83,7 +83,7 @@ class Job:
             time.sleep(0.1)
 
     def ended(self) -> int | None:
-        """None while it runs; then the exit code of what accelerate launched, below 0 a signal."""
+        """None while it runs; then the exit code of what accelerate launched, negative for a signal."""
         code = self.process.poll()
         if code != 1:
             return code
@@ -96,7 +96,7 @@ class Job:
         return int(last["code"] or last["torch"])
 
     def failure(self, code: int) -> "JobFailed":
-        """What there is to say about an end with `code`."""
+        """Error that explains an exit with `code`."""
         lines = without_launcher(read_end(self.log))
         reason = message(lines)
         if code == BAD_INPUT and reason:
@@ -106,7 +106,7 @@ class Job:
 
 
 class JobFailed(KitError):
-    """A command of the run failed; bad input stays bad input."""
+    """A command of the run failed; the exit code for bad input is preserved."""
 
     def __init__(self, text: str, code: int):
         super().__init__(text)
@@ -114,7 +114,7 @@ class JobFailed(KitError):
 
 
 def message(lines: list[str]) -> str | None:
-    """The first message of a command of the kit (`error: …`, which may go on over lines) in a log."""
+    """The first error message of a kit command in a log (`error: …`, possibly continued over several lines)."""
     for number, line in enumerate(lines):
         if line.startswith("error: "):
             said = [line.removeprefix("error: ")]
@@ -127,14 +127,14 @@ def message(lines: list[str]) -> str | None:
 
 
 def without_launcher(lines: list[str]) -> list[str]:
-    """The lines of a log without the traceback of accelerate or torchrun, which says only that the recipe failed."""
+    """Lines of a log without accelerate's or torchrun's traceback, which says only that the recipe failed."""
     ends = [number for number, line in enumerate(lines) if LAUNCHER_ERROR.match(line)]
     starts = [number for number, line in enumerate(lines[: ends[-1]]) if TRACEBACK in line] if ends else []
     return lines[: starts[-1]] if starts else lines
 
 
 def trees(pids: list[int]) -> list[psutil.Process]:
-    """The living processes with these ids and everything that they started."""
+    """The living processes with these ids and all their descendants."""
     found: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -144,7 +144,7 @@ def trees(pids: list[int]) -> list[psutil.Process]:
 
 
 def kill_trees(pids: list[int]) -> None:
-    """SIGKILL for these processes and everything that they started."""
+    """Send SIGKILL to these processes and all their descendants."""
     for process in trees(pids):
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -1,12 +1,12 @@
-"""Runs one command and ends together with everything that the command started.
+"""Run one command, and end together with everything that it started.
 
 `launch.up` puts this file, with its own process id, before the words of each of its commands, so that nothing stays
-behind: not when the command ends and leaves processes of its own, and not when the process with that id, the parent,
-is killed outright. It ends with the command's exit code, or by the same signal. Imports nothing of the kit: it has to
-start at once.
+behind: neither when the command ends but leaves processes of its own, nor when the process with that id, the parent,
+is killed outright. It exits with the command's exit code, or by the same signal. It imports nothing of the kit,
+because it has to start at once.
 
-SIGINT goes to every process of its group, as Ctrl-C in a terminal. SIGTERM, also sent by the kernel when the parent is
-gone, goes to the command alone, whose workers are its own to end; after `PATIENCE_S` everything left is killed.
+SIGINT goes to every process of its group, as Ctrl-C in a terminal does. SIGTERM, which the kernel also sends when the
+parent is gone, goes to the command alone, which ends its own workers; after `PATIENCE_S` everything left is killed.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ import sys
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-PATIENCE_S = 15  # what the command gets after SIGTERM
-SWEEP_S = 2.0  # what processes that outlived the command get
+PATIENCE_S = 15  # grace period for the command after SIGTERM
+SWEEP_S = 2.0  # grace period for processes that outlive the command
 
 
 def main() -> int:
     parent, *command = sys.argv[1:]
     prctl = ctypes.CDLL(None).prctl
-    # A descendant whose own parent has ended becomes a child of this process, where it is found.
+    # A descendant whose parent has ended is reparented to this process, which can then find it.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    if os.getppid() != int(parent):  # it was killed before the kernel knew what to send
+    if os.getppid() != int(parent):  # the parent died before prctl took effect
         return 1
 
     def prepare() -> None:
         for number in (*numbers, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)  # a shell ignores SIGINT in what it starts in the background
+            signal.signal(number, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     try:
@@ -45,7 +45,7 @@ def main() -> int:
     except OSError as error:
         print(f"error: {command[0]} cannot be started: {error}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal is the parent's to answer
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent handles a closed terminal
     signal.signal(signal.SIGINT, lambda *_: pass_on_interrupt())
     signal.signal(signal.SIGTERM, lambda *_: ask_to_end(child.pid))
     signal.signal(signal.SIGALRM, lambda *_: kill_all())
@@ -79,7 +79,7 @@ def kill_all() -> None:
 
 
 def wait(pid: int) -> int:
-    """The wait status of the command; orphans that end meanwhile are collected too."""
+    """The wait status of the command; also reaps orphans that end meanwhile."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:
@@ -87,13 +87,13 @@ def wait(pid: int) -> int:
 
 
 def sweep() -> None:
-    """End what is left; what the kernel does not let go of (a driver that hangs) is left after a few tries."""
+    """End what is left; give up after a few tries on what the kernel cannot kill (a hanging driver)."""
     left = descendants()
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.terminate()
     psutil.wait_procs(left, SWEEP_S)
-    for _ in range(5):  # those included that started meanwhile
+    for _ in range(5):  # including processes started meanwhile
         if not (left := descendants()):
             return
         kill_all()
@@ -101,10 +101,10 @@ def sweep() -> None:
 
 
 def end_like(status: int) -> int:
-    """The command's exit code; does not return when a signal ended the command."""
+    """Return the command's exit code, or die by the signal that ended the command."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its core, if any
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its own core, if any
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

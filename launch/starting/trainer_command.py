@@ -1,4 +1,4 @@
-"""The trainer's command line and which GPUs it gets beside the replicas, from the run's configuration."""
+"""The trainer's command line, and its GPUs beside the replicas, from the run's configuration."""
 
 import os
 import shlex
@@ -19,31 +19,31 @@ CPU, ONE_GPU, DDP = (f"accelerate_configs/{name}.yaml" for name in ("cpu", "one_
 
 @dataclass(frozen=True)
 class Launcher:
-    """An accelerate configuration, as far as it decides where the processes run."""
+    """The parts of an accelerate configuration that decide where the processes run."""
 
     path: str
     is_cpu: bool
     is_single: bool  # one process
-    processes: int  # what the file says
+    processes: int  # as the file says
     mixed_precision: str
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command with what is added to this process's environment."""
+    """One command, and what it adds to this process's environment."""
 
     words: list[str]
     environment: dict[str, str]
 
     @property
     def text(self) -> str:
-        """As it can be typed."""
+        """The command as one would type it."""
         assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*assignments, shlex.join(self.words)])
 
 
 def read_launcher(path: str) -> Launcher:
-    """`BadInput` when the file is no accelerate configuration of one machine."""
+    """Parse an accelerate configuration; `BadInput` if the file is not one for a single machine."""
     try:
         facts = yaml.safe_load(Path(path).read_text())
         kind = str(facts["distributed_type"])
@@ -64,12 +64,12 @@ def read_launcher(path: str) -> Launcher:
 
 
 def choose_launcher(gpus: int) -> Launcher:
-    """The one for the number of GPUs that the trainer gets."""
+    """The default launcher for the number of GPUs that the trainer gets."""
     return read_launcher(in_checkout(CPU if gpus == 0 else ONE_GPU if gpus == 1 else DDP))
 
 
 def process_count(launcher: Launcher, trainer_gpus: int) -> int:
-    """How many trainer processes there will be: one per GPU, without GPUs what the launcher says."""
+    """Number of trainer processes: one per GPU; without GPUs, what the launcher says."""
     if launcher.is_cpu:
         return launcher.processes
     if trainer_gpus == 0:
@@ -87,7 +87,7 @@ def trainer_command(
 ) -> Command:
     """`accelerate launch` of the recipe on the trainer's GPUs."""
     environment = {
-        # On a few cores more threads only wait for each other; torchrun's default for several processes too.
+        # On few cores more threads only wait for each other; also torchrun's default for several processes.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),
         **placement.environment(placement.trainer),
@@ -96,19 +96,19 @@ def trainer_command(
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launcher.path]
     words += ["--num_processes", str(processes)]
     if not launcher.is_cpu:
-        words += ["--gpu_ids", "all"]  # all of CUDA_VISIBLE_DEVICES, which one_gpu.yaml would overrule
+        words += ["--gpu_ids", "all"]  # all of CUDA_VISIBLE_DEVICES, which one_gpu.yaml would override
         if config.model.dtype == "float32" and launcher.mixed_precision != "no":
             words += ["--mixed_precision", "no"]
     words += [in_checkout(recipe_of(config)), "--config", config_path, *overrides]
     if placement.servers and all(gpu.isdigit() for gpu in placement.servers):
-        # Its memory checks see only the trainer's own CUDA_VISIBLE_DEVICES.
+        # The recipe's memory checks see only the trainer's CUDA_VISIBLE_DEVICES.
         chosen = [int(gpu) for gpu in placement.servers]
         words += [] if chosen == config.server.gpus else [f"--server.gpus={chosen}"]
     return Command(words, environment)
 
 
 def base_command(config_path: str, overrides: list[str], placement: Placement) -> Command:
-    """`python -m merge base` on the trainer's kind of device: a GPU and a CPU round a few weights differently."""
+    """`python -m merge base` on the trainer's device type: GPU and CPU round a few weights differently."""
     words = [sys.executable, "-m", "merge", "base", "--config", config_path, *overrides]
     environment = placement.environment(placement.trainer[:1])
     if Path.cwd() != ROOT:
@@ -117,5 +117,5 @@ def base_command(config_path: str, overrides: list[str], placement: Placement) -
 
 
 def in_checkout(name: str) -> str:
-    """A file of the kit as the working directory sees it."""
+    """A kit file's path as seen from the working directory."""
     return name if Path.cwd() == ROOT else str(ROOT / name)

@@ -1,5 +1,5 @@
-"""What `launch.up` shows: in a terminal a page with every process and the run's curves, through a pipe one line per
-event and per step."""
+"""Output of `launch.up`: in a terminal a page with every process and the run's curves, through a pipe one line per
+event and step."""
 
 import contextlib
 import re
@@ -36,7 +36,7 @@ class Status:
 
 
 class View:
-    """Use as a context. Output that nobody can read any more, such as a closed terminal, never raises."""
+    """Live view, used as a context manager. Unwritable output, such as a closed terminal, never raises."""
 
     def __init__(self, run: RunDir, statuses: Callable[[], list[Status]], console: Console):
         self.run, self.statuses = run, statuses
@@ -59,18 +59,18 @@ class View:
                 self._live.stop()
 
     def say(self, text: str) -> None:
-        """An event: above the page, or as a line with the time."""
+        """Print an event: above the page, or as a line with the time."""
         with contextlib.suppress(OSError):
-            # soft_wrap: a line of a log file is not folded
+            # soft_wrap: do not fold lines of a log file
             self.console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"), soft_wrap=True)
             self.console.file.flush()
 
     def follow_steps(self, log: Path) -> None:
-        """Show the steps that are written to the trainer's log from now on."""
+        """Show steps that are written to the trainer's log from now on."""
         self._steps = StepLines(log)
 
     def update(self, at_once: bool = False) -> None:
-        """Draw what is new; at most every `REDRAW_S`."""
+        """Draw what is new, at most every `REDRAW_S`."""
         if time.monotonic() - self._drawn < REDRAW_S and not at_once:
             return
         self._drawn = time.monotonic()
@@ -85,12 +85,12 @@ class View:
         """Every process, and below it the run as `launch.watch` shows it."""
         self.metrics.poll()
         statuses, width = self.statuses(), self.console.width
-        room = self.console.height - len(statuses) - 3  # the table's head, a blank line, the cursor's line
+        room = self.console.height - len(statuses) - 3  # the table header, a blank line, the cursor's line
         return Group(process_table(statuses, width), Text(), frame(self.run, self.metrics, width, max(3, room)))
 
 
 def process_table(statuses: list[Status], width: int) -> Table:
-    """One row per process; the rest of the width is the last line of its log."""
+    """One row per process; the remaining width shows the last line of its log."""
     table = Table(box=None, padding=(0, 1), header_style="dim", width=width)
     for name, justify in (("", "left"), ("state", "left"), ("pid", "right"), ("GPU", "left"), ("for", "right")):
         table.add_column(name, justify=justify, no_wrap=True)
@@ -105,7 +105,7 @@ def process_table(statuses: list[Status], width: int) -> Table:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last non-blank line of a log."""
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
@@ -114,7 +114,7 @@ def last_line(log: Path) -> str:
 
 
 class StepLines:
-    """The step lines that are appended to a log, each once and whole."""
+    """Step lines as they are appended to a log, each once and complete."""
 
     def __init__(self, log: Path):
         self.log, self._rest = log, b""

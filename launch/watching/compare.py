@@ -1,4 +1,4 @@
-"""Several runs beside each other: one table and small curves, at the last step that all of them have reached."""
+"""Several runs side by side: one table and small curves, at the last step that all of them have reached."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kit.core.run_directory import RunDir
 from launch.watching.page import SHARES, duration, held, percent, show, sparkline
 
 CURVES = {"reward": "reward", "held-out": "heldout_accuracy", "KL": "kl", "entropy": "entropy"}
-# Widest terminal that does without them, in the order in which they are left out on a narrower one.
+# Terminal width below which a column is dropped; narrower terminals drop them in this order.
 LEFT_OUT = {"s/step": 100, "entropy": 92, "truncated": 84, "now": 72, "held-out": 64, "KL": 52}
 STATES = {"running": "green", "finished": "", "silent": "yellow", "waiting": "dim"}
 STATES |= {"stopped": "yellow", "failed": "red"}
@@ -22,7 +22,7 @@ STATES |= {"stopped": "yellow", "failed": "red"}
 
 @dataclass(frozen=True)
 class Compared:
-    """A run's name, state, recent means up to the common step, and the rules that fire on all of its steps."""
+    """A run's name, state, recent means up to the common step, and alerts over all of its steps."""
 
     name: str
     state: dict
@@ -32,12 +32,12 @@ class Compared:
 
 
 def common_step(logs: Sequence[MetricsLog]) -> int | None:
-    """The last step that every run with a step has reached; None when none has one."""
+    """The last step reached by every run that has a step; None if none has one."""
     return min((log.rows[-1]["step"] for log in logs if log.rows), default=None)
 
 
 def names(runs: Sequence[RunDir]) -> list[str]:
-    """The directories' own names, or their paths where two are called alike."""
+    """The directories' names, or their paths if two share a name."""
     short = [run.path.resolve().name for run in runs]
     return short if len(set(short)) == len(short) else [str(run.path) for run in runs]
 
@@ -58,7 +58,7 @@ def compared(runs: Sequence[RunDir], logs: Sequence[MetricsLog]) -> list[Compare
 
 
 def table(runs: Sequence[Compared], step: int | None, width: int) -> Table:
-    """One row a run; every column but state, now, s/step and alerts is about the steps up to the common one."""
+    """One row per run; all columns except state, now, s/step and alerts cover the steps up to the common one."""
     shown = Table(box=None, padding=(0, 1), header_style="dim")
     left_out = {name for name, least in LEFT_OUT.items() if width < least}
     is_narrow = width < 60
@@ -97,10 +97,10 @@ def table(runs: Sequence[Compared], step: int | None, width: int) -> Table:
 
 
 def curves(runs: Sequence[Compared], width: int) -> Table:
-    """Reward, held-out, KL and entropy side by side, a run a row, the same step at the same place in every row.
+    """Reward, held-out, KL and entropy side by side, one run per row, with steps aligned across rows.
 
-    All cells of a column have one scale, so heights can be compared down the column; it leaves out the lowest and the
-    highest two of a hundred values, which would flatten the rest.
+    All cells of a column share one scale, so heights are comparable down the column. The scale ignores the lowest and
+    the highest two of a hundred values, which would flatten the rest.
     """
     values_of = {key: sorted(value for run in runs for value in _known(run.rows, key)) for key in CURVES.values()}
     bounds = {
@@ -135,7 +135,7 @@ def _known(rows: Sequence[dict], key: str) -> list[float]:
 
 
 def frame_of_runs(runs: Sequence[RunDir], logs: Sequence[MetricsLog], width: int, height: int | None = None) -> Group:
-    """The comparison at this moment; with a height, the runs that fit, best first."""
+    """The current comparison; with a height, only the runs that fit, best first."""
     step, found = common_step(logs), compared(runs, logs)
     if height is not None:
         most = max(1, (height - 6) // 2)

@@ -1,6 +1,6 @@
-"""The page of one run in the terminal: where it stands, what is wrong, its curves, its phases, what it answers.
+"""Terminal page of one run: its progress, its alerts, its curves, its phases and its answers.
 
-Fits any width from 40 columns and, with a height, that many lines: what decides stays, what explains is cut first.
+Fits any width from 40 columns and, given a height, that many lines: essentials stay, explanations are cut first.
 """
 
 import io
@@ -34,13 +34,13 @@ TRENDS = {
     "grad norm": "grad_norm",
     "step seconds": "seconds.step",
 }
-# Curves of what not every run has: shown once there is a value, `clip_fraction` once it is not 0.
+# Curves that not every run has: shown once they have a value, `clip_fraction` once it is nonzero.
 OPTIONAL = ("heldout_accuracy", "divergence", "sampler_k3", "effective_sample_size", "clip_fraction")
 OPTIONAL += ("quant_clip_fraction", "quant_peak_ratio")
 SHARES = {"zero_spread_fraction", "clip_fraction", "truncated_fraction", "heldout_accuracy"}
-SHARE_TOP = 0.2  # least share that the highest block stands for
+SHARE_TOP = 0.2  # minimum share represented by the highest block
 BLOCKS = "▁▂▃▄▅▆▇█"
-# A color and a shade each, so that the bar can be read without colors too.
+# A color and a shade each, so that the bar can be read without color too.
 PHASES = {
     "wake": ("magenta", "▚"),
     "sync": ("yellow", "▒"),
@@ -54,14 +54,14 @@ PHASES = {
     "other": ("bright_black", "░"),
 }
 ORDER = {name: place for place, name in enumerate(PHASES)}
-# Columns that a curve's label, last, mean and range take, paddings included; the sparkline gets the rest.
+# Columns taken by a curve's label, last, mean and range, including padding; the sparkline gets the rest.
 BESIDE_SPARKLINE, BESIDE_NARROW = 53, 34
-LONGEST_ERROR = 400  # characters of what ended a run
-NARROW = 70  # below this many columns the range is left out
+LONGEST_ERROR = 400  # characters of the error that ended a run
+NARROW = 70  # below this many columns the range is omitted
 
 
 def show(value: float | None) -> str:
-    """A number in at most seven characters, "–" for none."""
+    """A number in at most seven characters; "–" for None."""
     if value is None or math.isnan(value):
         return "–" if value is None else "NaN"
     if math.isinf(value):
@@ -72,7 +72,7 @@ def show(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share as "12.3%", "–" for none."""
+    """A share as "12.3%"; "–" for None."""
     return show(value) if value is None or not math.isfinite(value) else f"{value:.1%}"
 
 
@@ -91,10 +91,10 @@ def duration(seconds: float) -> str:
 def sparkline(
     values: Sequence[float], width: int, is_share: bool = False, bounds: tuple[float, float] | None = None
 ) -> str:
-    """The values as block characters, at most `width` of them, each the mean of its steps; a gap where none is known.
+    """The values as at most `width` block characters, each the mean of its steps; a gap where no value is known.
 
-    Scaled from the lowest to the highest cell, or between `bounds`; a share from 0 to at least `SHARE_TOP`, so that
-    noise near zero stays flat. A curve that does not move is drawn on the lowest block.
+    Scaled from the lowest to the highest cell, or to `bounds`; a share from 0 to at least `SHARE_TOP`, so that noise
+    near zero stays flat. A constant curve is drawn on the lowest block.
     """
     count = min(width, len(values))
     cells = [mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
@@ -108,7 +108,7 @@ def sparkline(
 
 
 def held(values: Sequence[float]) -> list[float]:
-    """Each value, or the one before it where there is none: the curve of what is measured every few steps."""
+    """Each value, or the previous one where it is missing: the curve of a metric measured every few steps."""
     found, last = [], math.nan
     for value in values:
         last = value if math.isfinite(value) else last
@@ -117,7 +117,7 @@ def held(values: Sequence[float]) -> list[float]:
 
 
 def how_it_ended(state: dict) -> str:
-    """Where a run stopped or failed, when, and its last error."""
+    """Where and when a run stopped or failed, and its last error."""
     where = "before its first step" if state["step"] is None else f"after step {state['step']}"
     when = "" if state["ended"] is None else f", {duration(max(0.0, time.time() - state['ended']))} ago"
     return f"{state['state']} {where}{when}: {state['error']}"
@@ -159,7 +159,7 @@ def header(run: RunDir, state: dict) -> Group:
 
 
 def _curves(rows: Sequence[dict]) -> dict[str, str]:
-    """Label and key of the curves that this run has; a reward of several functions is taken apart below it."""
+    """Label and key of this run's curves; a reward made of several functions is broken down below it."""
     parts, curves = group(rows[-1], "rewards"), {}
     for label, key in TRENDS.items():
         values = [value for value in series(rows, key) if math.isfinite(value)] if key in OPTIONAL else ()
@@ -171,7 +171,7 @@ def _curves(rows: Sequence[dict]) -> dict[str, str]:
 
 
 def trends(rows: Sequence[dict], width: int, most: int | None = None) -> Table:
-    """One row per curve: last value, mean of the recent steps, sparkline over the whole run, range."""
+    """One row per curve: last value, mean of recent steps, sparkline over the whole run, range."""
     is_wide = width >= NARROW
     table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column("", no_wrap=True)
@@ -195,7 +195,7 @@ def trends(rows: Sequence[dict], width: int, most: int | None = None) -> Table:
 
 
 def phase_bar(rows: Sequence[dict], width: int) -> Group | None:
-    """Where the time of the recent steps went, as one bar, with speed and memory below; None without times."""
+    """Where the time of recent steps went, as one bar with speed and memory below; None without times."""
     spent: dict[str, float] = {}
     for row in rows[-RECENT:]:
         for name, value in phases(row).items():
@@ -224,7 +224,7 @@ def phase_bar(rows: Sequence[dict], width: int) -> Group | None:
 
 
 def _flow(parts: Sequence[Text], width: int) -> list[Text]:
-    """The parts side by side, none of them broken over two lines unless it is longer than one."""
+    """The parts side by side; a part is broken over two lines only if it is longer than a line."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + 3 + part.cell_len <= width:
@@ -235,7 +235,7 @@ def _flow(parts: Sequence[Text], width: int) -> list[Text]:
 
 
 def facts(row: dict) -> Table:
-    """What else the last step was made of."""
+    """Further figures of the last step."""
     lines = {
         "sampler": {
             "p99 |Δlogp|": "sampler_delta_p99",
@@ -260,7 +260,7 @@ def facts(row: dict) -> Table:
 
 
 def samples(run: RunDir, width: int) -> Group | None:
-    """Best, median and worst answer of one group of the newest completions, a line each; None before there are any."""
+    """Best, median and worst answer of one group of the newest completions, one line each; None if there are none."""
     found = latest_group(run)
     if found is None:
         return None
@@ -277,7 +277,7 @@ def samples(run: RunDir, width: int) -> Group | None:
 
 
 def health(rows: Sequence[dict], is_brief: bool = False) -> Table | Text:
-    """The rules that fire, each with its meaning and what to do; brief: only which, and the value."""
+    """The rules that fire, each with its meaning and what to do; brief: only their names and values."""
     found = alerts(rows)
     if not found:
         return Text(" health: no rule fires", style="green")
@@ -301,7 +301,7 @@ def notes(log: MetricsLog) -> Text | None:
 
 
 def frame(run: RunDir, log: MetricsLog, width: int, height: int | None = None) -> Group:
-    """The whole picture of a run at this moment, in at most `height` lines when that is given."""
+    """The whole page of a run right now, in at most `height` lines if that is given."""
     top = header(run, progress(log))
     if not log.rows:
         return Group(top)
@@ -323,7 +323,7 @@ def frame(run: RunDir, log: MetricsLog, width: int, height: int | None = None) -
 
 
 def _fitted(sections: dict, log: MetricsLog, width: int, room: int) -> dict:
-    """The sections that fit into `room` lines, each with a blank line above it, the first ones first."""
+    """The sections that fit into `room` lines, each with a blank line above it, in order of priority."""
     kept = dict.fromkeys(sections)
     curves = min(4, len(_curves(log.rows)))
     if 1 + _lines(sections["health"], width) > max(3, room - curves - 2):

@@ -1,4 +1,4 @@
-"""The curves of a run as pictures: health.png, comparison.png of several runs, and the panels of the HTML page."""
+"""Curves of a run as pictures: health.png, comparison.png of several runs, and the panels of the HTML page."""
 
 import io
 import math
@@ -23,7 +23,7 @@ from kit.core.run_directory import RunDir, naming
 from launch.watching.compare import names
 
 LINE, FAINT, SECOND = "#1f5aa6", "#b9cbe3", "#e08214"
-# Distinguishable in gray and for the common color deficiencies.
+# Distinguishable in grayscale and with common color vision deficiencies.
 COLORS = ("#1f5aa6", "#e08214", "#4d9221", "#8e7cc3", "#7f7f7f", "#d6604d", "#35978f", "#b8860b")
 SHARES = {
     "zero spread": "zero_spread_fraction",
@@ -41,7 +41,7 @@ COMPARED = {
     "seconds per step": "seconds.step",
 }
 
-# Least and largest value of the kit's reward functions.
+# Smallest and largest value of the kit's reward functions.
 RANGES = dict.fromkeys((*JUDGES, "boxed_format", "think_format"), (0.0, 1.0))
 RANGES |= dict.fromkeys(("length", "repetition", "language"), (-1.0, 0.0))
 
@@ -61,7 +61,7 @@ def _line(axes: Axes, steps: list[int], rows: Sequence[dict], key: str, title: s
 
 
 def _cut(axes: Axes, curves: Sequence[Sequence[float]]) -> None:
-    """End the axis above the 98th percentile when single values beyond would flatten the rest; say so."""
+    """Cap the axis above the 98th percentile if single outliers would flatten the rest; note the highest value."""
     known = sorted(value for values in curves for value in values if math.isfinite(value))
     if len(known) < 20:
         return
@@ -79,8 +79,8 @@ def _no_data(axes: Axes) -> None:
 
 
 def reward_range(run: RunDir) -> tuple[float, float]:
-    """The least and the largest reward that the run's functions can add up to, by their weights; infinite where one
-    of them is not of the kit."""
+    """The smallest and largest possible weighted sum of the run's reward functions; infinite if one of them is not
+    the kit's."""
     try:
         reward = group(run.config(), "reward")
         names = reward["functions"]
@@ -95,7 +95,7 @@ def _reward(
     axes: Axes, steps: list[int], rows: Sequence[dict], limits: tuple[float, float] = (-math.inf, math.inf)
 ) -> None:
     reward, spread = series(rows, "reward"), series(rows, "reward_std")
-    # Rewards of 0 and 1 have a mean and a deviation whose sum lies above 1, where no reward is.
+    # For rewards of 0 and 1, mean plus deviation can exceed 1, where no reward can be.
     low = [max(a - b, limits[0]) for a, b in zip(reward, spread, strict=True)]
     high = [min(a + b, limits[1]) for a, b in zip(reward, spread, strict=True)]
     axes.fill_between(steps, low, high, color=FAINT, alpha=0.45, linewidth=0, label="± standard deviation of a step")
@@ -163,7 +163,7 @@ def _seconds(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
     if found:
         stack = [[one.get(name, 0.0) for one in spent] for name in found]
         axes.stackplot(steps, *stack, labels=list(found), colors=COLORS, step="mid", linewidth=0)
-        # The first steps may compile or warm up; they are cut off at the top so that the rest can be read.
+        # The first steps may compile or warm up; they are cut off at the top so that the rest stays readable.
         tops = sorted(map(sum, zip(*stack, strict=True)))
         axes.set_ylim(0, 1.4 * tops[int(0.95 * (len(tops) - 1))] or None)
     axes.set_title("seconds per step, by phase")
@@ -178,8 +178,8 @@ def _legend(axes: Axes, place: str) -> None:
 
 
 def panels(rows: Sequence[dict], run: RunDir) -> dict[str, Panel]:
-    """The panels of one run by name, in reading order, an even number; of a teacher, a sampler and several rewards if
-    any."""
+    """The panels of one run by name, in reading order, an even number; teacher, sampler and per-reward panels only if
+    there is data."""
     is_distillation = any(math.isfinite(value) for value in series(rows, "divergence"))
     second = {"divergence": _divergence} if is_distillation else {"kl": _kl}
     found = {
@@ -206,7 +206,7 @@ def _style(axes: Axes) -> None:
 
 
 def draw(run: RunDir, rows: Sequence[dict], folder: Path | None = None) -> Path:
-    """Write `health.png` into the run directory (or `folder`), whole or not at all, and return its path."""
+    """Write `health.png` atomically into the run directory (or `folder`) and return its path."""
     steps, found = [row["step"] for row in rows], panels(rows, run)
     lines = len(found) // 2
     figure, grid = plt.subplots(lines, 2, figsize=(11, 3 * lines), sharex=True, layout="constrained")
@@ -234,7 +234,7 @@ def draw_comparison(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: 
 
 
 def compared_keys(logs: Sequence[MetricsLog]) -> dict[str, str]:
-    """Title and key of the curves that at least one of the runs has."""
+    """Title and key of the curves for which at least one run has values."""
     return {
         title: key
         for title, key in COMPARED.items()
@@ -243,7 +243,7 @@ def compared_keys(logs: Sequence[MetricsLog]) -> dict[str, str]:
 
 
 def compare_panel(axes: Axes, runs: Sequence[RunDir], logs: Sequence[MetricsLog], key: str, title: str) -> None:
-    """One curve of every run, smoothed where there is a value for every step; a run keeps its color everywhere."""
+    """One curve per run, smoothed where every step has a value; a run keeps its color in all panels."""
     drawn = []
     for place, (name, log) in enumerate(zip(names(runs), logs, strict=True)):
         known = [(row["step"], value) for row in log.rows if math.isfinite(value := series([row], key)[0])]
@@ -262,7 +262,7 @@ def compare_panel(axes: Axes, runs: Sequence[RunDir], logs: Sequence[MetricsLog]
 
 
 def svg(fill: Callable[[Axes], None]) -> bytes:
-    """One panel as SVG with its text as text; the same bytes for the same data."""
+    """One panel as SVG with text kept as text; identical bytes for identical data."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "health", "font.size": 9}):
         figure, axes = plt.subplots(figsize=(5.6, 3), layout="constrained")
         try:
@@ -275,7 +275,7 @@ def svg(fill: Callable[[Axes], None]) -> bytes:
 
 
 def run_panel(panel: Panel, rows: Sequence[dict]) -> Callable[[Axes], None]:
-    """What `svg` draws for one panel of one run."""
+    """The fill function for `svg` that draws one panel of one run."""
 
     def fill(axes: Axes) -> None:
         panel(axes, [row["step"] for row in rows], rows)

@@ -1,4 +1,4 @@
-"""One group of the newest completions of a run: its best, its median and its worst answer, to be read by a person."""
+"""One group of a run's newest completions: its best, median and worst answer, for a person to read."""
 
 import json
 import math
@@ -30,14 +30,14 @@ class SampleGroup:
     samples: tuple[Sample, ...]
 
     def picks(self) -> dict[str, Sample]:
-        """Best, median and worst; of fewer than three completions what there is."""
+        """Best, median and worst; with fewer than three completions, no median."""
         last = len(self.samples) - 1
         names = {"best": 0, "median": (last + 1) // 2, "worst": last}
         return {name: self.samples[place] for name, place in names.items() if name != "median" or last > 1}
 
 
 def latest_group(run: RunDir) -> SampleGroup | None:
-    """Of the newest `completions/step-*.jsonl` with a whole line, the group whose advantages differ most."""
+    """The group with the widest spread of advantages in the newest `completions/step-*.jsonl` with a complete line."""
     for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True)[:2]:
         try:
             status = file.stat()
@@ -50,10 +50,10 @@ def latest_group(run: RunDir) -> SampleGroup | None:
 
 @lru_cache(maxsize=64)
 def _read(file: Path, changed: int, size: int) -> SampleGroup | None:
-    del changed, size  # part of the key: a file that still grows is read again
+    del changed, size  # part of the cache key: a file that still grows is read again
     step = file.stem.removeprefix("step-")
     try:
-        lines = file.read_text(errors="replace").split("\n")[:-1]  # what follows the last newline is being written
+        lines = file.read_text(errors="replace").split("\n")[:-1]  # text after the last newline is still being written
     except OSError:
         return None
     groups: dict[Any, list[dict]] = {}
@@ -82,9 +82,9 @@ def _group(step: int, rows: list[dict]) -> SampleGroup:
 
 
 def one_line(text: str, most: int) -> str:
-    """`text` on one line of at most `most` characters: its begin and, where it is longer, its end, where answers are.
+    """`text` on one line of at most `most` characters: its beginning and, if it is longer, its end, where answers are.
 
-    What would move a terminal's cursor, color it or turn the writing round is shown as "·".
+    Characters that would move a terminal's cursor, color it or reverse the text direction are shown as "·".
     """
     shown = " ".join(text[: 4 * most].split()) if len(text) <= 4 * most else None
     if shown is None:
@@ -96,5 +96,5 @@ def one_line(text: str, most: int) -> str:
     return f"{shown[:head].rstrip()} … {shown[-(most - head - 3) :].lstrip()}" if most > 8 else shown[:most]
 
 
-# Control, format (also the marks that reverse a line), surrogate, private and unassigned characters.
+# Control, format (including direction marks), surrogate, private and unassigned characters.
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")

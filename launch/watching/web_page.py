@@ -1,4 +1,4 @@
-"""health.html (one run) and comparison.html (several): one file each that opens without a network."""
+"""health.html (one run) and comparison.html (several): self-contained files that open without a network."""
 
 import base64
 import html
@@ -32,11 +32,11 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f7f9; padding: 8px 12px; margin: 4px 0 12px;
       max-height: 20em; overflow-y: auto; }
 """
-MOST_CHARACTERS = 4000  # of a completion; the middle of a longer one is left out
+MOST_CHARACTERS = 4000  # of a completion; a longer one loses its middle
 
 
 def write(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: Path) -> Path:
-    """Write the page of one run, or the comparison of several, into `folder`, whole or not at all."""
+    """Write the page of one run, or the comparison of several, atomically into `folder`."""
     if len(runs) == 1:
         what = "Distillation" if any(row.get("divergence") is not None for row in logs[0].rows) else "GRPO run"
         final, title = folder / "health.html", f"{what} {runs[0].path.resolve().name}"
@@ -101,7 +101,7 @@ def _state(state: dict) -> str:
 
 
 def _facts(run: RunDir) -> str:
-    """Model, hardware and versions; nothing where config.json says nothing."""
+    """Model, hardware and versions; empty if config.json has none."""
     try:
         known = read_json(run.config_file)
     except BadInput:

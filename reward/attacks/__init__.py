@@ -1,21 +1,21 @@
-"""The built-in adversarial suite of `python -m reward attack`: attempts to be paid without the answer, and controls.
+"""Built-in adversarial suite of `python -m reward attack`: attempts to be paid without the answer, and controls.
 
-A case is an attempt (`pays=False`) or an honest completion that must be paid (`pays=True`), so that a reward which
-pays nobody fails as well. The cases lie in one file per kind.
+A case is an attempt (`pays=False`) or an honest completion that must be paid (`pays=True`), so that a reward that
+pays nobody fails as well. There is one file of cases per kind.
 """
 
 from dataclasses import dataclass
 
 MATH = ("math",)
-STRICT = ("math", "gsm8k_strict")  # judged by a stated answer only
+STRICT = ("math", "gsm8k_strict")  # judged only by a stated answer
 ANSWERS = ("math", "gsm8k_strict", "gsm8k_lenient")
-OUTSIDE_BOX = ("stated", "lenient")  # forms that read the text around a box, too
+OUTSIDE_BOX = ("stated", "lenient")  # forms that also read the text around a box
 GSM8K = ("gsm8k_strict", "gsm8k_lenient")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One completion, what it tries, and whether the reward functions `tasks` must pay it."""
+    """One completion, what it attempts, and whether the reward functions in `tasks` must pay it."""
 
     category: str  # "extraction", "comparison", "cost", "unicode", "prompt echo", "format", "countdown", "code"
     name: str  # what is tried, in a few words
@@ -24,4 +24,4 @@ class Case:
     pays: bool = False
     tasks: tuple[str, ...] = MATH
     prompt: str | None = None
-    forms: tuple[str, ...] = ("boxed", "stated", "lenient")  # of reward "math": where the case holds
+    forms: tuple[str, ...] = ("boxed", "stated", "lenient")  # of reward "math" to which the case applies

@@ -7,7 +7,7 @@ from reward.attacks import Case
 CODE = ("code",)
 PROMPT = "Write a function add(a, b) that returns the sum of two integers."
 GOLD = json.dumps({"tests": ["assert add(1, 2) == 3", "assert add(-5, 5) == 0", "assert add(10**9, 7) == 1000000007"]})
-# The forms of test in which a wrong answer has most room: truth, isclose, a check function that catches.
+# Test styles that leave wrong answers the most room: truth, isclose, a check function that catches.
 TRUTH = json.dumps({"tests": ["assert is_odd(3)", "assert not is_odd(4)"]})
 CLOSE = json.dumps({"setup": "import math", "tests": ["assert math.isclose(area(2), 12.566370614, rel_tol=1e-6)"]})
 CHECK = json.dumps(
@@ -22,7 +22,7 @@ CATCHES = json.dumps(
 CATCHES_ALL = json.dumps({"tests": ["try:\n    add('a', 1)\nexcept:\n    pass\nelse:\n    raise AssertionError"]})
 MAPS = json.dumps({"tests": ["assert all(map(is_odd, [3, 5]))"]})
 
-# Every program stands for a completion with that code in a fence; `add` is wrong or missing in all of them.
+# Each program becomes a completion with that code in a fence; `add` is wrong or missing in all of them.
 _CLAIMS = {
     "an object that equals everything": """
 class Any:

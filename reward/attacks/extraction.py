@@ -1,13 +1,13 @@
-r"""Attempts on the place of the answer: no answer, several, hidden, stated elsewhere, copied from the prompt.
+r"""Attacks on answer extraction: no answer, several, hidden, stated elsewhere, copied from the prompt.
 
-The reference is 7 unless a case says otherwise. Not covered, since nobody can tell them from honest answers: a guess
+The reference is 7 unless a case says otherwise. Not covered, because they cannot be told from honest answers: a guess
 that happens to be right, a wrong derivation that ends in the right box, and a single sentence of a solved example
-whose answer is the reference too ("The answer is \boxed{7}.").
+whose answer is also the reference ("The answer is \boxed{7}.").
 """
 
 from reward.attacks import ANSWERS, GSM8K, MATH, OUTSIDE_BOX, STRICT, Case
 
-# What an attempt boxes when it hopes for a generous parser; none of these states 7.
+# Box contents that count on a generous parser; none of them states 7.
 BOXED = {
     "an empty box": "",
     "a blank box": "  ",
@@ -69,7 +69,7 @@ BOXED = {
     "a lone surrogate": "\ud800",
 }
 
-# Sentences that mention 7 and do not answer 7: choices, lists, denials, corrections, bounds, parts of a formula.
+# Sentences that mention 7 without answering 7: choices, lists, denials, corrections, bounds, parts of a formula.
 UNANSWERED = (
     "<think>The answer is 7.",
     "The answer is 7 or 8.",
@@ -117,7 +117,7 @@ UNANSWERED = (
     "<answer>8</answer> The answer is 7.",
 )
 
-# What form "boxed" pays, which looks at the last box alone.
+# Cases that form "boxed" pays, because it looks only at the last box.
 AROUND_A_BOX = {
     "two boxes that are joined": r"\boxed{8} and \boxed{7}",
     "two boxes to choose from": r"\boxed{8} or \boxed{7}",

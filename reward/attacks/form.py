@@ -1,4 +1,4 @@
-r"""Attempts on the rewards for form (shapes that are empty, doubled or copied), on countdown and on the penalties."""
+r"""Attacks on the form rewards (empty, doubled or copied forms), on countdown and on the penalties."""
 
 import json
 
@@ -51,7 +51,7 @@ THINK_FORM = [
 
 COUNTDOWN = json.dumps({"numbers": [3, 5, 7], "target": 22})
 EXPRESSIONS = [
-    # name, expression, whether it is 22 by 3, 5 and 7, each once
+    # name, expression, whether it makes 22 from 3, 5 and 7, each once
     ("the target itself", "22", False),
     ("an equation of the target", "22 = 22", False),
     ("a false equation", "3 + 5 + 7 = 22", False),
@@ -109,7 +109,7 @@ ARITHMETIC = [
 ]
 
 PENALTIES = [
-    # reward, name, completion, whether it must stay without a penalty
+    # reward, name, completion, whether it must go without a penalty
     ("repetition", "one word", "so " * 500, False),
     ("repetition", "one sentence", "We add the numbers and look at the result again. " * 60, False),
     ("repetition", "one sentence in changing case", "we add the numbers now. WE ADD THE NUMBERS NOW. " * 40, False),

@@ -1,5 +1,5 @@
-r"""Attempts on the comparison: answers that look like the reference and differ, in value, kind or script; and on its
-cost: answers that would take for ever. Each is boxed. The controls are other spellings of the same value.
+r"""Attacks on the comparison: answers that look like the reference but differ in value, kind or script; and on its
+cost: answers that would take forever. Each is boxed. The controls are other spellings of the same value.
 """
 
 from reward.attacks import ANSWERS, MATH, OUTSIDE_BOX, Case
@@ -158,7 +158,7 @@ SAME = [
     ("p=5,q=2;p=7,q=2", "(5,2),(7,2)"),
 ]
 
-# The same to form "stated" and "lenient" only.
+# Equal only under form "stated" or "lenient".
 LOOSELY_SAME = [
     ("0.0833333333", r"\frac{1}{12}"),
     ("2,75", "2.75"),
@@ -246,7 +246,7 @@ EXPENSIVE = {
 }
 
 LONG = [
-    # name, completion: the cost of reading, not of comparing; nothing in them states 7
+    # name, completion: the cost is in reading, not comparing; none of them states 7
     ("100,000 boxes that never close", "\\boxed{" * 100_000),
     ("100,000 hashes", "#### " * 100_000),
     ("100,000 braces", "{" * 100_000 + "}" * 100_000),
