@@ -166,9 +166,9 @@ def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
     """FP4 (E2M1) codes, two to a byte, one E4M3 scale per 16 inputs of an output channel, one global scale.
 
     `amax` is the largest |weight| of the other layers that share the global scale.
-    A reader computes code · scale / global scale. The global scale is the power of two at or below 448 · 6 / amax, so the
-    product is exact in BF16 and all readers hold the same weights, even those that round the global scale to BF16. As a
-    shift of exponents, it does not change what the codes stand for, so layers can share it without loss.
+    A reader computes code · scale / global scale. The global scale is the power of two at or below 448 · 6 / amax, so
+    the product is exact in BF16 and all readers hold the same weights, even those that round the global scale to BF16.
+    As a shift of exponents, it does not change what the codes stand for, so layers can share it without loss.
     """
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization.utils import generate_gparam
