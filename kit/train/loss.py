@@ -182,19 +182,26 @@ class LossFigures:
 
     names: tuple[str, ...]
     totals: torch.Tensor  # (F, 2) what each is the mean of: its sum and the number of tokens or rows
-    extremes: torch.Tensor  # (2,) lowest share of clipped-low and highest of clipped-high tokens in a row; NaN: no row
+    # (2,) The lowest share of tokens in a row that are clipped low, the highest of those clipped high; NaN: no row.
+    extremes: torch.Tensor
 
     def __add__(self, other: "LossFigures") -> "LossFigures":
-        low, high = torch.stack([self.extremes, other.extremes]).unbind(dim=1)  # (2,) each; NaN gives way
-        extremes = torch.stack([torch.fmin(*low), torch.fmax(*high)])
+        extremes = _join_extremes(torch.stack([self.extremes, other.extremes]))
         return LossFigures(self.names, self.totals + other.totals, extremes)
 
     def read(self) -> dict[str, float]:
         """{TRL's name: value}."""
         sums, counts = self.totals.unbind(dim=1)
         means = (sums / counts.where(counts > 0, 1.0)).tolist()
-        low, high = self.extremes.tolist()
+        low, high = _join_extremes(self.extremes.view(-1, 2)).tolist()  # of several processes, once gathered
         return dict(zip(self.names, means, strict=True)) | {"clip_ratio/low_min": low, "clip_ratio/high_max": high}
+
+
+def _join_extremes(extremes: torch.Tensor) -> torch.Tensor:
+    """(2,) of (N, 2); NaN gives way."""
+    low, high = extremes.unbind(dim=-1)
+    ends = torch.stack([low.nan_to_num(nan=torch.inf).min(), high.nan_to_num(nan=-torch.inf).max()])
+    return ends.where(ends.isfinite(), torch.nan)
 
 
 @torch.no_grad()
@@ -226,11 +233,8 @@ def measure_loss(
         found[f"clip_ratio/{name}_mean"] = total(values)
     for name, values in (others or {}).items():
         found[name] = total(values.detach() if values.dim() == 2 else values.detach()[:, None])
-    extremes = of_rows(low), of_rows(high)
-    lowest = extremes[0].nan_to_num(nan=torch.inf).min()
-    highest = extremes[1].nan_to_num(nan=-torch.inf).max()
-    ends = torch.stack([lowest, highest])
-    return LossFigures((*found,), torch.stack([*found.values()]), ends.where(ends.isfinite(), torch.nan))
+    extremes = _join_extremes(torch.stack([of_rows(low), of_rows(high)], dim=1))
+    return LossFigures((*found,), torch.stack([*found.values()]), extremes)
 
 
 def compute_loss(
