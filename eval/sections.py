@@ -375,7 +375,7 @@ def settings(found: Found) -> Section:
         "data": data.get("id") or data.get("path"),
         "rewards": ", ".join(map(str, reward.get("functions") or [])) or None,
         "teacher": teacher,
-        "loss, beta": None if teacher else _joined(train.get("loss_type"), train.get("beta")),
+        "loss, beta": None if teacher else _joined(train.get("loss") or train.get("loss_type"), train.get("beta")),
         "divergence": distill.get("divergence") if teacher else None,
         "learning rate": train.get("learning_rate"),
         "steps": f"{found.rows[-1]['step']} of {train.get('max_steps')}" if found.rows else train.get("max_steps"),

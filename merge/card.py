@@ -36,7 +36,7 @@ READERS = {
     "nvfp4": "vLLM on GPUs with FP4 arithmetic; FP4 weights and activations in groups of 16",
     "nf4": "transformers with bitsandbytes; NF4 weights in blocks of 64, double quantization",
 }
-LOSS = ("train.loss_type", "train.beta", "train.epsilon", "train.epsilon_high", "rollout.correction")
+LOSS = ("train.loss_type", "train.loss", "train.beta", "train.epsilon", "train.epsilon_high", "rollout.correction")
 TEACHER = ("distill.teacher", "distill.teacher_adapter")
 DISTILLATION = (*TEACHER, "distill.divergence", "distill.temperature")
 RECIPE = (

@@ -78,7 +78,8 @@ def main() -> None:
     from kit.policy.calibration import set_input_ranges
     from kit.policy.load import load_tokenizer, lora_config
     from kit.train.heldout import HeldOut
-    from kit.train.trainer import PolicyTrainer, check_card, trainer_arguments
+    from kit.train.own_loss import load_loss
+    from kit.train.trainer import PolicyTrainer, check_card, loss_settings, trainer_arguments
     from reward import reward_functions
 
     model_config = check_model(config, processes, flags.dry_run)
@@ -92,6 +93,7 @@ def main() -> None:
     prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if needs_ranges else []
     arguments = trainer_arguments(config, run)
     arguments.reward_weights = weights
+    loss = load_loss(config, loss_settings(arguments, config))
     check_card(config)
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(f"{describe_plan(config, problems, processes)}\n{describe_format(fmt, config)}")
@@ -108,6 +110,7 @@ def main() -> None:
             base_hash=facts["hash"],
             rollout=rollout,
             heldout=heldout,
+            loss=loss,
             model=base,
             reward_funcs=rewards,
             args=arguments,

@@ -61,7 +61,8 @@ def main() -> None:
 
     from kit.policy.load import load_tokenizer, lora_config
     from kit.train.heldout import HeldOut
-    from kit.train.trainer import PolicyTrainer, check_card, trainer_arguments
+    from kit.train.own_loss import load_loss
+    from kit.train.trainer import PolicyTrainer, check_card, loss_settings, trainer_arguments
     from reward import reward_functions
 
     model_config = check_model(config, processes, flags.dry_run)
@@ -71,6 +72,7 @@ def main() -> None:
     check_problems(run, dataset)
     arguments = trainer_arguments(config, run)
     arguments.reward_weights = weights
+    loss = load_loss(config, loss_settings(arguments, config))
     check_card(config)
     heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
     say(describe_plan(config, problems, processes))
@@ -87,6 +89,7 @@ def main() -> None:
             base_hash=facts["hash"],
             rollout=rollout,
             heldout=heldout,
+            loss=loss,
             model=base,
             reward_funcs=rewards,
             args=arguments,

@@ -49,7 +49,7 @@ def imported(name: str, key: str) -> Callable:
     if not callable(function):
         raise BadInput(f"{key} {name!r} is a {type(function).__name__}, not a function.")
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        raise BadInput(f"{key} {name!r} is async, and a reward is called and not awaited. Wrap it with asyncio.run.")
+        raise BadInput(f"{key} {name!r} is async, and it is called and not awaited. Wrap it with asyncio.run.")
     return function
 
 

@@ -20,7 +20,6 @@ of it only the last hidden states (tokens, hidden) wait while the student's acti
 back; at 1,024 tokens 0.3 GiB, whatever the micro-batch and the vocabulary.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,9 @@ from kit.core.run_directory import RunDir
 from kit.policy.packed.attention import mask_kind, use_packed_attention
 from kit.policy.packed.packing import pack_rows, read_rows
 from kit.policy.teacher import Teacher
+from kit.train.rows import padded_positions, takes_positions, whole_rows
+from kit.train.step import StepTally
 from kit.train.trainer import PolicyTrainer, trainer_arguments
-from kit.train.update import padded_positions, take_rows, takes_positions
 
 WORDS = 32768  # vocabulary entries of a tile
 # Figures of GRPO's update that a distillation does not have.
@@ -128,27 +128,12 @@ class DistillTrainer(PolicyTrainer):
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """The loss of a step's rows, or of those of one accumulation step. `CheckFailed` after the step's last forward
-        and before its last backward, so before the update, when the sampler is not the student."""
-        plan, total = [list(range(len(inputs["completion_ids"])))], 0.0
-        if self.config.train.micro_batch_tokens is not None:
-            plan = self._plan(inputs)
-        for number, rows in enumerate(plan, start=1):
-            part = inputs if len(plan) == 1 else take_rows(inputs, rows)
-            # DDP exchanges the sum of the gradients once, in the last backward.
-            with contextlib.nullcontext() if number == len(plan) else self.accelerator.no_sync(model):
-                loss = self._compute_loss(model, part)
-                if number < len(plan):
-                    self.accelerator.backward(loss)
-            total += loss.detach()
+        """As `PolicyStep.compute_loss`; the step is refused when the sampler is not the student."""
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs.pop("sampling_per_token_logps", None)  # a batch that is used again is no longer the sampler's
-        if self.accelerator.sync_gradients:
-            self._report()
-            self._judge_sampler()
-        # Its value is that of all rows, its gradient that of the last ones: the others' is in the parameters already.
-        return loss + (total - loss.detach())
+        return loss
 
-    def _compute_loss(self, model: Any, inputs: dict) -> torch.Tensor:
+    def _loss_of_rows(self, model: Any, inputs: dict, step_rows: int) -> torch.Tensor:
         student, distill = self.accelerator.unwrap_model(model), self.config.distill
         with self.accelerator.autocast():
             batch = self._batch(student, inputs)
@@ -167,8 +152,7 @@ class DistillTrainer(PolicyTrainer):
         return each.sum() / (inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share)
 
     def _batch(self, student: torch.nn.Module, inputs: dict) -> Batch:
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)  # (b, W)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        ids, mask = whole_rows(inputs)  # (b, W)
         width, length, train = ids.size(1), inputs["completion_ids"].size(1), self.config.train
         if train.micro_batch_tokens is None:
             row, column = inputs["completion_mask"].nonzero(as_tuple=True)
@@ -186,18 +170,18 @@ class DistillTrainer(PolicyTrainer):
         return Batch(given, packed.scored, packed.labels[0, packed.scored], row * length + column)
 
     def _compare(self, states: torch.Tensor, head: Head, batch: Batch, sampler: torch.Tensor) -> None:
-        """Keep the student's log-probs of the sampled tokens with the sampler's (b, C), for `_judge_sampler`."""
+        """Keep the student's log-probs of the sampled tokens with the sampler's (b, C), for the step's end."""
         weight, bias, scale, cap = head
         scores = (self.temperature, WORDS, cap, scale, ("log_probs",))
         with torch.no_grad():
             logps = ChunkedLogProbFunction.apply(states, weight, bias, batch.tokens, *scores)[0]
-        self._compared.append((logps.float(), sampler.flatten()[batch.place].float()))
+        self._tally.compared.append((logps.float(), sampler.flatten()[batch.place].float()))
 
-    def _judge_sampler(self) -> None:
-        if self._compared:
-            policy, sampler = (torch.cat(each)[None] for each in zip(*self._compared, strict=True))  # (1, N)
-            self._compared = [(policy, sampler, torch.ones_like(policy))]
-        super()._judge_sampler()
+    def _finish_step(self, tally: StepTally) -> None:
+        self._report()
+        if tally.compared:
+            policy, sampler = (torch.cat(each)[None] for each in zip(*tally.compared, strict=True))  # (1, N)
+            self._judge_sampler([(policy, sampler, torch.ones_like(policy))])
 
     def _report(self) -> None:
         """The step's mean divergence and entropy, nats a token, over all processes."""

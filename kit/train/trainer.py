@@ -3,8 +3,8 @@
 Written for trl 1.16. `GRPOTrainer` has no public seam for a rollout backend, for what a step records or for how a
 checkpoint becomes whole, so this one class overrides `_generate`, `_generate_single_turn`, `_calculate_rewards`,
 `_generate_and_score_completions`, `log` and `_save_checkpoint`; `tests/unit/test_trl_seams.py` fails when upstream
-moves any of them. The loss, the advantages, the sampler and the optimizer loop stay TRL's; how the loss of a step is
-put together, and which advantages are exactly 0, is in `update.py`, what is generated ahead in `overlap.py`.
+moves any of them. The advantages, the sampler and the optimizer loop stay TRL's. The step is in `step.py`, its loss in
+`loss.py`, generation ahead of it in `overlap.py`.
 """
 
 import contextlib
@@ -56,11 +56,13 @@ from kit.train.data_order import DataOrder, passes_made
 from kit.train.finite import FiniteAdapter, FiniteGradients
 from kit.train.head_tiles import use_host_tiles
 from kit.train.heldout import HeldOut
+from kit.train.loss import LossFunction, LossSettings
 from kit.train.mismatch import KEYS as MISMATCH
+from kit.train.own_loss import load_loss
 from kit.train.record import Recorder, add_counts, keep_traceback, unknown_so_far
+from kit.train.step import PolicyStep
 from kit.train.trackers import prepare_trackers, send_completions, send_figures
 from kit.train.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
-from kit.train.update import PackedUpdate
 from reward.own import RewardFailed
 
 # TRL metric -> key of metrics.jsonl
@@ -151,6 +153,26 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     return arguments
 
 
+def loss_settings(arguments: GRPOConfig, config: Config) -> LossSettings:
+    """What `arguments`, TRL's for this configuration, and `rollout` say about the loss."""
+    return LossSettings(
+        loss_type=arguments.loss_type,
+        beta=arguments.beta,
+        epsilon=arguments.epsilon,
+        epsilon_high=arguments.epsilon if arguments.epsilon_high is None else arguments.epsilon_high,
+        delta=arguments.delta,
+        importance_sampling_level=arguments.importance_sampling_level,
+        bias_corrected_kl=arguments.use_bias_correction_kl,
+        off_policy_threshold=arguments.off_policy_mask_threshold,
+        top_entropy_quantile=arguments.top_entropy_quantile,
+        entropy_coef=arguments.entropy_coef,
+        max_completion_length=arguments.max_completion_length,
+        correction=config.rollout.correction,
+        correction_cap=config.rollout.correction_cap,
+        correction_floor=arguments.vllm_importance_sampling_clip_min,
+    )
+
+
 def check_optimizer(arguments: Any) -> None:
     """`BadInput` when transformers cannot make the optimizer of these arguments here: most often its package lacks, or
     a number is out of its range."""
@@ -177,7 +199,7 @@ class NewWeights(TrainerCallback):
         forget_peaks(model)
 
 
-class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
+class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
     `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
@@ -193,6 +215,7 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         base_hash: str,
         rollout: Any = None,
         heldout: HeldOut | None = None,
+        loss: LossFunction | None = None,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
@@ -206,10 +229,8 @@ class PolicyTrainer(OverlappedRollouts, PackedUpdate, DataOrder, GRPOTrainer):
         # length divided by 128 leaves 64 and a position's log-sum-exp is below -88 (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.config, self.run, self.base_hash, self.rollout, self.heldout = config, run, base_hash, rollout, heldout
-        if rollout is not None:
-            # TRL reads these where it corrects for the sampler's mismatch; its own server client is never made.
-            self.use_vllm = True
-            self.vllm_importance_sampling_correction = config.rollout.correction != "none"
+        self.loss_settings = loss_settings(self.args, config)
+        self.loss_function = loss or load_loss(config, self.loss_settings)
         set_adapter_dtype(self.model, config.policy.adapter_dtype)
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)

@@ -94,6 +94,8 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
         )
     if own := [*filter(is_own, config.reward.functions)]:
         found.append(f"reward.functions names {own[0]}: the export knows the kit's own rewards only. Leave it out.")
+    if train.loss is not None:
+        found.append(f"train.loss is {train.loss}: verl has its own losses only. Leave it out.")
     if train.scale_rewards == "batch":
         found.append(
             "train.scale_rewards is batch: verl divides by a group's spread or not at all. Use group or none."

@@ -110,7 +110,7 @@ def _facts(run: RunDir) -> str:
     model, train, distill = group(config, "model"), group(config, "train"), group(config, "distill")
     loss = f"{distill.get('divergence')} to a teacher"
     if not (distill.get("teacher") or distill.get("teacher_adapter")):
-        loss = train.get("loss_type")
+        loss = train.get("loss") or train.get("loss_type")
     revision = known.get("git_revision") if isinstance(known, dict) else None
     shown = [
         model.get("path") or model.get("id"),

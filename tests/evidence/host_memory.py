@@ -57,14 +57,14 @@ def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
             turn()
             phases[:] = ["update"]
 
-    scored = trainer.PolicyTrainer._compute_loss
+    scored = trainer.PolicyTrainer.compute_loss
 
-    def compute_loss(self: trainer.PolicyTrainer, model: Any, inputs: dict) -> "torch.Tensor":
+    def compute_loss(self: trainer.PolicyTrainer, model: Any, inputs: dict, **others: Any) -> "torch.Tensor":
         for key in LENGTHS:
             found[key] = max(found.get(key, 0), inputs[f"{key}_ids"].shape[1])
-        return scored(self, model, inputs)
+        return scored(self, model, inputs, **others)
 
-    trainer.PolicyTrainer.timed, trainer.PolicyTrainer._compute_loss = timed, compute_loss
+    trainer.PolicyTrainer.timed, trainer.PolicyTrainer.compute_loss = timed, compute_loss
     if side == "before":
         trainer.use_host_tiles = lambda device: None
         arguments = [*arguments, "--rollout.keep_weights", "never"]

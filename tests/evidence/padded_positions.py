@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from kit.core.config.load import load_config
 from kit.data.problems import chat_messages, load_problems
-from kit.train.update import padded_positions
+from kit.train.rows import padded_positions
 from kit.weights.frozen_base import load_nf4
 
 ROOT = Path(__file__).parents[2]

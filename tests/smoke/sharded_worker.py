@@ -60,9 +60,9 @@ def count_micro_batches() -> list[int]:
 
     In the second process every row is one of its own, so that the numbers differ whatever is sampled.
     """
-    from kit.train.update import PackedUpdate
+    from kit.train.step import PolicyStep
 
-    plan, counts = PackedUpdate._plan, []
+    plan, counts = PolicyStep._plan, []
 
     def note(self, inputs: dict) -> list[list[int]]:
         found = plan(self, inputs)
@@ -71,7 +71,7 @@ def count_micro_batches() -> list[int]:
         counts.append(len(found))
         return found
 
-    PackedUpdate._plan = note
+    PolicyStep._plan = note
     return counts
 
 

@@ -319,13 +319,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
 ):
     from kit.train.trainer import PolicyTrainer
 
-    compute, seen = PolicyTrainer._compute_loss, []
+    compute, seen = PolicyTrainer.compute_loss, []
 
-    def explode(self, model, inputs):
+    def explode(self, *inputs, **others):
         seen.append(self)
-        return compute(self, model, inputs) * (math.inf if self.state.global_step == 1 else 1.0)
+        return compute(self, *inputs, **others) * (math.inf if self.state.global_step == 1 else 1.0)
 
-    monkeypatch.setattr(PolicyTrainer, "_compute_loss", explode)
+    monkeypatch.setattr(PolicyTrainer, "compute_loss", explode)
     halves = {"train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 2}
     done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.save_steps": 1, **halves}))
     assert done.code == 1
@@ -355,10 +355,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_where_gradients_cannot_be_seen(
     from kit.train.finite import FiniteAdapter, FiniteGradients
     from kit.train.trainer import PolicyTrainer
 
-    compute = PolicyTrainer._compute_loss
+    compute = PolicyTrainer.compute_loss
     monkeypatch.setattr(FiniteGradients, "on_pre_optimizer_step", lambda *arguments, **kwargs: None)
     monkeypatch.setattr(FiniteAdapter, "on_optimizer_step", lambda *arguments, **kwargs: None)  # nor weights
-    monkeypatch.setattr(PolicyTrainer, "_compute_loss", lambda self, *inputs: compute(self, *inputs) * math.inf)
+    monkeypatch.setattr(PolicyTrainer, "compute_loss", lambda *args, **others: compute(*args, **others) * math.inf)
     done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", {"train.save_steps": 1}))
     assert done.code == 1
     assert "error: step 1: loss and grad_norm not finite" in done.err

@@ -13,7 +13,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.policy.load import publish_adapter
 from kit.policy.quantized_linear import quantizer_state, quantizers_of
 from kit.train.distill_trainer import Head, divergence, last_states
-from kit.train.update import take_rows
+from kit.train.rows import take_rows
 from kit.weights.frozen_base import plain_name
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -270,11 +270,13 @@ def test_the_sampler_s_log_probs_are_compared_with_the_student_s_own(taught, pac
 def test_the_parts_of_a_step_add_up_and_rows_without_a_token_count_nothing(taught):
     inputs = rows(taught)
     whole, _ = step(taught, inputs)
-    found = [taught._compute_loss(taught.model, take_rows(inputs, part)) for part in ([3, 9], [0, 1, 2, *range(4, 9)])]
-    found.append(taught._compute_loss(taught.model, take_rows(inputs, [*range(10, 16)])))
+    found = [
+        taught._loss_of_rows(taught.model, take_rows(inputs, part), 16) for part in ([3, 9], [0, 1, 2, *range(4, 9)])
+    ]
+    found.append(taught._loss_of_rows(taught.model, take_rows(inputs, [*range(10, 16)]), 16))
     empty = take_rows(inputs, [5, 6])
     empty["completion_mask"] *= 0
-    found.append(nothing := taught._compute_loss(taught.model, empty))
+    found.append(nothing := taught._loss_of_rows(taught.model, empty, 16))
     taught._report()
     assert nothing.item() == 0.0 and sum(found).item() == pytest.approx(whole, rel=1e-5)
     taught.model.zero_grad()
@@ -286,7 +288,7 @@ def test_each_of_two_steps_over_one_batch_weighs_as_a_step_of_its_own(taught, mo
     inputs = rows(taught)
     whole, _ = step(taught, inputs)
     monkeypatch.setattr(taught.args, "steps_per_generation", 2)
-    halves = [taught._compute_loss(taught.model, take_rows(inputs, [*part])) for part in (range(8), range(8, 16))]
+    halves = [taught._loss_of_rows(taught.model, take_rows(inputs, [*part]), 16) for part in (range(8), range(8, 16))]
     taught._report()
     assert sum(halves).item() / 2 == pytest.approx(whole, rel=1e-5)
 
@@ -347,7 +349,7 @@ ACCUMULATED = {key: value for key, value in PACKED.items() if key != "train.micr
 def test_a_run_with_servers_records_how_far_they_are_from_the_student(build, another, changes, read_jsonl):
     keys = {"distill.teacher_adapter": another, "train.max_steps": 2, "rollout.max_sampler_k3": 1e6}
     trainer = build({**keys, **changes})
-    trainer.rollout, trainer.use_vllm = Sampler(-5.5), True
+    trainer.rollout = Sampler(-5.5)
     trainer.train_run(resume=False)
     for row in read_jsonl(trainer.run.metrics_file):
         assert 0 < row["sampler_k3"] < 1 and 0 < row["effective_sample_size"] <= 1 and row["canary_k3"] == 1e-4
@@ -357,7 +359,7 @@ def test_a_run_with_servers_records_how_far_they_are_from_the_student(build, ano
 
 def test_a_server_that_is_not_the_student_stops_the_run(build, another, read_jsonl):
     trainer = build({"distill.teacher_adapter": another, "rollout.max_sampler_k3": 1e-6})
-    trainer.rollout, trainer.use_vllm = Sampler(-5.0), True
+    trainer.rollout = Sampler(-5.0)
     with pytest.raises(CheckFailed, match="step 1: the sampler is not the policy"):
         trainer.train_run(resume=False)
     assert read_jsonl(trainer.run.metrics_file)[0]["sampler_k3"] > 1e-6

@@ -13,6 +13,7 @@ from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
 from kit.train.distill_trainer import DistillTrainer, Head, beta_of, distill_arguments
+from kit.train.step import StepTally
 from tests.conftest import CONFIG
 from tests.unit.test_packing import SIZE, tiny
 
@@ -99,7 +100,9 @@ def trainer(student, teacher, *changes: str, **attributes):
         "_divergence_beta": beta_of(config.distill),
         "_through_wrapper": _ForwardRedirection(),
         "_sums": None,
-        "_compared": [],
+        "_dropouts": [],
+        "_tally": StepTally(),
+        "beta": 0.0,
         "_sampler": {},
         "_metrics": {"train": defaultdict(list)},
         "_seconds": defaultdict(float),
@@ -193,7 +196,7 @@ def test_a_process_weighs_its_tokens_by_those_of_a_whole_step(student, teacher, 
     # the mean over processes.
     inputs["num_items_in_batch"] = torch.tensor(100.0)
     tokens_a_step = 100.0 * accumulated / steps
-    assert made._compute_loss(student, inputs).item() == pytest.approx(processes * total / tokens_a_step, rel=1e-4)
+    assert made._loss_of_rows(student, inputs, 4).item() == pytest.approx(processes * total / tokens_a_step, rel=1e-4)
 
 
 def test_a_report_is_of_its_own_step_over_the_tokens_of_all_processes(student, teacher):

@@ -21,9 +21,8 @@ from tests.unit.test_trl_seams import shape
 OVERRIDDEN = {
     "__init__": None,
     "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
-    "_compute_loss": "(self, model, inputs)",
 }
-KIT = {"_judge_sampler", "_record"}  # the same of PolicyTrainer
+KIT = {"_loss_of_rows", "_finish_step", "_record"}  # the same of PolicyTrainer
 
 
 def test_every_override_is_known_here():

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kit.policy.fused_linear import FusedLora
 from kit.policy.recompute_offload import HostInputs
-from kit.train import update as update_part
+from kit.train import step as step_part
 from tests.unit.test_kernels import liger  # noqa: F401
 from tests.unit.test_update import PACKED, build, set_loss, update  # noqa: F401
 
@@ -97,13 +97,13 @@ def test_the_optimizer(build, name, wanted):  # noqa: F811
 @pytest.mark.parametrize(("attention", "share"), [("flash", True), ("flex", True), ("flex", False)])
 def test_packed_rows_of_the_policys_pass_and_of_the_references(build, monkeypatch, attention, share):  # noqa: F811
     passes: dict[bool, list] = {True: [], False: []}
-    packed_logps = update_part.packed_logps
+    packed_logps = step_part.packed_logps
 
     def seen(trainer: Any, model: Any, ids: Any, mask: Any, keep: int, shared: bool, *others: Any) -> Any:
         passes[torch.is_grad_enabled()].append((ids.tolist(), shared, others[1]))
         return packed_logps(trainer, model, ids, mask, keep, shared, *others)
 
-    monkeypatch.setattr(update_part, "packed_logps", seen)
+    monkeypatch.setattr(step_part, "packed_logps", seen)
     keys = {**PACKED, "train.packed_attention": attention, "train.share_prompts": share}
     update(set_loss(build(keys), beta=0.01))
     assert passes[True] == passes[False] and len(passes[True]) > 1, "the reference reads what the policy reads"

@@ -141,12 +141,13 @@ def test_norms_that_are_split_over_processes_get_no_noise_in_them(backend, shard
 def test_generation_is_noisy_and_the_update_is_not(
     recipe, recipe_arguments, tiny_model_dir, tmp_path, read_jsonl, monkeypatch
 ):
+    from kit.train.step import PolicyStep
     from kit.train.trl_trainer import GRPOTrainer
 
-    seen: dict[str, list[float]] = {"_generate_single_turn": [], "_compute_loss": []}
+    seen: dict[str, list[float]] = {"_generate_single_turn": [], "compute_loss": []}
 
-    def watched(name: str):
-        original = getattr(GRPOTrainer, name)
+    def watched(owner: type, name: str):
+        original = getattr(owner, name)
 
         def watch(trainer, *arguments, **keywords):
             scales = norms(trainer.accelerator.unwrap_model(trainer.model)).values()
@@ -155,8 +156,8 @@ def test_generation_is_noisy_and_the_update_is_not(
 
         return watch
 
-    for name in seen:
-        monkeypatch.setattr(GRPOTrainer, name, watched(name))
+    for owner, name in ((GRPOTrainer, "_generate_single_turn"), (PolicyStep, "compute_loss")):
+        monkeypatch.setattr(owner, name, watched(owner, name))
     keys = {"policy.quant_noise_start": 0.02, "policy.quant_noise_end": 0.02, "policy.quant_noise_stages": 2}
     keys |= {"train.max_steps": 4, "train.save_steps": 4, "run.seed": 3}
     done = recipe(recipe_arguments(tiny_model_dir, tmp_path / "run", keys))
@@ -165,7 +166,7 @@ def test_generation_is_noisy_and_the_update_is_not(
     assert [(row["noise_sigma"], row["noise_seed"]) for row in rows] == [
         (0.0 if version < 2 else 0.02, 3_000_009 + version) for version in range(4)
     ]
-    own = seen["_compute_loss"][0]
-    assert seen["_compute_loss"] == [own] * len(seen["_compute_loss"])
+    own = seen["compute_loss"][0]
+    assert seen["compute_loss"] == [own] * len(seen["compute_loss"])
     assert seen["_generate_single_turn"][:2] == [own] * 2
     assert all(spread == pytest.approx(0.02, rel=0.4) for spread in seen["_generate_single_turn"][2:])

@@ -36,8 +36,7 @@ def sampled_trainer(build_trainer, recipe_arguments, tiny_model_dir, tmp_path):
         random.seed(0)
         changes = {"train.max_steps": 2, "rollout.max_sampler_k3": 1e6, "watch.completions_every": 1, **keys}
         trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run", changes))
-        trainer.rollout, trainer.use_vllm = Sampler(logprob), True
-        trainer.vllm_importance_sampling_correction = trainer.config.rollout.correction != "none"
+        trainer.rollout = Sampler(logprob)
         return trainer
 
     return build

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import defaultdict, deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from kit.train import trainer as module
 from kit.train.checkpoint import staging_directory
-from kit.train.trainer import METRICS, NewWeights, PolicyTrainer, trainer_arguments
+from kit.train.loss import LossSettings
+from kit.train.trainer import METRICS, NewWeights, PolicyTrainer, loss_settings, trainer_arguments
 from tests.conftest import CONFIG
 
 NAN, INF = math.nan, math.inf
@@ -136,6 +138,33 @@ def test_every_setting_reaches_trl_in_its_own_field(tmp_path):
     assert arguments.output_dir == str(staging_directory(RunDir(tmp_path)))
 
 
+def test_every_setting_of_the_loss_comes_from_its_own_key(tmp_path):
+    trl = {"delta": 1.5, "importance_sampling_level": "sequence", "use_bias_correction_kl": True}
+    trl |= {"off_policy_mask_threshold": 0.125, "top_entropy_quantile": 0.25, "entropy_coef": 0.0625}
+    trl |= {"vllm_importance_sampling_clip_min": 0.75}
+    keys = [f"--train.trl={json.dumps(trl)}", "--train.loss_type=dapo", "--train.beta=0.5", "--train.epsilon=0.3"]
+    keys += ["--rollout.max_completion_length=40", "--rollout.correction=token_mask", "--rollout.correction_cap=1.25"]
+    wanted = LossSettings(
+        loss_type="dapo",
+        beta=0.5,
+        epsilon=0.3,
+        epsilon_high=0.3,
+        delta=1.5,
+        importance_sampling_level="sequence",
+        bias_corrected_kl=True,
+        off_policy_threshold=0.125,
+        top_entropy_quantile=0.25,
+        entropy_coef=0.0625,
+        max_completion_length=40,
+        correction="token_mask",
+        correction_cap=1.25,
+        correction_floor=0.75,
+    )
+    for more, high in (([], 0.3), (["--train.epsilon_high=0.4"], 0.4)):
+        config = load_config(CONFIG, keys + more)
+        assert loss_settings(trainer_arguments(config, RunDir(tmp_path)), config) == replace(wanted, epsilon_high=high)
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [
@@ -198,7 +227,8 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     )
 
     def made_by_trl(self, **_) -> None:
-        self.model, self.ref_model, self.accelerator, self.use_vllm = model, None, Accelerator(), False
+        self.model, self.ref_model, self.accelerator = model, None, Accelerator()
+        self.args = trainer_arguments(config, RunDir(tmp_path))
 
     callbacks = []
     monkeypatch.setattr(GRPOTrainer, "__init__", made_by_trl)
@@ -223,9 +253,8 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     assert [one for one in done if one != dtype] == wanted and done.count(dtype) == 1
     assert done.index(dtype) == ("packed" in wanted)
     guards = ["NewWeights"] * ("quantized as fp8" in wanted) + ["FiniteGradients", "FiniteAdapter"]
-    assert callbacks == guards and made.use_vllm == served and made.rollout is rollout
-    if served:
-        assert made.vllm_importance_sampling_correction == (config.rollout.correction != "none")
+    assert callbacks == guards and made.rollout is rollout
+    assert made.loss_settings == loss_settings(made.args, config)
     model.peft_config["ref"] = None
     with pytest.raises(CheckFailed, match="reference"):
         make()
@@ -346,9 +375,9 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy):
 @pytest.mark.parametrize("served", [True, False])
 def test_the_ledger_names_the_next_step_and_its_problems_once_in_order(policy, monkeypatch, served):
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: {"of": len(inputs)})
-    monkeypatch.setattr(module.PackedUpdate, "_drop_flat_groups", lambda self, output: None)
+    monkeypatch.setattr(module.PolicyStep, "_drop_flat_groups", lambda self, output: None)
     rollout = SimpleNamespace(versions=[5, 5, 6, 6, 6, 6]) if served else None
-    made = policy(rollout=rollout, beta=0.0, num_iterations=1, vllm_importance_sampling_correction=True)
+    made = policy(rollout=rollout, beta=0.0, num_iterations=1)
     rows = [{"problem_id": name} for name in "bbaacc"]
     assert made._generate_and_score_completions(rows) == {"of": 6}
     assert made.recorder.ledgers == [(7, ["b", "a", "c"])] and made._problem_ids == list("bbaacc")

@@ -8,6 +8,7 @@ import re
 from dataclasses import MISSING
 from importlib import metadata
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from transformers import Trainer, TrainerCallback
@@ -15,14 +16,16 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from kit.core.config.load import load_config
+from kit.core.config.schema import TrainConfig
 from kit.core.config.trl_rules import INEXACT_ON_RESUME
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
 from kit.train.data_order import DataOrder
 from kit.train.finite import FiniteGradients
+from kit.train.loss import LOSSES
+from kit.train.step import PolicyStep
 from kit.train.trainer import METRICS, PolicyTrainer, trainer_arguments
 from kit.train.trl_trainer import typed_fields
-from kit.train.update import FROM_FORWARD, PackedUpdate
 
 ROOT = Path(__file__).parents[2]
 # Method of transformers' Trainer that the kit overrides -> its parameters in transformers 5.17.
@@ -38,13 +41,12 @@ OVERRIDDEN = {
     "log": "(self, logs, start_time=None)",
     "_save_checkpoint": "(self, model, trial)",
 }
-# The same for what kit/train/update.py overrides.
-OVERRIDDEN_IN_UPDATE = {
+# The same for what kit/train/step.py overrides.
+OVERRIDDEN_IN_STEP = {
     "__init__": None,
     "_generate_and_score_completions": "(self, inputs)",
     "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
-    "_compute_loss": "(self, model, inputs)",
     "_get_per_token_logps_and_entropies": None,  # its first six parameters are checked below
 }
 KEYWORDS = {"model", "reward_funcs", "args", "train_dataset", "processing_class", "peft_config"}
@@ -74,11 +76,11 @@ def test_every_override_is_known_here():
         assert name not in vars(GRPOTrainer) and shape(getattr(Trainer, name)) == parameters
 
 
-def test_every_override_of_the_update_is_known_here():
+def test_every_override_of_the_step_is_known_here():
     upstream = {name for base in GRPOTrainer.__mro__[:-1] for name in vars(base)}
-    ours = {name for name, value in vars(PackedUpdate).items() if inspect.isfunction(value)}
-    assert ours & upstream == OVERRIDDEN_IN_UPDATE.keys()
-    for name, parameters in OVERRIDDEN_IN_UPDATE.items():
+    ours = {name for name, value in vars(PolicyStep).items() if inspect.isfunction(value)}
+    assert ours & upstream == OVERRIDDEN_IN_STEP.keys()
+    for name, parameters in OVERRIDDEN_IN_STEP.items():
         assert parameters is None or shape(vars(GRPOTrainer)[name]) == parameters
     first = "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False"
     assert shape(GRPOTrainer._get_per_token_logps_and_entropies).startswith(first)
@@ -106,16 +108,23 @@ def test_transformers_calls_backward_once_for_what_compute_loss_returns():
     assert "_set_sync_gradients(do_sync_step)" in inspect.getsource(Trainer._run_epoch)
 
 
-def test_trls_loss_reads_what_the_forward_leaves_only_after_it():
-    loss = inspect.getsource(GRPOTrainer._compute_loss)
-    forward = loss.index("self._get_per_token_logps_and_entropies(")
-    assert loss.count("self._get_per_token_logps_and_entropies(") == 1
-    for name in FROM_FORWARD:
-        assert 0 < forward < loss.index(f'"{name}"'), name
+def test_trls_loss_is_not_called():
+    # By `compute_loss` alone, which the step overrides; kit/train/loss.py takes its place.
+    assert SOURCE.count("self._compute_loss(") == 1
     assert "return self._compute_loss(model, inputs)" in inspect.getsource(GRPOTrainer.compute_loss)
+    assert "compute_loss" in vars(PolicyStep) and "_compute_loss" not in vars(PolicyStep)
 
 
-def test_trl_decides_by_two_attributes_whether_it_makes_a_pass_for_old_log_probs():
+def test_every_setting_that_trls_loss_reads_is_one_of_the_kits_or_refused():
+    read = set(re.findall(r"self\.args\.(\w+)", inspect.getsource(GRPOTrainer._compute_loss)))
+    adaptive = {"entropy_target", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min"}
+    assert "use_adaptive_entropy" in INEXACT_ON_RESUME
+    other_losses = {name for name in read if name.startswith(("sapo_", "vespo_"))}
+    assert read - adaptive - other_losses == {"delta", "use_bias_correction_kl", "steps_per_generation"}
+    assert set(LOSSES) == set(get_args(get_type_hints(TrainConfig)["loss_type"]))
+
+
+def test_trl_decides_by_its_attributes_whether_it_makes_a_pass_for_old_log_probs():
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     condition = "if self.args.gradient_accumulation_steps % generate_every != 0 or ("
     assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
@@ -125,22 +134,6 @@ def test_trl_decides_by_two_attributes_whether_it_makes_a_pass_for_old_log_probs
     assert source.count("self.num_iterations") == 1
     assert before.count("self._get_per_token_logps_and_entropies(") == 0
     assert after.count("self._get_per_token_logps_and_entropies(") == 3
-
-
-def test_what_trls_loss_asks_of_other_processes_is_for_metrics():
-    loss = inspect.getsource(GRPOTrainer._compute_loss)
-    asked = set(re.findall(r"self\.accelerator\.(\w+)", loss))
-    # sync_gradients and a reduction are also of the adaptive entropy bonus, and one gathering of the experts' loss.
-    assert asked == {"num_processes", "sync_gradients", "reduce", "gather", "gather_for_metrics"}
-    assert "use_adaptive_entropy" in INEXACT_ON_RESUME
-
-
-def test_how_trl_divides_the_losses_that_the_kit_has():
-    loss = inspect.getsource(GRPOTrainer._compute_loss)
-    # By rows (grpo, dr_grpo): a micro-batch weighs as many as it has. By the tokens of the whole batch (dapo): one.
-    assert "((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()" in loss
-    assert "(per_token_loss * mask).sum() / (per_token_loss.size(0) * self.max_completion_length)" in loss
-    assert 'inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes' in loss
 
 
 @pytest.mark.parametrize("name", [name for name, parameters in OVERRIDDEN.items() if parameters])

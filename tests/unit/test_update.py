@@ -1,6 +1,6 @@
 """The update against TRL's own: the same loss, gradients and metrics, from fewer forwards and from micro-batches.
 
-TRL's own is the kit's trainer without `PackedUpdate`: one padded forward of 16 rows, another one before it for the old
+TRL's own is the kit's trainer without `PolicyStep`: one padded forward of 16 rows, another one before it for the old
 log-probs, and the importance ratio from that.
 """
 
@@ -8,6 +8,7 @@ import contextlib
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.error import URLError
 
@@ -17,8 +18,8 @@ from trl import GRPOTrainer
 
 from kit.core.errors import CheckFailed
 from kit.train.finite import FiniteAdapter, FiniteGradients
+from kit.train.step import PolicyStep
 from kit.train.trainer import trainer_arguments
-from kit.train.update import PackedUpdate
 from reward.own import called
 
 BATCH = 16
@@ -47,7 +48,7 @@ def by_length(completions: list, **others: Any) -> list[float]:
 
 def serve(trainer: Any, sampler: Sampler | None = None) -> Any:
     """The trainer with a sampler, and an adapter that changes what the base says."""
-    trainer.rollout, trainer.use_vllm = sampler or Sampler(), True
+    trainer.rollout = sampler or Sampler()
     torch.manual_seed(0)
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
@@ -60,6 +61,7 @@ def set_loss(trainer: Any, loss: str = "dr_grpo", beta: float = 0.01, correction
     trainer.config.train.loss_type = trainer.loss_type = loss
     trainer.config.train.beta = trainer.beta = beta
     trainer.config.rollout.correction = correction
+    trainer.loss_settings = replace(trainer.loss_settings, loss_type=loss, beta=beta, correction=correction)
     trainer.vllm_importance_sampling_correction = correction != "none"
     trainer.vllm_importance_sampling_mode = correction
     return trainer
@@ -88,12 +90,13 @@ def packed(build):
 
 
 @contextlib.contextmanager
-def trls_own() -> Iterator[None]:
-    """Take everything that `PackedUpdate` overrides away."""
+def trls_own(trainer: Any) -> Iterator[None]:
+    """Take everything that `PolicyStep` overrides away; TRL corrects for a sampler that it takes for vLLM."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in set(vars(PackedUpdate)) & set(dir(GRPOTrainer)) - {"__init__", "__doc__", "__module__"}:
-            if callable(getattr(PackedUpdate, name)):
-                patch.delattr(PackedUpdate, name)
+        patch.setattr(trainer, "use_vllm", True)
+        for name in set(vars(PolicyStep)) & set(dir(GRPOTrainer)) - {"__init__", "__doc__", "__module__"}:
+            if callable(getattr(PolicyStep, name)):
+                patch.delattr(PolicyStep, name)
         yield
 
 
@@ -151,7 +154,7 @@ CASES += [
 def test_an_update_is_trls_own_with_and_without_micro_batches(plain, packed, loss, beta, correction):
     for trainer in (plain, packed):
         set_loss(trainer, loss, beta, correction)
-    with trls_own():
+    with trls_own(plain):
         expected = update(plain)
     names = tuple(name for name in METRICS if beta or name != "kl")
     ratios = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
@@ -165,7 +168,7 @@ def test_a_batch_used_twice_is_compared_with_its_first_forward(build, correction
     both = [build({"train.num_iterations": 2, **changes}) for changes in ({}, PACKED)]
     for trainer in both:
         set_loss(trainer, "dapo", 0.01, correction)
-    with trls_own():
+    with trls_own(both[0]):
         expected = update(both[0], times=2)
     assert expected[2]["clip_ratio/region_mean"] > 0.01, "the policy moved"
     for trainer in both:
@@ -178,7 +181,7 @@ def test_accumulated_gradients_are_trls_own_and_metrics_those_of_the_whole_batch
     whole = build(masked)
     for one in (trainer, whole):
         one.eos_token_ids = [5, 6, 7, 8, 9]  # about half of the completions end with one of them
-    with trls_own():
+    with trls_own(trainer):
         loss, gradients, of_slices = update(trainer)
     expected = update(whole)[2]
     found = update(trainer)
@@ -203,7 +206,7 @@ def test_completions_that_are_left_out_of_the_loss_are_left_out_of_micro_batches
     for trainer in both:
         trainer.eos_token_ids = [5, 6, 7, 8, 9]  # about half of the completions end with one of them
         set_loss(trainer, "grpo", 0.01)
-    with trls_own():
+    with trls_own(both[0]):
         expected = update(both[0])
     for trainer in both:
         assert_same(update(trainer), expected)
@@ -294,15 +297,15 @@ def test_no_pass_is_made_twice(plain, beta, correction):
     set_loss(plain, beta=beta, correction=correction)
     assert len(forwards(plain)) == (2 if beta else 1)
     if correction != "none":
-        with trls_own():
+        with trls_own(plain):
             assert len(forwards(plain)) == (3 if beta else 2)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.01])
 def test_micro_batches_hold_at_most_their_tokens(packed, monkeypatch, beta):
     plans = []
-    plan = PackedUpdate._plan
-    monkeypatch.setattr(PackedUpdate, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    plan = PolicyStep._plan
+    monkeypatch.setattr(PolicyStep, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
     set_loss(packed, beta=beta)
     tokens = forwards(packed)
     (found,) = plans

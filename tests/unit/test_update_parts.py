@@ -12,14 +12,16 @@ from trl import GRPOTrainer
 
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
+from kit.train.loss import LossSettings
 from kit.train.mismatch import importance_ratio, measure
-from kit.train.update import PackedUpdate, join_rows, take_rows
+from kit.train.rows import keep_scores, take_rows
+from kit.train.step import PolicyStep, StepTally
 from tests.conftest import CONFIG
 
 GROUP, NAN = 4, math.nan
 
 
-class Update(PackedUpdate, GRPOTrainer):
+class Step(PolicyStep, GRPOTrainer):
     pass
 
 
@@ -44,7 +46,7 @@ def pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 def update(*changes: str, **attributes):
     """An update without a trainer."""
-    made = PackedUpdate.__new__(PackedUpdate)
+    made = PolicyStep.__new__(PolicyStep)
     facts = {
         "config": load_config(CONFIG, list(changes)),
         "accelerator": Accelerator(),
@@ -52,12 +54,14 @@ def update(*changes: str, **attributes):
         "reward_weights": torch.ones(1),
         "_dropouts": [],
         "multi_objective_aggregation": "sum_then_normalize",
-        "args": SimpleNamespace(vllm_importance_sampling_clip_min=None),
+        "args": SimpleNamespace(vllm_importance_sampling_clip_min=None, steps_per_generation=1),
         "state": SimpleNamespace(global_step=6),
         "recorder": None,
         "_metrics": {"train": defaultdict(list)},
         "_sampler": {},
-        "_compared": [],
+        "_tally": StepTally(),
+        "loss_settings": LossSettings(),
+        "current_gradient_accumulation_steps": 1,
         "_record": lambda logs, step: {"step": step},
     }
     for name, value in (facts | attributes).items():
@@ -137,13 +141,12 @@ def test_the_limit_on_k3_is_the_configured_one(limit, share, stops):
         delta -= (math.exp(delta) - 1 - delta - share * limit) / (math.exp(delta) - 1)
     kept = []
     made = update(f"--rollout.max_sampler_k3={limit}", recorder=SimpleNamespace(step=kept.append))
-    made._compared.append(off_by(delta))
     if not stops:
-        made._judge_sampler()
+        made._judge_sampler([off_by(delta)])
         assert made._sampler["sampler_k3"] == pytest.approx(share * limit, rel=1e-4) and not kept
         return
     with pytest.raises(CheckFailed, match=r"^step 7\b.* k3 "):
-        made._judge_sampler()
+        made._judge_sampler([off_by(delta)])
     assert kept == [{"step": 7}] and made._sampler["sampler_k3"] == pytest.approx(share * limit, rel=1e-4)
 
 
@@ -155,24 +158,19 @@ def test_one_log_prob_that_is_not_finite_stops_the_run_unless_it_is_padding(side
         tensors = off_by(0.1)
         tensors[2][1, 4] = mask_of
         tensors[side][1, 4] = value
-        made._compared.append(tensors)
         if not stops:
-            made._judge_sampler()
+            made._judge_sampler([tensors])
         else:
             with pytest.raises(CheckFailed, match=r"^step 7\b.* k3 " if side == 0 else "1 log-probs of the sampler"):
-                made._judge_sampler()
+                made._judge_sampler([tensors])
 
 
-def test_a_step_is_judged_by_its_own_rows_and_nothing_is_said_of_a_step_without_any():
+def test_nothing_is_said_of_a_step_without_a_sampler_and_accumulation_steps_are_judged_together():
     made = update("--rollout.max_sampler_k3=1e6")
-    made._judge_sampler()
+    made._judge_sampler([])
     assert made._sampler == {} and not made._metrics["train"]
-    made._compared += [off_by(0.5), off_by(0.25)]  # two accumulation steps
-    made._judge_sampler()
+    made._judge_sampler([off_by(0.5), off_by(0.25)])
     assert made._sampler["sampler_delta_mean"] == pytest.approx(0.375)
-    made._compared.append(off_by(0.125))
-    made._judge_sampler()
-    assert made._sampler["sampler_delta_mean"] == pytest.approx(0.125)
 
 
 @pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"])
@@ -190,8 +188,7 @@ def test_the_figures_are_those_of_the_rows_of_all_processes_whatever_their_lengt
         accelerator=Accelerator(0, [torch.stack(one).transpose(0, 2).contiguous() for one in parts[1:]]),
         args=SimpleNamespace(vllm_importance_sampling_clip_min=floor),
     )
-    made._compared.append(parts[0])
-    made._judge_sampler()
+    made._judge_sampler([parts[0]])
     whole = [torch.cat([pad(one.T, 9).T for one in each]) for each in zip(*parts, strict=True)]
     assert made._sampler == pytest.approx(measure(*whole, correction, 1.3, floor))
     logged = {name: value for name, (value,) in made._metrics["train"].items()}
@@ -209,22 +206,97 @@ def test_the_figures_are_those_of_the_rows_of_all_processes_whatever_their_lengt
     )
 
 
+def one_step(made, rows: dict, logps: torch.Tensor, entropies: torch.Tensor | None = None) -> torch.Tensor:
+    """The loss of rows whose forward gives these log-probs."""
+    made._score = lambda model, rows: (logps, torch.zeros_like(logps) if entropies is None else entropies)
+    return made._loss_of_rows(None, rows, len(logps))
+
+
+def rows_of(mask: torch.Tensor, **others: torch.Tensor) -> dict:
+    return {"completion_mask": mask, "advantages": torch.ones(len(mask)), "num_items_in_batch": mask.sum(), **others}
+
+
 def test_what_the_first_forward_gives_stays_with_the_rows_and_is_compared_once():
     policy, sampler, mask = off_by(0.5)
-    rows = {"completion_mask": mask, "sampling_per_token_logps": sampler}
-    made = update("--rollout.correction=token_truncate", "--rollout.correction_cap=1.2", "--rollout.max_sampler_k3=9")
-    made._scored(rows, policy, policy * 2)
-    assert torch.equal(rows["old_per_token_logps"], policy) and len(made._compared) == 1
-    assert torch.allclose(rows["importance_sampling_ratio"], torch.full((3, 5), 1.2))
-    assert torch.equal(made._scores[1], policy * 2)
-    made._scored(rows, policy + 1, policy)  # the policy moved
-    assert torch.equal(rows["old_per_token_logps"], policy) and len(made._compared) == 1
-    assert torch.equal(made._scores[0], policy + 1)
+    settings = LossSettings(loss_type="dapo", correction="token_truncate", correction_cap=1.2)
+    made = update("--rollout.max_sampler_k3=9", loss_settings=settings)
+    rows = rows_of(mask, sampling_per_token_logps=sampler)
+    assert one_step(made, rows, policy).item() == pytest.approx(-1.2), "the capped ratio of the sampler"
+    assert torch.equal(rows["old_per_token_logps"], policy) and len(made._tally.compared) == 1
+    # The policy moved: its ratio is clipped at 1.2, and the sampler is not compared with it.
+    assert one_step(made, rows, policy + 1).item() == pytest.approx(-1.2 * 1.2)
+    assert torch.equal(rows["old_per_token_logps"], policy) and len(made._tally.compared) == 1
+    assert made._tally.figures.read()["clip_ratio/high_mean"] == pytest.approx(0.5), "of both"
     mask[1, 2], sampler[1, 2] = 0, -50.0  # left out of the loss
-    made._judge_sampler()
+    made._judge_sampler(made._tally.compared)
     assert made._sampler["sampler_delta_max"] == pytest.approx(0.5)
-    made._scored(without := {"completion_mask": mask}, policy, policy)
-    assert not made._compared and set(without) == {"completion_mask", "old_per_token_logps"}
+    made._tally = StepTally()
+    one_step(made, without := rows_of(mask), policy)
+    assert not made._tally.compared and set(without) == {*rows_of(mask), "old_per_token_logps"}
+
+
+@pytest.mark.parametrize(("processes", "steps", "accumulated"), [(1, 1, 1), (4, 1, 1), (1, 4, 4), (2, 4, 2)])
+def test_a_token_of_dapo_weighs_by_those_of_a_whole_step(processes, steps, accumulated):
+    policy, _, mask = off_by(0.5)
+    made = update(
+        accelerator=SimpleNamespace(num_processes=processes),
+        args=SimpleNamespace(steps_per_generation=steps),
+        current_gradient_accumulation_steps=accumulated,
+        loss_settings=LossSettings(loss_type="dapo"),
+    )
+    rows = rows_of(mask, num_items_in_batch=torch.tensor(100))
+    # The tokens of all processes' rows of one generation; a step has `accumulated` of its `steps` parts.
+    tokens = 100 * accumulated / steps / processes
+    assert one_step(made, rows, policy).item() == pytest.approx(-mask.sum().item() / tokens)
+    empty = rows_of(torch.zeros_like(mask))
+    assert one_step(made, empty, policy).item() == 0
+
+
+def test_the_tokens_of_highest_entropy_are_those_of_all_processes():
+    entropies, others = torch.tensor([[0.1, 0.2], [0.3, 9.0]]), torch.tensor([0.4, 0.5, 0.6, 0.7, 0.8])
+    mask = torch.tensor([[1, 1], [1, 0]])
+
+    class Processes:
+        num_processes = 2
+
+        def pad_across_processes(self, tensor, dim, pad_index):
+            return torch.cat([tensor, tensor.new_full((5 - len(tensor),), pad_index)])
+
+        def gather(self, tensor):
+            return torch.cat([tensor, others])
+
+    made = update(accelerator=Processes(), loss_settings=LossSettings(top_entropy_quantile=0.25))
+    known = torch.cat([torch.tensor([0.1, 0.2, 0.3]), others])
+    assert made._entropy_threshold(entropies, mask) == torch.quantile(known, 0.75)
+    made.loss_settings = LossSettings()
+    assert made._entropy_threshold(entropies, mask) is None
+
+
+def test_a_step_s_figures_are_of_the_rows_of_all_processes_and_reported_once():
+    policy, _, mask = off_by(0.0)
+
+    class Processes:
+        num_processes = 2
+
+        def reduce(self, tensor, how):
+            assert how == "sum"
+            return tensor + other.totals
+
+        def gather(self, tensor):
+            return torch.cat([tensor, other.extremes[None]])
+
+    made = update(accelerator=Processes(), args=SimpleNamespace(steps_per_generation=1))
+    moved = policy.clone()
+    moved[0] += 1
+    # In the other process all three rows are clipped.
+    one_step(made, rows_of(mask, old_per_token_logps=policy), policy + 1, torch.full_like(policy, 2.0))
+    other, made._tally = made._tally.figures, StepTally()
+    one_step(made, rows_of(mask, old_per_token_logps=policy), moved, torch.full_like(policy, 1.0))
+    made._finish_step(made._tally)
+    found = {name: value for name, (value,) in made._metrics["train"].items()}
+    assert found["entropy"] == pytest.approx(1.5) and found["clip_ratio/region_mean"] == pytest.approx(4 / 6)
+    assert found["clip_ratio/high_max"] == 1.0 and found["clip_ratio/low_min"] == 0.0
+    assert "kl" not in found and "entropy_coef" not in found
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -233,22 +305,22 @@ def test_what_trl_reads_is_as_before_after_the_rollouts(monkeypatch, packs, fail
     seen = []
 
     def generate(self, inputs):
-        seen.append((self.vllm_importance_sampling_correction, self.num_iterations, self.beta))
+        seen.append((self.num_iterations, self.beta))
         if fails:
             raise CheckFailed("no server answers")
         return {"of": inputs}
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", generate)
     keys = ["--train.micro_batch_tokens=104"] if packs else []
-    made = Update.__new__(Update)
+    made = Step.__new__(Step)
     made.config, made._dropouts = load_config(CONFIG, keys), []
-    made.vllm_importance_sampling_correction, made.num_iterations, made.beta = True, 3, 0.04
+    made.num_iterations, made.beta = 3, 0.04
     made._drop_flat_groups = lambda output: seen.append(output)
     with pytest.raises(CheckFailed) if fails else contextlib.nullcontext():
         assert made._generate_and_score_completions("rows") == {"of": "rows"}
     # By these it decides whether it passes over the batch for old log-probs and for the reference's.
-    assert seen == [(False, 1, 0.0 if packs else 0.04), {"of": "rows"}][: 2 - fails]
-    assert (made.vllm_importance_sampling_correction, made.num_iterations, made.beta) == (True, 3, 0.04)
+    assert seen == [(1, 0.0 if packs else 0.04), {"of": "rows"}][: 2 - fails]
+    assert (made.num_iterations, made.beta) == (3, 0.04)
 
 
 def padded(prompts: list[list[int]], lengths: list[int]) -> dict:
@@ -281,7 +353,7 @@ def test_a_plan_keeps_the_budget_by_the_real_tokens_of_the_padded_rows(seed, sha
     assert len(plan) <= math.ceil(2 * (sum(lengths) + total * 39) / 128)
 
 
-def test_rows_are_taken_and_joined_and_what_is_of_the_whole_batch_stays():
+def test_rows_are_taken_and_what_is_of_the_whole_batch_stays():
     batch = {
         "completion_ids": torch.arange(12).view(4, 3),
         "advantages": torch.arange(4.0),
@@ -291,27 +363,13 @@ def test_rows_are_taken_and_joined_and_what_is_of_the_whole_batch_stays():
     part = take_rows(batch, [3, 1])
     assert part["completion_ids"].tolist() == [[9, 10, 11], [3, 4, 5]] and part["advantages"].tolist() == [3, 1]
     assert part["num_items_in_batch"].item() == 12 and part["note"] == "x"
-    joined = join_rows([take_rows(batch, [0, 1]), take_rows(batch, [2, 3])])
-    assert joined.keys() == batch.keys() and joined["num_items_in_batch"].item() == 12
-    assert torch.equal(joined["completion_ids"], batch["completion_ids"])
-    assert torch.equal(joined["advantages"], batch["advantages"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "pooled"),
-    [
-        ({}, True),
-        ({"gradient_accumulation_steps": 2}, True),
-        ({"gradient_accumulation_steps": 1}, False),
-        ({"entropy_coef": 0.01}, False),
-        ({"top_entropy_quantile": 0.2}, False),
-        ({"aux_loss_enabled": True}, False),
-    ],
-)
-def test_accumulation_steps_are_pooled_unless_their_loss_is_of_more_than_their_own_log_probs(changes, pooled):
-    facts = {"gradient_accumulation_steps": 4, "entropy_coef": 0.0, "top_entropy_quantile": 1.0} | changes
-    made = update(args=SimpleNamespace(**facts), aux_loss_enabled=changes.get("aux_loss_enabled", False))
-    assert made._accumulates == pooled
+def test_scores_of_micro_batches_are_kept_in_the_order_of_the_batch():
+    plan = [[3, 1], [0, 2]]
+    parts = [{"old_per_token_logps": torch.tensor(rows)[:, None], "advantages": torch.ones(2)} for rows in plan]
+    keep_scores(batch := {}, parts, plan)
+    assert batch.keys() == {"old_per_token_logps"} and batch["old_per_token_logps"].flatten().tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -325,10 +383,10 @@ def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_
         yield
         silent.pop()
 
-    def loss(model, part):
-        made._scores = (torch.zeros(len(part["completion_ids"]), 2), torch.zeros(len(part["completion_ids"]), 2))
+    def loss(model, part, step_rows):
+        assert step_rows == 6
         seen.append(("forward", part["completion_ids"][:, 0].tolist(), bool(silent)))
-        return (weight * part["advantages"]).mean()
+        return (weight * part["advantages"]).sum() / step_rows
 
     def backward(loss):
         seen.append(("backward", bool(silent)))
@@ -336,16 +394,18 @@ def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_
 
     plan = [[2, 5], [0, 1, 4], [3]] if micro_batches == 3 else [[0, 1, 2, 3, 4, 5]]
     made = update(
-        "--train.loss_type=grpo",
-        accelerator=SimpleNamespace(no_sync=no_sync, backward=backward),
-        beta=0.0,
+        accelerator=SimpleNamespace(no_sync=no_sync, backward=backward, sync_gradients=False),
         _plan=lambda inputs: plan,
-        _compute_loss=loss,
-        _log_metrics=lambda *args: None,
+        _add_reference=lambda parts: None,
+        _loss_of_rows=loss,
     )
     advantages = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
     inputs = {"completion_ids": torch.arange(6)[:, None].expand(6, 2), "advantages": advantages}
-    made._loss_in_micro_batches(None, inputs).backward()
+    with torch.no_grad():
+        weight += 1
+    found = made.compute_loss(None, inputs)
+    assert found.item() == pytest.approx(advantages.mean().item()), "the value is that of all rows"
+    found.backward()
     wanted = []
     for number, rows in enumerate(plan):
         last = number == len(plan) - 1

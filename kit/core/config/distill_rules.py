@@ -46,6 +46,10 @@ def problems(config: Config) -> list[str]:
             f"distill.teacher is {distill.teacher} and distill.teacher_adapter {distill.teacher_adapter}: an adapter "
             "belongs to the student's own base. Leave out distill.teacher, or distill.teacher_adapter."
         )
+    if config.train.loss is not None:
+        found.append(
+            f"train.loss is {config.train.loss} in a distillation, whose loss is distill.divergence. Leave it out."
+        )
     if distill.teacher_revision and is_own_model(config):
         found.append("distill.teacher_revision is for another model as teacher. Set model.revision for the base.")
     if not 0 < distill.js_beta < 1:

@@ -207,6 +207,7 @@ class TrainConfig:
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = _option("constant", "schedule")
     warmup_steps: int = _option(0, "steps of linear warm-up")
     loss_type: Literal["dr_grpo", "dapo", "grpo"] = _option("dr_grpo", "how token losses are averaged")
+    loss: str | None = _option(None, "loss of your own as module:function, in place of loss_type (kit/README.md)")
     scale_rewards: Literal["group", "batch", "none"] | None = _option(
         None, "divide advantages by the spread of the group or batch; default none for dr_grpo, group otherwise"
     )

@@ -41,6 +41,7 @@ SAMPLER_FIELDS = {"min_p": (None, 0), "repetition_penalty": (None, 1), "generati
 OWN_GENERATION_FIELDS = ("cache_implementation", "transformers_continuous_batching_config")
 # The one field of TRL's vLLM client that the kit's loss reads without a key of its own.
 FLOOR_FIELD = "vllm_importance_sampling_clip_min"
+LEVELS = ("token", "sequence")  # of importance_sampling_level
 # Loss terms over a whole batch, with the values that disable them: no sum over micro-batches yields them.
 WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
 
@@ -61,6 +62,8 @@ def _problem(config: Config, key: str, value: Any) -> str:
             f"{key} ({value!r}) is not supported: every step is recorded and checked for NaN, which `steps` does. "
             "Remove it."
         )
+    if key == "importance_sampling_level" and value not in LEVELS:
+        return f"{key} is {value!r}. Use {' or '.join(LEVELS)}."
     if key in INSTEAD and not is_off:
         return f"{key} ({value!r}) is not supported: {INSTEAD[key]}. Remove it."
     if key in INEXACT_ON_RESUME and not is_off:
