@@ -81,14 +81,15 @@ class PolicyStep:
     ) -> torch.Tensor:
         """The loss of a step's rows, or of those of one accumulation step. `CheckFailed` after the step's last forward
         and before its last backward, so before the update, when the sampler is not the policy."""
-        plan, total = self._plan(inputs), 0.0
+        rows, total = len(inputs["completion_ids"]), 0.0
+        plan = [list(range(rows))] if self.config.train.micro_batch_tokens is None else self._plan(inputs)
         if self._dropouts:
             seed_of(inputs)
         parts = [inputs] if len(plan) == 1 else [take_rows(inputs, rows) for rows in plan]
         for number, part in enumerate(parts if self._dropouts else ()):
             part[SEED] += number
         self._add_reference(parts)
-        step_rows = len(inputs["completion_ids"]) * self.current_gradient_accumulation_steps
+        step_rows = rows * self.current_gradient_accumulation_steps
         for number, part in enumerate(parts, start=1):
             # DDP exchanges the sum of the gradients once, in the last backward.
             with contextlib.nullcontext() if number == len(parts) else self.accelerator.no_sync(model):
@@ -168,10 +169,8 @@ class PolicyStep:
             shown[place - len(rows)] = 0.0
 
     def _plan(self, inputs: dict) -> list[list[int]]:
-        """The rows of each micro-batch."""
+        """The rows of each micro-batch of packs."""
         train = self.config.train
-        if train.micro_batch_tokens is None:
-            return [list(range(len(inputs["completion_ids"])))]
         prompts = zip(inputs["prompt_ids"].tolist(), inputs["prompt_mask"].sum(dim=1).tolist(), strict=True)
         return plan_micro_batches(
             [tuple(ids[len(ids) - length :]) for ids, length in prompts],  # padded on the left

@@ -17,6 +17,7 @@ from kit.train.loss import (
     compute_loss,
     entropy_threshold,
     measure_loss,
+    near_policy,
 )
 from tests.unit.test_mismatch import MODES, ratios_of_trl
 
@@ -63,13 +64,12 @@ def micro_batch(kind: str = "plain", seed: int = 0, dtype=torch.float32) -> dict
     sampler = old + noise(0.4)
     if kind == "nan sampler":
         sampler[3, 1] = sampler[0, 0] = math.nan
-    seen = mask.to(dtype)
-    return {
-        "logps": (old + noise(0.3)) * seen,
-        "entropies": torch.rand(ROWS, WIDTH, generator=draw, dtype=dtype) * seen,
-        "old_per_token_logps": old * seen,
-        "ref_per_token_logps": (old + noise(0.5)) * seen,
-        "sampling_per_token_logps": torch.where(mask.bool(), sampler, 0.0),
+    return {  # padding has numbers too, which must not count
+        "logps": old + noise(0.3),
+        "entropies": torch.rand(ROWS, WIDTH, generator=draw, dtype=dtype),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": old + noise(0.5),
+        "sampling_per_token_logps": sampler,
         "advantages": advantages,
         "completion_mask": mask,
         # Of the rows of both processes and all accumulation steps.
@@ -290,6 +290,16 @@ def test_a_policy_that_has_not_moved_has_no_kl_and_no_clipped_token():
     settings = settings_of("dr_grpo", beta=0.05)
     found = measure_loss(to_inputs(batch, settings), settings).read()
     assert {name for name, value in found.items() if value} == {"entropy"} and found["kl"] == 0.0
+
+
+@pytest.mark.parametrize(("distance", "is_near"), [(0.04, True), (0.06, False), (-0.5, True)])
+def test_a_sequence_is_near_by_the_tokens_that_a_sampler_scored(distance, is_near):
+    batch, settings = micro_batch(), settings_of("dr_grpo")
+    batch["advantages"] = torch.tensor([-1.0, 1.0, 0.0, -1.0, -1.0, -1.0])
+    batch["sampling_per_token_logps"] = batch["logps"] + distance
+    batch["sampling_per_token_logps"][3, 1] = math.nan
+    found = near_policy(to_inputs(batch, settings), threshold=0.05)
+    assert found.flatten().tolist() == [is_near, True, True, is_near, is_near, is_near]
 
 
 def test_tokens_that_are_left_out_have_no_gradient():

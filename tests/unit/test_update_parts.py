@@ -394,6 +394,7 @@ def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_
 
     plan = [[2, 5], [0, 1, 4], [3]] if micro_batches == 3 else [[0, 1, 2, 3, 4, 5]]
     made = update(
+        "--train.micro_batch_tokens=104",
         accelerator=SimpleNamespace(no_sync=no_sync, backward=backward, sync_gradients=False),
         _plan=lambda inputs: plan,
         _add_reference=lambda parts: None,
