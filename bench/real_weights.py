@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -338,6 +339,7 @@ def survive(work: Work) -> list[str]:
     options.formats = storable(options.formats, load_config(work.config, work.overrides).model.source)
     merged = [name for name in options.formats if name != "nf4"]
     shared = ["--server.gpu_memory_utilization=0.06", "--server.kv_cache_gib=3", "--server.enforce_eager=true"]
+    shared.append("--eval.backend=vllm")  # which the gate compares with what was measured
 
     def merge(run: RunDir) -> None:
         words = ["-m", "merge", "--run", str(run.path), "--format", *merged, "--overwrite"]
@@ -345,7 +347,7 @@ def survive(work: Work) -> list[str]:
         work.command(f"{run.path.name}-merge", words, (0, 1))  # 1: a format was refused, the others are there
 
     def evaluate(run: RunDir, formats: list[str], task: list[str], accepted: tuple[int, ...] = (0,)) -> None:
-        words = ["-m", "eval", "--run", str(run.path), "--formats", *formats, "--backend", "vllm", "--reuse"]
+        words = ["-m", "eval", "--run", str(run.path), "--formats", *formats, "--reuse"]
         name = "-".join([run.path.name, "eval", *task[1:2], *(formats if len(formats) < 3 else ["all"])])
         work.command(name, [*words, *task, *shared], accepted)
 
@@ -353,32 +355,52 @@ def survive(work: Work) -> list[str]:
     tasks: dict[str, list[str]] = {"": []}
     for task, _, file in (one.partition("=") for one in options.tasks):
         tasks[task] = ["--task", task, "--data", file, *OTHER]
-    jobs, final = [], []
-    for task, words in tasks.items():
-        for run in runs if not task else runs[:1]:
-            there = [name for name in options.formats if name == "nf4" or (run.merged / "grpo" / name).is_dir()]
-            # bf16 first: every evaluation of a format is beside it.
-            jobs += [(evaluate, (run, [name], words)) for name in there]
-            final.append((run, there, words))
-    failed += work.all(jobs)
-    failed += work.all((evaluate, one) for one in final)
+    there = {run.path.name: [name for name in options.formats if stored(run, name)] for run in runs}
+    if runs:  # every run has the same base, so the first one's cells of it serve the others, and `--reuse` checks them
+        failed += work.all((evaluate, (runs[0], [name], [])) for name in there[runs[0].path.name])
+    for run in runs[1:]:
+        share_base_cells(runs[0], run)
+    failed += work.all((evaluate, (run, [name], [])) for run in runs[1:] for name in there[run.path.name])
+    own = [(run, there[run.path.name], []) for run in runs]
+    failed += work.all((evaluate, one) for one in own)
     failed += work.all(
         (work.command, (f"{run.path.name}-gate-{name}", ["-m", "eval", "gate", "--run", str(run.path),
-                        f"--eval.gate.format={name}"], (0, 1)))
+                        f"--eval.gate.format={name}", *shared], (0, 1)))
         for run in runs for name in merged if (run.merged / "grpo" / name).is_dir()
     )  # fmt: skip
-    found = {task or "own": [survival(run, task) for run in (runs if not task else runs[:1])] for task in tasks}
-    write_json(options.out, {"command": sys.argv, "tasks": found, "failed": failed})
-    for task, seeds in found.items():
-        print(f"\n{task}: accuracy in percent, {len(seeds)} seeds, {seeds[0].get('n')} problems")
-        print(
-            "| format | base | GRPO by seed | gain | over seeds | survival | over seeds | promoted |\n"
-            + "|---" * 8
-            + "|"
-        )
-        for name in options.formats:
-            print(row_of(name, [one for one in seeds if name in one.get("gain", {})]))
+    found: dict[str, Any] = {}
+    for task, words in tasks.items():
+        judged = runs if not task else runs[:1]
+        if task and runs:
+            wanted = [name for name in options.task_formats if name in there[runs[0].path.name]]
+            failed += work.all((evaluate, (runs[0], [name], words)) for name in wanted)
+            failed += work.all([(evaluate, (runs[0], wanted, words))])
+        found[task or "own"] = [survival(run, task) for run in judged]
+        write_json(options.out, {"command": sys.argv, "tasks": found, "failed": failed})
+        table_of_formats(task or "own", found[task or "own"], options.formats)
     return failed
+
+
+def table_of_formats(task: str, seeds: list[dict], formats: list[str]) -> None:
+    done = [one for one in seeds if one]
+    print(f"\n{task}: accuracy in percent, {len(done)} seeds, {done[0]['n'] if done else 0} problems")
+    print(
+        "| format | base | GRPO by seed | gain | over seeds | survival | over seeds | promoted |\n" + "|---" * 8 + "|"
+    )
+    for name in formats:
+        print(row_of(name, [one for one in done if name in one["gain"]]), flush=True)
+
+
+def stored(run: RunDir, name: str) -> bool:
+    """Whether a run has checkpoints of a format to evaluate; those of nf4 are its base and its adapter."""
+    return name == "nf4" or (run.merged / "grpo" / name).is_dir()
+
+
+def share_base_cells(first: RunDir, other: RunDir) -> None:
+    """Copy the measured cells of the base from one run to another."""
+    (other.path / "eval").mkdir(parents=True, exist_ok=True)
+    for file in (first.path / "eval").glob("base-*.*"):
+        shutil.copy2(file, other.path / "eval" / file.name)
 
 
 def storable(formats: list[str], model: str) -> list[str]:
@@ -448,6 +470,7 @@ def main() -> None:
     parser.add_argument(
         "--tasks", nargs="+", default=[], metavar="TASK=FILE", help="of survive: others, of the first seed's policy"
     )
+    parser.add_argument("--task_formats", nargs="+", choices=FORMATS, default=["bf16", "fp8"], help="of --tasks")
     parser.add_argument("--cards", nargs="+", default=["0"], help="GPUs that commands are spread over; default: 0")
     parser.add_argument("--work", type=Path, default=Path("/tmp/real"), help="the folder of the runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON with every number")

@@ -131,8 +131,11 @@ class Study:
         """Merge and evaluate a trained run, as far as it has not been."""
         run = self.run(arm, seed, name)
         formats = self.options.formats if name is None else [name]
-        if lacking := [one for one in formats if not (run.merged / "grpo" / one / MANIFEST).is_file()]:
-            self.command(run, "merge", ["-m", "merge", "--run", str(run.path), "--format", "bf16", *lacking])
+        wanted = ["bf16", *formats]
+        if lacking := [one for one in wanted if not (run.merged / "grpo" / one / MANIFEST).is_file()]:
+            # The base's checkpoint of an interrupted merge may be there without the policy's.
+            words = ["-m", "merge", "--run", str(run.path), "--overwrite", "--format", *lacking]
+            self.command(run, "merge", words)
         known = read_json(run.eval_file)["matrix"]["grpo"] if run.eval_file.is_file() else {}
         if not set(formats) <= known.keys():
             words = ["-m", "eval", "--run", str(run.path), "--formats", "bf16", *formats]

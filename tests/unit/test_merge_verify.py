@@ -218,21 +218,24 @@ def test_scoring_needs_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "policy", "update_kl", "most"),
+    ("trained", "dtype", "policy", "update_kl", "most"),
     [
-        (torch.float32, "base", 0.0, 2e-3),
-        (torch.bfloat16, "base", 0.0, 2e-2),
-        (torch.float32, "grpo", 1.0, 2e-3),
-        (torch.float32, "grpo", 2e-3, 1e-3),  # half of what the adapter changes
-        (torch.float32, "grpo", 1e-6, 5e-4),  # but for the noise of a right merge
-        (torch.bfloat16, "grpo", 1e-6, 5e-3),
+        (torch.float32, torch.float32, "base", 0.0, 2e-3),
+        (torch.bfloat16, torch.bfloat16, "base", 0.0, 2e-2),
+        (torch.bfloat16, torch.float32, "base", 0.0, 2e-2),  # weights are rounded to BF16, whatever compares them
+        (torch.bfloat16, torch.float32, "grpo", 1.0, 2e-2),
+        (torch.float32, torch.float32, "grpo", 1.0, 2e-3),
+        (torch.float32, torch.float32, "grpo", 2e-3, 1e-3),  # half of what the adapter changes
+        (torch.float32, torch.float32, "grpo", 1e-6, 5e-4),  # but for the noise of a right merge
+        (torch.bfloat16, torch.float32, "grpo", 1e-6, 5e-4),
+        (torch.bfloat16, torch.bfloat16, "grpo", 1e-6, 5e-3),
     ],
 )
 def test_the_bound_of_a_bf16_merge_is_what_rounding_and_half_of_the_update_allow(
-    monkeypatch, dtype, policy, update_kl, most
+    monkeypatch, trained, dtype, policy, update_kl, most
 ):
     verifier = object.__new__(Verifier)
-    verifier.dtype = dtype
+    verifier.weights, verifier.dtype = trained, dtype
     monkeypatch.setattr(Verifier, "update_kl", lambda *_: update_kl)
     for kl, is_right in ((0.0, True), (0.99 * most, True), (1.01 * most, False), (float("nan"), False)):
         monkeypatch.setattr(Verifier, "compare", lambda *_, kl=kl, **__: Comparison(kl, 0.1, 1.0, 9))

@@ -89,6 +89,17 @@ def test_what_is_there_is_kept(study):
     assert study.everything() == [] and [one[:2] for one in study.asked] == [("qat-fp8-0", "eval")]
 
 
+def test_a_format_that_is_added_later_is_merged_alone(study):
+    study.everything()
+    study.asked.clear()
+    study.options.formats.append("w4a16")
+    assert study.everything() == []
+    merges = {name: words[words.index("--format") + 1 :] for name, what, words in study.asked if what == "merge"}
+    assert merges["ptq-0"] == ["w4a16"] and merges["qat-w4a16-0"] == ["bf16", "w4a16"]
+    # An interrupted merge may have left the base's checkpoint, which merge would refuse to write again.
+    assert all("--overwrite" in words for _, what, words in study.asked if what == "merge")
+
+
 def test_the_table_compares_with_the_plain_run_in_the_same_format(study):
     study.everything()
     found = qat_study.collect(study)
