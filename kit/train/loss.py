@@ -186,6 +186,8 @@ class LossFigures:
     extremes: torch.Tensor
 
     def __add__(self, other: "LossFigures") -> "LossFigures":
+        if self.names != other.names:
+            raise ValueError(f"micro-batches have different figures: {', '.join({*self.names} ^ {*other.names})}.")
         extremes = _join_extremes(torch.stack([self.extremes, other.extremes]))
         return LossFigures(self.names, self.totals + other.totals, extremes)
 
@@ -249,7 +251,7 @@ def compute_loss(
     figures = measure_loss(inputs, settings, others)
     if not settings.entropy_coef:
         return loss, figures
-    share = len(inputs.mask) / inputs.step_rows
-    policy = torch.stack([loss.detach().float(), loss.new_tensor(share, dtype=torch.float32)])
+    value = loss.detach().float()
+    policy = torch.stack([value, torch.full_like(value, len(inputs.mask) / inputs.step_rows)])
     figures = LossFigures(("policy_loss", *figures.names), torch.cat([policy[None], figures.totals]), figures.extremes)
     return loss - settings.entropy_coef * entropy_bonus(inputs), figures

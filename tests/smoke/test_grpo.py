@@ -314,6 +314,29 @@ def test_a_reward_of_the_users_trains_by_its_options_from_the_directory_where_th
     assert len(read_json(run.config_file)["own_rewards"][name]) == 16
 
 
+def test_a_loss_of_ones_own_trains_and_one_that_is_none_is_refused_before_weights_load(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch, read_jsonl
+):
+    (tmp_path / "losses_of_mine.py").write_text(
+        "def push(inputs, settings):\n"
+        "    each = -inputs.advantages[:, None] * inputs.logps\n"
+        "    return (each * inputs.mask).sum() / inputs.step_tokens\n"
+        "def row(inputs, settings):\n"
+        "    return inputs.logps.sum(dim=1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run, keys = RunDir(tmp_path / "run"), {"train.loss": "losses_of_mine:push", "train.max_steps": 2}
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys))
+    assert done.code == 0, done.err
+    assert "loss      losses_of_mine:push, beta" in done.out
+    rows = read_jsonl(run.metrics_file)
+    assert all(row["grad_norm"] > 0 and row["entropy"] > 0 and row["clip_fraction"] == 0 for row in rows)
+    assert len(read_json(run.config_file)["own_loss"]) == 16
+    keys["train.loss"] = "losses_of_mine:row"
+    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "none", keys, ("--dry_run",)))
+    assert done.code == 2 and "train.loss 'losses_of_mine:row' returned a tensor of shape (2,)" in done.err
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_adapter_changes(
     tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch, read_jsonl
 ):

@@ -319,6 +319,22 @@ def test_the_sign_of_a_step_raises_what_was_better_than_its_group():
     assert torch.equal((found < 0)[seen], (batch["advantages"] > 0)[:, None].expand_as(seen)[seen])
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_no_loss_waits_for_the_device(loss_type):
+    # A meta tensor has no numbers to read: `.item()`, a boolean index or `nonzero` raises.
+    options = {"delta": 1.35, "bias_corrected_kl": True, "beta": 0.05, "off_policy_threshold": 0.05}
+    options |= {"entropy_coef": 0.02, "top_entropy_quantile": 0.3, "correction": "sequence_mask"}
+    for level in LEVELS:
+        settings = settings_of(loss_type, importance_sampling_level=level, **options)
+        inputs = to_inputs({key: value.to("meta") for key, value in micro_batch().items()}, settings)
+        inputs = replace(inputs, entropy_threshold=torch.tensor(0.5, device="meta"))
+        loss, figures = compute_loss(inputs, settings)
+        loss.backward()
+        assert loss.is_meta and (figures + figures).totals.is_meta
+        with pytest.raises(Exception, match="meta tensor"):
+            figures.read()
+
+
 def test_a_loss_of_ones_own_replaces_the_formula_and_its_figures_are_averaged():
     batch, settings = micro_batch(), settings_of("dr_grpo", beta=0.05)
     inputs = to_inputs(batch, settings)
@@ -333,4 +349,7 @@ def test_a_loss_of_ones_own_replaces_the_formula_and_its_figures_are_averaged():
     found = figures.read()
     assert found["by_token"] == pytest.approx(each.mean().item(), rel=1e-5)
     assert found["by_row"] == pytest.approx(inputs.advantages.mean().item(), rel=1e-5)
-    assert found.keys() - {"by_token", "by_row"} == compute_loss(inputs, settings)[1].read().keys()
+    plain = compute_loss(inputs, settings)[1]
+    assert found.keys() - {"by_token", "by_row"} == plain.read().keys()
+    with pytest.raises(ValueError, match="different figures: by_"):
+        figures + plain

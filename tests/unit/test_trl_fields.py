@@ -45,6 +45,12 @@ def test_what_trl_would_refuse_after_the_base_is_recorded_is_refused_before(fiel
     assert f"train.trl.{field.partition(':')[0]} (" in said and instead in said and said.endswith("Remove it.")
 
 
+def test_an_unknown_level_of_the_ratio_is_refused_before_the_first_step():
+    check_config(configuration(train__trl="{importance_sampling_level: sequence}"), 1)
+    said = refusal(train__trl="{importance_sampling_level: row}")
+    assert said == "train.trl.importance_sampling_level is 'row'. Use token or sequence."
+
+
 def test_a_field_that_is_off_is_no_problem():
     off = "log_completions: false, eval_strategy: 'no', use_liger_kernel: false, logging_strategy: steps"
     check_config(configuration(train__trl=f"{{{off}}}"), 1)
