@@ -13,7 +13,7 @@ from kit.core.run_directory import INTO, RunDir, read_json, read_manifest
 from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
-# Of a quantized layer, including scales.
+# Bytes per weight of a quantized layer, including scales.
 BYTES_PER_WEIGHT = {
     **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp8_static": 1.0, "w4a16": 0.52, "awq": 0.52},
     **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},

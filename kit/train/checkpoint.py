@@ -19,7 +19,7 @@ SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Whether a failed save is the disk's fault."""
+    """Whether the disk caused a failed save."""
     return not isinstance(error, RuntimeError) or is_failed_torch_save(error)
 
 

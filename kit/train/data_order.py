@@ -1,4 +1,4 @@
-"""The problems of a run that is resumed, and their order.
+"""Problems of a resumed run, in the order of the uninterrupted one.
 
 TRL's sampler draws the order of each pass over the data when the pass begins, from a generator of its own that no
 checkpoint holds. transformers begins a resumed run in the pass in which it stopped, and the sampler would give that

@@ -12,7 +12,7 @@ from kit.core.errors import CheckFailed
 class FiniteGradients(TrainerCallback):
     """Stops the run before a gradient that is not finite reaches the adapter.
 
-    `keep_step` keeps what it was made of, and says where.
+    `keep_step` saves the rows that made it and returns their path.
     """
 
     def __init__(self, keep_step: Callable[[], str]):

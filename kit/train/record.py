@@ -1,4 +1,4 @@
-"""What a run writes about itself while it trains: config.json, metrics.jsonl, completions, the ledger, the log line.
+"""Files that a run writes while it trains: config.json, metrics.jsonl, completions, the ledger, the log line.
 
 Only the main process writes. Every line is flushed, so `tail -f` and `launch.watch` see a step when it ends.
 """

@@ -1,5 +1,4 @@
-"""What every recipe does around its method: the checks of model and data, the plan, the run's lock, the recorded base,
-the last look at it.
+"""Steps that all recipes share: checks of model and data, the plan, the run's lock, the base's record and final check.
 
 Everything up to `started` works without weights and without a GPU; a dry run ends there.
 """
@@ -38,7 +37,7 @@ def check_context(config: Config, model_config: Any) -> None:
 
 
 def say_unchecked(config: Config) -> None:
-    """Print what of a configuration for a GPU a machine without one cannot check, in a line."""
+    """Print one line that names what a machine without a GPU cannot check in a GPU configuration."""
     import torch
 
     on_gpu = {
@@ -319,9 +318,11 @@ def say_alerts(run: RunDir) -> None:
 
 @contextlib.contextmanager
 def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
-    """Around the training of `trainer`: its servers are let go however it ends; when it is done, the base still is the
-    one of `facts` (base.json; else `CheckFailed`) and a line says what was made, with `note` at its end. A GPU without
-    memory is a `CheckFailed` too, with the keys that take less of it; Ctrl-C says where a resume starts."""
+    """Release the servers of `trainer` on exit and verify that the base is unchanged.
+
+    `CheckFailed` if the base is not the one of `facts` (base.json), or if the GPU runs out of memory, with the keys that
+    need less of it. Print what was made, followed by `note`; on Ctrl-C, where a resume starts.
+    """
     import torch
 
     from kit.policy.load import check_base_unchanged

@@ -1,4 +1,4 @@
-"""Where the parts plug into TRL's GRPOTrainer.
+"""The trainer: `GRPOTrainer` of TRL with the kit's rollouts, step, records and checkpoints.
 
 Written for trl 1.16. `GRPOTrainer` has no public seam for a rollout backend, for what a step records or for how a
 checkpoint becomes whole, so this one class overrides `_generate`, `_generate_single_turn`, `_calculate_rewards`,
@@ -85,7 +85,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     """TRL's `GRPOConfig` for a checked configuration; `BadInput` for a wrong or reserved key of `train.trl`."""
     train, rollout = config.train, config.rollout
     scale = train.scale_rewards or ("none" if train.loss_type == "dr_grpo" else "group")
-    # With micro-batches by tokens all rows of a process come at once (update.py).
+    # With micro-batches by tokens all rows of a process come at once (step.py).
     whole = train.gradient_accumulation_steps if train.micro_batch_tokens else 1
     ours = {
         "output_dir": str(staging_directory(run)),
@@ -193,7 +193,8 @@ def check_card(config: Config) -> None:
 
 
 class NewWeights(TrainerCallback):
-    """Tells quantized layers of every update: DeepSpeed and 8-bit optimizers write past a tensor's version."""
+    """Invalidates the cached peaks of quantized layers after each update: DeepSpeed and 8-bit optimizers bypass a
+    tensor's version counter."""
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         forget_peaks(model)
@@ -500,7 +501,7 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
         self.accelerator.wait_for_everyone()
 
     def _checkpoint_bytes(self) -> int:
-        """About what a save writes: the adapter twice, and the optimizer's state."""
+        """Approximate size of a save: the adapter twice, and the optimizer's state."""
         adapter = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         states = getattr(self.optimizer, "state", {}).values()
         tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]

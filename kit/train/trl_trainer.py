@@ -1,7 +1,7 @@
 """`GRPOTrainer` and `GRPOConfig` of TRL without the import of vLLM, a third of the time that a trainer takes to start.
 
 TRL (1.16) imports vLLM with its trainer wherever it is installed, for servers and engines that TRL itself talks to.
-The kit's rollouts come from the model or over HTTP, so here TRL is told that there is none while it is imported.
+The kit's rollouts come from the model or over HTTP, so vLLM is hidden from TRL while it is imported.
 """
 
 import typing
