@@ -320,8 +320,8 @@ def say_alerts(run: RunDir) -> None:
 def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
     """Release the servers of `trainer` on exit and verify that the base is unchanged.
 
-    `CheckFailed` if the base is not the one of `facts` (base.json), or if the GPU runs out of memory, with the keys that
-    need less of it. Print what was made, followed by `note`; on Ctrl-C, where a resume starts.
+    `CheckFailed` if the base is not the one of `facts` (base.json), or if the GPU runs out of memory, with the keys
+    that need less of it. Print what was made, followed by `note`; on Ctrl-C, where a resume starts.
     """
     import torch
 
