@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ALLOWED = 0.3  # of the measured peak: how much glibc leaves unused between activations depends on their sizes
+# Of the measured peak, which varies: how much glibc leaves unused between activations depends on their sizes and on
+# threads. The plan was 1.00, 1.02, 1.25 and 1.34 times what four runs of this test took.
+ALLOWED = 0.4
 
 
 def test_a_run_s_peak_is_what_the_plan_says(recipe_arguments, learning_model_dir, tmp_path):
