@@ -143,7 +143,8 @@ def test_the_recipe_is_shown_as_configured_and_hostile_text_stays_in_its_cell(ru
     assert "| train.max_steps | `3` |" in text and "| run.seed | `0` |" in text
     assert "| data.prompt_suffix | `a \\| b\\n'rm'\\n\\n# Title` |" in text
     unset = {key for key in (*LOSS, *RECIPE) if f"| {key} |" not in text}
-    assert unset == {"train.epsilon_high", "reward.weights", "policy.quant_cfg", "policy.init_adapter"}
+    own = {"train.loss"}  # of the user, which this run has not
+    assert unset == {"train.epsilon_high", "reward.weights", "policy.quant_cfg", "policy.init_adapter", *own}
 
 
 def test_a_distilled_policy_is_not_said_to_be_trained_by_grpo(run):
