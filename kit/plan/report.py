@@ -60,8 +60,8 @@ def counted(layout: Layout) -> str | None:
         seconds = f", {cost.format_seconds(*arguments):.2f} s of an update" if timed else ""
         size = quantized.weight_gib(shape, config, card)
         found.append(
-            f"Trained for {fmt.name}{served}: each weight is made for its product and let go (the largest takes "
-            f"{size:.2f} GiB{seconds})."
+            f"Trained for {fmt.name}{served}: each weight is quantized for its matmul, then released "
+            f"(the largest takes {size:.2f} GiB{seconds})."
         )
     if kept := layout.trainer["rollout"].get(memory.KEPT):
         found.append(f"Rollouts keep the weights they multiply with, made once each: {kept:.2f} GiB.")

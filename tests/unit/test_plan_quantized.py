@@ -275,7 +275,7 @@ def test_a_teacher_leaves_less_room_and_auto_recomputes_more():
 def test_the_report_says_what_it_counted():
     assert counted(lay_out(SHAPE, config(rollout__keep_weights="never"), H200, 1)) is None
     text = counted(lay_out(SHAPE, config(**DISTILLED), H200, 2))
-    assert text.startswith("Trained for nvfp4a16, served as bf16: each weight is made for its product")
+    assert text.startswith("Trained for nvfp4a16, served as bf16: each weight is quantized for its matmul")
     assert "Distilled from the base: an update has a pass of the teacher (" in text
     assert "4 products with the student's head and 2 with the teacher's" in text and "not measured" in text
     layout = lay_out(SHAPE, config(**DISTILLED), CARDS["cpu"] if "cpu" in CARDS else CARDS["l4"], 2)
