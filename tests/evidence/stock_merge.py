@@ -182,7 +182,7 @@ def relative(change: Weights, of: Weights) -> float:
 
 
 def outward_share(now: Weights, start: Weights) -> float | None:
-    """Of the weights that changed, the share whose magnitude grew; None when none changed."""
+    """Share of the changed weights whose magnitude grew; None if none changed."""
     grew = sum(((now[name].abs() > start[name].abs()).sum().item()) for name in start)
     changed = sum(((now[name] != start[name]).sum().item()) for name in start)
     return grew / changed if changed else None

@@ -213,7 +213,7 @@ class Split:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, recipe_arguments, untied, tiny_model_dir, ddp) -> Split:
-    """Of each kind a run of two steps, the same resumed after one, one from its adapter with a server, and one step on
+    """For each kind: a run of two steps, the same resumed after one, one from its adapter with a server, and one step on
     an unquantized base; before them, on a whole base, one in micro-batches and one with a server."""
     folder, plan, replicas = tmp_path_factory.mktemp("split"), [], {}
     keys = {**KEYS, "train.save_steps": 1}

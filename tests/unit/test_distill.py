@@ -215,7 +215,7 @@ def test_autocast_mixes_no_weight_of_the_teacher_with_the_student_s(build, tmp_p
     shift(trainer.model, seed=2, size=0.2)
     inputs = rows(trainer)
     assert len(trainer._plan(inputs)) > 1
-    with trainer.accelerator.autocast():  # one for all micro-batches: casts are let go where the outermost ends
+    with trainer.accelerator.autocast():  # one for all micro-batches: casts are released where the outermost ends
         loss, grads = step(trainer, inputs)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)

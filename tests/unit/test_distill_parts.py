@@ -113,7 +113,7 @@ def trainer(student, teacher, *changes: str, **attributes):
 
 
 def logits(model, inputs: dict) -> torch.Tensor:
-    """Of the tokens of completions (N, V), float64, each row alone and without padding."""
+    """Logits of the completions' tokens (N, V), float64, each row alone and without padding."""
     found = []
     for row, (length, end) in enumerate(zip(LENGTHS, ENDS, strict=True)):
         ids = torch.cat([inputs["prompt_ids"][row, PROMPT - length :], inputs["completion_ids"][row, :end]])

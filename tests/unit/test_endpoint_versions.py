@@ -427,7 +427,7 @@ def test_a_request_that_arrives_while_the_engine_resumes_gets_no_old_name_for_ne
 
 
 def test_an_answer_that_comes_while_the_weights_change_is_of_no_version(server):
-    """Of the new weights in part, and the version before is what is still served."""
+    """It was partly sampled from the new weights, while the version before is still the one served."""
 
     async def scenario() -> None:
         await stage_two(server)
