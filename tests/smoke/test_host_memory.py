@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Allowed share of the measured peak. The peak varies: how much glibc leaves unused between activations depends on their sizes and on
-# threads. The plan was 1.00, 1.02, 1.25 and 1.34 times what four runs of this test took.
+# Allowed share of the measured peak. The peak varies: how much glibc leaves unused between activations depends on
+# their sizes and on threads. The plan was 1.00, 1.02, 1.25 and 1.34 times what four runs of this test took.
 ALLOWED = 0.4
 
 

@@ -17,7 +17,7 @@ from tests import processes
 from tests.conftest import Finished
 
 pytestmark = pytest.mark.slow
-# Hash of the weights that transformers 5.17.0 reads from the file, checked tensor by tensor against gguf's own numbers.
+# Hash of the weights that transformers 5.17.0 reads from the file, each tensor checked against gguf's own numbers.
 WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 PROBLEMS, NEW_TOKENS = 20, 6
 

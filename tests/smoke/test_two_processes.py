@@ -213,8 +213,8 @@ class Split:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, recipe_arguments, untied, tiny_model_dir, ddp) -> Split:
-    """For each kind: a run of two steps, the same resumed after one, one from its adapter with a server, and one step on
-    an unquantized base; before them, on a whole base, one in micro-batches and one with a server."""
+    """For each kind: a run of two steps, the same resumed after one, one from its adapter with a server, and one step
+    on an unquantized base; before them, on a whole base, one in micro-batches and one with a server."""
     folder, plan, replicas = tmp_path_factory.mktemp("split"), [], {}
     keys = {**KEYS, "train.save_steps": 1}
     for kind in SHARDED:
