@@ -25,7 +25,7 @@ def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Co
         config = load_config(file, overrides)
     else:
         config = resolve(run.config(), overrides, str(run.config_file))
-    if wrong := config.eval.gate.problems():
+    if wrong := config.eval.gate.faults():
         raise BadInput("\n".join(wrong))
     return config
 

@@ -222,7 +222,7 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
 
     `gpus` are those visible to CUDA and `card_gib` is the memory of one; None if unknown.
     """
-    formats = [*format_names.problems(config), *format_rules.problems(config)]
+    formats = [*format_names.faults(config), *format_rules.faults(config)]
     problems = [*formats, *_unservable(config, vllm), *_flags(config)]
     memory, found = _memory(config, vllm, card_gib)
     problems += found

@@ -41,7 +41,7 @@ def arguments_of(values: dict) -> dict[str, Any]:
     return before if isinstance(before, dict) else {}
 
 
-def problems(arguments: dict) -> list[str]:
+def faults(arguments: dict) -> list[str]:
     """Error texts for names and values that no template can take; `check_template` tests whether it reads them."""
     found = []
     for name, value in arguments.items():

@@ -59,7 +59,7 @@ def _nearest(text: str, names: Mapping[str, str]) -> str:
     return did_you_mean(text, names, cutoff=0.4)
 
 
-def problems(config: Config) -> list[str]:
+def faults(config: Config) -> list[str]:
     """Why this configuration cannot train in its format; empty without `policy.quant_cfg`.
 
     Needs of the servers are in config/format_rules.py, which also reports an unknown format.

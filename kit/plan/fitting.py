@@ -53,14 +53,14 @@ class Layout:
     processes: int
     replicas: int
     cards: list[CardUse]
-    problems: list[str]
+    faults: list[str]
     trainer: dict[str, dict[str, float]]
     server: dict[str, float] | None
     chose: bool = False  # train.recompute was auto; `config` holds what was chosen
 
     @property
     def fits(self) -> bool:
-        return not self.problems and all(one.verdict != "does not fit" for one in self.cards)
+        return not self.faults and all(one.verdict != "does not fit" for one in self.cards)
 
     @property
     def worst(self) -> CardUse:
@@ -119,7 +119,7 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
     trainer = memory.trainer_phases(shape, config, card, processes)
     server = memory.server_parts(shape, config, card) if serving else None
     layout = Layout(shape, config, card, count, processes, replicas, [], [], trainer, server, chose)
-    layout.problems = _problems(layout)
+    layout.faults = _faults(layout)
     if count == 0:
         phases = _phases(layout, replicas)
         layout.cards = [CardUse("memory", ["trainer"] + ["server"] * replicas, card.gib, phases)]
@@ -156,7 +156,7 @@ def _process(layout: Layout, parts: dict[str, float]) -> Estimate:
     return Estimate(min(found.low, most), min(found.expected, most), min(found.high, most))
 
 
-def _problems(layout: Layout) -> list[str]:
+def _faults(layout: Layout) -> list[str]:
     config, card, shape = layout.config, layout.card, layout.shape
     rollout, found, limit = config.rollout, [], config.train.max_gpu_gib
     largest = max(memory.allocated(parts) for parts in layout.trainer.values())
@@ -170,7 +170,7 @@ def _problems(layout: Layout) -> list[str]:
         found.append("policy.embeddings is host and the model's output layer has the same weight. Set it to gpu.")
     if config.policy.compute == "fp8" and card.fp8_tflops is None and card.bf16_tflops:
         found.append(f"A {card.name} has no FP8 arithmetic. Set policy.compute to fused.")
-    found += quantized.problems(shape, config, card)
+    found += quantized.faults(shape, config, card)
     if layout.server is None:
         return found
     one, cache = memory.sequence_gib(shape, config), layout.server["KV cache"]
@@ -409,7 +409,7 @@ def changes(layout: Layout) -> list[Change]:
         if after is None or (is_fine and is_refused(after)):
             continue
         saves = layout.worst.peak.expected - _same_card(after, layout.worst).peak.expected
-        if saves >= 0.05 or len(after.problems) < len(layout.problems):
+        if saves >= 0.05 or len(after.faults) < len(layout.faults):
             found.append(Change(keys, price, saves, after.fits))
     return found
 

@@ -50,11 +50,11 @@ def multiplies_fp8(config: Config, card: Card) -> bool:
     return fmt is not None and fmt.name == "fp8" and has_kernels(card) and config.model.dtype == "bfloat16"
 
 
-def problems(shape: Shape, config: Config, card: Card) -> list[str]:
+def faults(shape: Shape, config: Config, card: Card) -> list[str]:
     """Why this shape, or a server on this card, cannot compute in `policy.quant_cfg`."""
     if (fmt := format_of(config)) is None:
         return []
-    found = format_rules.problems(config)
+    found = format_rules.faults(config)
     try:
         check_shapes(fmt, {name: (outs, ins) for name, (ins, outs) in shape.linears.items()})
     except BadInput as error:

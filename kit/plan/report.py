@@ -31,7 +31,7 @@ def verdict(layout: Layout) -> str:
     worst = layout.worst
     numbers = f"{worst.name}: {_range(worst.peak)} of {worst.limit_gib:.1f} GiB"
     if not layout.fits:
-        return "It does not fit. " + " ".join([*layout.problems, numbers + "."])
+        return "It does not fit. " + " ".join([*layout.faults, numbers + "."])
     if any(one.verdict == "tight" for one in layout.cards):
         return f"It fits, tightly: the high figure is above the card. {numbers}."
     return f"It fits. {numbers}."
@@ -277,7 +277,7 @@ def as_json(layout: Layout) -> dict[str, Any]:
         "replicas": layout.replicas,
         "completions": layout.completions,
         "fits": layout.fits,
-        "problems": layout.problems,
+        "problems": layout.faults,
         "counted": counted(layout),
         "gpus": [dataclasses.asdict(one) | {"verdict": one.verdict} for one in layout.cards],
         "trainer_gib": layout.trainer,

@@ -2,7 +2,7 @@
 
 Written for accelerate 1.15, torch 2.13 and deepspeed 0.19.8. Each process loads and quantizes the whole base, hashes
 it, and keeps its part of every tensor. accelerate's settings in the environment are checked before anything is loaded
-(`problems`), and what it made of them before the first step (`prepare`).
+(`faults`), and what it made of them before the first step (`prepare`).
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kit.core.config.sharding_rules import FSDP2, ZERO3, announced, offloading_problems, refused
+from kit.core.config.sharding_rules import FSDP2, ZERO3, announced, offloading_faults, refused
 from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def prepare(accelerator: Any, model: Any) -> str | None:
         raise BadInput(refused(kind))
     if kind == ZERO3:
         settings = plugin.deepspeed_config["zero_optimization"]
-        if offloading := offloading_problems(settings):
+        if offloading := offloading_faults(settings):
             raise BadInput("\n".join(offloading))
         for name in ZERO3_SIZES:
             settings.setdefault(name, "auto")

@@ -68,11 +68,11 @@ class ServerRollout:
         deadline = time.monotonic() + self.config.rollout.server_wait_s
         tokenizer = tokenizer_hash(self.tokenizer)
         self._infos = {replica.url: self._wait(replica, deadline) for replica in self.replicas}
-        problems = []
+        faults = []
         for url, info in self._infos.items():
-            problems += [f"{url}: {problem}" for problem in self._problems(info, linears, vocabulary, tokenizer)]
-        if problems:
-            raise BadInput("\n".join(problems))
+            faults += [f"{url}: {fault}" for fault in self._faults(info, linears, vocabulary, tokenizer)]
+        if faults:
+            raise BadInput("\n".join(faults))
         for file in (self.run.base_file, base_directory(self.config) / "base.json"):
             if file.is_file():
                 self.check_base(read_json(file)["hash"], str(file))
@@ -95,7 +95,7 @@ class ServerRollout:
                     f"this model's base (python -m merge base --config ...) and restart the replica ({START})."
                 )
 
-    def _problems(self, info: dict, linears: list[str], vocabulary: int, tokenizer: str) -> list[str]:
+    def _faults(self, info: dict, linears: list[str], vocabulary: int, tokenizer: str) -> list[str]:
         """Reasons why a replica cannot serve this run, each with its fix."""
         rollout, way = self.config.rollout, self.config.rollout.sync
         found = []

@@ -12,7 +12,7 @@ from typing import Any
 from kit.core.config.base_rules import describe_base
 from kit.core.config.checks import check_config, is_main_process, uses_deepspeed, world_size
 from kit.core.config.schema import Config
-from kit.core.config.shared_gpu import describe_split, split_problem
+from kit.core.config.shared_gpu import describe_split, split_fault
 from kit.core.errors import BadInput, CheckFailed, Interrupted
 from kit.core.formats import QuantFormat
 from kit.core.run_directory import RunDir, write_json
@@ -87,8 +87,8 @@ def check_shared_card(config: Config, model_config: Any) -> None:
     from kit.plan.replica import replica_gib
 
     card_gib = torch.cuda.mem_get_info()[1] / 2**30
-    if problem := split_problem(config, card_gib, replica_gib(config, model_config.to_dict())):
-        raise BadInput(problem)
+    if fault := split_fault(config, card_gib, replica_gib(config, model_config.to_dict())):
+        raise BadInput(fault)
 
 
 def problems_a_step(config: Config, processes: int) -> int:

@@ -155,7 +155,7 @@ def servers(machine: Machine) -> Iterator[Row]:
 
 def gpus_needed(machine: Machine) -> Iterator[Row]:
     """Whether this machine has the GPUs that trainer and servers need."""
-    from kit.core.config.shared_gpu import split_problem
+    from kit.core.config.shared_gpu import split_fault
     from kit.core.errors import BadInput
     from kit.plan.replica import replica_gib
 
@@ -173,9 +173,9 @@ def gpus_needed(machine: Machine) -> Iterator[Row]:
         return
     there = len(machine.gpus)
     with _announced(machine, processes):
-        problem = split_problem(config, min(one.total_gib for one in machine.gpus), replica_gib(config))
-    if problem:
-        yield fail(name, *_halves(problem))
+        fault = split_fault(config, min(one.total_gib for one in machine.gpus), replica_gib(config))
+    if fault:
+        yield fail(name, *_halves(fault))
     elif processes > there * machine.machines:
         fix = f"accelerate launch --num_processes {there * machine.machines}"
         yield fail(name, f"{processes} trainer processes on {machine.machines} machines of {there} GPUs", fix)

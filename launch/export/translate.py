@@ -57,8 +57,8 @@ def translate(
     if min(processes, cluster.nodes, cluster.gpus_per_node) < 1:
         raise BadInput("--processes, --nodes and --gpus_per_node must be at least 1.")
     check_config(config, processes)
-    if problems := _impossible(config, cluster, processes):
-        raise BadInput("\n".join(problems))
+    if faults := _impossible(config, cluster, processes):
+        raise BadInput("\n".join(faults))
     found = Translation()
     _model(config, found, dequantized_base)
     _batch(config, cluster, processes, found)

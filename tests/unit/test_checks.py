@@ -10,7 +10,7 @@ from kit.core.config import optimizer_rules
 from kit.core.config.checks import FREE_ON_RESUME, check_config, check_run_directory
 from kit.core.config.load import config_from_dict, load_config, to_dict
 from kit.core.config.schema import Config
-from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_problem
+from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_fault
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, write_json, write_manifest
 from kit.core.run_state import lock_run
@@ -257,16 +257,16 @@ def test_the_plan_says_how_a_gpu_is_shared():
 )
 def test_limits_that_do_not_fit_one_gpu_are_found(monkeypatch, changes, problem):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = split_problem(shared(**changes), 24.0)
+    found = split_fault(shared(**changes), 24.0)
     assert found is None if problem is None else problem in found
 
 
 def test_a_replica_with_a_kv_cache_of_its_own_counts_with_its_weights(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = shared(train__max_gpu_gib=15, server__kv_cache_gib=5)
-    assert split_problem(config, 24.0) is None
-    assert split_problem(config, 24.0, 9.0) is None
-    assert "server.kv_cache_gib (5) with weights and all else (14.2 GiB)" in split_problem(config, 24.0, 14.2)
+    assert split_fault(config, 24.0) is None
+    assert split_fault(config, 24.0, 9.0) is None
+    assert "server.kv_cache_gib (5) with weights and all else (14.2 GiB)" in split_fault(config, 24.0, 14.2)
 
 
 def test_what_a_replica_takes_is_what_the_plan_says_of_it(monkeypatch):

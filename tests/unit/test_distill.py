@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl.kernels import chunked_divergence
 
-from kit.core.config.distill_rules import problems, settled, without_effect
+from kit.core.config.distill_rules import faults, settled, without_effect
 from kit.core.config.load import load_config
 from kit.core.config.recipe import DISTILLATION
 from kit.core.errors import BadInput, CheckFailed
@@ -89,7 +89,7 @@ def another(build, tmp_path_factory):
 def build_random(build: Any, keys: dict) -> Any:
     """A trainer whose student would equal its teacher, which only a test may have."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kit.core.config.distill_rules.problems", lambda config: [])
+        patch.setattr("kit.core.config.distill_rules.faults", lambda config: [])
         return build({key: value for key, value in keys.items() if value != "none"})
 
 
@@ -390,7 +390,7 @@ def config(**keys: Any) -> Any:
 def test_what_is_no_distillation_is_refused_with_the_reason(keys, message):
     import re
 
-    found = problems(config(**keys))
+    found = faults(config(**keys))
     assert len(found) == 1 and re.search(message, found[0]), found
 
 
@@ -401,7 +401,7 @@ def test_an_unknown_divergence_is_refused():
 
 def test_a_split_base_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert any("under DeepSpeed was not tested" in one for one in problems(config()))
+    assert any("under DeepSpeed was not tested" in one for one in faults(config()))
 
 
 def test_keys_of_grpo_s_loss_are_set_aside_and_named():

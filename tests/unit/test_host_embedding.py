@@ -158,4 +158,4 @@ def test_the_plan_offers_it_for_untied_models():
     tied = lay_out(shape_by_size("4b"), plan_config(**keys), CARDS["rtx4090"], 1)
     assert not any("policy.embeddings" in one.keys for one in changes(tied))
     tied = changed(tied, {"policy.embeddings": "host"})
-    assert not tied.fits and "policy.embeddings is host" in tied.problems[0]
+    assert not tied.fits and "policy.embeddings is host" in tied.faults[0]

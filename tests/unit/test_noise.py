@@ -6,7 +6,7 @@ import torch
 
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
-from kit.core.config.rollout_rules import noise_problems
+from kit.core.config.rollout_rules import noise_faults
 from kit.core.errors import BadInput, CheckFailed
 from kit.rollout.noise import Noise, NoisyNorms, draw, noise_of, noisy, norms, sigma_at
 from tests.conftest import CONFIG
@@ -134,7 +134,7 @@ def test_noise_that_cannot_work_is_refused(keys, reason):
     [("in_process", "FSDP2", True), ("in_process", None, False), ("server", "ZeRO-3", False)],
 )
 def test_norms_that_are_split_over_processes_get_no_noise_in_them(backend, sharding, refused):
-    found = noise_problems(load_config(CONFIG, [*ON, f"--rollout.backend={backend}"]), sharding)
+    found = noise_faults(load_config(CONFIG, [*ON, f"--rollout.backend={backend}"]), sharding)
     assert bool(found) == refused and all("which splits the norms over processes" in one for one in found)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kit.core.config.distill_rules import problems
+from kit.core.config.distill_rules import faults
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir
@@ -171,7 +171,7 @@ def test_an_error_that_the_function_raises_on_purpose_is_its_own():
 
 def test_a_loss_is_refused_where_it_would_have_no_effect(tmp_path):
     config = load_config(CONFIG, ["--train.loss=mine:loss", "--distill.teacher=base"])
-    assert any(one.startswith("train.loss is mine:loss in a distillation") for one in problems(config))
+    assert any(one.startswith("train.loss is mine:loss in a distillation") for one in faults(config))
     config = load_config(CONFIG, ["--train.loss=mine:loss"])
     with pytest.raises(BadInput, match=r"train\.loss is mine:loss: verl has its own losses only"):
         translate(config, Cluster(1, 8), 1, False, tmp_path)

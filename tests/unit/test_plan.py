@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kit.core.config.load import load_config
-from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_problem
+from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_fault
 from kit.core.errors import BadInput
 from kit.plan import fitting, matrix, memory
 from kit.plan.fitting import changed, changes, lay_out, remedy
@@ -318,7 +318,7 @@ def test_a_full_card_is_told_to_sleep_first():
 def test_a_card_without_fp8_is_told_to_serve_bf16():
     layout = plan(EIGHT, "a100-80g:8")
     assert not layout.fits
-    assert "no FP8 arithmetic" in layout.problems[0]
+    assert "no FP8 arithmetic" in layout.faults[0]
     assert remedy(layout) == {"server.weights": "bf16"}
 
 
@@ -337,7 +337,7 @@ def test_what_fits_is_the_largest_that_fits():
 
 def test_sequences_longer_than_the_model_reads_do_not_fit():
     layout = plan(EIGHT, "h200:8", "--rollout.max_completion_length", "40000")
-    assert any("longer than the model's 40960" in one for one in layout.problems)
+    assert any("longer than the model's 40960" in one for one in layout.faults)
 
 
 def test_the_recommended_split_is_the_fastest_that_fits():
@@ -387,7 +387,7 @@ def test_cards_with_room_for_both_train_and_serve_in_turn(cards, overlap, recomp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(now.count))
     assert replicas_beside_trainer(config) == 1
-    assert split_problem(config, after.card.gib, memory.server_memory(after.server, config).expected) is None
+    assert split_fault(config, after.card.gib, memory.server_memory(after.server, config).expected) is None
     assert "share a GPU" in describe_split(config)
     # The allocator's limit, the replica and both contexts.
     server = memory.server_memory(after.server, config).high

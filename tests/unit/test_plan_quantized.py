@@ -180,7 +180,7 @@ def test_a_server_holds_what_the_format_is_served_as():
     right = served(server__kv_cache_gib=10.0)
     assert right.fits and right.server["weights"] == pytest.approx(2 * SHAPE.linear_weights / memory.GIB)
     wrong = served(server__weights="fp8_per_channel")
-    assert not wrong.fits and "Set server.weights to bf16." in wrong.problems[0]
+    assert not wrong.fits and "Set server.weights to bf16." in wrong.faults[0]
     with pytest.raises(BadInput, match=r"Set server\.weights to bf16"):  # no matter of memory, and no card changes it
         make_layout(config(**SERVED | {"server__weights": "fp8_per_channel"}), SHAPE, H200, 2)
     folds = {
@@ -195,14 +195,14 @@ def test_a_card_without_fp8_is_not_told_to_serve_an_fp8_format_in_bf16():
     layout = lay_out(
         SHAPE, config(**SERVED | {"policy__quant_cfg": "fp8", "server__weights": "fp8_per_channel"}), A100, 2
     )
-    assert ["Use fp8_static, w4a16" in one for one in layout.problems] == [True]
+    assert ["Use fp8_static, w4a16" in one for one in layout.faults] == [True]
     assert not any("server.weights" in keys for keys, _ in candidates(layout))
 
 
 def test_a_shape_that_a_format_does_not_divide_does_not_fit():
     odd = dataclasses.replace(SHAPE, intermediate=12288 + 32)
     layout = lay_out(odd, config(**SERVED | {"policy__quant_cfg": "w4a16"}), H200, 2)
-    assert "needs groups of 128 or 64 inputs" in layout.problems[0] and not layout.fits
+    assert "needs groups of 128 or 64 inputs" in layout.faults[0] and not layout.fits
 
 
 def test_a_teacher_takes_nothing_an_adapter_or_a_second_model():

@@ -13,7 +13,7 @@ from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.config.schema import FORMATS as MERGED
 from kit.core.errors import BadInput
-from kit.core.format_names import problems, read_quant_format
+from kit.core.format_names import faults, read_quant_format
 from kit.core.formats import FORMATS, check_hardware, check_model, check_shapes
 from kit.core.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from merge.quantize import FORMATS as STORED
@@ -313,13 +313,13 @@ def configuration(**keys):
 
 
 def test_counts_of_the_calibration_and_the_local_models_sizes_are_checked_before_anything_loads(tmp_path):
-    assert problems(configuration()) == []
-    assert problems(configuration(quant_cfg="nvfp4")) == []
-    found = problems(configuration(quant_cfg="nvfp4", quant_calib_size=0, quant_sequence_length=0))
+    assert faults(configuration()) == []
+    assert faults(configuration(quant_cfg="nvfp4")) == []
+    found = faults(configuration(quant_cfg="nvfp4", quant_calib_size=0, quant_sequence_length=0))
     assert found == [f"policy.quant_{key} (0) must be at least 1." for key in ("calib_size", "sequence_length")]
     config = configuration(quant_cfg="w4a16")
     config.model.path = str(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
-    assert "mixture of experts (num_local_experts 8)" in problems(config)[0]
+    assert "mixture of experts (num_local_experts 8)" in faults(config)[0]
     with pytest.raises(BadInput, match="mixture of experts"):
         check_config(config, 1)

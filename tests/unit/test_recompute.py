@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.core.config.load import config_from_dict
-from kit.core.config.recompute_rules import problems, recomputed_layers
+from kit.core.config.recompute_rules import faults, recomputed_layers
 from kit.core.errors import BadInput
 from kit.plan import cost, memory
 from kit.plan.fitting import candidates, lay_out, with_keys
@@ -277,9 +277,9 @@ def config(**keys: Any) -> Any:
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_loads(keys, splits, said):
-    (found,) = problems(config(**keys), splits)
+    (found,) = faults(config(**keys), splits)
     assert said in found
-    assert problems(config(), splits) == []
+    assert faults(config(), splits) == []
 
 
 @pytest.mark.parametrize(("mode", "fraction"), [("auto", 1.0), ("none", 1.0), ("selective", 0.5), ("full", 0.5)])
@@ -291,7 +291,7 @@ def test_what_the_plan_proposes_is_not_refused(mode, fraction):
     # auto takes a mode and a share with what offload saves counted.
     assert ({"train.recompute_offload": True} in changes) == (mode != "none")
     for keys in changes:
-        assert problems(with_keys(asked, keys), None) == [], keys
+        assert faults(with_keys(asked, keys), None) == [], keys
 
 
 def test_the_key_that_was_there_before_is_refused_with_the_one_to_write():

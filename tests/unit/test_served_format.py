@@ -3,7 +3,7 @@
 import pytest
 
 from kit.core.config.checks import check_config
-from kit.core.config.format_rules import BY_VLLM, problems, served_format
+from kit.core.config.format_rules import BY_VLLM, faults, served_format
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
@@ -66,7 +66,7 @@ def test_a_server_in_other_numbers_is_refused_by_server_and_trainer(groups, reas
 
 def test_the_same_format_by_another_name_is_the_same():
     made = config(policy={"quant_cfg": "NVFP4_DEFAULT_CFG"}, server={"quant_cfg": "nvfp4", "weights": "bf16"})
-    assert problems(made) == [] and served_format(made) == FORMATS["nvfp4"]
+    assert faults(made) == [] and served_format(made) == FORMATS["nvfp4"]
 
 
 def test_a_flag_that_would_hide_the_format_is_refused():

@@ -111,9 +111,9 @@ def test_zero_3_with_offloading_is_refused(announce, tmp_path, name, in_file, de
     ],
 )
 def test_what_a_split_base_was_not_tested_with_is_refused(announce, name, override, complaint):
-    assert not any(complaint in problem for problem in sharding_rules.problems(configuration(*override)))
+    assert not any(complaint in fault for fault in sharding_rules.faults(configuration(*override)))
     announce(name)
-    assert any(complaint in problem for problem in sharding_rules.problems(configuration(*override)))
+    assert any(complaint in fault for fault in sharding_rules.faults(configuration(*override)))
 
 
 def test_a_gathered_adapter_is_whole_and_stays_what_it_was():

@@ -285,7 +285,7 @@ def test_fp8_products_are_taken_of_the_stored_codes():
     ],
 )
 def test_what_does_not_go_with_a_storage_is_named(words, sharded, complaint):
-    found = base_rules.problems(load_config(CONFIG, words), sharded)
+    found = base_rules.faults(load_config(CONFIG, words), sharded)
     assert (complaint is None and not found) or complaint in found[0], found
 
 

@@ -9,7 +9,7 @@ from kit.core.config.schema import Config
 CALLED = {"nf4": "NF4", "fp8": "FP8", "none": "unquantized"}
 
 
-def problems(config: Config, sharded: str | None) -> list[str]:
+def faults(config: Config, sharded: str | None) -> list[str]:
     """Settings that conflict with a base that is not in NF4. `sharded` is `sharding_rules.announced()`."""
     policy, found = config.policy, []
     kind = policy.quantization

@@ -52,30 +52,30 @@ def is_main_process() -> bool:
 
 def check_config(config: Config, processes: int) -> None:
     """Raise one `BadInput` that lists everything about the configuration that cannot work."""
-    problems = [
+    faults = [
         *_positive(config),
         *_batch(config, processes),
         *_reference(config),
         *_sampler(config),
-        *trl_rules.problems(config),
+        *trl_rules.faults(config),
         *_adapter(config),
         *_lists(config),
         *_servers(config),
-        *rollout_rules.overlap_problems(config),
+        *rollout_rules.overlap_faults(config),
         *_kept_weights(config, sharding_rules.announced()),
-        *optimizer_rules.problems(config),
-        *format_names.problems(config),
-        *format_rules.problems(config),
-        *rollout_rules.noise_problems(config, sharding_rules.announced()),
-        *recompute_rules.problems(config, sharding_rules.announced()),
+        *optimizer_rules.faults(config),
+        *format_names.faults(config),
+        *format_rules.faults(config),
+        *rollout_rules.noise_faults(config, sharding_rules.announced()),
+        *recompute_rules.faults(config, sharding_rules.announced()),
         *_parallelism(config),
-        *base_rules.problems(config, sharding_rules.announced()),
+        *base_rules.faults(config, sharding_rules.announced()),
         *_compute(config),
         *_micro_batches(config),
-        *(distill_rules.problems(config) if config.distill.is_given else []),
+        *(distill_rules.faults(config) if config.distill.is_given else []),
     ]
-    if problems:
-        raise BadInput("\n".join(problems))
+    if faults:
+        raise BadInput("\n".join(faults))
 
 
 def _positive(config: Config) -> list[str]:
@@ -278,7 +278,7 @@ def _lists(config: Config) -> list[str]:
             found.append(f"eval.formats names {name!r}. Use {', '.join(FORMATS)}.")
     if config.eval.gate.format not in config.eval.formats:
         found.append(f"eval.gate.format ({config.eval.gate.format}) is not in eval.formats {config.eval.formats}.")
-    found += config.eval.gate.problems()
+    found += config.eval.gate.faults()
     if config.data.id is None and config.data.path is None:
         found.append("data.id or data.path is missing: name a hub data set or a local file.")
     return found
@@ -290,7 +290,7 @@ def _parallelism(config: Config) -> list[str]:
             "model.dtype is float32 and the accelerate config says mixed_precision: bf16, which would compute in "
             "bfloat16. Set model.dtype to bfloat16, or pass --mixed_precision no to accelerate launch."
         ]
-    return sharding_rules.problems(config)
+    return sharding_rules.faults(config)
 
 
 def uses_deepspeed() -> bool:

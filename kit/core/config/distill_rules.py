@@ -38,7 +38,7 @@ def without_effect(config: Config) -> str:
     return measured + (f"; without effect: {', '.join(found)}" if found else "")
 
 
-def problems(config: Config) -> list[str]:
+def faults(config: Config) -> list[str]:
     """Why this configuration with a teacher does not work as a distillation."""
     distill, policy, found = config.distill, config.policy, []
     if distill.teacher_adapter and distill.teacher not in (None, BASE):

@@ -19,7 +19,7 @@ def served_format(config: Config) -> QuantFormat | None:
     return read_quant_format(config.policy.quant_cfg) if config.policy.quant_cfg is not None else None
 
 
-def problems(config: Config) -> list[str]:
+def faults(config: Config) -> list[str]:
     """Why the replicas would not sample in the numbers of `policy.quant_cfg`; includes an unknown format."""
     policy, server = config.policy, config.server
     if policy.quant_cfg is None:

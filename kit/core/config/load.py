@@ -31,13 +31,13 @@ def to_dict(config: Config) -> dict:
 
 def config_from_dict(values: dict, where: str = "config") -> Config:
     """A checked `Config` from nested dictionaries; `BadInput` lists every wrong key, type and choice at once."""
-    problems: list[str] = []
-    config = _build(Config, values, "", where, problems)
+    faults: list[str] = []
+    config = _build(Config, values, "", where, faults)
     if config is not None:
         config.data.chat_template_kwargs = chat.arguments_of(values)
-        problems += [f"{where}: {problem}" for problem in chat.problems(config.data.chat_template_kwargs)]
-    if problems:
-        raise BadInput("\n".join(problems))
+        faults += [f"{where}: {fault}" for fault in chat.faults(config.data.chat_template_kwargs)]
+    if faults:
+        raise BadInput("\n".join(faults))
     if config.policy.quant_cfg is not None:
         judge_in_own_format(config, values.get("eval") or {})
     return config
@@ -138,34 +138,34 @@ def _nearest(key: str, group: list[str]) -> str:
     return f" Valid keys: {', '.join(group)}."
 
 
-def _build(kind: type, values: Any, prefix: str, where: str, problems: list[str]) -> Any:
+def _build(kind: type, values: Any, prefix: str, where: str, faults: list[str]) -> Any:
     if not isinstance(values, dict):
-        problems.append(f"{where}: {prefix.rstrip('.') or 'the file'} must be a group of keys, it is {values!r:.60}.")
+        faults.append(f"{where}: {prefix.rstrip('.') or 'the file'} must be a group of keys, it is {values!r:.60}.")
         return None
     hints, known, arguments = typing.get_type_hints(kind), _names(kind), {}
     for key in values:
         if replaced := REPLACED.get(f"{prefix}{key}"):
             now = replaced.get(values[key]) if isinstance(values[key], bool) else " or ".join(replaced.values())
-            problems.append(f"{where}: {prefix}{key} no longer exists. Write {now} in its place.")
+            faults.append(f"{where}: {prefix}{key} no longer exists. Write {now} in its place.")
         elif key not in known:
-            problems.append(f"{where}: unknown key {prefix}{key}.{_nearest(f'{prefix}{key}', known)}")
+            faults.append(f"{where}: unknown key {prefix}{key}.{_nearest(f'{prefix}{key}', known)}")
     for item in dataclasses.fields(kind):
         name, hint = item.name, hints[item.name]
         if dataclasses.is_dataclass(hint):
             group = values.get(name)
-            arguments[name] = _build(hint, {} if group is None else group, f"{prefix}{name}.", where, problems)
+            arguments[name] = _build(hint, {} if group is None else group, f"{prefix}{name}.", where, faults)
         elif name in values:
-            arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where, problems)
+            arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where, faults)
         elif item.default is MISSING and item.default_factory is MISSING:
-            problems.append(f"{where}: {prefix}{name} is missing: {item.metadata['help']}.")
-    return None if problems else kind(**arguments)
+            faults.append(f"{where}: {prefix}{name} is missing: {item.metadata['help']}.")
+    return None if faults else kind(**arguments)
 
 
-def _convert(value: Any, hint: Any, key: str, where: str, problems: list[str]) -> Any:
+def _convert(value: Any, hint: Any, key: str, where: str, faults: list[str]) -> Any:
     """`value` as the annotated type; only lossless conversions (int to float, "1e-4" to float) are made."""
     matched, converted = match_type(value, hint)
     if not matched:
-        problems.append(f"{where}: {key} must be {spell_type(hint)}, it is {value!r:.60} ({type(value).__name__}).")
+        faults.append(f"{where}: {key} must be {spell_type(hint)}, it is {value!r:.60} ({type(value).__name__}).")
     return converted
 
 

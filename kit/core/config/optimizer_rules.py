@@ -12,7 +12,7 @@ IN_BACKWARD = ("lomo", "adalomo")
 LAYERWISE = "_layerwise"
 
 
-def problems(config: Config) -> list[str]:
+def faults(config: Config) -> list[str]:
     """Errors for an unknown optimizer, and for one that steps in every backward pass when a step has several."""
     train = config.train
     if train.optimizer not in OPTIMIZERS:

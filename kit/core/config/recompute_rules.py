@@ -3,7 +3,7 @@
 from kit.core.config.schema import Config
 
 
-def problems(config: Config, splits: str | None) -> list[str]:
+def faults(config: Config, splits: str | None) -> list[str]:
     """Settings of `train.recompute` that cannot work; `splits` is what `sharding_rules.announced` returns."""
     train, found = config.train, []
     if not 0 < train.recompute_fraction <= 1:

@@ -3,7 +3,7 @@
 from kit.core.config.schema import Config
 
 
-def noise_problems(config: Config, sharding: str | None) -> list[str]:
+def noise_faults(config: Config, sharding: str | None) -> list[str]:
     """Settings that conflict with the noise. `sharding` is what splits the base over processes."""
     policy, found = config.policy, []
     start, end, stages = policy.quant_noise_start, policy.quant_noise_end, policy.quant_noise_stages
@@ -29,7 +29,7 @@ def noise_problems(config: Config, sharding: str | None) -> list[str]:
     return found
 
 
-def overlap_problems(config: Config) -> list[str]:
+def overlap_faults(config: Config) -> list[str]:
     """Settings that conflict with `rollout.overlap`; empty if it is off."""
     rollout, found = config.rollout, []
     if not rollout.overlap:

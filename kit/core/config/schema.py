@@ -295,7 +295,7 @@ class GateConfig:
     min_problems: int | None = _option(None, "minimum held-out problems behind the verdict; null sets no limit")
     max_policy_kl: float = _option(0.05, "maximum KL(policy || artifact) per token, nats")
 
-    def problems(self) -> list[str]:
+    def faults(self) -> list[str]:
         """Errors in the limits, such as 5 for 5 points: a share outside 0..1 lets everything pass."""
         names = ("max_quantization_loss", "min_parse_rate", "max_prompt_leak", "min_end_of_turn_rate")
         found = [

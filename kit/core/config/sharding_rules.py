@@ -45,7 +45,7 @@ def announced() -> str | None:
     return ZERO3 if _zero_optimization().get("stage") == 3 else None
 
 
-def problems(config: Config) -> list[str]:
+def faults(config: Config) -> list[str]:
     """Announced settings that would not train, each with its reason."""
     kind, found = announced(), []
     if kind == FSDP2:
@@ -57,7 +57,7 @@ def problems(config: Config) -> list[str]:
                     f"{key} is {value} in the accelerate config: {why}. Set {key}: {works}, as {CONFIGS} does."
                 )
     if kind == ZERO3:
-        found += offloading_problems(_zero_optimization())
+        found += offloading_faults(_zero_optimization())
     if kind and config.train.optimizer not in OPTIMIZERS:
         found.append(
             f"train.optimizer is {config.train.optimizer} under {kind}, which gives it parts of tensors. Use "
@@ -84,7 +84,7 @@ def _zero_optimization() -> dict[str, Any]:
         return found
 
 
-def offloading_problems(settings: dict[str, Any]) -> list[str]:
+def offloading_faults(settings: dict[str, Any]) -> list[str]:
     """Why ZeRO-3 with these settings is untested; empty if nothing is offloaded to host memory."""
     found = []
     for name in ("offload_param", "offload_optimizer"):

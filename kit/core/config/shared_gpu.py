@@ -46,7 +46,7 @@ def describe_split(config: Config) -> str | None:
     return f"the trainer and {who} share a GPU: the replica takes {part}{asleep}, the trainer {trainer}"
 
 
-def split_problem(config: Config, card_gib: float, replica_gib: float | None = None) -> str | None:
+def split_fault(config: Config, card_gib: float, replica_gib: float | None = None) -> str | None:
     """Error if the trainer's limit and the replicas' part exceed a shared GPU; None if they fit.
 
     `replica_gib` is the plan's figure for a replica with `server.kv_cache_gib`; None if the plan does not know the

@@ -46,13 +46,13 @@ LEVELS = ("token", "sequence")  # of importance_sampling_level
 WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
 
 
-def problems(config: Config) -> list[str]:
+def faults(config: Config) -> list[str]:
     """One sentence for each field of `train.trl` that would be ignored, or would do what the kit must not."""
-    found = [_problem(config, key, value) for key, value in config.train.trl.items()]
-    return [f"train.trl.{problem}" for problem in found if problem]
+    found = [_fault(config, key, value) for key, value in config.train.trl.items()]
+    return [f"train.trl.{fault}" for fault in found if fault]
 
 
-def _problem(config: Config, key: str, value: Any) -> str:
+def _fault(config: Config, key: str, value: Any) -> str:
     """Error text starting with the field's name; empty if valid."""
     rollout = config.rollout
     is_server = rollout.backend == "server"

@@ -43,7 +43,7 @@ class Bucket(NamedTuple):
     device: int
 
 
-def problem(head_dim: int) -> str | None:
+def fault(head_dim: int) -> str | None:
     """Why cuDNN's kernels cannot serve heads of `head_dim` here, or None; also None without a GPU, if the size is
     supported."""
     if head_dim > LARGEST_HEAD or head_dim % 8:

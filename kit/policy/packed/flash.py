@@ -29,7 +29,7 @@ LARGEST_HEAD = 256
 Kernels = Literal["flash", "cudnn"]
 
 
-def problem(head_dim: int) -> str | None:
+def fault(head_dim: int) -> str | None:
     """Why FlashAttention's kernels cannot serve heads of `head_dim` here, or None; also None without a GPU, if the
     size is supported."""
     if head_dim > LARGEST_HEAD or head_dim % 8:

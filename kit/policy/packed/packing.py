@@ -40,18 +40,16 @@ def check_packing(config: Config, model_config: Any) -> None:
     layers = getattr(facts, "layer_types", None)
     windowed = any(kind != "full_attention" for kind in layers) if layers else getattr(facts, "sliding_window", None)
     if facts.model_type not in MODELS or facts is not model_config:
-        problem = f"{model_config.model_type} was not compared with the padded pass; {', '.join(MODELS)} were"
+        fault = f"{model_config.model_type} was not compared with the padded pass; {', '.join(MODELS)} were"
     elif windowed:
-        problem = (
-            f"{config.model.source} has layers that see a window of the sequence, and packing has one mask for all"
-        )
+        fault = f"{config.model.source} has layers that see a window of the sequence, and packing has one mask for all"
     elif attention != "sdpa":
-        problem = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
+        fault = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
     else:
         _check_kernels(config, facts)
         return
     raise BadInput(
-        f"train.micro_batch_tokens: {problem}. Leave it out, and set train.per_device_train_batch_size to what fits."
+        f"train.micro_batch_tokens: {fault}. Leave it out, and set train.per_device_train_batch_size to what fits."
     )
 
 
@@ -62,9 +60,9 @@ def _check_kernels(config: Config, facts: Any) -> None:
     from kit.policy.packed import cudnn, flash
 
     head_dim = getattr(facts, "head_dim", None) or facts.hidden_size // facts.num_attention_heads
-    if kind == "flash" and (why := flash.problem(head_dim)):
+    if kind == "flash" and (why := flash.fault(head_dim)):
         raise BadInput(f"train.packed_attention is flash, FlashAttention, and {why}. Set it to flex.")
-    if kind == "cudnn" and (why := cudnn.problem(head_dim)):
+    if kind == "cudnn" and (why := cudnn.fault(head_dim)):
         raise BadInput(f"train.packed_attention is cudnn, and {why}. Set it to flash.")
 
 
