@@ -7,7 +7,7 @@ from eval.artifacts import eval_command
 from eval.naming import trained_name
 from kit.core.config.base_rules import CALLED
 from kit.core.config.load import load_config, resolve
-from kit.core.config.schema import Config
+from kit.core.config.schema import Config, limit_faults
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json
 
@@ -25,8 +25,8 @@ def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Co
         config = load_config(file, overrides)
     else:
         config = resolve(run.config(), overrides, str(run.config_file))
-    if wrong := config.eval.gate.faults():
-        raise BadInput("\n".join(wrong))
+    if faults := limit_faults(config.eval.gate, "eval.gate."):
+        raise BadInput("\n".join(faults))
     return config
 
 

@@ -71,12 +71,7 @@ def faults(config: Config) -> list[str]:
         return []
     if fmt is None:
         return []
-    counts = {
-        "policy.quant_calib_size": policy.quant_calib_size,
-        "policy.quant_batch_size": policy.quant_batch_size,
-        "policy.quant_sequence_length": policy.quant_sequence_length,
-    }
-    found = [f"{key} ({value}) must be at least 1." for key, value in counts.items() if value < 1]
+    found = []
     if config.model.path and (file := Path(config.model.path) / "config.json").is_file():
         try:
             check_model(fmt, json.loads(file.read_text()))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.core.config.load import _all_keys, to_dict
+from kit.core.config.load import leaves, to_dict
 from kit.core.errors import BadInput
 from launch import doctor
 from launch.checks import children, gpu, host, packages, recipe, run
@@ -56,7 +56,7 @@ def fix_problem(fix: str) -> str | None:
         text = re.split(r" (?:and|or|in a|then) ", text)[0]
         if complaint := problem(Command(tuple(shlex.split(text)), "fix", is_named=True)):
             return complaint
-    unknown = [key for key in re.findall(r"--(\w+\.[\w.]+)", fix) if key not in _all_keys()]
+    unknown = [key for key in re.findall(r"--(\w+\.[\w.]+)", fix) if key not in leaves()]
     files = re.findall(r"\b((?:accelerate_configs|recipes)/[\w./-]+)", fix)
     absent = [file for file in files if not (ROOT / file).exists()]
     return f"unknown {unknown + absent}" if unknown or absent else None

@@ -125,5 +125,5 @@ def test_on_a_cpu_whose_number_of_processes_the_launcher_says_any_batch_is_plann
 def test_a_distillation_is_refused_as_its_recipe_does():
     path, keys = CONFIGS / "distill-qwen3_8b-qat-nvfp4a16-2gpu.yaml", ["--distill.js_beta", "2"]
     assert plan(path, "h200:2").fits
-    with pytest.raises(BadInput, match=r"js_beta \(2\) must lie between 0 and 1"):
+    with pytest.raises(BadInput, match=r"js_beta \(2.0\) must be between 0 and 1"):
         plan(path, "h200:2", *keys)

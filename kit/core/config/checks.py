@@ -17,10 +17,9 @@ from kit.core.config import (
     sharding_rules,
     trl_rules,
 )
-from kit.core.config.choices import TRACKERS
 from kit.core.config.load import config_from_dict, to_dict
 from kit.core.config.recipe import check_resumed_format
-from kit.core.config.schema import FORMATS, Config
+from kit.core.config.schema import Config, limit_faults
 from kit.core.errors import BadInput
 from kit.core.limits import SERVED_RANKS
 from kit.core.run_directory import RunDir, checkpoint_step, read_json
@@ -53,7 +52,7 @@ def is_main_process() -> bool:
 def check_config(config: Config, processes: int) -> None:
     """Raise one `BadInput` that lists everything about the configuration that cannot work."""
     faults = [
-        *_positive(config),
+        *limit_faults(config),
         *_batch(config, processes),
         *_reference(config),
         *_sampler(config),
@@ -78,92 +77,11 @@ def check_config(config: Config, processes: int) -> None:
         raise BadInput("\n".join(faults))
 
 
-def _positive(config: Config) -> list[str]:
-    minimum_one = {
-        "train.max_steps": config.train.max_steps,
-        "train.per_device_train_batch_size": config.train.per_device_train_batch_size,
-        "train.gradient_accumulation_steps": config.train.gradient_accumulation_steps,
-        "train.num_iterations": config.train.num_iterations,
-        "train.micro_batch_tokens": config.train.micro_batch_tokens,
-        "train.save_steps": config.train.save_steps,
-        "train.keep_checkpoints": config.train.keep_checkpoints,
-        "policy.lora_rank": config.policy.lora_rank,
-        "policy.lora_alpha": config.policy.lora_alpha,
-        "rollout.max_prompt_length": config.rollout.max_prompt_length,
-        "rollout.max_completion_length": config.rollout.max_completion_length,
-        "rollout.max_in_flight": config.rollout.max_in_flight,
-        "server.tensor_parallel": config.server.tensor_parallel,
-        "server.max_num_seqs": config.server.max_num_seqs,
-        "reward.workers": config.reward.workers,
-        "eval.max_problems": config.eval.max_problems,
-        "eval.samples": config.eval.samples,
-        "eval.batch_size": config.eval.batch_size,
-        "eval.bootstrap_samples": config.eval.bootstrap_samples,
-        "watch.completions_per_step": config.watch.completions_per_step,
-        "watch.eval_problems": config.watch.eval_problems,
-        "data.max_train_problems": config.data.max_train_problems,
-        "data.max_eval_problems": config.data.max_eval_problems,
-    }
-    above_zero = {
-        "train.learning_rate": config.train.learning_rate,
-        "train.max_grad_norm": config.train.max_grad_norm,
-        "train.epsilon": config.train.epsilon,
-        "train.epsilon_high": config.train.epsilon_high,
-        "rollout.temperature": config.rollout.temperature,
-        "reward.timeout_s": config.reward.timeout_s,
-        "rollout.request_timeout_s": config.rollout.request_timeout_s,
-        "rollout.server_wait_s": config.rollout.server_wait_s,
-        "rollout.max_sampler_k3": config.rollout.max_sampler_k3,
-        "rollout.max_canary_delta": config.rollout.max_canary_delta,
-        "server.gpu_memory_utilization": config.server.gpu_memory_utilization,
-        "server.kv_cache_gib": config.server.kv_cache_gib,
-        "train.max_gpu_gib": config.train.max_gpu_gib,
-    }
-    zero_or_more = {
-        "rollout.retries": config.rollout.retries,
-        "rollout.canary_prompts": config.rollout.canary_prompts,
-        "watch.completions_every": config.watch.completions_every,
-        "watch.eval_every": config.watch.eval_every,
-    }
-    shares = {
-        "rollout.top_p": config.rollout.top_p,
-        "reward.max_unknown_fraction": config.reward.max_unknown_fraction,
-        "data.max_bad_fraction": config.data.max_bad_fraction,
-        "policy.lora_dropout": config.policy.lora_dropout,
-        "server.gpu_memory_utilization": config.server.gpu_memory_utilization,
-    }
-    found = [
-        f"{key} ({value}) must be at least 1." for key, value in minimum_one.items() if value is not None and value < 1
-    ]
-    found += [
-        f"{key} ({value}) must be a number above 0."
-        for key, value in above_zero.items()
-        if value is not None and not 0 < value < math.inf
-    ]
-    found += [f"{key} ({value}) must be 0 (never) or more." for key, value in zero_or_more.items() if value < 0]
-    found += [f"{key} ({value}) must be between 0 and 1." for key, value in shares.items() if not 0 <= value <= 1]
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
-        found.append(
-            f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-': it names directories."
-        )
-    if not 0 <= config.run.seed < 2**31:
-        found.append(f"run.seed ({config.run.seed}) must be between 0 and {2**31 - 1}.")
-    none_below_zero = {
-        "train.beta": config.train.beta,
-        "train.weight_decay": config.train.weight_decay,
-        "rollout.top_k": config.rollout.top_k,
-    }
-    found += [f"{key} ({value}) must be 0 or more." for key, value in none_below_zero.items() if not value >= 0]
-    return found
-
-
 def _batch(config: Config, processes: int) -> list[str]:
     group, train = config.rollout.group_size, config.train
-    if group < 2:
-        return [f"rollout.group_size ({group}) must be at least 2: an advantage is a difference within the group."]
     batch = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
     found = []
-    if batch > 0 and batch % group:
+    if group > 1 and batch % group:
         fits = [str(size) for size in range(2, min(batch, 1024) + 1) if batch % size == 0][:6]
         found.append(
             f"rollout.group_size ({group}) must divide the generation batch ({train.per_device_train_batch_size} per "
@@ -270,15 +188,8 @@ def _lists(config: Config) -> list[str]:
         found.append(f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions.")
     if reward.weights and not (all(map(math.isfinite, reward.weights)) and any(reward.weights)):
         found.append(f"reward.weights ({reward.weights}) must be numbers, and one at least not 0.")
-    for tracker in config.watch.report_to:
-        if tracker not in TRACKERS:
-            found.append(f"watch.report_to names {tracker!r}. Use {', '.join(TRACKERS)}.")
-    for name in config.eval.formats:
-        if name not in FORMATS:
-            found.append(f"eval.formats names {name!r}. Use {', '.join(FORMATS)}.")
     if config.eval.gate.format not in config.eval.formats:
         found.append(f"eval.gate.format ({config.eval.gate.format}) is not in eval.formats {config.eval.formats}.")
-    found += config.eval.gate.faults()
     if config.data.id is None and config.data.path is None:
         found.append("data.id or data.path is missing: name a hub data set or a local file.")
     return found

@@ -63,7 +63,7 @@ def spell_type(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(spell_type(option) for option in options)
     if origin is list:
-        return f"a list of {spell_type(options[0])}"
+        return f"a list of {spell_type(options[0])}".replace("of one of", "of any of")
     if origin is dict:
         return "a group of keys"
     words = {str: "text", int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null"}

@@ -39,7 +39,7 @@ def config_from_dict(values: dict, where: str = "config") -> Config:
     if faults:
         raise BadInput("\n".join(faults))
     if config.policy.quant_cfg is not None:
-        judge_in_own_format(config, values.get("eval") or {})
+        _set_own_format(config, values.get("eval") or {})
     return config
 
 
@@ -93,26 +93,24 @@ def parse_command(description: str, arguments: list[str] | None = None) -> tuple
     return load_config(flags.config, overrides), flags
 
 
+def leaves(kind: type = Config, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Every key below a group, with its type and its field."""
+    found, hints = {}, typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        key, hint = f"{prefix}{item.name}", hints[item.name]
+        found |= leaves(hint, f"{key}.") if dataclasses.is_dataclass(hint) else {key: (hint, item)}
+    return found
+
+
 def describe() -> str:
     """One line per key: name, default, choices, meaning."""
     lines = []
-
-    def visit(kind: type, prefix: str) -> None:
-        hints = typing.get_type_hints(kind)
-        for item in dataclasses.fields(kind):
-            if dataclasses.is_dataclass(hints[item.name]):
-                visit(hints[item.name], f"{prefix}{item.name}.")
-                continue
-            default = item.default if item.default is not MISSING else None
-            if item.default_factory is not MISSING:
-                default = item.default_factory()
-            required = item.default is MISSING and item.default_factory is MISSING
-            shown = "required" if required else f"default {default!r}"
-            if choices := item.metadata["choices"] or literals(hints[item.name]):
-                shown += f"; {'some' if isinstance(default, list) else 'one'} of {', '.join(map(str, choices))}"
-            lines.append(f"  {prefix}{item.name} ({shown}): {item.metadata['help']}")
-
-    visit(Config, "")
+    for key, (hint, item) in leaves().items():
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        shown = "required" if default is MISSING else f"default {default!r}"
+        if choices := item.metadata["choices"] or literals(hint):
+            shown += f"; {'some' if isinstance(default, list) else 'one'} of {', '.join(map(str, choices))}"
+        lines.append(f"  {key} ({shown}): {item.metadata['help']}")
     return "\n".join(lines)
 
 
@@ -120,22 +118,13 @@ def _names(kind: type) -> list[str]:
     return [item.name for item in dataclasses.fields(kind)]
 
 
-def _all_keys(kind: type = Config, prefix: str = "") -> list[str]:
-    keys = []
-    for name, hint in typing.get_type_hints(kind).items():
-        keys += _all_keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{name}"]
-    return keys
-
-
 def _nearest(key: str, group: list[str]) -> str:
     """Suggest the valid key for a misspelled one: in its own group first, then the same leaf name in any group."""
     prefix, _, leaf = key.rpartition(".")
     if hint := did_you_mean(leaf, group, f"{prefix}." if prefix else ""):
         return hint
-    elsewhere = [name for name in _all_keys() if name.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return f" Did you mean {elsewhere[0]}?"
-    return f" Valid keys: {', '.join(group)}."
+    elsewhere = [name for name in leaves() if name.rpartition(".")[2] == leaf]
+    return f" Did you mean {elsewhere[0]}?" if elsewhere else f" Valid keys: {', '.join(group)}."
 
 
 def _build(kind: type, values: Any, prefix: str, where: str, faults: list[str]) -> Any:
@@ -155,22 +144,17 @@ def _build(kind: type, values: Any, prefix: str, where: str, faults: list[str]) 
             group = values.get(name)
             arguments[name] = _build(hint, {} if group is None else group, f"{prefix}{name}.", where, faults)
         elif name in values:
-            arguments[name] = _convert(values[name], hint, f"{prefix}{name}", where, faults)
+            matched, arguments[name] = match_type(values[name], hint)
+            if not matched:
+                it = f"{values[name]!r:.60} ({type(values[name]).__name__})"
+                faults.append(f"{where}: {prefix}{name} must be {spell_type(hint)}, it is {it}.")
         elif item.default is MISSING and item.default_factory is MISSING:
             faults.append(f"{where}: {prefix}{name} is missing: {item.metadata['help']}.")
     return None if faults else kind(**arguments)
 
 
-def _convert(value: Any, hint: Any, key: str, where: str, faults: list[str]) -> Any:
-    """`value` as the annotated type; only lossless conversions (int to float, "1e-4" to float) are made."""
-    matched, converted = match_type(value, hint)
-    if not matched:
-        faults.append(f"{where}: {key} must be {spell_type(hint)}, it is {value!r:.60} ({type(value).__name__}).")
-    return converted
-
-
 def _split_overrides(arguments: list[str], flags: tuple[str, ...]) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
+    pairs, known = [], leaves()
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
@@ -186,23 +170,14 @@ def _split_overrides(arguments: list[str], flags: tuple[str, ...]) -> list[tuple
         except yaml.YAMLError:
             value = text
         # If text is expected, take the argument literally: a name like 007, a prompt with a colon in it.
-        kind = _leaf_type(key)
+        kind = known.get(key, (None,))[0]
         pairs.append((key, text if kind is str or (kind == (str | None) and value is not None) else value))
     return pairs
 
 
-def _leaf_type(key: str) -> Any:
-    hint: Any = Config
-    for part in key.split("."):
-        hint = typing.get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
-    return hint
-
-
-def judge_in_own_format(config: Config, given: dict) -> None:
-    """Make the run's own format its gate's and a column of its matrix, unless its eval group `given` overrides it.
-
-    Raises `BadInput` if there is no such format.
-    """
+def _set_own_format(config: Config, given: dict) -> None:
+    """Make the format of `policy.quant_cfg` the gate's and a column of the matrix, unless the group `eval` has its
+    own; `BadInput` if there is no such format."""
     gated = "format" in (given.get("gate") or {})
     if gated and "formats" in given:
         return

@@ -3,9 +3,12 @@
 The groups are those of the YAML, which `load.py` reads.
 """
 
-from dataclasses import MISSING, dataclass, field
+import math
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kit.core.config.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS, TRAINED_FORMATS
 from kit.core.errors import BadInput
@@ -15,12 +18,38 @@ TRAIN = "train"  # policy.quant_calib_data: the run's own training prompts
 FORMATS = ("bf16", "fp8", "fp8_block", "fp8_static", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
 
-def _option(default: Any = MISSING, help: str = "", choices: tuple[str, ...] = ()) -> Any:
+class Limit(NamedTuple):
+    """The values that a key may have: in the words of an error, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+FROM_1 = Limit("at least 1", lambda value: value >= 1)
+FROM_0 = Limit("0 or more", lambda value: value >= 0)
+ABOVE_0 = Limit("a number above 0", lambda value: 0 < value < math.inf)
+SHARE = Limit("between 0 and 1", lambda value: 0 <= value <= 1)
+SHARE_ABOVE_0 = Limit("above 0 and at most 1", lambda value: 0 < value <= 1)
+POINTS = Limit("between 0 and 1; 5 points are 0.05", SHARE.holds)
+GAIN = Limit("a fraction from -1 to 1; 5 points are 0.05", lambda value: -1 <= value < 1)
+GROUP = Limit("at least 2: an advantage is a difference within the group", lambda value: value >= 2)
+MIXTURE = Limit(
+    "between 0 and 1. Its ends are other divergences: forward_kl at 0, reverse_kl at 1", lambda value: 0 < value < 1
+)
+CHUNK = Limit("from 1 to 4096, TRL's own tile", lambda value: 1 <= value <= 4096)
+SEED = Limit(f"between 0 and {2**31 - 1}", lambda value: 0 <= value < 2**31)
+NAME = Limit(
+    "letters, digits, '.', '_' and '-': it names directories", re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch
+)
+
+
+def _option(default: Any = MISSING, help: str = "", limit: Limit | None = None, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field with its help string; without a default the YAML or the command line must set it.
 
-    `choices` are the values that a later check accepts; a Literal has its own.
+    `limit_faults` checks `limit`; null passes. `choices` are the values that a later check accepts; a Literal has its
+    own.
     """
-    metadata = {"help": help, "choices": choices}
+    metadata = {"help": help, "limit": limit, "choices": choices}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -28,9 +57,11 @@ def _option(default: Any = MISSING, help: str = "", choices: tuple[str, ...] = (
 
 @dataclass(kw_only=True)
 class RunConfig:
-    name: str = _option(help="name of the run; its directory is runs/<name> unless output_dir says otherwise")
+    name: str = _option(
+        help="name of the run; its directory is runs/<name> unless output_dir says otherwise", limit=NAME
+    )
     output_dir: str | None = _option(None, "run directory; must not hold another run")
-    seed: int = _option(0, "seed of in-process sampling, adapter initialization and data order")
+    seed: int = _option(0, "seed of in-process sampling, adapter initialization and data order", SEED)
 
     @property
     def directory(self) -> Path:
@@ -60,10 +91,10 @@ class ModelConfig:
 class PolicyConfig:
     quantization: Literal["nf4", "fp8", "none"] = _option("nf4", "storage of the frozen base; none: model.dtype")
     double_quantization: bool = _option(True, "quantize nf4's block scales too: 4.13 instead of 4.5 bits per weight")
-    lora_rank: int = _option(16, "rank of the adapter")
-    lora_alpha: int = _option(32, "the adapter's update is scaled by alpha / rank")
+    lora_rank: int = _option(16, "rank of the adapter", FROM_1)
+    lora_alpha: int = _option(32, "the adapter's update is scaled by alpha / rank", FROM_1)
     lora_dropout: float = _option(
-        0.0, "dropout on the adapter's input, in the loss only; completions are sampled without"
+        0.0, "dropout on the adapter's input, in the loss only; completions are sampled without", SHARE
     )
     use_rslora: bool = _option(False, "scale by alpha / sqrt(rank) instead")
     target_modules: str | list[str] = _option("all-linear", "all-linear, or names of linear layers")
@@ -80,18 +111,18 @@ class PolicyConfig:
         "gpu", "where the input embedding is stored; host looks its rows up in host memory (untied models)"
     )
     reference: str = _option(
-        "adapter_off", "KL reference; adapter_off is the same model without the adapter; none with beta 0", REFERENCES
+        "adapter_off",
+        "KL reference; adapter_off is the same model without the adapter; none with beta 0",
+        choices=REFERENCES,
     )
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
     quant_cfg: str | None = _option(
-        None,
-        "format to train for; also an nvidia-modelopt name, or a YAML file in its form; null: none",
-        TRAINED_FORMATS,
+        None, "format to train for; also an nvidia-modelopt name, or its YAML; null: none", choices=TRAINED_FORMATS
     )
     quant_calib_data: str = _option("train", "prompts that calibrate activation ranges: train, or a local jsonl file")
-    quant_calib_size: int = _option(128, "prompts to calibrate with")
-    quant_batch_size: int = _option(8, "prompts per forward of the calibration")
-    quant_sequence_length: int = _option(512, "tokens of a prompt that the calibration uses")
+    quant_calib_size: int = _option(128, "prompts to calibrate with", FROM_1)
+    quant_batch_size: int = _option(8, "prompts per forward of the calibration", FROM_1)
+    quant_sequence_length: int = _option(512, "tokens of a prompt that the calibration uses", FROM_1)
     quant_noise_start: float = _option(0.0, "noise on the sampler's RMSNorm scales at the start; 0 = off")
     quant_noise_end: float = _option(0.0, "noise on the sampler's RMSNorm scales at the end")
     quant_noise_stages: int = _option(10, "number of stages from the start noise to the end noise")
@@ -100,20 +131,20 @@ class PolicyConfig:
 @dataclass(kw_only=True)
 class RolloutConfig:
     backend: Literal["in_process", "server"] = _option("in_process", "who generates: the trainer, or a vLLM server")
-    group_size: int = _option(8, "completions per prompt (num_generations)")
+    group_size: int = _option(8, "completions per prompt (num_generations)", GROUP)
     max_prompt_length: int = _option(
-        512, "longest prompt in tokens, with chat template; longer: dropped, up to data.max_bad_fraction"
+        512, "longest prompt in tokens, with chat template; longer: dropped, up to data.max_bad_fraction", FROM_1
     )
-    max_completion_length: int = _option(256, "longest completion in tokens; longer ones count as truncated")
+    max_completion_length: int = _option(256, "longest completion in tokens; longer ones count as truncated", FROM_1)
     keep_weights: Literal["auto", "always", "never"] = _option(
         "auto",
         "in process: make each weight once per rollout instead of for every token; auto: if the weights take at most "
         "half of the free memory",
     )
     overlap: bool = _option(False, "generate the next batch during the update: one step off-policy, corrected")
-    temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature")
-    top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy")
-    top_k: int = _option(0, "0 = off")
+    temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature", ABOVE_0)
+    top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy", SHARE)
+    top_k: int = _option(0, "0 = off", FROM_0)
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = _option(
         "token_truncate", "importance correction for the sampler-trainer mismatch"
     )
@@ -125,15 +156,19 @@ class RolloutConfig:
     transport: Literal["path", "body"] = _option(
         "path", "how an adapter reaches the replicas: path on a file system they share, or in the HTTP body"
     )
-    request_timeout_s: float = _option(600.0, "longest wait for one generation request")
-    retries: int = _option(1, "retries of a failed generation request, on the next replica")
-    max_in_flight: int = _option(256, "prompts in flight at once, over all replicas")
-    canary_prompts: int = _option(4, "training prompts that trainer and replicas score after each sync; 0 = no check")
-    max_canary_delta: float = _option(0.25, "stop when the mean |Δlogp| on the canary, nats per token, exceeds this")
-    max_sampler_k3: float = _option(
-        0.1, "stop when KL(sampler || policy) per token, nats, exceeds this; with overlap it includes the lag"
+    request_timeout_s: float = _option(600.0, "longest wait for one generation request", ABOVE_0)
+    retries: int = _option(1, "retries of a failed generation request, on the next replica", FROM_0)
+    max_in_flight: int = _option(256, "prompts in flight at once, over all replicas", FROM_1)
+    canary_prompts: int = _option(
+        4, "training prompts that trainer and replicas score after each sync; 0 = no check", FROM_0
     )
-    server_wait_s: float = _option(300.0, "longest wait for a server to answer at the start")
+    max_canary_delta: float = _option(
+        0.25, "stop when the mean |Δlogp| on the canary, nats per token, exceeds this", ABOVE_0
+    )
+    max_sampler_k3: float = _option(
+        0.1, "stop when KL(sampler || policy) per token, nats, exceeds this; with overlap it includes the lag", ABOVE_0
+    )
+    server_wait_s: float = _option(300.0, "longest wait for a server to answer at the start", ABOVE_0)
 
 
 @dataclass(kw_only=True)
@@ -145,16 +180,20 @@ class ServerConfig:
         "fp8_per_channel", "format in which vLLM stores the dequantized base"
     )
     quant_cfg: str | None = _option(
-        None, "format that the replicas compute in; default policy.quant_cfg, the only one allowed", TRAINED_FORMATS
+        None,
+        "format that the replicas compute in; default policy.quant_cfg, the only one allowed",
+        choices=TRAINED_FORMATS,
     )
     kv_cache: Literal["auto", "fp8"] = _option("auto", "type of the KV cache; auto is the model's own")
-    tensor_parallel: int = _option(1, "GPUs per replica")
+    tensor_parallel: int = _option(1, "GPUs per replica", FROM_1)
     gpus: list[int] | None = _option(None, "GPUs of the replicas, tensor_parallel each; default what CUDA shows")
-    gpu_memory_utilization: float = _option(0.9, "share of the card that a replica may take, weights and KV cache")
-    kv_cache_gib: float | None = _option(None, "GiB of KV cache instead of what the share leaves")
+    gpu_memory_utilization: float = _option(
+        0.9, "share of the card that a replica may take, weights and KV cache", SHARE_ABOVE_0
+    )
+    kv_cache_gib: float | None = _option(None, "GiB of KV cache instead of what the share leaves", ABOVE_0)
     nf4_copy: Literal["gpu", "host"] = _option("gpu", "where remerge keeps its NF4 copy (0.56 bytes per weight)")
     sleep: bool = _option(False, "during the update, weights in host memory and no KV cache: for a shared card")
-    max_num_seqs: int = _option(256, "completions that a replica generates at once")
+    max_num_seqs: int = _option(256, "completions that a replica generates at once", FROM_1)
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
     vllm: dict[str, Any] = _option({}, "further vLLM flags by name, e.g. {max_num_batched_tokens: 8192}")
@@ -162,11 +201,13 @@ class ServerConfig:
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    functions: list[str] = _option(["math"], "reward functions, also module:function (reward/README.md)", REWARDS)
+    functions: list[str] = _option(
+        ["math"], "reward functions, also module:function (reward/README.md)", choices=REWARDS
+    )
     weights: list[float] | None = _option(None, "one weight per function; default 1 each")
-    timeout_s: float = _option(2.0, "wall-clock limit per answer comparison")
-    workers: int = _option(2, "killable worker processes for comparisons that need a parser")
-    max_unknown_fraction: float = _option(0.02, "stop when more rewards than this could not be computed")
+    timeout_s: float = _option(2.0, "wall-clock limit per answer comparison", ABOVE_0)
+    workers: int = _option(2, "killable worker processes for comparisons that need a parser", FROM_1)
+    max_unknown_fraction: float = _option(0.02, "stop when more rewards than this could not be computed", SHARE)
     options: dict[str, Any] = _option({}, "settings of reward functions by their name, e.g. {math: {ordered: false}}")
     allow_code_execution: bool = _option(False, "let reward functions run the model's code, in a sandbox")
 
@@ -195,15 +236,17 @@ class DataConfig:
         "arguments of the chat template, e.g. {enable_thinking: false}: for training, evaluation and as defaults of "
         "the merged checkpoint",
     )
-    max_bad_fraction: float = _option(0.0, "share of rows that may be unusable before loading fails")
-    max_train_problems: int | None = _option(None, "use only the first N training problems")
-    max_eval_problems: int | None = _option(None, "use only the first N held-out problems")
+    max_bad_fraction: float = _option(0.0, "share of rows that may be unusable before loading fails", SHARE)
+    max_train_problems: int | None = _option(None, "use only the first N training problems", FROM_1)
+    max_eval_problems: int | None = _option(None, "use only the first N held-out problems", FROM_1)
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    max_steps: int = _option(help="optimizer steps")
-    learning_rate: float = _option(1e-5, "peak learning rate; a LoRA wants about 10x that of full fine-tuning")
+    max_steps: int = _option(help="optimizer steps", limit=FROM_1)
+    learning_rate: float = _option(
+        1e-5, "peak learning rate; a LoRA wants about 10x that of full fine-tuning", ABOVE_0
+    )
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = _option("constant", "schedule")
     warmup_steps: int = _option(0, "steps of linear warm-up")
     loss_type: Literal["dr_grpo", "dapo", "grpo"] = _option("dr_grpo", "how token losses are averaged")
@@ -211,27 +254,29 @@ class TrainConfig:
     scale_rewards: Literal["group", "batch", "none"] | None = _option(
         None, "divide advantages by the spread of the group or batch; default none for dr_grpo, group otherwise"
     )
-    beta: float = _option(0.01, "weight of the KL to the reference")
-    epsilon: float = _option(0.2, "lower clip of the probability ratio")
-    epsilon_high: float | None = _option(None, "upper clip; default epsilon (DAPO: 0.28)")
-    num_iterations: int = _option(1, "updates per batch of rollouts")
+    beta: float = _option(0.01, "weight of the KL to the reference", FROM_0)
+    epsilon: float = _option(0.2, "lower clip of the probability ratio", ABOVE_0)
+    epsilon_high: float | None = _option(None, "upper clip; default epsilon (DAPO: 0.28)", ABOVE_0)
+    num_iterations: int = _option(1, "updates per batch of rollouts", FROM_1)
     mask_truncated: bool = _option(False, "leave truncated completions out of the loss")
-    per_device_train_batch_size: int = _option(8, "completions per forward on one device")
-    gradient_accumulation_steps: int = _option(1, "forwards per optimizer step")
+    per_device_train_batch_size: int = _option(8, "completions per forward on one device", FROM_1)
+    gradient_accumulation_steps: int = _option(1, "forwards per optimizer step", FROM_1)
     micro_batch_tokens: int | None = _option(
-        None, "tokens per forward, without padding, instead of per_device_train_batch_size completions"
+        None, "tokens per forward, without padding, instead of per_device_train_batch_size completions", FROM_1
     )
     share_prompts: bool = _option(True, "with micro_batch_tokens: compute the prompt of a group once")
     packed_attention: Literal["flash", "cudnn", "flex"] = _option(
         "flash", "with micro_batch_tokens on a GPU: FlashAttention or cuDNN, in half precision, or FlexAttention"
     )
-    max_grad_norm: float = _option(1.0, "gradient clipping norm")
-    weight_decay: float = _option(0.0, "AdamW weight decay")
-    optimizer: str = _option("adamw_torch", "optimizer, as transformers names it", OPTIMIZERS)
+    max_grad_norm: float = _option(1.0, "gradient clipping norm", ABOVE_0)
+    weight_decay: float = _option(0.0, "AdamW weight decay", FROM_0)
+    optimizer: str = _option("adamw_torch", "optimizer, as transformers names it", choices=OPTIMIZERS)
     gpus: list[int] | None = _option(
         None, "GPUs of the trainer under launch.up, one process each; default those that no replica uses"
     )
-    max_gpu_gib: float | None = _option(None, "GPU memory that a trainer process may take; default the whole card")
+    max_gpu_gib: float | None = _option(
+        None, "GPU memory that a trainer process may take; default the whole card", ABOVE_0
+    )
     recompute: Literal["full", "selective", "none", "auto"] = _option(
         "full",
         "what the backward pass recomputes: full, decoder layers; selective, all but matmuls and attention; none; "
@@ -239,8 +284,8 @@ class TrainConfig:
     )
     recompute_fraction: float = _option(1.0, "share of the decoder layers that recompute applies to, evenly spread")
     recompute_offload: bool = _option(False, "with recompute: keep the layers' inputs in pinned host memory")
-    save_steps: int = _option(50, "steps between checkpoints and published adapters")
-    keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept")
+    save_steps: int = _option(50, "steps between checkpoints and published adapters", FROM_1)
+    keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept", FROM_1)
     trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")
 
 
@@ -259,11 +304,11 @@ class DistillConfig:
         "reverse_kl", "KL(student || teacher), KL(teacher || student), or the generalized Jensen-Shannon divergence"
     )
     js_beta: float = _option(
-        0.5, "with js: share of the teacher in the mixture that both are compared with, between 0 and 1"
+        0.5, "with js: share of the teacher in the mixture that both are compared with, between 0 and 1", MIXTURE
     )
-    temperature: float = _option(1.0, "softens both distributions before they are compared")
+    temperature: float = _option(1.0, "softens both distributions before they are compared", ABOVE_0)
     chunk_tokens: int = _option(
-        1024, "tokens whose logits exist at a time, 256 KiB each (32,768 words of both models)"
+        1024, "tokens whose logits exist at a time, 256 KiB each (32,768 words of both models)", CHUNK
     )
 
     @property
@@ -274,11 +319,11 @@ class DistillConfig:
 
 @dataclass(kw_only=True)
 class WatchConfig:
-    completions_every: int = _option(10, "steps between samples of completions; 0 = never")
-    completions_per_step: int = _option(64, "completions written per sampled step")
-    eval_every: int = _option(0, "steps between measurements of held-out accuracy during training; 0 = never")
-    eval_problems: int = _option(64, "held-out problems per measurement, one completion each")
-    report_to: list[str] = _option([], "trackers that get each step's metrics and completions", TRACKERS)
+    completions_every: int = _option(10, "steps between samples of completions; 0 = never", FROM_0)
+    completions_per_step: int = _option(64, "completions written per sampled step", FROM_1)
+    eval_every: int = _option(0, "steps between measurements of held-out accuracy during training; 0 = never", FROM_0)
+    eval_problems: int = _option(64, "held-out problems per measurement, one completion each", FROM_1)
+    report_to: list[Literal[TRACKERS]] = _option([], "trackers that get each step's metrics and completions")
 
 
 @dataclass(kw_only=True)
@@ -286,51 +331,35 @@ class GateConfig:
     format: Literal[FORMATS] = _option(
         "fp8", "the format that would be deployed; with policy.quant_cfg by default its own"
     )
-    min_gain: float = _option(0.0, "minimum accuracy gain over the base, at the lower end of its interval")
-    max_quantization_loss: float = _option(0.05, "maximum accuracy that the format may lose against bf16")
-    min_parse_rate: float = _option(0.9, "minimum share of completions with a parseable answer")
-    max_prompt_leak: float = _option(0.01, "maximum share of completions that repeat the prompt")
-    min_end_of_turn_rate: float = _option(0.9, "minimum share of completions that end with the stop token")
-    max_token_hit_rate: float = _option(0.1, "maximum share of completions truncated at the token limit")
-    min_problems: int | None = _option(None, "minimum held-out problems behind the verdict; null sets no limit")
-    max_policy_kl: float = _option(0.05, "maximum KL(policy || artifact) per token, nats")
-
-    def faults(self) -> list[str]:
-        """Errors in the limits, such as 5 for 5 points: a share outside 0..1 lets everything pass."""
-        names = ("max_quantization_loss", "min_parse_rate", "max_prompt_leak", "min_end_of_turn_rate")
-        found = [
-            f"eval.gate.{name} ({value:g}) must be a fraction in 0..1; 5 points are 0.05."
-            for name in (*names, "max_token_hit_rate")
-            if not 0 <= (value := getattr(self, name)) <= 1
-        ]
-        if not -1 <= self.min_gain < 1:
-            found.append(f"eval.gate.min_gain ({self.min_gain:g}) must be a fraction from -1 to 1; 5 points are 0.05.")
-        if not self.max_policy_kl >= 0:
-            found.append(f"eval.gate.max_policy_kl ({self.max_policy_kl:g}) must be 0 or above, in nats.")
-        if self.min_problems is not None and self.min_problems < 1:
-            found.append(f"eval.gate.min_problems ({self.min_problems}) must be at least 1, or null.")
-        return found
+    min_gain: float = _option(0.0, "minimum accuracy gain over the base, at the lower end of its interval", GAIN)
+    max_quantization_loss: float = _option(0.05, "maximum accuracy that the format may lose against bf16", POINTS)
+    min_parse_rate: float = _option(0.9, "minimum share of completions with a parseable answer", POINTS)
+    max_prompt_leak: float = _option(0.01, "maximum share of completions that repeat the prompt", POINTS)
+    min_end_of_turn_rate: float = _option(0.9, "minimum share of completions that end with the stop token", POINTS)
+    max_token_hit_rate: float = _option(0.1, "maximum share of completions truncated at the token limit", POINTS)
+    min_problems: int | None = _option(
+        None, "minimum held-out problems behind the verdict; null sets no limit", FROM_1
+    )
+    max_policy_kl: float = _option(0.05, "maximum KL(policy || artifact) per token, nats", FROM_0)
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    max_problems: int = _option(300, "held-out problems per cell of the matrix")
+    max_problems: int = _option(300, "held-out problems per cell of the matrix", FROM_1)
     backend: Literal["transformers", "vllm", "server"] = _option(
         "transformers", "who generates: this process, vLLM in a child process, or an OpenAI-compatible server by URL"
     )
-    samples: int = _option(1, "completions per problem; above 1 needs eval.temperature above 0")
-    batch_size: int = _option(64, "prompts generated together")
+    samples: int = _option(1, "completions per problem; above 1 needs eval.temperature above 0", FROM_1)
+    batch_size: int = _option(64, "prompts generated together", FROM_1)
     max_new_tokens: int | None = _option(None, "default: rollout.max_completion_length")
     temperature: float = _option(0.0, "0 = greedy; above 0 every checkpoint samples with the same random numbers")
     seed: int = _option(0, "seed of the sampled completions")
-    formats: list[str] = _option(
-        ["nf4", "bf16", "fp8", "w4a16"],
-        "columns of the matrix; default with policy.quant_cfg nf4, bf16 and its own",
-        FORMATS,
+    formats: list[Literal[FORMATS]] = _option(
+        ["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix; default with policy.quant_cfg nf4, bf16 and its own"
     )
-    bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals")
+    bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals", FROM_1)
     reward: str | None = _option(
-        None, "score by this reward, also module:function; default what data.answer_format says", REWARDS
+        None, "score by this reward, also module:function; default what data.answer_format says", choices=REWARDS
     )
     reward_threshold: float = _option(1.0, "with eval.reward, the least reward of a correct completion")
     gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "thresholds for promotion"})
@@ -349,3 +378,15 @@ class Config:
     distill: DistillConfig
     watch: WatchConfig
     eval: EvalConfig
+
+
+def limit_faults(group: Any, prefix: str = "") -> list[str]:
+    """A line for each value of a configuration, or of one of its groups, that is outside its key's limit."""
+    found = []
+    for item in fields(group):
+        key, value, limit = f"{prefix}{item.name}", getattr(group, item.name), item.metadata.get("limit")
+        if is_dataclass(value):
+            found += limit_faults(value, f"{key}.")
+        elif limit and value is not None and not limit.holds(value):
+            found.append(f"{key} ({value!r}) must be {limit.words}.")
+    return found
