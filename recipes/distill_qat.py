@@ -37,48 +37,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kit.core import formats
 from kit.core.config import distill_rules
-from kit.core.config.checks import check_config, check_run_directory, world_size
-from kit.core.config.load import parse_command
-from kit.core.config.recipe import DISTILLATION, check_recipe
+from kit.core.config.recipe import DISTILLATION
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import describe_split
 from kit.core.errors import run_command
-from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 from kit.core.run_directory import read_manifest
-from kit.train.data_order import check_problems, record_problems
+from kit.train.data_order import check_problems
 from kit.train.setup import (
+    begin,
     check_model,
     describe_adapter_type,
     describe_format,
     describe_step,
-    load_base,
     load_data,
+    resolve_recompute,
     say,
     say_unchecked,
     started,
+    trained_format,
+    trainer_parts,
     training,
 )
-
-
-def check_distillation(config: Config, processes: int) -> None:
-    """Raise `BadInput` for everything that cannot work, judging by the configuration alone."""
-    check_recipe(config, DISTILLATION)
-    check_config(config, processes)
-
-
-def check_format(config: Config, model_config) -> QuantFormat | None:
-    """The format that the student computes in, None for the base's numbers.
-
-    Raises `BadInput` if model or machine do not fit.
-    """
-    if config.policy.quant_cfg is None:
-        return None
-    fmt = formats.check_model(read_quant_format(config.policy.quant_cfg), model_config)
-    formats.check_hardware(fmt, config.rollout.backend)
-    return fmt
 
 
 def describe_teacher(config: Config) -> str:
@@ -116,22 +97,20 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
 
 
 def main() -> None:
-    config, flags = parse_command(__doc__)
-    processes = world_size()
-    check_distillation(config, processes)
-    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
+    config, flags, run, processes = begin(__doc__, DISTILLATION)
 
     from kit.data.calibration_prompts import calibration_prompts
     from kit.policy.calibration import set_input_ranges
-    from kit.policy.load import load_tokenizer, lora_config
+    from kit.policy.load import load_tokenizer
     from kit.policy.teacher import check_teacher, load_teacher
     from kit.train.distill_trainer import DistillTrainer, distill_arguments
     from kit.train.heldout import HeldOut
     from kit.train.trainer import check_card
     from reward import reward_functions
 
-    model_config = check_model(config, processes, flags.dry_run)
-    fmt = check_format(config, model_config)
+    model_config = check_model(config, flags.dry_run)
+    resolve_recompute(config, model_config, processes)
+    fmt = trained_format(config, model_config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     check_teacher(config, run, tokenizer, model_config)
@@ -149,22 +128,9 @@ def main() -> None:
         return
 
     with started(config, run, processes):
-        base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
-        record_problems(run, dataset)
-        trainer = DistillTrainer(
-            config=config,
-            run=run,
-            base_hash=facts["hash"],
-            other_teacher=load_teacher(config),
-            rollout=rollout,
-            heldout=heldout,
-            model=base,
-            reward_funcs=rewards,
-            args=arguments,
-            train_dataset=dataset,
-            processing_class=tokenizer,
-            peft_config=lora_config(config.policy),
-        )
+        parts, facts = trainer_parts(config, run, tokenizer, model_config, arguments, dataset)
+        teacher = load_teacher(config)
+        trainer = DistillTrainer(**parts, reward_funcs=rewards, heldout=heldout, other_teacher=teacher)
         with training(trainer, facts, note=f" for {fmt.name}" if fmt else ""):
             if needs_ranges:
                 say(set_input_ranges(config, trainer.model, prompts))

@@ -46,45 +46,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kit.core import formats
-from kit.core.config.checks import check_config, check_run_directory, world_size
-from kit.core.config.load import parse_command
-from kit.core.config.recipe import QUANTIZED, check_recipe
+from kit.core.config.recipe import QUANTIZED
 from kit.core.errors import run_command
-from kit.core.format_names import read_quant_format
-from kit.train.data_order import check_problems, record_problems
+from kit.train.data_order import check_problems
 from kit.train.setup import (
+    begin,
     check_model,
     describe_format,
     describe_plan,
-    load_base,
     load_data,
+    resolve_recompute,
     say,
     say_unchecked,
     started,
+    trained_format,
+    trainer_parts,
     training,
 )
 
 
 def main() -> None:
-    config, flags = parse_command(__doc__)
-    processes = world_size()
-    check_recipe(config, QUANTIZED)
-    check_config(config, processes)
-    run = check_run_directory(config, flags.resume, processes, flags.overwrite)
-    fmt = read_quant_format(config.policy.quant_cfg)
+    config, flags, run, processes = begin(__doc__, QUANTIZED)
 
     from kit.data.calibration_prompts import calibration_prompts
     from kit.policy.calibration import set_input_ranges
-    from kit.policy.load import load_tokenizer, lora_config
+    from kit.policy.load import load_tokenizer
     from kit.train.heldout import HeldOut
     from kit.train.own_loss import load_loss
     from kit.train.trainer import PolicyTrainer, check_card, loss_settings, trainer_arguments
     from reward import reward_functions
 
-    model_config = check_model(config, processes, flags.dry_run)
-    fmt = formats.check_model(fmt, model_config)
-    formats.check_hardware(fmt, config.rollout.backend)
+    model_config = check_model(config, flags.dry_run)
+    resolve_recompute(config, model_config, processes)
+    fmt = trained_format(config, model_config)
     rewards, weights = reward_functions(config.reward)
     tokenizer = load_tokenizer(config)
     dataset, problems = load_data(config, tokenizer, processes)
@@ -102,22 +96,9 @@ def main() -> None:
         return
 
     with started(config, run, processes):
-        base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
-        record_problems(run, dataset)
-        trainer = PolicyTrainer(  # whose layers compute in policy.quant_cfg
-            config=config,
-            run=run,
-            base_hash=facts["hash"],
-            rollout=rollout,
-            heldout=heldout,
-            loss=loss,
-            model=base,
-            reward_funcs=rewards,
-            args=arguments,
-            train_dataset=dataset,
-            processing_class=tokenizer,
-            peft_config=lora_config(config.policy),
-        )
+        parts, facts = trainer_parts(config, run, tokenizer, model_config, arguments, dataset)
+        # Its layers compute in policy.quant_cfg.
+        trainer = PolicyTrainer(**parts, reward_funcs=rewards, heldout=heldout, loss=loss)
         with training(trainer, facts, note=f" for {fmt.name}"):
             if needs_ranges:
                 say(set_input_ranges(config, trainer.model, prompts))

@@ -3,17 +3,22 @@
 Everything up to `started` works without weights and without a GPU; a dry run ends there.
 """
 
+import argparse
 import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from kit.core import formats
 from kit.core.config.base_rules import describe_base
-from kit.core.config.checks import check_config, is_main_process, uses_deepspeed, world_size
+from kit.core.config.checks import check_config, check_run_directory, is_main_process, uses_deepspeed, world_size
+from kit.core.config.load import parse_command
+from kit.core.config.recipe import check_recipe
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import describe_split, split_fault
 from kit.core.errors import BadInput, CheckFailed, Interrupted
+from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 from kit.core.run_directory import RunDir, write_json
 from kit.core.run_state import drop_replaced, trains_in
@@ -23,6 +28,15 @@ def say(text: str) -> None:
     """Print, in the main process only."""
     if is_main_process():
         print(text, flush=True)
+
+
+def begin(description: str, recipe: str) -> tuple[Config, argparse.Namespace, RunDir, int]:
+    """A recipe's configuration, flags, run directory and number of processes; `BadInput` for what cannot work."""
+    config, flags = parse_command(description)
+    processes = world_size()
+    check_recipe(config, recipe)
+    check_config(config, processes)
+    return config, flags, check_run_directory(config, flags.resume, processes, flags.overwrite), processes
 
 
 def check_context(config: Config, model_config: Any) -> None:
@@ -53,9 +67,11 @@ def say_unchecked(config: Config) -> None:
         say(f"unchecked memory, arithmetic and packages of the GPU ({', '.join(names)}): there is none here")
 
 
-def check_model(config: Config, processes: int, dry_run: bool = False) -> Any:
-    """The model's transformers config, everything checked that depends on it, and `train.recompute: auto` resolved.
-    A dry run without a GPU is one of a configuration for another machine, which has its own packages."""
+def check_model(config: Config, dry_run: bool = False) -> Any:
+    """The model's transformers config, after every check that depends on it.
+
+    A dry run without a GPU is for another machine, which has its own packages.
+    """
     import torch
 
     from kit.policy.host_embedding import check_embeddings
@@ -69,12 +85,25 @@ def check_model(config: Config, processes: int, dry_run: bool = False) -> Any:
     check_embeddings(config, model_config)
     check_init_adapter(config)
     check_kernels(config, model_config.model_type, installed=not dry_run or torch.cuda.is_available())
+    check_shared_card(config, model_config)
+    return model_config
+
+
+def resolve_recompute(config: Config, model_config: Any, processes: int) -> None:
+    """Replace `train.recompute: auto` by a mode and a fraction, and print them."""
     if config.train.recompute == "auto":
         from kit.plan.recompute import resolve
 
         say(resolve(config, model_config.to_dict(), processes))
-    check_shared_card(config, model_config)
-    return model_config
+
+
+def trained_format(config: Config, model_config: Any) -> QuantFormat | None:
+    """The format that the policy computes in, if any; `BadInput` if the model or the machine does not fit it."""
+    if config.policy.quant_cfg is None:
+        return None
+    fmt = formats.check_model(read_quant_format(config.policy.quant_cfg), model_config)
+    formats.check_hardware(fmt, config.rollout.backend)
+    return fmt
 
 
 def check_shared_card(config: Config, model_config: Any) -> None:
@@ -267,6 +296,20 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
         write_json(run.base_file, facts)
         drop_replaced(run)
     return base, facts, rollout
+
+
+def trainer_parts(
+    config: Config, run: RunDir, tokenizer: Any, model_config: Any, arguments: Any, dataset: Any
+) -> tuple[dict[str, Any], dict]:
+    """What every trainer takes: the frozen base with its servers and the data, both recorded; and the base's facts."""
+    from kit.policy.load import lora_config
+    from kit.train.data_order import record_problems
+
+    base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
+    record_problems(run, dataset)
+    parts = {"config": config, "run": run, "base_hash": facts["hash"], "rollout": rollout, "model": base}
+    parts |= {"args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
+    return parts | {"peft_config": lora_config(config.policy)}, facts
 
 
 def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:

@@ -314,19 +314,16 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
 
 def _check_model(config: Any, processes: int) -> str:
     """Run the recipe's checks between reading the configuration and loading the base; return the model type."""
-    from kit.core import format_names, formats
     from kit.policy import gpu_memory, liger
     from kit.policy.load import load_tokenizer
     from kit.train import setup
     from kit.train.trainer import check_card
 
-    model_config = setup.check_model(config, processes)
+    model_config = setup.check_model(config)
+    setup.resolve_recompute(config, model_config, processes)
     if _has_tokenizer(config):
         load_tokenizer(config)
-    if config.policy.quant_cfg is not None:
-        fmt = format_names.read_quant_format(config.policy.quant_cfg)
-        formats.check_model(fmt, model_config)
-        formats.check_hardware(fmt, config.rollout.backend)
+    setup.trained_format(config, model_config)
     check_card(config)
     liger.check_gpu(config)
     gpu_memory.limit_gpu_memory(config)
