@@ -8,10 +8,10 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from kit.core.errors import CheckFailed
 from kit.rollout.replica import Replica, ReplicaError
@@ -45,18 +45,27 @@ class Replicas:
     """All replicas of one command. As a context manager it ends every process on exit, unless `leave_running`.
 
     `prefix` are words put before each replica's command: a program that runs the command in the replica's place.
+    `look` is called on every liveness check and handles signals; without it SIGINT and SIGTERM raise `Stopped`.
     """
 
-    def __init__(self, plans: list[Plan], detach: bool = False, prefix: Sequence[str] = ()):
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        detach: bool = False,
+        prefix: Sequence[str] = (),
+        look: Callable[[], None] | None = None,
+    ):
         self.plans, self.detach, self.prefix = plans, detach, prefix
+        self.look = look or self._raise_if_stopped
         self.running: list[Running] = []
+        self.serving: set[str] = set()  # URLs that answered as they should
+        self.started = time.monotonic()
+        self._handled = () if look else (signal.SIGINT, signal.SIGTERM)
         self._signal: int | None = None
         self._left = False
-        self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Replicas":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+        self._before = {number: signal.signal(number, self._note) for number in self._handled}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -71,6 +80,10 @@ class Replicas:
     def _note(self, number: int, frame: object) -> None:
         self._signal = number
 
+    def _raise_if_stopped(self) -> None:
+        if self._signal is not None:
+            raise Stopped(self._signal)
+
     def leave_running(self) -> None:
         """Keep the processes running after this command."""
         self._left = True
@@ -82,24 +95,20 @@ class Replicas:
         def die_with_the_launcher() -> None:
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
+        self.started = time.monotonic()
         for plan in self.plans:
-            plan.log.parent.mkdir(parents=True, exist_ok=True)
             environment = {**os.environ, **plan.environment}
             # Its routes answer anyone who reaches the port, key or not, and the kit's own routes do not need it.
             environment.pop("VLLM_SERVER_DEV_MODE", None)
-            with open(plan.log, "a") as log:
-                mark_start(log, plan.command)
-                process = subprocess.Popen(
-                    [*self.prefix, *plan.command],
-                    # `python -m` puts the working directory first on the import path, so not the checkout.
-                    cwd=plan.log.parent,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=None if self.detach else die_with_the_launcher,
-                )
+            process = start_logged(
+                plan.command,
+                plan.log,
+                environment,
+                self.prefix,
+                # `python -m` puts the working directory first on the import path, so not the checkout.
+                cwd=plan.log.parent,
+                preexec_fn=None if self.detach else die_with_the_launcher,
+            )
             self.running.append(Running(plan, process))
 
     def wait_ready(self, wait_s: float, check: Callable[[Plan, dict], None]) -> None:
@@ -122,6 +131,7 @@ class Replicas:
                     waiting[url] = (one, reason)
                 else:
                     check(one.plan, info)
+                    self.serving.add(url)
                     del waiting[url]
             if waiting:
                 time.sleep(max(0.0, min(POLL_S, deadline - time.monotonic())))
@@ -134,8 +144,7 @@ class Replicas:
 
     def check_alive(self) -> None:
         """Raise `CheckFailed` if a replica has ended, `Stopped` if the user wants everything to end."""
-        if self._signal is not None:
-            raise Stopped(self._signal)
+        self.look()
         for one in self.running:
             if (code := one.process.poll()) is not None:
                 others = " The other replicas were stopped." if len(self.running) > 1 else ""
@@ -165,11 +174,25 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def mark_start(log: IO[str], command: list[str]) -> None:
-    """Write the line that precedes a command's output in its log, which may hold earlier starts."""
-    words = shlex.join(command).replace("\n", " ")
-    log.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
-    log.flush()
+def start_logged(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], prefix: Sequence[str] = (), **options: Any
+) -> subprocess.Popen:
+    """Start a command in a session of its own. Its output is appended to `log`, which may hold earlier starts, below
+    a line with the time and the command."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file:
+        words = shlex.join(command).replace("\n", " ")
+        file.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
+        file.flush()
+        return subprocess.Popen(
+            [*prefix, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
 
 
 def _log(plan: Plan) -> str:

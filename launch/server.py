@@ -64,13 +64,9 @@ def start(config: Config, flags: argparse.Namespace, overrides: list[str]) -> in
         return DONE
 
     def check(plan: Plan, info: dict) -> None:
-        if wrong := differences(config, manifest, info):
-            raise CheckFailed(
-                f"the server at {plan.url} is not what the run needs: {'; '.join(wrong)}. Log: {plan.log}"
-            )
-        print(f"{plan.url} is ready after {time.monotonic() - started:.0f} s (pid {info['pid']})", flush=True)
+        check_answer(config, manifest, plan, info)
+        print(f"{plan.url} is ready after {time.monotonic() - replicas.started:.0f} s (pid {info['pid']})", flush=True)
 
-    started = time.monotonic()
     with Replicas(found, flags.detach) as replicas:
         try:
             replicas.start()
@@ -137,6 +133,12 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
         "answer whoever reaches the port, also without VLLM_API_KEY. The replicas started here run without it.",
         flush=True,
     )
+
+
+def check_answer(config: Config, manifest: dict, plan: Plan, info: dict) -> None:
+    """Raise `CheckFailed` if a replica's /info is not what the configuration needs."""
+    if wrong := differences(config, manifest, info):
+        raise CheckFailed(f"the server at {plan.url} is not what the run needs: {'; '.join(wrong)}. Log: {plan.log}")
 
 
 def differences(config: Config, manifest: dict, info: dict) -> list[str]:

@@ -1,4 +1,4 @@
-"""Start a complete run, its rollout servers and its trainer, in order, and end them together.
+"""Start a complete run, its rollout servers and its trainer, and end them together.
 
     python -m launch.up --config RUN.yaml
     python -m launch.up --config RUN.yaml --resume
@@ -6,10 +6,11 @@
     python -m launch.up --config RUN.yaml --dry_run
 
 Checks the configuration as the recipe does, writes the dequantized base if it is missing, starts one replica per URL
-in rollout.server_urls, waits until they answer, then starts the trainer on the other GPUs. With rollout.backend
-in_process there is only the trainer. Ctrl-C, SIGTERM and SIGHUP end the trainer, then the servers; a second Ctrl-C
-kills at once. The first process that dies ends the run with its reason. Keys of the YAML can be given as --group.key
-value. Exit code: 0 done, 1 a process or a check failed, 2 bad input, 128 + signal when stopped.
+in rollout.server_urls, and the trainer on the other GPUs while the replicas load; a trainer that shares their GPUs
+starts once they answer. With rollout.backend in_process there is only the trainer. Ctrl-C, SIGTERM and SIGHUP end the
+trainer, then the servers; a second Ctrl-C kills at once. The first process that dies ends the run with its reason.
+Keys of the YAML can be given as --group.key value. Exit code: 0 done, 1 a process or a check failed, 2 bad input,
+128 + signal when stopped.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.run_directory import RunDir, base_directory
 from kit.plan.layout import fits
 from kit.plan.placement import Placement, place
-from launch.replicas import Replicas, Stopped, read_end
-from launch.server import differences
+from launch.replicas import Replicas, Running, Stopped, read_end
+from launch.server import check_answer
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
 from launch.starting.trainer_command import (
     Command,
@@ -84,6 +85,11 @@ class Start:
     memory: str = ""  # launch.plan's estimate
     logs: Path | None = None  # for a dry run, which does not touch the run's directory
     is_elsewhere: bool = False  # planned for the GPUs that the lists name, on a machine without any
+
+    @property
+    def shared_gpus(self) -> list[str]:
+        """GPUs that trainer and replicas have in common."""
+        return [gpu for gpu in self.placement.trainer if gpu in self.placement.servers]
 
     @property
     def check(self) -> Command | None:
@@ -188,7 +194,7 @@ def describe(start: Start) -> str:
         f"trainer  {count} process{'es' * (count > 1)} on {on} by {start.launcher.path}, log "
         f"{_short(start.log('trainer'))}"
     )
-    if shared := [gpu for gpu in placement.trainer if gpu in placement.servers]:
+    if shared := start.shared_gpus:
         asleep = "sleep while the trainer updates" if config.server.sleep else "stay in memory"
         lines.append(f"         shares GPU {', '.join(shared)} with the replicas, which {asleep}")
     if start.is_elsewhere:
@@ -256,22 +262,6 @@ class Signals:
             raise Stopped
 
 
-class Servers(Replicas):
-    """Replicas of a run: `look` is called on every liveness check, and signals are handled by the run."""
-
-    def __init__(self, plans: list[Plan], look: Callable[[], None]):
-        super().__init__(plans, prefix=leash())
-        self.look, self.started = look, time.monotonic()
-        self.serving: set[str] = set()
-
-    def __enter__(self) -> "Servers":
-        return self
-
-    def check_alive(self) -> None:
-        self.look()
-        super().check_alive()
-
-
 @dataclass
 class Up:
     """One start of a complete run."""
@@ -279,9 +269,9 @@ class Up:
     start: Start
     checks_only: bool = False
     jobs: list[Job] = field(default_factory=list)
-    servers: Servers | None = None
 
     def __post_init__(self) -> None:
+        self.servers = Replicas([], look=self.look)
         self.signals = Signals(self.pids)
         plain = Console(highlight=False, force_terminal=False)
         self.view = View(self.start.run, self.statuses, plain if self.checks_only else Console(highlight=False))
@@ -304,16 +294,42 @@ class Up:
         return DONE
 
     def everything(self) -> None:
-        start = self.start
+        """Write the base, start servers and trainer, and wait for the trainer to end."""
+        start, config = self.start, self.start.config
         if start.base:
-            self.step("base", start.base, f"dequantized base {base_directory(start.config)}")
+            self.step("base", start.base, f"dequantized base {base_directory(config)}")
         self.view.follow_steps(start.log("trainer"))
-        with self.serve() as self.servers, self.job("trainer", start.trainer, start.placement.trainer) as trainer:
-            self.view.say(f"trainer: started (pid {trainer.process.pid}), log {_short(trainer.log)}")
-            code = self.wait(trainer)
-            if code != DONE:
-                raise self.cause(trainer.failure(code))
-            self.view.say("trainer: done")
+        manifest = check_base(config, start.arguments[1]) if start.vllm else {}
+        found = server_plans(config, start.vllm, start.placement) if start.base else start.servers
+        with Replicas(found, prefix=leash(), look=self.look) as self.servers:
+            try:
+                self.servers.start()
+                for one in self.servers.running:
+                    log = _short(one.plan.log)
+                    self.view.say(f"server {one.plan.url}: started (pid {one.process.pid}), log {log}")
+                if start.shared_gpus:  # vLLM measures the free memory of its GPUs while it starts
+                    self.wait_for_servers(manifest)
+                with self.job("trainer", start.trainer, start.placement.trainer) as trainer:
+                    self.view.say(f"trainer: started (pid {trainer.process.pid}), log {_short(trainer.log)}")
+                    # Before the trainer's own end: it waits for the servers and fails when they do.
+                    self.wait_for_servers(manifest)
+                    if (code := self.wait(trainer)) != DONE:
+                        raise self.cause(trainer.failure(code))
+                    self.view.say("trainer: done")
+            finally:
+                if found:
+                    self.view.say("servers: asked to end")
+
+    def wait_for_servers(self, manifest: dict) -> None:
+        """Wait until every replica answers as the configuration needs; a no-op once they have."""
+        servers, config = self.servers, self.start.config
+
+        def check(plan: Plan, info: dict) -> None:
+            check_answer(config, manifest, plan, info)
+            self.view.say(f"server {plan.url}: ready after {time.monotonic() - servers.started:.0f} s")
+
+        if len(servers.serving) < len(servers.running):
+            servers.wait_ready(config.rollout.server_wait_s, check)
 
     def step(self, name: str, command: Command, what: str) -> None:
         """Run one command to completion before the servers start."""
@@ -336,56 +352,20 @@ class Up:
     def wait(self, job: Job) -> int:
         """Wait for a job and return its exit code; `Stopped` on a signal, `CheckFailed` if a server ends first."""
         while (code := job.ended()) is None:
-            self.look()
-            if self.servers:
-                self.check_servers()
+            try:
+                self.servers.check_alive()
+            except CheckFailed as failed:
+                self.view.say(str(failed).partition(". ")[0])
+                raise
             time.sleep(POLL_S)
         self.view.update(at_once=True)
         if code != DONE:
             self.signals.check()
         return code
 
-    def check_servers(self) -> None:
-        try:
-            self.servers.check_alive()
-        except CheckFailed as failed:
-            self.view.say(str(failed).partition(". ")[0])
-            raise
-
     def look(self) -> None:
         self.signals.check()
         self.view.update()
-
-    @contextlib.contextmanager
-    def serve(self):
-        """The replicas, once they answer."""
-        start, config = self.start, self.start.config
-        manifest = check_base(config, start.arguments[1]) if start.vllm else {}
-        found = server_plans(config, start.vllm, start.placement) if start.base else start.servers
-        with Servers(found, self.look) as servers:
-            self.servers = servers
-            started = time.monotonic()
-
-            def check(plan: Plan, info: dict) -> None:
-                if wrong := differences(config, manifest, info):
-                    raise CheckFailed(
-                        f"the server at {plan.url} is not what the run needs: {'; '.join(wrong)}. Log: {plan.log}"
-                    )
-                servers.serving.add(plan.url)
-                self.view.say(f"server {plan.url}: ready after {time.monotonic() - started:.0f} s")
-
-            if found:
-                servers.start()
-                for one in servers.running:
-                    self.view.say(
-                        f"server {one.plan.url}: started (pid {one.process.pid}), log {_short(one.plan.log)}"
-                    )
-                servers.wait_ready(config.rollout.server_wait_s, check)
-            try:
-                yield servers
-            finally:
-                if found:
-                    self.view.say("servers: asked to end")
 
     def cause(self, failed: JobFailed) -> Exception:
         """The trainer's failure, or the failure of a server that caused it."""
@@ -400,31 +380,28 @@ class Up:
 
     def pids(self) -> list[int]:
         """The running processes that this command started."""
-        servers = self.servers.running if self.servers else []
-        processes = [one.process for one in [*self.jobs, *servers]]
+        processes = [one.process for one in [*self.jobs, *self.servers.running]]
         return [process.pid for process in processes if process.returncode is None]
 
     def statuses(self) -> list[Status]:
         """One row per process, servers first."""
-        now, rows = time.monotonic(), []
-        for one in self.servers.running if self.servers else []:
-            name = f"server {one.plan.port}"
-            state = "serving" if one.plan.url in self.servers.serving else "starting"
-            rows.append((name, state, one.process, one.plan.gpus or (), self.servers.started, one.plan.log))
-        jobs = [job for job in self.jobs if job.process.poll() is None or job.name == "trainer"]
-        rows += [(job.name, "running", job.process, job.gpus, job.started, job.log) for job in jobs]
-        ending = self.signals.received is not None
-        return [
-            Status(
-                name,
-                "ended" if process.poll() is not None else "ending" if ending else state,
-                process.pid,
-                gpus,
-                now - started,
-                log,
+        servers, now = self.servers, time.monotonic()
+
+        def row(name: str, state: str, one: Job | Running, gpus: tuple[str, ...], started: float, log: Path) -> Status:
+            ending = "ending" if self.signals.received is not None else state
+            state = "ended" if one.process.poll() is not None else ending
+            return Status(name, state, one.process.pid, gpus, now - started, log)
+
+        rows = [
+            row(
+                f"server {one.plan.port}",
+                "serving" if one.plan.url in servers.serving else "starting",
+                *(one, one.plan.gpus or (), servers.started, one.plan.log),
             )
-            for name, state, process, gpus, started, log in rows
+            for one in servers.running
         ]
+        shown = [job for job in self.jobs if job.process.poll() is None or job.name == "trainer"]
+        return rows + [row(job.name, "running", job, job.gpus, job.started, job.log) for job in shown]
 
 
 def what_is_left(start: Start) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from kit.core.errors import BAD_INPUT, CHECK_FAILED, KitError
-from launch.replicas import first_error, how_it_ended, log_end, mark_start, members, read_end
+from launch.replicas import first_error, how_it_ended, log_end, members, read_end, start_logged
 from launch.starting.trainer_command import Command
 from launch.vllm_command import ROOT
 
@@ -50,17 +50,8 @@ class Job:
     started: float = 0.0  # time.monotonic()
 
     def __enter__(self) -> "Job":
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "a") as log:
-            mark_start(log, self.command.words)
-            self.process = subprocess.Popen(
-                [*leash(), *self.command.words],
-                env={**os.environ, **self.command.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        environment = {**os.environ, **self.command.environment}
+        self.process = start_logged(self.command.words, self.log, environment, leash())
         self.started = time.monotonic()
         return self
 
@@ -133,18 +124,11 @@ def without_launcher(lines: list[str]) -> list[str]:
     return lines[: starts[-1]] if starts else lines
 
 
-def trees(pids: list[int]) -> list[psutil.Process]:
-    """The living processes with these ids and all their descendants."""
-    found: list[psutil.Process] = []
+def kill_trees(pids: list[int]) -> None:
+    """Send SIGKILL to these processes and all their descendants."""
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            found += [process, *process.children(recursive=True)]
-    return found
-
-
-def kill_trees(pids: list[int]) -> None:
-    """Send SIGKILL to these processes and all their descendants."""
-    for process in trees(pids):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+            for one in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    one.kill()

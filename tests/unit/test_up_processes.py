@@ -25,12 +25,12 @@ from launch import up
 from launch.starting import jobs, leash
 from launch.starting.trainer_command import CPU, Command, read_launcher
 from launch.starting.view import Status, StepLines, View, process_table
-from launch.vllm_command import Plan
 from tests import processes
-from tests.unit.test_server_wait import Program, answers
+from tests.unit.test_server_wait import Program, answers, free_port
 
 ROOT = Path(__file__).parents[2]
 TINY = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
+__all__ = ["free_port"]  # a fixture
 SERVES = answers(200, {"pid": 5})
 STEPS = "import time\nfor n in range(1, 4): print(f'step {n}/3 reward 0.5', flush=True); time.sleep(0.1)\n"
 SLEEPS = "import time; print('step 1/3 reward 0.5', flush=True); time.sleep(600)"
@@ -60,8 +60,9 @@ def server_lives(port: int) -> str:
     return f"(lambda: __import__('socket').socket().connect_ex(('127.0.0.1', {port})) == 0)"
 
 
-def start_of(folder: Path, port: int, programs: dict[str, str]) -> up.Start:
-    """A start of stand-ins: code for `check`, `base`, `server`, `trainer`; the last one is always there."""
+def start_of(folder: Path, port: int, programs: dict[str, str], gpus: tuple[str, ...] = ()) -> up.Start:
+    """A start of stand-ins: code for `check`, `base`, `server`, `trainer`; the last one is always there. Trainer and
+    server share `gpus`."""
 
     def made(name: str) -> Command | None:
         code = programs.get(name)
@@ -69,22 +70,19 @@ def start_of(folder: Path, port: int, programs: dict[str, str]) -> up.Start:
 
     config = load_config(TINY, [f"--run.output_dir={folder}", "--rollout.server_wait_s=60"])
     url, log = f"http://127.0.0.1:{port}", folder / "logs" / f"server-{port}.log"
-    servers: list[Plan] = []
-    if "server" in programs:
-        servers = [Program(url, "127.0.0.1", port, None, {}, {}, log, programs["server"])]
+    servers = [Program(url, "127.0.0.1", port, None, {}, {}, log, programs["server"])] if "server" in programs else []
 
     class Start(up.Start):
         check = made("check")
 
-    arguments = ["--config", TINY]
-    places = (read_launcher(str(ROOT / CPU)), Placement(is_machine_without=True), None)
-    return Start(config, arguments, False, *places, RunDir(folder), made("base"), made("trainer"), servers)
+    places = (read_launcher(str(ROOT / CPU)), Placement(gpus, gpus, is_machine_without=not gpus), None)
+    return Start(config, ["--config", TINY], False, *places, RunDir(folder), made("base"), made("trainer"), servers)
 
 
-def run(folder: Path, port: int, programs: dict[str, str]) -> int:
+def run(folder: Path, port: int, programs: dict[str, str], gpus: tuple[str, ...] = ()) -> int:
     """As a command of its own would run it; used by the tests and, in another process, by `DRIVER`."""
-    up.differences, up.server_plans = lambda *_: [], lambda *_: start.servers
-    start = start_of(folder, port, programs)
+    up.check_answer, up.server_plans = lambda *_: None, lambda *_: start.servers
+    start = start_of(folder, port, programs, gpus)
     return up.Up(start).run()
 
 
@@ -100,22 +98,18 @@ run_command(lambda: run(Path(folder), port, programs))
 
 
 @pytest.fixture
-def port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def port(free_port) -> int:
+    return free_port()
 
 
 @pytest.fixture
 def stand_ins(tmp_path, port, monkeypatch):
     """`stand_ins(server=code, …)` runs them in this process: exit code, or the error it ends with."""
-    for name in ("differences", "server_plans"):
+    for name in ("check_answer", "server_plans"):
         monkeypatch.setattr(up, name, getattr(up, name))  # restored after `run` replaces them
 
-    def make(**programs: str) -> int:
-        return run(tmp_path, port, programs)
+    def make(gpus: tuple[str, ...] = (), **programs: str) -> int:
+        return run(tmp_path, port, programs, gpus)
 
     return make
 
@@ -131,12 +125,17 @@ def note(path: Path, name: str) -> str:
     return f"open({str(path)!r}, 'a').write('{name} ')\n"
 
 
+def until(condition: str) -> str:
+    return f"import os, time\nwhile not ({condition}): time.sleep(0.05)\n"
+
+
 def test_everything_starts_in_order_and_is_gone_at_the_end(stand_ins, tmp_path, capsys, left):
+    """The trainer starts while the server loads: this server waits for it."""
     order = tmp_path / "order"
-    serves = note(order, "server") + SERVES
-    trainer = note(order, "trainer") + "assert SERVER()\n" + STEPS
+    serves = until(f"'trainer' in open({str(order)!r}).read()") + note(order, "server") + SERVES
+    trainer = note(order, "trainer") + until("SERVER()") + STEPS
     code = stand_ins(check=note(order, "check"), base=note(order, "base"), server=serves, trainer=trainer)
-    assert code == 0 and order.read_text().split() == ["check", "base", "server", "trainer"]
+    assert code == 0 and order.read_text().split() == ["check", "base", "trainer", "server"]
     assert left() == []
     said = capsys.readouterr().out
     for part in ("check: done", "base: done", "ready after", "step 1/3 reward 0.5", "step 3/3", "trainer: done"):
@@ -145,6 +144,11 @@ def test_everything_starts_in_order_and_is_gone_at_the_end(stand_ins, tmp_path, 
     assert {log.name.split("-")[0] for log in (tmp_path / "logs").iterdir()} == {
         *("check.log", "base.log", "server", "trainer.log")
     }
+
+
+def test_on_shared_gpus_the_trainer_starts_once_the_server_answers(stand_ins):
+    """vLLM measures the free memory of its GPU while it loads."""
+    assert stand_ins(("0",), server=f"import time; time.sleep(1)\n{SERVES}", trainer="assert SERVER()") == 0
 
 
 @pytest.mark.parametrize("failing", ["check", "base"])
@@ -175,27 +179,31 @@ def test_a_trainer_that_dies_ends_the_servers_with_its_reason_and_code(
     assert left() == []
 
 
-DIES_LATER = "import os, threading; threading.Timer(SECONDS, lambda: os._exit(3)).start()\n" + SERVES
+DIES_LATER = "import os, threading; threading.Timer(1.5, lambda: os._exit(3)).start()\n" + SERVES
 
 
-def test_a_server_that_dies_ends_the_trainer(stand_ins, port, left):
+@pytest.mark.parametrize(
+    ("server", "trainer"),
+    [
+        (DIES_LATER, NOTES),
+        # While the trainer loads; its own end, of whatever kind, does not hide the server's.
+        (until("os.path.exists('../noted')") + "os._exit(3)", "open(NOTED, 'w'); import time; time.sleep(600)"),
+        ("import time; time.sleep(1); import os; os._exit(3)", "import sys; sys.exit('error: no answer')"),
+    ],
+)
+def test_a_server_that_dies_ends_the_trainer(stand_ins, tmp_path, port, left, server, trainer):
     began = time.monotonic()
-    with pytest.raises(CheckFailed, match=rf"the server at http://127.0.0.1:{port} ended with exit code 3"):
-        stand_ins(server=DIES_LATER.replace("SECONDS", "1.5"), trainer=NOTES)
-    assert time.monotonic() - began < 100
+    with pytest.raises(CheckFailed, match=rf"the server at http://127.0.0.1:{port} ended with exit code 3") as failed:
+        stand_ins(server=server, trainer=trainer.replace("NOTED", repr(str(tmp_path / "noted"))))
+    assert failed.value.exit_code == 1 and time.monotonic() - began < 100
     assert left() == []
 
 
 def test_a_server_that_dies_behind_a_failing_trainer_is_named_as_the_cause(stand_ins):
     """Requests fail while a server is still on its way down."""
+    trainer = until("SERVER()") + "import sys; time.sleep(1); sys.exit('error: no answer')"
     with pytest.raises(CheckFailed, match=r"(?s)ended with exit code 3.*trainer ended with exit code 1. no answer"):
-        stand_ins(server=DIES_LATER.replace("SECONDS", "1.5"), trainer="import sys; sys.exit('error: no answer')")
-
-
-def test_the_trainer_never_starts_beside_a_server_that_does_not(stand_ins, tmp_path):
-    with pytest.raises(CheckFailed, match="ended with exit code 4"):
-        stand_ins(server="import sys; sys.exit(4)", trainer=note(tmp_path / "order", "trainer"))
-    assert not (tmp_path / "order").exists()
+        stand_ins(server=DIES_LATER.replace("1.5", "3.5"), trainer=trainer)
 
 
 @contextlib.contextmanager
@@ -235,7 +243,7 @@ def gone(family: list[psutil.Process]) -> bool:
     [(signal.SIGINT, WITH_WORKER, 5), (signal.SIGTERM, NOTES, 4), (signal.SIGHUP, NOTES, 4)],
 )
 def test_a_signal_ends_the_trainer_then_the_servers_and_every_descendant(tmp_path, port, number, trainer, count):
-    with driven(tmp_path, port, {"server": SERVES, "trainer": trainer}) as process:
+    with driven(tmp_path, port, {"server": SERVES, "trainer": until("SERVER()") + trainer}) as process:
         assert len(process.family) == count, "two leashes, server, trainer, and its worker"
         process.send_signal(number)
         said, _ = processes.finish(process)
