@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ if sys.version_info < (3, 11):  # noqa: UP036  the imports below fail on older v
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
 
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, Interrupted, run_command
-from launch.checks import gpu, host, packages, recipe, run
+from launch.checks import gpu, host, packages, run
 from launch.checks.children import stopped
-from launch.checks.machine import Machine, Row, cores, fail
+from launch.checks.machine import Machine, Row, cores
 
 Check = Callable[[Machine], Iterator[Row]]
 # In report order. The second entry marks checks that take seconds (child processes, network) and run concurrently.
@@ -53,7 +54,7 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "ports": (run.ports, False, "free, or served by this run's replicas already"),
     "hub": (run.hub, True, "model and data: local, cached, or given out by the hub"),
     "model": (
-        recipe.model,
+        run.model,
         True,
         "what the recipe refuses of the run's model and of this machine, without its weights",
     ),
@@ -86,7 +87,7 @@ def main() -> int:
     seconds = time.monotonic() - started
     failed = [row for row in rows if row.status == "fail"]
     if flags.json:
-        facts = [{"name": row.name, "status": row.status, "found": row.found, "fix": row.fix} for row in rows]
+        facts = [{key: getattr(row, key) for key in ("name", "status", "found", "fix")} for row in rows]
         print(json.dumps({"ok": not failed, "seconds": round(seconds, 1), "checks": facts}, indent=2))
     else:
         count = {status: sum(row.status == status for row in rows) for status in MARKS}
@@ -174,7 +175,7 @@ def run_checks(machine: Machine, names: list[str], quick: bool = False) -> Itera
             elif name in wanted:
                 yield from run_check(machine, name)
             elif quick and name == "vllm" and name in names:
-                yield Row(name, "skip", "--quick")
+                yield Row("skip", "--quick", name=name)
     finally:
         with stopped():
             pool.shutdown(wait=True, cancel_futures=True)
@@ -183,7 +184,7 @@ def run_checks(machine: Machine, names: list[str], quick: bool = False) -> Itera
 def run_check(machine: Machine, name: str) -> list[Row]:
     """Rows of a check. An exception in the check becomes a failed row, never a traceback."""
     try:
-        return list(CHECKS[name][0](machine))
+        return [replace(row, name=name) for row in CHECKS[name][0](machine)]
     except Exception as error:
         where = error.__traceback__
         while where and where.tb_next:
@@ -191,7 +192,7 @@ def run_check(machine: Machine, name: str) -> list[Row]:
         place = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where else "unknown place"
         said = (str(error).splitlines() or [""])[0]
         fix = f"python -m launch.doctor --only {name} --logs doctor-logs, and report what it says"
-        return [fail(name, f"the check itself broke at {place}: {type(error).__name__}: {said}", fix)]
+        return [Row("fail", f"the check itself broke at {place}: {type(error).__name__}: {said}", fix, name)]
 
 
 def show(row: Row) -> None:

@@ -29,25 +29,23 @@ NCCL_CURES = {
 
 def gpu(machine: Machine) -> Iterator[Row]:
     """The GPUs, what their compute capability supports, MIG, and other processes on them."""
-    name = "gpu"
     if not machine.all_gpus:
         if machine.which("nvidia-smi"):
             yield fail(
-                name,
                 "nvidia-smi is installed and shows no GPU",
                 "run nvidia-smi and read its message; in a container start it with --gpus all; after a driver update "
                 "reboot",
             )
         else:
-            yield skip(name, "no NVIDIA GPU (no nvidia-smi): everything runs on the CPU")
+            yield skip("no NVIDIA GPU (no nvidia-smi): everything runs on the CPU")
         return
     listed = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None and len(machine.gpus) < len([part for part in listed.split(",") if part.strip()]):
         known = ", ".join(one.index for one in machine.all_gpus)
         what = f"CUDA_VISIBLE_DEVICES={listed} shows {len(machine.gpus)} GPUs; this machine has {known}"
-        yield fail(name, what, "unset CUDA_VISIBLE_DEVICES")
+        yield fail(what, "unset CUDA_VISIBLE_DEVICES")
     elif listed is not None and not machine.gpus:
-        yield warn(name, f"CUDA_VISIBLE_DEVICES={listed!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+        yield warn(f"CUDA_VISIBLE_DEVICES={listed!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
     for (label, capability, gib), count in Counter(
         (one.name, one.capability, round(one.total_gib)) for one in machine.gpus
     ).items():
@@ -55,35 +53,35 @@ def gpu(machine: Machine) -> Iterator[Row]:
     if len({one.name for one in machine.gpus}) > 1:
         found = f"different GPUs: {', '.join(one.name for one in machine.gpus)}; a job over all waits for the slowest"
         same = [one.index for one in machine.gpus if one.name == machine.gpus[0].name]
-        yield warn(name, found, f"export CUDA_VISIBLE_DEVICES={','.join(same)}")
+        yield warn(found, f"export CUDA_VISIBLE_DEVICES={','.join(same)}")
     for one in machine.gpus:
         if one.is_split:
             what = f"GPU {one.index} is split (MIG): a process sees one slice of it, and slices cannot use NCCL"
-            yield warn(name, what, f"sudo nvidia-smi -i {one.index} -mig 0, or launch one process per slice")
+            yield warn(what, f"sudo nvidia-smi -i {one.index} -mig 0, or launch one process per slice")
         elif one.used_gib > IN_USE_GIB:
-            yield warn(name, *_in_use(machine, one))
+            yield warn(*_in_use(machine, one))
 
 
 def _capability(machine: Machine, what: str, capability: tuple[int, int]) -> Iterator[Row]:
-    name, config = "gpu", machine.config
+    config = machine.config
     if capability == (0, 0):
-        yield warn(name, f"{what}: the driver does not tell its compute capability", "update the NVIDIA driver")
+        yield warn(f"{what}: the driver does not tell its compute capability", "update the NVIDIA driver")
         return
     known = f"{what}, compute capability {capability[0]}.{capability[1]}"
     if capability < BF16:
         bad = fail if config and config.model.dtype == "bfloat16" else warn
-        yield bad(name, f"{known}: no BF16 (8.0 and newer)", "train on a newer GPU, or with --model.dtype float32")
+        yield bad(f"{known}: no BF16 (8.0 and newer)", "train on a newer GPU, or with --model.dtype float32")
         return
     fp8 = "FP8" if capability >= FP8 else "no FP8 (8.9 and newer)"
     nvfp4 = "NVFP4" if capability >= NVFP4 else "NVFP4 as weights only (10.0 multiplies it)"
     found = f"{known}: BF16, {fp8}, {nvfp4}"
     if capability < FP8:
         needs = machine.needs_server and config.server.weights != "bf16"
-        yield (fail if needs else warn)(name, found, "--server.weights bf16")
+        yield (fail if needs else warn)(found, "--server.weights bf16")
     elif capability < NVFP4 and config and "nvfp4" in config.eval.formats:
-        yield warn(name, found, "take nvfp4 out of eval.formats, or nvfp4a16, which is made for weights only")
+        yield warn(found, "take nvfp4 out of eval.formats, or nvfp4a16, which is made for weights only")
     else:
-        yield ok(name, found)
+        yield ok(found)
 
 
 def _in_use(machine: Machine, one: Gpu) -> tuple[str, str]:
@@ -111,18 +109,17 @@ def torch_build() -> tuple[str, str | None]:
 
 def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iterator[Row]:
     """Check the torch build against the driver, and a matrix product on every device."""
-    name = "torch"
     version, cuda = build or torch_build()
     if not version:
-        yield fail(name, "torch is not installed", install_command(machine))
+        yield fail("torch is not installed", install_command(machine))
         return
     if problem := _build_problem(machine, version, cuda):
-        yield fail(name, *problem)
+        yield fail(*problem)
         return
     if not machine.gpus:  # whether it loads is covered by the imports check
-        yield ok(name, f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to try")
+        yield ok(f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to try")
         return
-    log = machine.logs / "torch.log" if machine.logs else None
+    log = machine.log("torch")
     outcome = run_steps([["torch_devices"]], TORCH_LIMIT_S, machine.environment, log)[0]
     yield from torch_rows(machine, outcome)
 
@@ -150,43 +147,42 @@ def _build_problem(machine: Machine, version: str, cuda: str | None) -> tuple[st
 
 def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
     """Rows of what `torch_devices` found."""
-    name, facts = "torch", outcome.facts
+    facts = outcome.facts
     if outcome.problem:
-        yield fail(name, reason(outcome), install_command(machine))
+        yield fail(reason(outcome), install_command(machine))
         return
     build = f"{facts['version']}, built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU'}"
     if not facts["available"]:
         fix = "nvidia-smi -q | head; in a container start it with --gpus all; after a driver update reboot"
-        yield fail(name, f"{build}: no CUDA device is usable: {facts.get('reason', 'torch gives no reason')}", fix)
+        yield fail(f"{build}: no CUDA device is usable: {facts.get('reason', 'torch gives no reason')}", fix)
         return
     if len(facts["devices"]) != len(machine.gpus):
         found = f"{build}: torch sees {len(facts['devices'])} GPUs, nvidia-smi {len(machine.gpus)}"
-        yield warn(name, found, "echo $CUDA_VISIBLE_DEVICES; nvidia-smi -L")
+        yield warn(found, "echo $CUDA_VISIBLE_DEVICES; nvidia-smi -L")
     broken = 0
     for index, device in enumerate(facts["devices"]):
         for kind, error in device["errors"].items():
             if isinstance(error, str) or error > (WRONG_FP8 if kind == "fp8" else WRONG_BF16):
                 broken += 1
                 told = error if isinstance(error, str) else f"is off by {error:.1%}"
-                yield fail(name, f"GPU {index} ({device['name']}): a {kind} product: {told}", install_command(machine))
+                yield fail(f"GPU {index} ({device['name']}): a {kind} product: {told}", install_command(machine))
     if not broken:
         driver = machine.gpus[0].driver
-        yield ok(name, f"{build}, driver {driver}; {len(facts['devices'])} GPUs multiply right")
+        yield ok(f"{build}, driver {driver}; {len(facts['devices'])} GPUs multiply right")
 
 
 def bitsandbytes(machine: Machine) -> Iterator[Row]:
     """Check NF4 on this device numerically."""
-    log = machine.logs / "bitsandbytes.log" if machine.logs else None
+    log = machine.log("bitsandbytes")
     outcome = run_steps([["bitsandbytes_round_trip"]], ROUND_TRIP_LIMIT_S, machine.environment, log)[0]
     yield bitsandbytes_row(machine, outcome)
 
 
 def bitsandbytes_row(machine: Machine, outcome: Outcome) -> Row:
-    name, facts = "bitsandbytes", outcome.facts
+    facts = outcome.facts
     if outcome.problem:
-        return fail(name, reason(outcome), _fix(machine, outcome, "python -m bitsandbytes"))
+        return fail(reason(outcome), _fix(machine, outcome, "python -m bitsandbytes"))
     return ok(
-        name,
         f"NF4 on {facts['device']}: round trip {facts['error']:.1%} off, layer {facts['layer_error']:.2%} off, "
         f"adapter gradient cosine {facts['cosine']:.3f}",
     )
@@ -207,27 +203,26 @@ def vllm(machine: Machine) -> Iterator[Row]:
 
 def _vllm_outcome(machine: Machine, weights: str | None) -> Outcome:
     environment = {"VLLM_NO_USAGE_STATS": "1", **machine.environment, "HF_HUB_OFFLINE": "1"}
-    log = machine.logs / "vllm.log" if machine.logs else None
+    log = machine.log("vllm")
     return run_steps([["vllm_token", weights]], VLLM_LIMIT_S, environment, log)[0]
 
 
 def vllm_rows(machine: Machine, weights: str | None, outcome: Outcome, plain: Outcome | None) -> Iterator[Row]:
     """Rows of `vllm_token`; `plain` is the retry with unquantized weights after a failure."""
-    name, facts = "vllm", outcome.facts
+    facts = outcome.facts
     if outcome.problem:
         if plain and not plain.problem:
-            yield fail(name, f"{weights}: {reason(outcome)}; bf16 works", "--server.weights bf16")
+            yield fail(f"{weights}: {reason(outcome)}; bf16 works", "--server.weights bf16")
         else:
-            yield fail(name, f"{weights or 'bf16'}: {reason(outcome)}", _vllm_fix(machine, outcome))
+            yield fail(f"{weights or 'bf16'}: {reason(outcome)}", _vllm_fix(machine, outcome))
         return
     yield ok(
-        name,
         f"{facts['version']} as {weights or 'bf16'}: ready in {facts['start_s']:.0f} s, one token, log-probs "
         f"{facts['delta']:.3f} nats from transformers'",
     )
     for variable, near in facts["unknown"].items():
         meant = f"; did you mean {near[0]}?" if near else ""
-        yield warn(name, f"vLLM {facts['version']} reads no variable {variable}{meant}", f"unset {variable}")
+        yield warn(f"vLLM {facts['version']} reads no variable {variable}{meant}", f"unset {variable}")
 
 
 def _vllm_fix(machine: Machine, outcome: Outcome) -> str:
@@ -247,16 +242,15 @@ def _fix(machine: Machine, outcome: Outcome, otherwise: str) -> str:
 
 def nccl(machine: Machine) -> Iterator[Row]:
     """NCCL all-reduce over all GPUs, verified, with bus bandwidth; gloo over two processes when there is no GPU."""
-    name = "nccl"
     if not machine.gpus:
         outcomes = _all_reduce(machine, 2, "gloo", 4, {})
         yield collective_row(machine, "gloo", outcomes, {})
         return
     if len(machine.gpus) == 1:
-        yield skip(name, "one GPU: nothing to exchange")
+        yield skip("one GPU: nothing to exchange")
         return
     if any(one.is_split for one in machine.gpus):
-        yield skip(name, "the GPUs are split (MIG), and slices cannot use NCCL")
+        yield skip("the GPUs are split (MIG), and slices cannot use NCCL")
         return
     outcomes = _all_reduce(machine, len(machine.gpus), "nccl", 256, {})
     cures: dict[str, bool] = {}
@@ -270,7 +264,7 @@ def nccl(machine: Machine) -> Iterator[Row]:
 
 
 def _all_reduce(machine: Machine, world: int, backend: str, mib: int, more: dict[str, str]) -> list[Outcome]:
-    log = machine.logs / "nccl.log" if machine.logs else None
+    log = machine.log("nccl")
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(world) as pool:
 
         def rank_of(rank: int) -> Outcome:
@@ -282,24 +276,23 @@ def _all_reduce(machine: Machine, world: int, backend: str, mib: int, more: dict
 
 def collective_row(machine: Machine, backend: str, outcomes: list[Outcome], cures: dict[str, bool]) -> Row:
     """The row of an all-reduce; `cures` maps the NCCL_CURES that were tried to whether each helped."""
-    name, world = "nccl", len(outcomes)
+    world = len(outcomes)
     what = f"{world} {'GPUs' if backend == 'nccl' else 'processes on the CPU'} by {backend}"
     broken = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.problem}
     if not broken:
         facts = outcomes[0].facts
-        return ok(name, f"{what}: sum of {facts['mib']} MiB right, bus bandwidth {facts['gb_per_s']:g} GB/s")
+        return ok(f"{what}: sum of {facts['mib']} MiB right, bus bandwidth {facts['gb_per_s']:g} GB/s")
     # The other ranks then wait for the first to fail until they time out.
     rank, first = min(broken.items(), key=lambda item: item[1].seconds)
     found = f"{what}: rank {rank}: {reason(first)}"
     if backend == "gloo":
         again = "export GLOO_SOCKET_IFNAME=lo, and python -m launch.doctor --only nccl"
-        return fail(name, found, _fix(machine, first, again))
+        return fail(found, _fix(machine, first, again))
     if helps := next((variable for variable, helped in cures.items() if helped), None):
         value, why = NCCL_CURES[helps]
-        return fail(name, f"{found}; with {helps}={value} it works: {why}", f"export {helps}={value}")
+        return fail(f"{found}; with {helps}={value} it works: {why}", f"export {helps}={value}")
     tried = f" ({', '.join(cures)} did not help)" if cures else ""
     return fail(
-        name,
         f"{found}{tried}",
         "NCCL_DEBUG=INFO python -m launch.doctor --only nccl --logs doctor-logs, and read doctor-logs/nccl.log",
     )

@@ -40,29 +40,29 @@ def python(machine: Machine, version: tuple[int, ...] = sys.version_info[:3]) ->
     """Interpreter version."""
     found = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version < OLDEST_PYTHON:
-        yield fail("python", f"{found}; 3.11 or newer is needed", "make install PYTHON=python3.11")
+        yield fail(f"{found}; 3.11 or newer is needed", "make install PYTHON=python3.11")
     else:
-        yield ok("python", found)
+        yield ok(found)
 
 
 def platform(machine: Machine, flags: str | None = None) -> Iterator[Row]:
     """Operating system, processor and cores."""
     kind = system.system()
     if kind != "Linux":
-        yield fail("platform", f"{kind}: vLLM has no builds for it", "use Linux, or WSL 2 on Windows")
+        yield fail(f"{kind}: vLLM has no builds for it", "use Linux, or WSL 2 on Windows")
         return
     flags = read_text("/proc/cpuinfo") if flags is None else flags
     sets = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()]
     count = cores()
     found = f"Linux {system.machine()}, {count:g} cores, {', '.join(sets) or 'no AVX'}"
     if not machine.all_gpus and system.machine() == "x86_64" and "avx2" not in sets:
-        yield warn("platform", f"{found}: vLLM for CPUs wants AVX2 or AVX-512", "use a newer processor, or a GPU")
+        yield warn(f"{found}: vLLM for CPUs wants AVX2 or AVX-512", "use a newer processor, or a GPU")
     elif count < 2:
-        yield warn("platform", f"{found}: trainer and server want a core each", "give the container 2 cores or more")
+        yield warn(f"{found}: trainer and server want a core each", "give the container 2 cores or more")
     elif not machine.all_gpus and system.machine() == "x86_64" and "avx512f" not in sets:
-        yield ok("platform", f"{found}: vLLM for CPUs serves w4a16 and awq only with AVX-512, fp8 and bf16 here too")
+        yield ok(f"{found}: vLLM for CPUs serves w4a16 and awq only with AVX-512, fp8 and bf16 here too")
     else:
-        yield ok("platform", found)
+        yield ok(found)
 
 
 def memory(machine: Machine, gib: tuple[float, float] | None = None) -> Iterator[Row]:
@@ -70,20 +70,16 @@ def memory(machine: Machine, gib: tuple[float, float] | None = None) -> Iterator
     whole, free = gib or memory_gib()
     found = f"{free:.1f} of {whole:.1f} GiB are free"
     if free < LEAST_MEMORY_GIB:
-        yield fail(
-            "memory", f"{found}; importing torch and vLLM takes {LEAST_MEMORY_GIB:g}", "ps aux --sort=-rss | head"
-        )
+        yield fail(f"{found}; importing torch and vLLM takes {LEAST_MEMORY_GIB:g}", "ps aux --sort=-rss | head")
     elif free < LOW_MEMORY_GIB:
-        yield warn(
-            "memory", f"{found}; trainer and server together take {LOW_MEMORY_GIB:g}", "ps aux --sort=-rss | head"
-        )
+        yield warn(f"{found}; trainer and server together take {LOW_MEMORY_GIB:g}", "ps aux --sort=-rss | head")
     else:
-        yield ok("memory", found)
+        yield ok(found)
 
 
 def limits(machine: Machine, read=resource.getrlimit, has_infiniband: bool | None = None) -> Iterator[Row]:
     """ulimits: open files, locked memory, core dumps."""
-    name, bad = "limits", False
+    bad = False
     files, most_files = (_count(value) for value in read(resource.RLIMIT_NOFILE))
     locked, _ = (_count(value) for value in read(resource.RLIMIT_MEMLOCK))
     core, _ = (_count(value) for value in read(resource.RLIMIT_CORE))
@@ -93,20 +89,20 @@ def limits(machine: Machine, read=resource.getrlimit, has_infiniband: bool | Non
         fix = f"ulimit -n {min(65536, most_files):.0f}"
         if most_files < ENOUGH_FILES:
             fix = "docker run --ulimit nofile=65536, or raise nofile in /etc/security/limits.conf"
-        yield (fail if files < LEAST_FILES else warn)(name, found, fix)
+        yield (fail if files < LEAST_FILES else warn)(found, fix)
     if has_infiniband is None:
         has_infiniband = Path("/sys/class/infiniband").is_dir()
     if has_infiniband and locked < GIB:
         bad = True
         found = f"{locked / 2**20:.0f} MiB of locked memory (ulimit -l): NCCL over InfiniBand registers more"
-        yield warn(name, found, "ulimit -l unlimited, or docker run --ulimit memlock=-1")
+        yield warn(found, "ulimit -l unlimited, or docker run --ulimit memlock=-1")
     if core > 10 * GIB and not read_text("/proc/sys/kernel/core_pattern").startswith("|"):
         bad = True
         found = "core dumps are on (ulimit -c): a crashed server writes its whole memory into its log folder"
-        yield warn(name, found, "ulimit -c 0")
+        yield warn(found, "ulimit -c 0")
     if not bad:
         told = "unlimited" if locked == float("inf") else f"{locked / 2**20:.0f} MiB"
-        yield ok(name, f"{files:.0f} open files, {told} locked memory, core dumps {'on' if core else 'off'}")
+        yield ok(f"{files:.0f} open files, {told} locked memory, core dumps {'on' if core else 'off'}")
 
 
 def _count(value: int) -> float:
@@ -118,7 +114,7 @@ def shm(machine: Machine) -> Iterator[Row]:
     try:
         stat = machine.statvfs("/dev/shm")
     except OSError as error:
-        yield fail("shm", f"/dev/shm cannot be read: {error.strerror}", "mount -t tmpfs -o size=16g tmpfs /dev/shm")
+        yield fail(f"/dev/shm cannot be read: {error.strerror}", "mount -t tmpfs -o size=16g tmpfs /dev/shm")
         return
     free = stat.f_bavail * stat.f_frsize / GIB
     workers = machine.processes_here
@@ -127,20 +123,19 @@ def shm(machine: Machine) -> Iterator[Row]:
     if free < needed:
         what = f"{found}; {workers} processes that exchange tensors want {needed:g}"
         fix = "docker run --shm-size=16g (or --ipc=host); else: sudo mount -o remount,size=16g /dev/shm"
-        yield (fail if workers > 1 else warn)("shm", what, fix)
+        yield (fail if workers > 1 else warn)(what, fix)
     else:
-        yield ok("shm", found)
+        yield ok(found)
 
 
 def disk(machine: Machine, needs: dict[str, tuple[Path, float]]) -> Iterator[Row]:
     """Free space, inodes, and whether files can be written and locked. `needs` is {purpose: (path, GiB)}; needs on
     the same file system are added up."""
-    name = "disk"
     systems: dict[int, list[tuple[str, Path, float]]] = {}
     for purpose, (path, gib) in needs.items():
         place = existing_parent(path)
         if problem := _cannot_write(place):
-            yield fail(name, f"{purpose} {path}: {problem}", f"chmod u+w {place}, or choose another place")
+            yield fail(f"{purpose} {path}: {problem}", f"chmod u+w {place}, or choose another place")
             continue
         systems.setdefault(os.stat(place).st_dev, []).append((purpose, place, gib))
     for users in systems.values():
@@ -150,13 +145,13 @@ def disk(machine: Machine, needs: dict[str, tuple[Path, float]]) -> Iterator[Row
         found = f"{free:.1f} GiB free for {', '.join(parts)}"
         fix = f"du -xsh {users[0][1]}/* | sort -h | tail, or --run.output_dir and HF_HOME on a larger disk"
         if free < needed + LEAST_DISK_GIB:
-            yield fail(name, f"{found}; {needed + LEAST_DISK_GIB:.1f} are needed", fix)
+            yield fail(f"{found}; {needed + LEAST_DISK_GIB:.1f} are needed", fix)
         elif stat.f_files and not stat.f_favail:
-            yield fail(name, f"{found}, and no inode is left", fix)
+            yield fail(f"{found}, and no inode is left", fix)
         elif free < needed + LOW_DISK_GIB:
-            yield warn(name, f"{found}; {needed + LOW_DISK_GIB:.1f} leave room for logs and compiled kernels", fix)
+            yield warn(f"{found}; {needed + LOW_DISK_GIB:.1f} leave room for logs and compiled kernels", fix)
         else:
-            yield ok(name, found)
+            yield ok(found)
 
 
 def _cannot_write(place: Path) -> str:
@@ -173,11 +168,11 @@ def _cannot_write(place: Path) -> str:
 
 def environment(machine: Machine) -> Iterator[Row]:
     """Variables known to slow a run down, break it or send it elsewhere."""
-    name, found = "environment", [*_threads(machine), *_odd_variables(machine)]
+    found = [*_threads(machine), *_odd_variables(machine)]
     yield from found
     if not found:
         threads = machine.environment.get("OMP_NUM_THREADS", "not set")
-        yield ok(name, f"OMP_NUM_THREADS {threads}; nothing odd among VLLM_*, NCCL_*, HF_*, CUDA_* and RANK")
+        yield ok(f"OMP_NUM_THREADS {threads}; nothing odd among VLLM_*, NCCL_*, HF_*, CUDA_* and RANK")
 
 
 def _threads(machine: Machine) -> Iterator[Row]:
@@ -185,12 +180,12 @@ def _threads(machine: Machine) -> Iterator[Row]:
     if text is None:
         if count <= FEW_CORES and not machine.gpus:
             found = f"OMP_NUM_THREADS is not set on {count:g} cores: threads that wait for each other cost minutes"
-            yield warn("environment", found, "export OMP_NUM_THREADS=1")
+            yield warn(found, "export OMP_NUM_THREADS=1")
     elif not text.isdigit() or int(text) < 1:
-        yield fail("environment", f"OMP_NUM_THREADS is {text!r}, no number of threads", "export OMP_NUM_THREADS=1")
+        yield fail(f"OMP_NUM_THREADS is {text!r}, no number of threads", "export OMP_NUM_THREADS=1")
     elif int(text) > count:
         found = f"OMP_NUM_THREADS is {text} on {count:g} cores"
-        yield warn("environment", found, f"export OMP_NUM_THREADS={max(1, int(count))}")
+        yield warn(found, f"export OMP_NUM_THREADS={max(1, int(count))}")
 
 
 def _odd_variables(machine: Machine) -> Iterator[Row]:
@@ -220,7 +215,7 @@ def _odd_variables(machine: Machine) -> Iterator[Row]:
     ]  # fmt: skip
     for is_odd, status, found, variables in rules:
         if is_odd:
-            yield status("environment", found, f"{'export' if '=' in variables else 'unset'} {variables}")
+            yield status(found, f"{'export' if '=' in variables else 'unset'} {variables}")
 
 
 def _allocator(machine: Machine) -> str:
@@ -230,18 +225,17 @@ def _allocator(machine: Machine) -> str:
 
 def compiler(machine: Machine, include: Path | None = None) -> Iterator[Row]:
     """Compilers for kernels built on first use (vLLM, triton, DeepSpeed), and stale locks of killed compiles."""
-    name, bad = "compiler", False
+    bad = False
     found = machine.which("g++") or machine.which("clang++")
     if not found:
         bad = True
         # Triton, which compiles GPU kernels, needs only a C compiler.
         is_enough = machine.gpus and not machine.uses_deepspeed and any(map(machine.which, ("gcc", "clang", "cc")))
         what = "no C++ compiler: vLLM and torch compile kernels on first use"
-        yield (warn if is_enough else fail)(name, what, "sudo apt-get install g++")
+        yield (warn if is_enough else fail)(what, "sudo apt-get install g++")
     if not ((include or Path(sysconfig.get_path("include"))) / "Python.h").is_file():
         bad = True
         yield (fail if machine.gpus else warn)(
-            name,
             "Python.h is missing: compiled kernels (triton on GPUs, torch's on CPUs) need it",
             f"sudo apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev",
         )
@@ -249,14 +243,14 @@ def compiler(machine: Machine, include: Path | None = None) -> Iterator[Row]:
         bad = True
         venv = Path(sys.prefix) / "bin"
         fix = f"export PATH={venv}:$PATH" if (venv / "ninja").is_file() else f"{sys.executable} -m pip install ninja"
-        yield fail(name, "ninja is not on PATH, and DeepSpeed compiles a helper with it on first use", fix)
+        yield fail("ninja is not on PATH, and DeepSpeed compiles a helper with it on first use", fix)
     for lock in _quiet_locks(machine):
         bad = True
         what = f"{lock}: a killed compile left its lock, and the next one waits for it without end"
-        yield (fail if machine.uses_deepspeed else warn)(name, what, f"rm {lock}")
+        yield (fail if machine.uses_deepspeed else warn)(what, f"rm {lock}")
     if not bad:
         ninja = "ninja" if machine.which("ninja") else "no ninja (only DeepSpeed needs it)"
-        yield ok(name, f"{found}, Python.h, {ninja}, no lock left behind")
+        yield ok(f"{found}, Python.h, {ninja}, no lock left behind")
 
 
 def _quiet_locks(machine: Machine) -> list[Path]:

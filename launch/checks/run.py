@@ -1,21 +1,20 @@
 """Checks of `launch.doctor` for one run: its keys, ports, GPUs, disk, model and data."""
 
+import contextlib
+import functools
 import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.plan.placement import Placement, place
 from launch.checks.children import reason, run_steps
 from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, warn
-
-if TYPE_CHECKING:
-    from kit.core.config.schema import Config
-    from kit.core.errors import KitError
-    from kit.plan.placement import Placement
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
 HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # for the request, and for the child process that makes it
@@ -29,35 +28,56 @@ NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight; other bases keep no separate copy 
 ADAPTER_SHARE = 0.011
 
 
+RECIPE_LIMIT_S = 120.0  # for a child that imports torch and transformers from a cold disk
+
+
+def of_a_run(check: Callable[[Machine], Iterator[Row]]) -> Callable[[Machine], Iterator[Row]]:
+    """A check of the run's configuration: skipped without one, and what it raises as `BadInput` are failed rows."""
+
+    @functools.wraps(check)
+    def checked(machine: Machine) -> Iterator[Row]:
+        if machine.config is None:
+            yield skip("no --config")
+            return
+        try:
+            yield from check(machine)
+        except BadInput as error:
+            yield from fails_of(str(error))
+
+    return checked
+
+
+def fails_of(message: str) -> Iterator[Row]:
+    """One row per line of a kit error message."""
+    for line in message.splitlines():
+        yield fail(*_halves(line))
+
+
+def _halves(text: str) -> tuple[str, str]:
+    """Split a kit error message into what is wrong (its first sentence) and what to do (the rest)."""
+    parts = re.split(r"(?<=[.:)])\s+(?=[A-Z])", text, maxsplit=1)
+    return parts[0].rstrip(".:"), parts[1].rstrip(".") if len(parts) > 1 else "change that key"
+
+
+@of_a_run
 def settings(machine: Machine) -> Iterator[Row]:
     """Conflicting keys, and what the run directory already holds."""
     from kit.core.config.checks import check_config, check_run_directory
-    from kit.core.errors import BadInput
 
-    name, config = "config", machine.config
-    if config is None:
-        yield skip(name, "no --config")
-        return
-    processes = planned_processes(machine)
-    with _announced(machine, processes):
-        try:
-            check_config(config, processes)
-        except BadInput as error:
-            yield from _rows_of(name, error)
-            return
+    config, processes = machine.config, planned_processes(machine)
+    with environment_of(announced(machine, processes)):
+        check_config(config, processes)
     try:
         check_run_directory(config, False, processes)
     except BadInput as error:
-        yield warn(name, *_halves(str(error)))
+        yield warn(*_halves(str(error)))
         return
     steps, where = config.train.max_steps, config.run.directory
-    yield ok(name, f"{config.run.name}: {steps} steps, {processes} trainer processes, writes to {where}")
+    yield ok(f"{config.run.name}: {steps} steps, {processes} trainer processes, writes to {where}")
 
 
 def planned_processes(machine: Machine) -> int:
     """Trainer processes over all machines, even when there are too few GPUs: the gpus check reports that."""
-    from kit.core.errors import BadInput
-
     try:
         return placed(machine)[1]
     except BadInput:
@@ -78,56 +98,32 @@ def announced(machine: Machine, processes: int) -> dict[str, str]:
     }
 
 
-class _announced:
-    """Set the variables of `announced` in this process while the keys are checked."""
-
-    def __init__(self, machine: Machine, processes: int):
-        self.values = announced(machine, processes)
-
-    def __enter__(self) -> None:
-        self.before = {name: os.environ.get(name) for name in self.values}
-        os.environ.update(self.values)
-
-    def __exit__(self, *error: object) -> None:
-        for name, value in self.before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+@contextlib.contextmanager
+def environment_of(values: dict[str, str]) -> Iterator[None]:
+    """Set these variables in this process for the block."""
+    before = {**os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def _rows_of(name: str, error: "KitError") -> Iterator[Row]:
-    yield from fails_of(name, str(error))
-
-
-def fails_of(name: str, message: str) -> Iterator[Row]:
-    """One row per line of a kit error message."""
-    for line in message.splitlines():
-        yield fail(name, *_halves(line))
-
-
-def _halves(text: str) -> tuple[str, str]:
-    """Split a kit error message into what is wrong (its first sentence) and what to do (the rest)."""
-    parts = re.split(r"(?<=[.:)])\s+(?=[A-Z])", text, maxsplit=1)
-    return parts[0].rstrip(".:"), parts[1].rstrip(".") if len(parts) > 1 else "change that key"
-
-
+@of_a_run
 def servers(machine: Machine) -> Iterator[Row]:
     """The rollout servers of the run: keys, GPUs, API key, dequantized base."""
-    from kit.core.errors import BadInput
-
-    name, config = "servers", machine.config
+    config = machine.config
     if not machine.needs_server:
-        yield skip(name, "no --config" if config is None else f"rollout.backend is {config.rollout.backend}")
+        yield skip(f"rollout.backend is {config.rollout.backend}")
         return
     from kit.core.run_directory import base_directory
     from launch.vllm_command import check_base, installed_vllm, plans
 
-    try:
-        kind = installed_vllm()
-    except BadInput as error:
-        yield from _rows_of(name, error)
-        return
+    kind = installed_vllm()
     if kind.is_cpu and machine.gpus:
         found = f"the installed vLLM is for CPUs and there are {len(machine.gpus)} GPUs"
-        yield fail(name, found, "make install DEVICE=cuda")
+        yield fail(found, "make install DEVICE=cuda")
         return
     broken = 0
     gpus = None if kind.is_cpu else [one.index for one in machine.gpus]
@@ -139,57 +135,45 @@ def servers(machine: Machine) -> Iterator[Row]:
     else:
         broken += 1
         found = f"the dequantized base {directory} is not there yet; launch.up writes it"
-        yield warn(name, found, f"python -m merge base {machine.config_words}")
+        yield warn(found, f"python -m merge base {machine.config_words}")
     for check in checks:
         try:
             check()
         except BadInput as error:
-            for row in _rows_of(name, error):
-                broken += 1
-                yield fail(name, row.found, row.fix.replace("--config CONFIG", machine.config_words))
+            broken += 1
+            yield from fails_of(str(error).replace("--config CONFIG", machine.config_words))
     if not broken:
         key = "with VLLM_API_KEY" if machine.environment.get("VLLM_API_KEY") else "on loopback, without a key"
         count = len(config.rollout.server_urls)
-        yield ok(name, f"{count} of {config.server.weights} from {directory}, {key}")
+        yield ok(f"{count} of {config.server.weights} from {directory}, {key}")
 
 
+@of_a_run
 def gpus_needed(machine: Machine) -> Iterator[Row]:
     """Whether this machine has the GPUs that trainer and servers need."""
     from kit.core.config.shared_gpu import split_fault
-    from kit.core.errors import BadInput
     from kit.plan.replica import replica_gib
 
-    name, config = "gpus", machine.config
-    if config is None:
-        yield skip(name, "no --config")
+    config, there = machine.config, len(machine.gpus)
+    placement, processes = placed(machine)
+    if not there:
+        yield skip(f"no GPU: {processes} trainer processes on the CPU")
         return
-    try:
-        placement, processes = placed(machine)
-    except BadInput as error:
-        yield from _rows_of(name, error)
-        return
-    if not machine.gpus:
-        yield skip(name, f"no GPU: {processes} trainer processes on the CPU")
-        return
-    there = len(machine.gpus)
-    with _announced(machine, processes):
+    with environment_of(announced(machine, processes)):
         fault = split_fault(config, min(one.total_gib for one in machine.gpus), replica_gib(config))
     if fault:
-        yield fail(name, *_halves(fault))
+        yield fail(*_halves(fault))
     elif processes > there * machine.machines:
         fix = f"accelerate launch --num_processes {there * machine.machines}"
-        yield fail(name, f"{processes} trainer processes on {machine.machines} machines of {there} GPUs", fix)
+        yield fail(f"{processes} trainer processes on {machine.machines} machines of {there} GPUs", fix)
     else:
-        trainer = ", ".join(placement.trainer) or "none"
-        servers = ", ".join(placement.servers) or "none"
-        yield ok(name, f"{there} visible: {processes} trainer processes on {trainer}; servers on {servers}")
+        trainer, replicas = (", ".join(gpus) or "none" for gpus in (placement.trainer, placement.servers))
+        yield ok(f"{there} visible: {processes} trainer processes on {trainer}; servers on {replicas}")
 
 
-def placed(machine: Machine) -> tuple["Placement", int]:
+def placed(machine: Machine) -> tuple[Placement, int]:
     """(GPU placement on this machine, trainer processes over all machines), as launch.up decides them; `BadInput` if
     there are too few GPUs."""
-    from kit.core.errors import BadInput
-    from kit.plan.placement import place
     from launch.starting.trainer_command import choose_launcher, process_count, read_launcher
     from launch.vllm_command import installed_vllm
 
@@ -198,18 +182,37 @@ def placed(machine: Machine) -> tuple["Placement", int]:
         replicas_on_gpus = machine.needs_server and not installed_vllm().is_cpu
     except BadInput:  # the packages check reports it
         replicas_on_gpus = machine.needs_server
-    if machine.launcher is None:
-        placement = place(config, visible, replicas_on_gpus)
-        return placement, process_count(choose_launcher(len(placement.trainer)), len(placement.trainer))
     if machine.machines > 1:
         if not visible and not machine.accelerate.get("use_cpu"):
             raise BadInput(
                 f"{machine.launcher} is for GPUs and CUDA shows none here. Use accelerate_configs/cpu.yaml."
             )
         return place(config, visible, replicas_on_gpus), int(machine.accelerate.get("num_processes", 1))
-    launcher = read_launcher(machine.launcher)
-    placement = place(config, visible, replicas_on_gpus, not launcher.is_cpu)
-    return placement, process_count(launcher, len(placement.trainer))
+    launcher = read_launcher(machine.launcher) if machine.launcher else None
+    placement = place(config, visible, replicas_on_gpus, not (launcher and launcher.is_cpu))
+    trainer_gpus = len(placement.trainer)
+    return placement, process_count(launcher or choose_launcher(trainer_gpus), trainer_gpus)
+
+
+@of_a_run
+def model(machine: Machine) -> Iterator[Row]:
+    """Whether the recipe accepts the run's model and this machine; from its config.json, in a child process."""
+    from kit.core.config.load import to_dict
+
+    processes = planned_processes(machine)
+    # Files that are not here yet belong to the hub check, which has a time limit of its own.
+    environment = {**machine.environment, **announced(machine, processes), "HF_HUB_OFFLINE": "1"}
+    step = ["recipe_checks", json.dumps(to_dict(machine.config), default=str), processes, str(Path.cwd())]
+    outcome = run_steps([step], RECIPE_LIMIT_S, environment, machine.log("model"))[0]
+    if outcome.problem:
+        fix = "python -m launch.doctor --only imports torch --logs doctor-logs"
+        yield fail(f"the recipe's checks broke: {reason(outcome)}", fix)
+    elif outcome.facts["skipped"]:
+        yield skip(outcome.facts["skipped"])
+    elif outcome.facts["refused"]:
+        yield from fails_of(outcome.facts["refused"])
+    else:
+        yield ok(f"{machine.config.model.source}, {outcome.facts['kind']}: the recipe takes it")
 
 
 def is_here(url: str) -> bool:
@@ -220,22 +223,22 @@ def is_here(url: str) -> bool:
 
 def ports(machine: Machine) -> Iterator[Row]:
     """Whether the ports that the run listens on are free, or already served by its own replicas."""
-    name, config, free = "ports", machine.config, []
+    config, free = machine.config, []
     wanted = dict(DEFAULT_PORTS) if config is None else {}
     if machine.needs_server:
         for url in config.rollout.server_urls:
             if not is_here(url):
-                yield skip(name, f"{url} is on another machine: run the doctor there")
+                yield skip(f"{url} is on another machine: run the doctor there")
                 continue
             host, port = urlsplit(url).hostname, urlsplit(url).port or 80
             if not (problem := _why_taken(host, port)):
                 free.append(port)
             elif told := _replica_at(url):
-                yield ok(name, f"{url} is served by the kit already: {told}")
+                yield ok(f"{url} is served by the kit already: {told}")
             else:
                 stop = f"python -m launch.server stop {machine.config_words}"
                 other = f"--rollout.server_urls '[\"http://{host}:{_free_port()}\"]'"
-                yield fail(name, f"{url}: {problem}", f"{stop} (if it is a server of this run), or {other}")
+                yield fail(f"{url}: {problem}", f"{stop} (if it is a server of this run), or {other}")
     facts = machine.accelerate or {}
     if facts.get("num_processes", 1) > 1:
         wanted[int(facts.get("main_process_port") or 29500)] = "accelerate's main_process_port"
@@ -244,13 +247,13 @@ def ports(machine: Machine) -> Iterator[Row]:
             flag = f"accelerate launch --main_process_port {_free_port()}"
             if "accelerate" not in owner:
                 flag = f"--rollout.server_urls '[\"http://127.0.0.1:{_free_port()}\"]'"
-            yield (fail if config else warn)(name, f"{port} ({owner}): {problem}", flag)
+            yield (fail if config else warn)(f"{port} ({owner}): {problem}", flag)
         else:
             free.append(port)
     if free:
-        yield ok(name, f"free: {', '.join(map(str, free))}")
+        yield ok(f"free: {', '.join(map(str, free))}")
     elif not wanted and not machine.needs_server:
-        yield skip(name, "rollout.backend is in_process and one process trains: no port is used")
+        yield skip("rollout.backend is in_process and one process trains: no port is used")
 
 
 def _why_taken(host: str, port: int) -> str:
@@ -324,58 +327,58 @@ def is_whole_model(folder: Path) -> bool:
 
 def hub(machine: Machine) -> Iterator[Row]:
     """Where model and data are: at a local path, in the cache, or on the hub."""
-    name, config = "hub", machine.config
+    config = machine.config
     if config is None:
         answer = ask_hub(machine, "model", SOME_MODEL, None)
         models = len(list(hub_folder(machine).glob("models--*")))
         if answer == "there":
-            yield ok(name, f"the hub answers; {models} models in {hub_folder(machine)}")
+            yield ok(f"the hub answers; {models} models in {hub_folder(machine)}")
         else:
             fix = "work with local copies (--model.path, --data.path), or fill the cache: hf download MODEL"
-            yield warn(name, f"the hub does not answer ({answer}); {models} models in {hub_folder(machine)}", fix)
+            yield warn(f"the hub does not answer ({answer}); {models} models in {hub_folder(machine)}", fix)
         return
     yield _place(machine, "model", config.model.path, config.model.id, config.model.revision)
     yield _place(machine, "dataset", config.data.path, config.data.id, None)
 
 
 def _place(machine: Machine, kind: str, path: str | None, identifier: str | None, revision: str | None) -> Row:
-    name, key = "hub", "model" if kind == "model" else "data"
+    key = "model" if kind == "model" else "data"
     if path is not None:
         return _local(machine, kind, Path(path))
     if identifier is None:
-        return fail(name, "neither data.id nor data.path is set", "--data.path FILE")
+        return fail("neither data.id nor data.path is set", "--data.path FILE")
     if there := cached(machine, kind, identifier):
-        return ok(name, f"{key}.id {identifier} is in the cache: {there}")
+        return ok(f"{key}.id {identifier} is in the cache: {there}")
     if is_offline(machine):
         flag = " --repo-type dataset" if kind == "dataset" else ""
         get = f"HF_HUB_OFFLINE=0 hf download {identifier}{flag}, or --{key}.path DIRECTORY"
-        return fail(name, f"{key}.id {identifier} is not in {hub_folder(machine)}, and HF_HUB_OFFLINE is set", get)
+        return fail(f"{key}.id {identifier} is not in {hub_folder(machine)}, and HF_HUB_OFFLINE is set", get)
     answer = ask_hub(machine, kind, identifier, revision)
     if answer == "there":
-        return ok(name, f"{key}.id {identifier} is on the hub, not in the cache yet")
+        return ok(f"{key}.id {identifier} is on the hub, not in the cache yet")
     if "gated" in answer:
         fix = f"accept its terms at https://huggingface.co/{identifier}, then hf auth login"
     elif "no answer" in answer or "hangs" in answer:
         fix = f"check the network (HTTPS_PROXY, HF_ENDPOINT), or --{key}.path with a local copy"
     else:
         fix = f"check the spelling, hf auth login for a private one, or --{key}.path with a local copy"
-    return fail(name, f"{key}.id {identifier}: {answer}; not in {hub_folder(machine)} either", fix)
+    return fail(f"{key}.id {identifier}: {answer}; not in {hub_folder(machine)} either", fix)
 
 
 def _local(machine: Machine, kind: str, path: Path) -> Row:
-    name, config = "hub", machine.config
+    config = machine.config
     key = "model.path" if kind == "model" else "data.path"
     make = f"--{key} with the right one"
     if path.name == "tiny-base":
         make = f"python recipes/tiny_base.py --out {path}"
     if not path.exists():
-        return fail(name, f"{key} {path} does not exist", make)
+        return fail(f"{key} {path} does not exist", make)
     if kind == "model" and not is_whole_model(path):
-        return fail(name, f"{key} {path} has no config.json, or not all of its weights", make)
+        return fail(f"{key} {path} has no config.json, or not all of its weights", make)
     split = config.data.train_split.partition("[")[0]
     if kind == "dataset" and path.is_dir() and not any(path.glob(f"{split}*")):
-        return fail(name, f"{key} {path} has no file of the split {split}", "--data.train_split NAME")
-    return ok(name, f"{key} {path} is there")
+        return fail(f"{key} {path} has no file of the split {split}", "--data.train_split NAME")
+    return ok(f"{key} {path} is there")
 
 
 def is_offline(machine: Machine) -> bool:
@@ -386,7 +389,7 @@ def is_offline(machine: Machine) -> bool:
 
 def ask_hub(machine: Machine, kind: str, identifier: str, revision: str | None) -> str:
     """`there`, or why the hub does not serve it; in a child process, because a DNS lookup cannot be interrupted."""
-    step: list[Any] = ["hub_head", kind, identifier, revision, HEAD_LIMIT_S]
+    step = ["hub_head", kind, identifier, revision, HEAD_LIMIT_S]
     outcome = run_steps([step], HUB_LIMIT_S, machine.environment)[0]
     return reason(outcome) if outcome.problem else outcome.facts
 
@@ -423,7 +426,7 @@ def disk_needs(machine: Machine) -> dict[str, tuple[Path, float]]:
     return {"run": (config.run.directory, size * _run_share(config)), **places}
 
 
-def _run_share(config: "Config") -> float:
+def _run_share(config: Config) -> float:
     """Size of a run's output as a share of its model: merged formats, adapters, checkpoints."""
     merged = sum(FORMAT_SHARES.get(one, QUARTER_SHARE) for one in config.eval.formats)
     adapter = ADAPTER_SHARE * config.policy.lora_rank / 16

@@ -77,14 +77,13 @@ def test_one_command_serves_trains_and_leaves_an_adapter_and_no_process(start, b
     order = [
         "check: done",
         "base: done",
-        "ready after",
         "trainer: started",
+        "ready after",
         f"step 1/{STEPS}",
         f"step {STEPS}/{STEPS}",
     ]
-    places = [
-        said.index(part) for part in [*order, "trainer: done", "servers: asked to end", f"{STEPS} steps, reward"]
-    ]
+    order += ["trainer: done", "servers: asked to end", f"{STEPS} steps, reward"]
+    places = [said.index(part) for part in order]
     assert places == sorted(places), said
     assert said.count(f"step 1/{STEPS}") == 1
     run = RunDir(tmp_path / "run")

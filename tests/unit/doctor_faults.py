@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from tests.unit.command_lines import ROOT
 
 TINY = ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 BIG = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
+ONE_GPU, ZERO2, TWO_NODES = (f"accelerate_configs/{name}.yaml" for name in ("one_gpu", "zero2", "two_nodes"))
 H200 = "{index}, GPU-{index}ab, NVIDIA H200, 580.65.06, 143771, {used}, 9.0, {mig}"
 A100 = "{index}, GPU-{index}ab, NVIDIA A100-SXM4-80GB, 580.65.06, 81920, {used}, 8.0, {mig}"
 V100 = "{index}, GPU-{index}ab, Tesla V100-SXM2-16GB, 535.54.03, 16384, {used}, 7.0, [N/A]"
@@ -46,6 +46,10 @@ def machine(config: Path | None = None, changes: dict | None = None, launcher: s
     return Machine(**facts | parts)
 
 
+def served(**changes) -> Machine:
+    return machine(TINY, {"rollout.backend": "server", **changes})
+
+
 def statvfs(free_gib: float, inodes: int = 1000) -> Callable:
     return lambda path: SimpleNamespace(f_bavail=free_gib * GIB, f_frsize=1, f_files=1000, f_favail=inodes)
 
@@ -59,8 +63,8 @@ def limit(**values: int) -> Callable:
     return lambda which: (values.get(names[which][0], names[which][1]), values.get("most", 1 << 20))
 
 
-def variables(**values: str) -> Machine:
-    return machine(environment={"OMP_NUM_THREADS": "1", **values})
+def variables(config: Path | None = None, **values: str) -> Machine:
+    return machine(config, environment={"OMP_NUM_THREADS": "1", **values})
 
 
 def requirements(folder: Path, *pins: str) -> Path:
@@ -94,6 +98,8 @@ def compiler(folder: Path, age_s: float = 9999.0, launcher: str | None = None, *
     return [*host.compiler(machine(launcher=launcher, **tools | parts))]
 
 
+AWAKE = {"server.sleep": False}
+RICH = metadata.version("rich")
 GOOD = Outcome(1.0, {"gb_per_s": 100.0, "mib": 16})
 HUNG = Outcome(75.0, problem="hangs: no end within 75 s", log="NCCL WARN something\n")
 DEVICE = {"name": "NVIDIA H200", "capability": [9, 0], "errors": {"bf16": 0.002, "fp8": 0.037}}
@@ -102,8 +108,12 @@ TOKEN = {"version": "0.31.0", "token": 5, "delta": 0.05, "start_s": 3.0, "unknow
 ON_H200 = {"run_tool": smi(H200)}
 
 
+def seen(**changes) -> Outcome:
+    return Outcome(1.0, SEEN | changes)
+
+
 def wrong_device(**errors) -> Outcome:
-    return Outcome(1.0, SEEN | {"devices": [DEVICE | {"errors": errors}]})
+    return seen(devices=[DEVICE | {"errors": errors}])
 
 
 def vllm_fault(text: str, plain: Outcome | None = None, weights: str | None = "fp8_per_channel") -> Iterator[Row]:
@@ -121,55 +131,28 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
     "locked memory": (lambda t: host.limits(machine(), limit(locked=1 << 23), True), "warn", "8 MiB of locked"),
     "small shm": (lambda t: host.shm(machine(statvfs=statvfs(0.06))), "warn", "0.06 GiB free in /dev/shm"),
     "shm for tensor parallel": (
-        lambda t: host.shm(
-            machine(BIG, {"server.tensor_parallel": 4}, statvfs=statvfs(2.0), run_tool=smi(H200, 4))
-        ),
-        "fail",
-        "4 processes that exchange tensors want 4",
-    ),
-    "full disk": (
-        lambda t: host.disk(machine(statvfs=statvfs(0.2)), {"run": (t / "runs", 0.0)}),
-        "fail",
-        "0.2 GiB free for run; 1.0 are needed",
-    ),
+        lambda t: host.shm(machine(BIG, {"server.tensor_parallel": 4}, statvfs=statvfs(2.0), run_tool=smi(H200, 4))),
+        "fail", "4 processes that exchange tensors want 4"),
+    "full disk": (lambda t: host.disk(machine(statvfs=statvfs(0.2)), {"run": (t / "runs", 0.0)}),
+        "fail", "0.2 GiB free for run; 1.0 are needed"),
     "disk that the run fills": (
         lambda t: host.disk(machine(statvfs=statvfs(20)), {"run": (t, 15.0), "base": (t / "b", 8.0)}),
-        "fail",
-        "20.0 GiB free for run 15.0, base 8.0; 24.0 are needed",
-    ),
-    "disk nearly full": (
-        lambda t: host.disk(machine(statvfs=statvfs(3)), {"run": (t, 0.0)}),
-        "warn",
-        "3.0 GiB free",
-    ),
-    "no inodes": (
-        lambda t: host.disk(machine(statvfs=statvfs(99, 0)), {"run": (t, 0.0)}),
-        "fail",
-        "no inode is left",
-    ),
-    "place that cannot be written": (
-        lambda t: host.disk(machine(), {"run": (Path("/proc/sys/runs"), 0.0)}),
-        "fail",
-        "run /proc/sys/runs",
-    ),
+        "fail", "20.0 GiB free for run 15.0, base 8.0; 24.0 are needed"),
+    "disk nearly full": (lambda t: host.disk(machine(statvfs=statvfs(3)), {"run": (t, 0.0)}), "warn", "3.0 GiB free"),
+    "no inodes": (lambda t: host.disk(machine(statvfs=statvfs(99, 0)), {"run": (t, 0.0)}), "fail", "no inode is left"),
+    "place that cannot be written": (lambda t: host.disk(machine(), {"run": (Path("/proc/sys/runs"), 0.0)}),
+        "fail", "run /proc/sys/runs"),
     "no compiler": (lambda t: compiler(t, 0, which=lambda name: None), "fail", "no C++ compiler"),
     "only a C compiler": (
         lambda t: compiler(t, 0, which=lambda name: name if name in ("gcc", "ninja") else None, **ON_H200),
-        "warn",
-        "no C++ compiler",
-    ),
-    "no headers": (
-        lambda t: host.compiler(machine(which=lambda n: n, environment={}, **ON_H200), t),
-        "fail",
-        "Python.h is missing",
-    ),
+        "warn", "no C++ compiler"),
+    "no headers": (lambda t: host.compiler(machine(which=lambda n: n, environment={}, **ON_H200), t),
+        "fail", "Python.h is missing"),
     "ninja for deepspeed": (
-        lambda t: compiler(t, 0, "accelerate_configs/zero2.yaml", which=lambda n: None if n == "ninja" else n),
-        "fail",
-        "ninja is not on PATH",
-    ),
+        lambda t: compiler(t, 0, ZERO2, which=lambda n: None if n == "ninja" else n),
+        "fail", "ninja is not on PATH"),
     "lock left behind": (lambda t: compiler(t), "warn", "fused_adam/lock"),
-    "lock for deepspeed": (lambda t: compiler(t, launcher="accelerate_configs/zero2.yaml"), "fail", "left its lock"),
+    "lock for deepspeed": (lambda t: compiler(t, launcher=ZERO2), "fail", "left its lock"),
     "threads": (lambda t: host.environment(variables(OMP_NUM_THREADS="4096")), "warn", "4096 on"),
     "threads that are none": (lambda t: host.environment(variables(OMP_NUM_THREADS="all")), "fail", "'all'"),
     "log level": (lambda t: host.environment(variables(VLLM_LOGGING_LEVEL="LOUD")), "fail", "LOUD"),
@@ -178,202 +161,96 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
     "blocking": (lambda t: host.environment(variables(CUDA_LAUNCH_BLOCKING="1")), "warn", "BLOCKING"),
     "rank": (lambda t: host.environment(variables(RANK="3")), "warn", "one of several processes"),
     "segments with sleep": (
-        lambda t: host.environment(
-            machine(BIG, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"})
-        ),
-        "warn",
-        "the trainer asks for it by itself",
-    ),
-    "package missing": (
-        lambda t: packages.packages(machine(root=requirements(t, "no-such-distribution==1.0"))),
-        "fail",
-        "missing: no-such-distribution 1.0",
-    ),
-    "package of another version": (
-        lambda t: packages.packages(machine(root=requirements(t, "Rich==3.1.0"))),
-        "fail",
-        f"rich {metadata.version('rich')}, requirements-cpu.txt pins 3.1.0",
-    ),
+        lambda t: host.environment(variables(BIG, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")),
+        "warn", "the trainer asks for it by itself"),
+    "package missing": (lambda t: packages.packages(machine(root=requirements(t, "no-such-distribution==1.0"))),
+        "fail", "missing: no-such-distribution 1.0"),
+    "package of another version": (lambda t: packages.packages(machine(root=requirements(t, "Rich==3.1.0"))),
+        "fail", f"rich {RICH}, requirements-cpu.txt pins 3.1.0"),
     "package of another patch": (
-        lambda t: packages.packages(
-            machine(root=requirements(t, f"rich=={metadata.version('rich').rpartition('.')[0]}.99"))
-        ),
-        "warn",
-        ".99",
-    ),
+        lambda t: packages.packages(machine(root=requirements(t, f"rich=={RICH.rpartition('.')[0]}.99"))),
+        "warn", ".99"),
     "no requirements": (lambda t: packages.packages(machine(root=t)), "fail", "cannot be read"),
     "no gpu shown": (lambda t: gpu.gpu(machine(which=lambda n: n)), "fail", "shows no GPU"),
     "no fp8": (lambda t: gpu.gpu(machine(run_tool=smi(A100))), "warn", "no FP8"),
     "no fp8 for the server": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(A100))), "fail", "no FP8"),
     "no bf16": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(V100))), "fail", "no BF16"),
-    "weights-only nvfp4": (
-        lambda t: gpu.gpu(machine(BIG, {"eval.formats": "[bf16, fp8, nvfp4]"}, **ON_H200)),
-        "warn",
-        "NVFP4 as weights only",
-    ),
+    "weights-only nvfp4": (lambda t: gpu.gpu(machine(BIG, {"eval.formats": "[bf16, fp8, nvfp4]"}, **ON_H200)),
+        "warn", "NVFP4 as weights only"),
     "split gpu": (lambda t: gpu.gpu(machine(run_tool=smi(H200, mig="Enabled"))), "warn", "MIG"),
-    "gpu in use": (
-        lambda t: gpu.gpu(machine(run_tool=smi(H200, used=9000, apps="GPU-0ab, 4711, python, 8990 MiB\n"))),
-        "warn",
-        "python (pid 4711, 8990 MiB)",
-    ),
+    "gpu in use": (lambda t: gpu.gpu(machine(run_tool=smi(H200, used=9000, apps="GPU-0ab, 4711, python, 8990 MiB\n"))),
+        "warn", "python (pid 4711, 8990 MiB)"),
     "gpu in use by others": (lambda t: gpu.gpu(machine(run_tool=smi(H200, used=9000))), "warn", "not visible"),
-    "gpu that is not there": (
-        lambda t: gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": "0,7"}, **ON_H200)),
-        "fail",
-        "CUDA_VISIBLE_DEVICES=0,7 shows 1 GPUs",
-    ),
-    "every gpu hidden": (
-        lambda t: gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": ""}, **ON_H200)),
-        "warn",
-        "hides every GPU",
-    ),
+    "gpu that is not there": (lambda t: gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": "0,7"}, **ON_H200)),
+        "fail", "CUDA_VISIBLE_DEVICES=0,7 shows 1 GPUs"),
+    "every gpu hidden": (lambda t: gpu.gpu(machine(environment={"CUDA_VISIBLE_DEVICES": ""}, **ON_H200)),
+        "warn", "hides every GPU"),
     "cuda build, no gpu": (lambda t: gpu.torch(machine(), ("2.13.0", "13.0")), "fail", "there is no GPU"),
-    "cpu build, gpu": (
-        lambda t: gpu.torch(machine(**ON_H200), ("2.13.0+cpu", None)),
-        "fail",
-        "built without CUDA",
-    ),
-    "old driver": (
-        lambda t: gpu.torch(machine(run_tool=smi(V100)), ("2.13.0", "13.0")),
-        "fail",
-        "needs driver 580 or newer; this is 535.54.03",
-    ),
+    "cpu build, gpu": (lambda t: gpu.torch(machine(**ON_H200), ("2.13.0+cpu", None)), "fail", "built without CUDA"),
+    "old driver": (lambda t: gpu.torch(machine(run_tool=smi(V100)), ("2.13.0", "13.0")),
+        "fail", "needs driver 580 or newer; this is 535.54.03"),
     "no torch": (lambda t: gpu.torch(machine(), ("", None)), "fail", "not installed"),
     "device that torch cannot use": (
-        lambda t: gpu.torch_rows(
-            machine(**ON_H200), Outcome(1.0, SEEN | {"available": False, "reason": "no kernel module"})
-        ),
-        "fail",
-        "no kernel module",
-    ),
-    "wrong product": (
-        lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.7, fp8=0.037)),
-        "fail",
-        "a bf16 product: is off by 70.0%",
-    ),
-    "no fp8 kernel": (
-        lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.002, fp8="no kernel image")),
-        "fail",
-        "a fp8 product: no kernel image",
-    ),
-    "fewer gpus in torch": (
-        lambda t: gpu.torch_rows(machine(run_tool=smi(H200, 2)), Outcome(1.0, SEEN)),
-        "warn",
-        "torch sees 1 GPUs, nvidia-smi 2",
-    ),
-    "bitsandbytes": (
-        lambda t: [gpu.bitsandbytes_row(machine(), Outcome(1.0, problem="ValueError: off by 30 %"))],
-        "fail",
-        "off by 30 %",
-    ),
+        lambda t: gpu.torch_rows(machine(**ON_H200), seen(available=False, reason="no kernel module")),
+        "fail", "no kernel module"),
+    "wrong product": (lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.7, fp8=0.037)),
+        "fail", "a bf16 product: is off by 70.0%"),
+    "no fp8 kernel": (lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.002, fp8="no kernel image")),
+        "fail", "a fp8 product: no kernel image"),
+    "fewer gpus in torch": (lambda t: gpu.torch_rows(machine(run_tool=smi(H200, 2)), Outcome(1.0, SEEN)),
+        "warn", "torch sees 1 GPUs, nvidia-smi 2"),
+    "bitsandbytes": (lambda t: [gpu.bitsandbytes_row(machine(), Outcome(1.0, problem="ValueError: off by 30 %"))],
+        "fail", "off by 30 %"),
     "vllm in fp8": (lambda t: vllm_fault("ValueError: no kernel", Outcome(9.0, TOKEN)), "fail", "bf16 works"),
     "vllm": (lambda t: vllm_fault("RuntimeError: broken", Outcome(9.0, problem="too")), "fail", "broken"),
     "vllm compiler": (lambda t: vllm_fault("InvalidCxxCompiler: No working C++ compiler"), "fail", "compiler"),
     "vllm memory": (lambda t: vllm_fault("its process was killed by SIGKILL", weights=None), "fail", "bf16: its"),
     "vllm import": (lambda t: vllm_fault("ImportError: undefined symbol: x"), "fail", "undefined symbol"),
     "unknown variable": (
-        lambda t: gpu.vllm_rows(
-            machine(), None, Outcome(1.0, TOKEN | {"unknown": {"VLLM_ATENTION": ["VLLM_ATTENTION"]}}), None
-        ),
-        "warn",
-        "did you mean VLLM_ATTENTION?",
-    ),
-    "nccl": (
-        lambda t: [gpu.collective_row(machine(), "nccl", [GOOD, HUNG], {"NCCL_P2P_DISABLE": False})],
-        "fail",
-        "2 GPUs by nccl: rank 1: hangs",
-    ),
-    "nccl without p2p": (
-        lambda t: [gpu.collective_row(machine(), "nccl", [HUNG, HUNG], {"NCCL_P2P_DISABLE": True})],
-        "fail",
-        "with NCCL_P2P_DISABLE=1 it works",
-    ),
+        lambda t: gpu.vllm_rows(machine(), None, Outcome(1.0, TOKEN | {"unknown": {"VLLM_A": ["VLLM_AB"]}}), None),
+        "warn", "did you mean VLLM_AB?"),
+    "nccl": (lambda t: [gpu.collective_row(machine(), "nccl", [GOOD, HUNG], {"NCCL_P2P_DISABLE": False})],
+        "fail", "2 GPUs by nccl: rank 1: hangs"),
+    "nccl without p2p": (lambda t: [gpu.collective_row(machine(), "nccl", [HUNG, HUNG], {"NCCL_P2P_DISABLE": True})],
+        "fail", "with NCCL_P2P_DISABLE=1 it works"),
     "gloo": (lambda t: [gpu.collective_row(machine(), "gloo", [HUNG, GOOD], {})], "fail", "by gloo: rank 0"),
     "keys that contradict": (
         lambda t: run.settings(machine(TINY, {"rollout.group_size": 7, "run.output_dir": t / "r"})),
-        "fail",
-        "rollout.group_size (7) must divide",
-    ),
+        "fail", "rollout.group_size (7) must divide"),
     "launcher in bf16": (
-        lambda t: run.settings(
-            machine(TINY, {"run.output_dir": t / "r"}, "accelerate_configs/one_gpu.yaml", **ON_H200)
-        ),
-        "fail",
-        "mixed_precision: bf16",
-    ),
+        lambda t: run.settings(machine(TINY, {"run.output_dir": t / "r"}, ONE_GPU, **ON_H200)),
+        "fail", "mixed_precision: bf16"),
     "launcher that shards": (
-        lambda t: run.settings(
-            replace(machine(BIG, {"run.output_dir": t / "r"}), accelerate={"distributed_type": "FSDP"})
-        ),
-        "fail",
-        "fsdp_version is 1",
-    ),
+        lambda t: run.settings(machine(BIG, {"run.output_dir": t / "r"}, accelerate={"distributed_type": "FSDP"})),
+        "fail", "fsdp_version is 1"),
     "no api key": (
-        lambda t: run.servers(
-            machine(TINY, {"rollout.backend": "server", "rollout.server_urls": "['http://0.0.0.0:8000']"})
-        ),
-        "fail",
-        "without a key",
-    ),
-    "no base": (
-        lambda t: run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t / "b"})),
-        "warn",
-        "is not there yet",
-    ),
-    "broken base": (
-        lambda t: run.servers(machine(TINY, {"rollout.backend": "server", "server.base": t})),
-        "fail",
-        "has no manifest.json",
-    ),
+        lambda t: run.servers(served(**{"rollout.server_urls": "['http://0.0.0.0:8000']"})),
+        "fail", "without a key"),
+    "no base": (lambda t: run.servers(served(**{"server.base": t / "b"})),
+        "warn", "is not there yet"),
+    "broken base": (lambda t: run.servers(served(**{"server.base": t})),
+        "fail", "has no manifest.json"),
     "gpu launcher, no gpu": (
         lambda t: run.gpus_needed(machine(BIG, {"train.gpus": "null"}, "accelerate_configs/ddp.yaml")),
-        "fail",
-        "is for GPUs and CUDA shows none here",
-    ),
-    "two machines, no gpu": (
-        lambda t: run.gpus_needed(machine(BIG, launcher="accelerate_configs/two_nodes.yaml")),
-        "fail",
-        "is for GPUs and CUDA shows none here",
-    ),
+        "fail", "is for GPUs and CUDA shows none here"),
+    "two machines, no gpu": (lambda t: run.gpus_needed(machine(BIG, launcher=TWO_NODES)),
+        "fail", "is for GPUs and CUDA shows none here"),
     "two machines, few gpus": (
-        lambda t: run.gpus_needed(machine(TINY, launcher="accelerate_configs/two_nodes.yaml", **ON_H200)),
-        "fail",
-        "16 trainer processes on 2 machines of 1 GPUs",
-    ),
-    "trainer on a gpu that is not there": (
-        lambda t: run.gpus_needed(machine(TINY, {"train.gpus": "[5]"}, **ON_H200)),
-        "fail",
-        "train.gpus names 5",
-    ),
+        lambda t: run.gpus_needed(machine(TINY, launcher=TWO_NODES, **ON_H200)),
+        "fail", "16 trainer processes on 2 machines of 1 GPUs"),
+    "trainer on a gpu that is not there": (lambda t: run.gpus_needed(machine(TINY, {"train.gpus": "[5]"}, **ON_H200)),
+        "fail", "train.gpus names 5"),
     "shared card that is too small": (
-        lambda t: run.gpus_needed(
-            machine(BIG, {"server.sleep": False, "train.max_gpu_gib": 139.9}, "accelerate_configs/one_gpu.yaml",
-                    run_tool=smi(H200))
-        ),
-        "fail",
-        "exceed its 140.4 GiB",
-    ),
-    "no model": (
-        lambda t: run.hub(machine(TINY, {"model.path": t / "absent", "data.path": TINY})),
-        "fail",
-        "does not exist",
-    ),
-    "half a model": (
-        lambda t: run.hub(machine(TINY, {"model.path": t, "data.path": TINY})),
-        "fail",
-        "not all of its weights",
-    ),
-    "no split": (
-        lambda t: run.hub(machine(TINY, {"data.path": t, "model.path": whole_model(t / "m")})),
-        "fail",
-        "no file of the split train",
-    ),
-    "offline and not cached": (
-        lambda t: run.hub(machine(BIG, environment={"HF_HUB_OFFLINE": "1", "HF_HOME": str(t)})),
-        "fail",
-        "data.id openai/gsm8k is not in",
-    ),
+        lambda t: run.gpus_needed(machine(BIG, AWAKE | {"train.max_gpu_gib": 139.9}, ONE_GPU, **ON_H200)),
+        "fail", "exceed its 140.4 GiB"),
+    "no model": (lambda t: run.hub(machine(TINY, {"model.path": t / "absent", "data.path": TINY})),
+        "fail", "does not exist"),
+    "half a model": (lambda t: run.hub(machine(TINY, {"model.path": t, "data.path": TINY})),
+        "fail", "not all of its weights"),
+    "no split": (lambda t: run.hub(machine(TINY, {"data.path": t, "model.path": whole_model(t / "m")})),
+        "fail", "no file of the split train"),
+    "offline and not cached": (lambda t: run.hub(machine(BIG, environment={"HF_HUB_OFFLINE": "1", "HF_HOME": str(t)})),
+        "fail", "data.id openai/gsm8k is not in"),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import pytest
 from kit.core.config.load import leaves, to_dict
 from kit.core.errors import BadInput
 from launch import doctor
-from launch.checks import children, gpu, host, packages, recipe, run
+from launch.checks import children, gpu, host, packages, run
 from launch.checks.children import Outcome, run_steps
 from launch.checks.machine import GIB, Machine, Row
 from launch.checks.steps import recipe_checks
@@ -71,13 +71,15 @@ def test_a_made_fault_is_found_and_its_fix_exists(name, tmp_path):
     assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
 
 
-def test_the_fix_checker_sees_what_does_not_exist():
-    assert fix_problem("python -m launch.doctr --only vllm")
-    assert fix_problem("python -m launch.doctor --only vlm")
-    assert fix_problem("make instal DEVICE=cpu")
-    assert fix_problem("--server.weigths bf16")
-    assert fix_problem("--launcher accelerate_configs/none.yaml")
-    assert fix_problem("") and not fix_problem("make install DEVICE=cpu, or start it with --gpus all")
+@pytest.mark.parametrize(
+    "fix",
+    [
+        *("", "python -m launch.doctr --only vllm", "python -m launch.doctor --only vlm", "make instal DEVICE=cpu"),
+        *("--server.weigths bf16", "--launcher accelerate_configs/none.yaml"),
+    ],
+)
+def test_the_fix_checker_sees_what_does_not_exist(fix):
+    assert fix_problem(fix) and not fix_problem("make install DEVICE=cpu, or start it with --gpus all")
 
 
 def quiet(rows) -> list[Row]:
@@ -88,22 +90,26 @@ def test_a_healthy_machine_is_left_alone(tmp_path):
     both = {"server.base": None, "run.output_dir": tmp_path / "run", "server.tensor_parallel": 1}
     card = {"run_tool": smi(H200, 2), "which": lambda name: f"/usr/bin/{name}"}
     healthy = machine(BIG, both, environment={"OMP_NUM_THREADS": "1"}, statvfs=statvfs(500), **card)
-    assert quiet(host.python(healthy)) == []
-    assert quiet(host.platform(healthy, "avx2 avx512f")) == []
     for flags, told in (("avx2", True), ("avx2 avx512f", False)):
         (row,) = host.platform(machine(), flags)
         assert row.status == "ok" and ("w4a16 and awq only with AVX-512" in row.found) == told
-    assert quiet(host.memory(healthy, (64.0, 60.0))) == []
-    assert quiet(host.limits(healthy, limit(), True)) == []
-    assert quiet(host.shm(healthy)) == []
-    assert quiet(host.disk(healthy, run.disk_needs(healthy))) == []
-    assert quiet(host.environment(healthy)) == []
-    assert quiet(compiler(tmp_path / "compiling", age_s=5)) == [], "a compile that is under way keeps its lock"
-    assert quiet(gpu.gpu(healthy)) == []
-    assert quiet(gpu.torch_rows(healthy, Outcome(1.0, SEEN | {"devices": [DEVICE, DEVICE]}))) == []
-    assert quiet(gpu.vllm_rows(healthy, "fp8_per_channel", Outcome(9.0, TOKEN), None)) == []
-    assert gpu.collective_row(healthy, "nccl", [GOOD, GOOD], {}).status == "ok"
-    assert quiet(run.settings(healthy)) == []
+    both_devices = Outcome(1.0, SEEN | {"devices": [DEVICE, DEVICE]})
+    rows = {
+        "python": host.python(healthy),
+        "platform": host.platform(healthy, "avx2 avx512f"),
+        "memory": host.memory(healthy, (64.0, 60.0)),
+        "limits": host.limits(healthy, limit(), True),
+        "shm": host.shm(healthy),
+        "disk": host.disk(healthy, run.disk_needs(healthy)),
+        "environment": host.environment(healthy),
+        "a compile that is under way keeps its lock": compiler(tmp_path / "compiling", age_s=5),
+        "gpu": gpu.gpu(healthy),
+        "torch": gpu.torch_rows(healthy, both_devices),
+        "vllm": gpu.vllm_rows(healthy, "fp8_per_channel", Outcome(9.0, TOKEN), None),
+        "nccl": [gpu.collective_row(healthy, "nccl", [GOOD, GOOD], {})],
+        "config": run.settings(healthy),
+    }
+    assert {name: found for name, one in rows.items() if (found := quiet(one))} == {}
     (row,) = run.gpus_needed(healthy)
     assert row.status == "ok" and row.found.startswith("2 visible")
     lines = [f"{name}=={metadata.version(name)}" for name in ("rich", "psutil")]
@@ -148,26 +154,27 @@ def test_a_step_may_take_longer_on_a_busy_machine(tmp_path, monkeypatch, load, s
 
 
 def test_an_import_that_crashes_or_hangs_is_named_and_the_others_go_on(tmp_path):
-    (tmp_path / "crashes.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    (tmp_path / "leaves.py").write_text("import os\nos._exit(7)\n")
     pid = tmp_path / "pid"
-    (tmp_path / "hangs.py").write_text(
-        "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
-        f"open({str(pid)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)\n"
-    )
-    (tmp_path / "raises.py").write_text("raise ImportError('undefined symbol: _ZN5torch')\n")
-    (tmp_path / "warns.py").write_text(
-        "import warnings\nwarnings.warn('TRL currently supports vLLM versions from 0.22.0 to 0.31.0.')\n"
-    )
-    names = ("crashes", "leaves", "hangs", "raises", "warns", "json")
+    modules = {
+        "crashes": ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "fail", "killed by SIGSEGV"),
+        "leaves": ("import os\nos._exit(7)", "fail", "ended with exit code 7"),
+        "hangs": (
+            "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+            f"open({str(pid)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)",
+            *("fail", r"hangs: no end within \d+ s"),
+        ),
+        "raises": ("raise ImportError('undefined symbol: _ZN5torch')", "fail", "undefined symbol: _ZN5torch"),
+        "warns": (
+            "import warnings\nwarnings.warn('TRL currently supports vLLM versions from 0.22.0 to 0.31.0.')",
+            *("warn", "supports vLLM versions"),
+        ),
+    }
+    for name, (code, _, _) in modules.items():
+        (tmp_path / f"{name}.py").write_text(code)
     here = machine(environment={**os.environ, "PYTHONPATH": str(tmp_path)}, logs=tmp_path)
-    rows = [*packages.import_rows(here, dict.fromkeys(names, "rich"), limit_s=2.0)]
-    assert [row.status for row in rows] == ["fail", "fail", "fail", "fail", "warn"]
-    assert "killed by SIGSEGV" in rows[0].found
-    assert "ended with exit code 7" in rows[1].found
-    assert re.search(r"hangs: no end within \d+ s", rows[2].found)
-    assert "undefined symbol: _ZN5torch" in rows[3].found
-    assert "supports vLLM versions" in rows[4].found
+    rows = [*packages.import_rows(here, dict.fromkeys([*modules, "json"], "rich"), limit_s=2.0)]
+    for row, (_, status, says) in zip(rows, modules.values(), strict=True):
+        assert row.status == status and re.search(says, row.found), row
     assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
     gone = [not Path(f"/proc/{one}").exists() or " Z " in Path(f"/proc/{one}/stat").read_text() for one in
             pid.read_text().split()]  # fmt: skip
@@ -338,8 +345,8 @@ def test_a_check_that_breaks_is_a_failed_check_with_its_place(monkeypatch):
         raise KeyError("compute_cap")
         yield
 
-    monkeypatch.setitem(doctor.CHECKS, "gpu", (broken, False, ""))
-    monkeypatch.setitem(doctor.CHECKS, "torch", (broken, True, ""))
+    for name, is_slow in (("gpu", False), ("torch", True)):
+        monkeypatch.setitem(doctor.CHECKS, name, (broken, is_slow, ""))
     rows = [*doctor.run_checks(machine(), ["gpu", "torch", "python"])]
     assert [(row.name, row.status) for row in rows] == [("python", "ok"), ("gpu", "fail"), ("torch", "fail")]
     assert "the check itself broke at test_doctor.py" in rows[1].found and "compute_cap" in rows[1].found
@@ -372,18 +379,6 @@ def test_exit_codes_and_json(capsys, monkeypatch, tmp_path):
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == [*doctor.CHECKS]
 
 
-def test_a_run_whose_kernels_are_not_installed_is_failed_as_the_recipe_does(
-    capsys, monkeypatch, tiny_model_dir, tmp_path
-):
-    keys = (f"--model.path={tiny_model_dir}", f"--run.output_dir={tmp_path / 'run'}", "--policy.kernels", "liger")
-    code, out = command(capsys, monkeypatch, "--config", str(TINY), *keys, "--only", "config", "model")
-    assert code == 1 and "ok   config" in out
-    if find_spec("liger_kernel") is None:
-        assert "FAIL model         policy.kernels is liger and liger-kernel is not installed\n" in out
-        assert "pip install liger-kernel==" in out
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -391,6 +386,8 @@ def test_a_run_whose_kernels_are_not_installed_is_failed_as_the_recipe_does(
         ({"rollout.max_completion_length": 100_000}, {"refused": "exceeds the context"}),
         ({"policy.target_modules": "[q_prj]"}, {"refused": "policy.target_modules names 'q_prj'"}),
         ({"policy.init_adapter": "/none"}, {"refused": "/none"}),
+        *([] if find_spec("liger_kernel") else [
+            ({"policy.kernels": "liger"}, {"refused": "liger-kernel is not installed"})]),
         ({"train.max_gpu_gib": 1e6}, {"refused": "train.max_gpu_gib"}),
         ({"rollout.group_size": 7}, {"skipped": "the check of the config comes first"}),
         ({"model.path": "/none"}, {"skipped": "/none has no config.json here"}),
@@ -406,11 +403,21 @@ def test_the_recipes_own_checks_are_asked_where_the_model_is_known(changes, told
 
 def test_recipe_checks_that_hang_or_break_are_a_failed_check(monkeypatch, tiny_model_dir):
     here = machine(TINY, {"model.path": tiny_model_dir})
-    for outcome in (HUNG, Outcome(1.0, problem="ImportError: no torch")):
-        monkeypatch.setattr(recipe, "run_steps", lambda *args, outcome=outcome: [outcome])
-        (row,) = recipe.model(here)
-        assert row.status == "fail" and outcome.problem in row.found and fix_problem(row.fix) is None
-    assert [row.status for row in recipe.model(machine())] == ["skip"]
+    facts = {
+        "skipped": "",
+        "refused": "liger-kernel is not installed. Install it: pip install liger-kernel",
+        "kind": "",
+    }
+    refused = Outcome(1.0, facts)
+    for outcome, says in (
+        (HUNG, HUNG.problem),
+        (Outcome(1.0, problem="ImportError: no torch"), "no torch"),
+        (refused, "not installed"),
+    ):
+        monkeypatch.setattr(run, "run_steps", lambda *args, outcome=outcome: [outcome])
+        (row,) = run.model(here)
+        assert row.status == "fail" and says in row.found and fix_problem(row.fix) is None
+    assert [row.status for row in run.model(machine())] == ["skip"]
 
 
 @pytest.mark.parametrize(
