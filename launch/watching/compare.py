@@ -11,9 +11,11 @@ from rich.text import Text
 from kit.core.health import alerts
 from kit.core.metrics_log import RECENT, MetricsLog, last_known, mean, median, progress, series
 from kit.core.run_directory import RunDir
-from launch.watching.page import SHARES, duration, held, percent, show, sparkline
+from launch.watching.page import duration, held, known, show, sparkline, writer_of
 
 CURVES = {"reward": "reward", "held-out": "heldout_accuracy", "KL": "kl", "entropy": "entropy"}
+COLUMNS = {"now": "reward_now", "held-out": "heldout_accuracy", "KL": "kl", "entropy": "entropy"}
+COLUMNS |= {"truncated": "truncated_fraction", "s/step": "seconds.step"}
 # Terminal width below which a column is dropped; narrower terminals drop them in this order.
 LEFT_OUT = {"s/step": 100, "entropy": 92, "truncated": 84, "now": 72, "held-out": 64, "KL": 52}
 STATES = {"running": "green", "finished": "", "silent": "yellow", "waiting": "dim"}
@@ -60,22 +62,13 @@ def compared(runs: Sequence[RunDir], logs: Sequence[MetricsLog]) -> list[Compare
 def table(runs: Sequence[Compared], step: int | None, width: int) -> Table:
     """One row per run; all columns except state, now, s/step and alerts cover the steps up to the common one."""
     shown = Table(box=None, padding=(0, 1), header_style="dim")
-    left_out = {name for name, least in LEFT_OUT.items() if width < least}
     is_narrow = width < 60
     shown.add_column("run", overflow="ellipsis", no_wrap=True, min_width=8, max_width=max(12, width - 60))
     shown.add_column("step", no_wrap=True, justify="right")
     if not is_narrow:
         shown.add_column("state", no_wrap=True)
     shown.add_column(f"reward @{step or '–'}", justify="right", no_wrap=True)
-    columns = {
-        "now": ("reward_now", show),
-        "held-out": ("heldout_accuracy", percent),
-        "KL": ("kl", show),
-        "entropy": ("entropy", show),
-        "truncated": ("truncated_fraction", percent),
-        "s/step": ("seconds.step", show),
-    }
-    columns = {name: column for name, column in columns.items() if name not in left_out}
+    columns = {name: key for name, key in COLUMNS.items() if width >= LEFT_OUT[name]}
     if all(run.at["heldout_accuracy"] is None for run in runs):
         columns.pop("held-out", None)
     for name in columns:
@@ -88,7 +81,7 @@ def table(runs: Sequence[Compared], step: int | None, width: int) -> Table:
         done = "–" if run.state["step"] is None else f"{run.state['step']}" + (f"/{total}" if total else "")
         cells = [] if is_narrow else [Text(words, style=STATES[state])]
         cells.append(Text(show(run.at["reward"]), style="bold" if place == 0 else ""))
-        cells += [write(run.at[key]) for key, write in columns.values()]
+        cells += [writer_of(key)(run.at[key]) for key in columns.values()]
         color = "red" if any(alert.fault for alert in run.alerts) else "yellow"
         fired = str(len(run.alerts)) if is_narrow else ", ".join(alert.name for alert in run.alerts)
         cells.append(Text(fired if run.alerts else "–", style=color if run.alerts else "dim"))
@@ -102,10 +95,8 @@ def curves(runs: Sequence[Compared], width: int) -> Table:
     All cells of a column share one scale, so heights are comparable down the column. The scale ignores the lowest and
     the highest two of a hundred values, which would flatten the rest.
     """
-    values_of = {key: sorted(value for run in runs for value in _known(run.rows, key)) for key in CURVES.values()}
-    bounds = {
-        key: (known[len(known) // 50], known[-1 - len(known) // 50]) for key, known in values_of.items() if known
-    }
+    values_of = {key: sorted(value for run in runs for value in known(run.rows, key)) for key in CURVES.values()}
+    bounds = {key: (all_[len(all_) // 50], all_[-1 - len(all_) // 50]) for key, all_ in values_of.items() if all_}
     keys = {label: key for label, key in CURVES.items() if key in bounds}
     grid = Table(box=None, padding=(0, 1), header_style="dim")
     name_width = max(8, min(max(len(run.name) for run in runs), width // 4))
@@ -115,7 +106,7 @@ def curves(runs: Sequence[Compared], width: int) -> Table:
     room = max(6, (width - name_width - 2) // max(1, len(keys)) - 2)
     last = max((run.rows[-1]["step"] for run in runs if run.rows), default=0)
     for label, key in keys.items():
-        write = percent if key in SHARES else show
+        write = writer_of(key)
         title = f"{label} {write(bounds[key][0])} … {write(bounds[key][1])}"
         grid.add_column(title if len(title) <= room else label, no_wrap=True, overflow="ellipsis")
     for run in runs:
@@ -130,23 +121,18 @@ def curves(runs: Sequence[Compared], width: int) -> Table:
     return grid
 
 
-def _known(rows: Sequence[dict], key: str) -> list[float]:
-    return [value for value in series(rows, key) if math.isfinite(value)]
-
-
 def frame_of_runs(runs: Sequence[RunDir], logs: Sequence[MetricsLog], width: int, height: int | None = None) -> Group:
     """The current comparison; with a height, only the runs that fit, best first."""
     step, found = common_step(logs), compared(runs, logs)
-    if height is not None:
-        most = max(1, (height - 6) // 2)
-        hidden, found = len(found) - most, found[:most]
-    else:
-        hidden = 0
+    most = max(1, (height - 6) // 2) if height is not None else len(found)
+    hidden, found = len(found) - most, found[:most]
     title = f"{len(runs)} runs, best reward first"
     title += f", at step {step} (the last that all have reached)" if step is not None else ""
-    note = f" {hidden} more run{'s' * (hidden > 1)}: a taller terminal shows them" if hidden > 0 else ""
-    lines = [
-        Text(text, style=style, no_wrap=True, overflow="ellipsis") for text, style in ((title, "bold"), (note, ""))
-    ]
-    parts = [lines[0], Text(), table(found, step, width), Text(), curves(found, width)]
-    return Group(*parts, *lines[1 : 1 + bool(note)])
+    parts = [_line(title, "bold"), Text(), table(found, step, width), Text(), curves(found, width)]
+    if hidden > 0:
+        parts.append(_line(f" {hidden} more run{'s' * (hidden > 1)}: a taller terminal shows them"))
+    return Group(*parts)
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")

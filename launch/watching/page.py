@@ -6,7 +6,7 @@ Fits any width from 40 columns and, given a height, that many lines: essentials 
 import io
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -76,6 +76,21 @@ def percent(value: float | None) -> str:
     return show(value) if value is None or not math.isfinite(value) else f"{value:.1%}"
 
 
+def writer_of(key: str) -> Callable[[float | None], str]:
+    """How a metric's value is written: a share in percent, anything else as a number."""
+    return percent if key in SHARES or key == "effective_sample_size" else show
+
+
+def known(rows: Sequence[dict], key: str) -> list[float]:
+    """The finite values of a metric."""
+    return [value for value in series(rows, key) if math.isfinite(value)]
+
+
+def last_value(rows: Sequence[dict], key: str) -> float | None:
+    """A metric at the last step; held-out accuracy where it was last measured."""
+    return last_known(rows, key) if key == "heldout_accuracy" else number(rows[-1], key)
+
+
 def duration(seconds: float) -> str:
     """Seconds as "42 s", "3 min 05 s", "2 h 07 min" or "3 d 4 h"."""
     whole = round(seconds)
@@ -98,8 +113,8 @@ def sparkline(
     """
     count = min(width, len(values))
     cells = [mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
-    known = [cell for cell in cells if cell is not None]
-    low, high = bounds or (min(known, default=0.0), max(known, default=0.0))
+    drawn = [cell for cell in cells if cell is not None]
+    low, high = bounds or (min(drawn, default=0.0), max(drawn, default=0.0))
     if is_share:
         low, high = min(0.0, low), max(SHARE_TOP, high)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -162,7 +177,7 @@ def _curves(rows: Sequence[dict]) -> dict[str, str]:
     """Label and key of this run's curves; a reward made of several functions is broken down below it."""
     parts, curves = group(rows[-1], "rewards"), {}
     for label, key in TRENDS.items():
-        values = [value for value in series(rows, key) if math.isfinite(value)] if key in OPTIONAL else ()
+        values = known(rows, key) if key in OPTIONAL else ()
         if key not in OPTIONAL or (any(values) if key == "clip_fraction" else values):
             curves[label] = key
         if key == "reward" and len(parts) > 1:
@@ -182,14 +197,10 @@ def trends(rows: Sequence[dict], width: int, most: int | None = None) -> Table:
         table.add_column("range", justify="right", style="dim", no_wrap=True)
     room = max(6, width - (BESIDE_SPARKLINE if is_wide else BESIDE_NARROW))
     for label, key in list(_curves(rows).items())[:most]:
-        values = series(rows, key)
-        known = [value for value in values if math.isfinite(value)]
-        write = percent if key in SHARES or key == "effective_sample_size" else show
-        is_sparse = key == "heldout_accuracy"
-        curve = sparkline(held(values) if is_sparse else values, room, key in SHARES)
-        last = last_known(rows, key) if is_sparse else number(rows[-1], key)
-        cells = [label, write(last), write(mean(values[-RECENT:])), Text(curve, style="cyan")]
-        span = f"{write(min(known))} … {write(max(known))}" if known else ""
+        values, found, write = series(rows, key), known(rows, key), writer_of(key)
+        curve = sparkline(held(values) if key == "heldout_accuracy" else values, room, key in SHARES)
+        cells = [label, write(last_value(rows, key)), write(mean(values[-RECENT:])), Text(curve, style="cyan")]
+        span = f"{write(min(found))} … {write(max(found))}" if found else ""
         table.add_row(*cells, *([span] if is_wide else []))
     return table
 
@@ -268,8 +279,8 @@ def samples(run: RunDir, width: int) -> Group | None:
     title.append(one_line(found.prompt, max(10, width - title.cell_len - 1)), style="")
     table = Table.grid(padding=(0, 1))
     for name, sample in found.picks().items():
-        known = [value for value in sample.rewards.values() if isinstance(value, int | float)]
-        reward = show(float(sum(known))) if known else "unknown"
+        paid = [value for value in sample.rewards.values() if isinstance(value, int | float)]
+        reward = show(float(sum(paid))) if paid else "unknown"
         room = max(10, width - 2 - 8 - len(reward) - 2)
         text = Text(one_line(sample.text, room), no_wrap=True, overflow="ellipsis")
         table.add_row("", Text(name, style="dim"), Text(reward, style="green" if name == "best" else ""), text)

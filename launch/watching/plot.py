@@ -1,9 +1,10 @@
 """Curves of a run as pictures: health.png, comparison.png of several runs, and the panels of the HTML page."""
 
+import contextlib
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kit.core.health import JUDGES
 from kit.core.metrics_log import SMOOTH, MetricsLog, group, phases, series, smooth, smoothing
 from kit.core.run_directory import RunDir, naming
 from launch.watching.compare import names
+from launch.watching.page import known
 
 LINE, FAINT, SECOND = "#1f5aa6", "#b9cbe3", "#e08214"
 # Distinguishable in grayscale and with common color vision deficiencies.
@@ -46,6 +48,7 @@ RANGES = dict.fromkeys((*JUDGES, "boxed_format", "think_format"), (0.0, 1.0))
 RANGES |= dict.fromkeys(("length", "repetition", "language"), (-1.0, 0.0))
 
 Panel = Callable[[Axes, list[int], Sequence[dict]], None]
+Fill = Callable[[Axes], None]
 
 
 def _line(axes: Axes, steps: list[int], rows: Sequence[dict], key: str, title: str) -> None:
@@ -54,7 +57,7 @@ def _line(axes: Axes, steps: list[int], rows: Sequence[dict], key: str, title: s
     axes.plot(steps, smooth(values, kind), color=LINE, linewidth=1.6, label=f"{kind} of {SMOOTH} steps")
     axes.set_title(title)
     _cut(axes, [values])
-    if any(math.isfinite(value) for value in values):
+    if known(rows, key):
         axes.legend(fontsize=8, framealpha=0.85, loc="best")
     else:
         _no_data(axes)
@@ -62,20 +65,26 @@ def _line(axes: Axes, steps: list[int], rows: Sequence[dict], key: str, title: s
 
 def _cut(axes: Axes, curves: Sequence[Sequence[float]]) -> None:
     """Cap the axis above the 98th percentile if single outliers would flatten the rest; note the highest value."""
-    known = sorted(value for values in curves for value in values if math.isfinite(value))
-    if len(known) < 20:
+    drawn = sorted(value for values in curves for value in values if math.isfinite(value))
+    if len(drawn) < 20:
         return
-    low, high = known[0], known[math.ceil(0.98 * len(known)) - 1]
-    if known[-1] - low > 3 * (high - low) > 0:
+    low, high = drawn[0], drawn[math.ceil(0.98 * len(drawn)) - 1]
+    if drawn[-1] - low > 3 * (high - low) > 0:
         axes.set_ylim(low - 0.05 * (high - low), high + 0.25 * (high - low))
         axes.text(
-            *(0.99, 0.97, f"highest value {known[-1]:.3g}"),
+            *(0.99, 0.97, f"highest value {drawn[-1]:.3g}"),
             **{"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 8, "color": "gray"},
         )
 
 
 def _no_data(axes: Axes) -> None:
     axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="gray")
+
+
+def points(rows: Sequence[dict], key: str) -> list[tuple[int, float]]:
+    """(step, value) where a metric has one."""
+    steps = (row["step"] for row in rows)
+    return [pair for pair in zip(steps, series(rows, key), strict=True) if math.isfinite(pair[1])]
 
 
 def reward_range(run: RunDir) -> tuple[float, float]:
@@ -100,19 +109,10 @@ def _reward(
     high = [min(a + b, limits[1]) for a, b in zip(reward, spread, strict=True)]
     axes.fill_between(steps, low, high, color=FAINT, alpha=0.45, linewidth=0, label="± standard deviation of a step")
     _line(axes, steps, rows, "reward", "reward")
-    heldout = [(row["step"], value) for row in rows if math.isfinite(value := series([row], "heldout_accuracy")[0])]
-    if heldout:
+    if heldout := points(rows, "heldout_accuracy"):
         axes.plot(*zip(*heldout, strict=True), "o-", color=SECOND, markersize=4, label="held-out accuracy")
         axes.set_title("reward and held-out accuracy")
         axes.legend(fontsize=8, framealpha=0.85, loc="best")
-
-
-def _kl(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
-    _line(axes, steps, rows, "kl", "KL to the reference (nats a token)")
-
-
-def _divergence(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
-    _line(axes, steps, rows, "divergence", "divergence from the teacher (nats a token)")
 
 
 def _entropy(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
@@ -120,12 +120,8 @@ def _entropy(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _gradient(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
-    _line(axes, steps, rows, "grad_norm", "gradient norm")
-
-
-def _mismatch(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
-    _line(axes, steps, rows, "sampler_k3", "sampler against trainer: k3 (nats a token)")
+def _curve(key: str, title: str) -> Panel:
+    return partial(_line, key=key, title=title)
 
 
 def _parts(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
@@ -139,7 +135,7 @@ def _parts(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
 def speed(axes: Axes, steps: list[int], rows: Sequence[dict]) -> None:
     for color, name in zip(COLORS, ("rollout", "update"), strict=False):
         values = series(rows, f"{name}_tokens_per_s")
-        if any(math.isfinite(value) for value in values):
+        if known(rows, f"{name}_tokens_per_s"):
             axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=name)
     axes.set_ylim(bottom=0)
     axes.set_title(f"tokens per second (mean of {SMOOTH} steps)")
@@ -180,20 +176,17 @@ def _legend(axes: Axes, place: str) -> None:
 def panels(rows: Sequence[dict], run: RunDir) -> dict[str, Panel]:
     """The panels of one run by name, in reading order, an even number; teacher, sampler and per-reward panels only if
     there is data."""
-    is_distillation = any(math.isfinite(value) for value in series(rows, "divergence"))
-    second = {"divergence": _divergence} if is_distillation else {"kl": _kl}
-    found = {
-        "reward": partial(_reward, limits=reward_range(run)),
-        **second,
-        "entropy": _entropy,
-        "shares": _shares,
-        "seconds": _seconds,
-    }
-    found |= {"gradient": _gradient}
+    if known(rows, "divergence"):
+        second = {"divergence": _curve("divergence", "divergence from the teacher (nats a token)")}
+    else:
+        second = {"kl": _curve("kl", "KL to the reference (nats a token)")}
+    found = {"reward": partial(_reward, limits=reward_range(run)), **second, "entropy": _entropy, "shares": _shares}
+    found |= {"seconds": _seconds, "gradient": _curve("grad_norm", "gradient norm")}
     has_parts = any(len(group(row, "rewards")) > 1 for row in rows)
-    has_sampler = any(math.isfinite(value) for value in series(rows, "sampler_k3"))
+    has_sampler = bool(known(rows, "sampler_k3"))
     if has_parts or has_sampler:
-        found |= {"mismatch": _mismatch} if has_sampler else {"speed": speed}
+        mismatch = _curve("sampler_k3", "sampler against trainer: k3 (nats a token)")
+        found |= {"mismatch": mismatch} if has_sampler else {"speed": speed}
         found |= {"parts": _parts} if has_parts else {"speed": speed}
     return found
 
@@ -235,19 +228,15 @@ def draw_comparison(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: 
 
 def compared_keys(logs: Sequence[MetricsLog]) -> dict[str, str]:
     """Title and key of the curves for which at least one run has values."""
-    return {
-        title: key
-        for title, key in COMPARED.items()
-        if any(math.isfinite(value) for log in logs for value in series(log.rows, key))
-    }
+    return {title: key for title, key in COMPARED.items() if any(known(log.rows, key) for log in logs)}
 
 
 def compare_panel(axes: Axes, runs: Sequence[RunDir], logs: Sequence[MetricsLog], key: str, title: str) -> None:
     """One curve per run, smoothed where every step has a value; a run keeps its color in all panels."""
     drawn = []
     for place, (name, log) in enumerate(zip(names(runs), logs, strict=True)):
-        known = [(row["step"], value) for row in log.rows if math.isfinite(value := series([row], key)[0])]
-        steps, values = zip(*known, strict=True) if known else ((), ())
+        measured = points(log.rows, key)
+        steps, values = zip(*measured, strict=True) if measured else ((), ())
         is_sparse = key == "heldout_accuracy"
         values = list(values) if is_sparse else smooth(values, smoothing(key))
         look = {"color": COLORS[place % len(COLORS)], "linestyle": ("-", "--", ":")[place // len(COLORS) % 3]}
@@ -261,7 +250,7 @@ def compare_panel(axes: Axes, runs: Sequence[RunDir], logs: Sequence[MetricsLog]
     _style(axes)
 
 
-def svg(fill: Callable[[Axes], None]) -> bytes:
+def svg(fill: Fill) -> bytes:
     """One panel as SVG with text kept as text; identical bytes for identical data."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "health", "font.size": 9}):
         figure, axes = plt.subplots(figsize=(5.6, 3), layout="constrained")
@@ -274,7 +263,7 @@ def svg(fill: Callable[[Axes], None]) -> bytes:
     return buffer.getvalue()
 
 
-def run_panel(panel: Panel, rows: Sequence[dict]) -> Callable[[Axes], None]:
+def run_panel(panel: Panel, rows: Sequence[dict]) -> Fill:
     """The fill function for `svg` that draws one panel of one run."""
 
     def fill(axes: Axes) -> None:
@@ -286,12 +275,21 @@ def run_panel(panel: Panel, rows: Sequence[dict]) -> Callable[[Axes], None]:
 
 
 def _save(figure: Figure, final: Path) -> Path:
-    partial = final.with_name(f".{final.stem}.{os.getpid()}.png")
     try:
-        with naming(final):
-            figure.savefig(partial, dpi=110)
-        os.replace(partial, final)
+        with replacing(final) as partial_file:
+            figure.savefig(partial_file, dpi=110)
     finally:
         plt.close(figure)
-        partial.unlink(missing_ok=True)
     return final
+
+
+@contextlib.contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `final` at the end of the block."""
+    partial_file = final.with_name(f".{final.stem}.{os.getpid()}{final.suffix}")
+    try:
+        with naming(final):
+            yield partial_file
+        os.replace(partial_file, final)
+    finally:
+        partial_file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""launch.watch through its real command line, on logs written here: whole, growing, broken, dead, resumed."""
+"""launch.watch on logs written here: whole, growing, broken, dead, resumed."""
 
 import io
 import json
@@ -12,40 +12,52 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from kit.core.errors import run_command
 from kit.core.metrics_log import phases, progress
 from kit.core.run_directory import RunDir
 from kit.core.run_state import lock_run, trainer_pid
-from launch.watch import frame
+from launch.watch import frame, main
 from launch.watching.page import duration, show, sparkline
 from launch.watching.samples import latest_group, one_line
 from tests import processes
+from tests.conftest import Finished
 from tests.unit.metric_rows import log_of, make_run, rows_of, step_row
 
 ROOT = Path(__file__).parents[2]
 WATCH = [sys.executable, "-m", "launch.watch"]
 
 
-def watch(*arguments: object, **settings) -> subprocess.CompletedProcess:
-    command = [*WATCH, *map(str, arguments)]
-    return processes.run(command, **settings)
+@pytest.fixture
+def watch(capsys) -> Callable[..., Finished]:
+    """The command in this process; `watch(*arguments)` is how it ended and what it wrote."""
+
+    def run(*arguments: object) -> Finished:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["watch", *map(str, arguments)])
+            patch.setattr(sys.stdout, "reconfigure", lambda **keys: None, raising=False)
+            run_command(main)
+        return Finished(ended.value.code, *capsys.readouterr())
+
+    return run
 
 
-def watch_json(path: Path) -> dict:
+def summary_of(watch, path: Path) -> dict:
     done = watch(path, "--once", "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert done.code == 0, done.err
+    return json.loads(done.out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
 def test_once_fits_80_columns_and_shows_every_curve(tmp_path):
     bad = {"loss": float("nan"), "truncated_fraction": 0.4, "kl": 123456.789, "grad_norm": 1.23e-9}
     run = make_run(tmp_path / ("long" * 30), rows_of(30, **bad))
-    done = watch(run, "--once")
+    done = processes.run([*WATCH, str(run), "--once"])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(map(cell_len, lines)) <= 80
@@ -55,44 +67,36 @@ def test_once_fits_80_columns_and_shows_every_curve(tmp_path):
         assert text in done.stdout, text
 
 
-def test_json_summary_gives_state_means_and_alerts(tmp_path):
-    summary = watch_json(make_run(tmp_path / "run", rows_of(30, truncated_fraction=0.5)))
+def test_json_summary_gives_state_means_and_alerts_and_null_for_what_is_not_finite(tmp_path, watch):
+    odd = {"loss": math.nan, "kl": math.inf, "peak_gib": {"a": math.nan}}
+    rows = [*rows_of(29, truncated_fraction=0.5), step_row(30, truncated_fraction=0.5, **odd)]
+    summary = summary_of(watch, make_run(tmp_path / "run", rows))
     assert (summary["state"], summary["step"], summary["total_steps"]) == ("running", 30, 40)
     assert summary["recent"]["reward"] == pytest.approx(0.45 + 0.4 * 25.5 / 40)
     assert summary["last"]["adapter_version"] == 30
-    assert [alert["name"] for alert in summary["alerts"]] == ["truncation"]
+    assert {"truncation", "loss not finite"} <= {alert["name"] for alert in summary["alerts"]}
+    assert (summary["last"]["loss"], summary["last"]["kl"], summary["last"]["peak_gib"]) == (None, None, {"a": None})
 
 
-def test_json_has_null_where_the_log_has_nan_or_infinity(tmp_path):
-    summary = watch_json(make_run(tmp_path / "run", rows_of(3, loss=math.nan, kl=math.inf, peak_gib={"a": math.nan})))
-    assert summary["last"]["loss"] is None
-    assert summary["last"]["kl"] is None
-    assert summary["last"]["peak_gib"] == {"a": None}
-    assert summary["recent"]["kl"] is None
-
-
-def test_plot_writes_a_png_and_prints_its_path(tmp_path):
+def test_plot_writes_a_png_and_prints_its_path(tmp_path, watch):
     run = make_run(tmp_path / "run", [*rows_of(25), step_row(26, seconds=None, kl=None, reward_std=None)])
     done = watch(run, "--plot")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(run / "health.png")
-    assert done.stderr == ""
+    assert (done.code, done.out.strip(), done.err) == (0, str(run / "health.png"), "")
     assert (run / "health.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in run.iterdir()) == ["config.json", "health.png", "metrics.jsonl"]
 
 
-def test_plot_of_a_run_without_steps_says_so_and_exits_2(tmp_path):
+def test_plot_of_a_run_without_steps_says_so_and_exits_2(tmp_path, watch):
     done = watch(make_run(tmp_path / "run", []), "--plot")
-    assert done.returncode == 2
-    assert "no complete step yet" in done.stderr
+    assert done.code == 2 and "no complete step yet" in done.err
     assert not (tmp_path / "run" / "health.png").exists()
 
 
-def test_live_follow_sees_appended_lines_and_ends_by_itself(tmp_path):
+def test_live_follow_sees_appended_lines_and_ends_by_itself(tmp_path, watch):
     run = make_run(tmp_path / "run", None)
 
     def train() -> None:
-        time.sleep(1.0)
+        time.sleep(0.2)
         with open(run / "metrics.jsonl", "w") as file:
             for row in rows_of(6, total=6):
                 text = json.dumps(row) + "\n"
@@ -105,22 +109,41 @@ def test_live_follow_sees_appended_lines_and_ends_by_itself(tmp_path):
     writer.start()
     done = watch(run, "--interval", "0.05")
     writer.join()
-    assert done.returncode == 0, done.stderr
-    first, *steps = done.stdout.splitlines()
+    assert done.code == 0, done.err
+    first, *steps = done.out.splitlines()
     assert first == f"waiting for the first step in {run}/metrics.jsonl"
     assert [line.split()[1] for line in steps] == [f"{step}/6" for step in range(1, 7)]
     assert all(re.search(r"reward 0\.\d+  KL 0\.\d+  entropy", line) for line in steps)
 
 
-def test_live_follow_prints_the_steps_of_a_resumed_run_again(tmp_path):
-    run = make_run(tmp_path / "run", rows_of(4, total=5))
-    process = subprocess.Popen([*WATCH, str(run), "--interval", "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def followed(tmp_path):
+    """`followed(rows)`: a run of 5 steps, and the command that follows it through a pipe, as a process."""
+
+    def follow(count: int) -> tuple[Path, subprocess.Popen]:
+        run, pipe = make_run(tmp_path / "run", rows_of(count, total=5)), subprocess.PIPE
+        words = [*WATCH, str(run), "--interval", "0.05"]
+        return run, subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+    return follow
+
+
+def test_live_follow_prints_the_steps_of_a_resumed_run_again(followed):
+    run, process = followed(4)
     first = [process.stdout.readline().split()[1] for _ in range(4)]
     with open(run / "metrics.jsonl", "a") as file:
         file.write("".join(json.dumps(step_row(step, total=5)) + "\n" for step in (3, 4, 5)))
     rest = [line.split()[1] for line in processes.finish(process)[0].splitlines()]
     assert process.returncode == 0
     assert (first, rest) == (["1/5", "2/5", "3/5", "4/5"], ["3/5", "4/5", "5/5"])
+
+
+def test_ctrl_c_ends_with_exit_code_0(followed):
+    _, process = followed(2)
+    assert process.stdout.readline().startswith("step 1/5")
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in processes.finish(process)[1]
+    assert process.returncode == 0
 
 
 def test_live_follow_in_a_terminal_redraws_and_ends_by_itself(tmp_path):
@@ -155,49 +178,26 @@ def read_until(file: int, mark: bytes, timeout_s: float = 180.0) -> bytes:
     return shown
 
 
-def test_ctrl_c_ends_with_exit_code_0(tmp_path):
-    run = make_run(tmp_path / "run", rows_of(2))
-    process = subprocess.Popen([*WATCH, str(run)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline().startswith("step 1/40")
-    process.send_signal(signal.SIGINT)
-    assert "Traceback" not in processes.finish(process)[1]
-    assert process.returncode == 0
-
-
-def test_waits_with_a_message_while_there_is_no_log(tmp_path):
+def test_waits_with_a_message_while_there_is_no_log(tmp_path, watch):
     run = make_run(tmp_path / "run", None)
-    done = watch(run, "--once")
-    assert done.returncode == 0
-    assert "waiting for the first step" in done.stdout
-    assert watch_json(run)["state"] == "waiting"
+    assert "waiting for the first step" in watch(run, "--once").out
+    assert summary_of(watch, run)["state"] == "waiting"
 
 
-def test_a_directory_that_is_no_run_exits_2_and_names_the_nearest(tmp_path):
+def test_a_directory_that_is_no_run_exits_2_and_names_the_nearest(tmp_path, watch):
     make_run(tmp_path / "grpo-tiny", rows_of(1))
     (tmp_path / "empty").mkdir()
     missing, empty = watch(tmp_path / "grpo-tyni", "--once"), watch(tmp_path / "empty")
-    assert (missing.returncode, empty.returncode) == (2, 2)
-    assert f"Did you mean {tmp_path / 'grpo-tiny'}?" in missing.stderr
-    assert "no config.json" in empty.stderr
-    assert "Traceback" not in missing.stderr + empty.stderr
+    assert (missing.code, empty.code) == (2, 2)
+    assert f"Did you mean {tmp_path / 'grpo-tiny'}?" in missing.err and "no config.json" in empty.err
 
 
 @pytest.mark.parametrize(
     "arguments",
     [["--json"], ["--fail_on_alert"], ["--out", "."], ["--interval", "0"], ["--interval", "nan"], ["--onc"]],
 )
-def test_bad_arguments_exit_2(tmp_path, arguments):
-    assert watch(make_run(tmp_path / "run", rows_of(1)), *arguments).returncode == 2
-
-
-def test_a_dead_run_says_how_long_since_the_last_line(tmp_path):
-    rows = rows_of(10)
-    for row in rows:
-        row["time"] -= 2 * 3600 + 7 * 60
-    run = make_run(tmp_path / "run", rows)
-    assert re.search(
-        r"no line for 2 h 0[78] min: the run has stopped, or a step is stuck", watch(run, "--once").stdout
-    )
+def test_bad_arguments_exit_2(tmp_path, watch, arguments):
+    assert watch(make_run(tmp_path / "run", rows_of(1)), *arguments).code == 2
 
 
 def test_half_a_last_line_is_left_out_and_a_broken_line_is_counted(tmp_path):
@@ -205,9 +205,8 @@ def test_half_a_last_line_is_left_out_and_a_broken_line_is_counted(tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('not json\n[1, 2]\n{"loss": 1}\n\n' + json.dumps(step_row(5))[:60])
     log = log_of(run)
-    assert [row["step"] for row in log.rows] == [1, 2, 3, 4]
-    assert log.bad_lines == 3
-    assert "3 unreadable lines skipped" in watch(run, "--once").stdout
+    assert [row["step"] for row in log.rows] == [1, 2, 3, 4] and log.bad_lines == 3
+    assert "3 unreadable lines skipped" in "\n".join(rendered(run, 80))
 
 
 def test_a_line_glued_to_the_half_line_of_a_killed_run_is_read(tmp_path):
@@ -276,19 +275,11 @@ def rendered(run: Path, width: int, height: int | None = None) -> list[str]:
 def write_completions(run: Path, step: int, texts: dict[str, float], whole: bool = True) -> None:
     (run / "completions").mkdir(exist_ok=True)
     mean = sum(texts.values()) / len(texts)
-    lines = [
-        json.dumps(
-            {
-                "problem_id": "p",
-                "prompt": "1+1?",
-                "completion": text,
-                "rewards": {"math": paid},
-                "advantage": paid - mean,
-            }
-        )
+    rows = [
+        {"problem_id": "p", "prompt": "1+1?", "completion": text, "rewards": {"math": paid}, "advantage": paid - mean}
         for text, paid in texts.items()
     ]
-    text = "\n".join(lines) + ("\n" if whole else "")
+    text = "\n".join(map(json.dumps, rows)) + ("\n" if whole else "")
     (run / "completions" / f"step-{step:06d}.jsonl").write_text(text)
 
 
@@ -310,21 +301,8 @@ def test_the_page_fits_the_terminal_and_keeps_what_decides(tmp_path, width, heig
             "KL climbing" in text and "truncation" in text and re.search(r"^ reward .*[▁▂▃▄▅▆▇█]", text, re.MULTILINE)
         )
     if height is None and width >= 80:
-        wanted = (
-            "held-out",
-            "· math",
-            "· boxed_form",
-            "sampler k3",
-            "eff. sample",
-            "input clip",
-            "4.7e-05",
-            "input peak",
-            "1.33",
-            "rollout",
-            "peak GiB",
-            "best",
-            "worst",
-        )
+        wanted = ("held-out", "· math", "· boxed_form", "sampler k3", "eff. sample", "input clip", "4.7e-05")
+        wanted += ("input peak", "1.33", "rollout", "peak GiB", "best", "worst")
         assert all(part in text for part in wanted)
 
 
@@ -374,16 +352,20 @@ def test_an_answer_becomes_one_harmless_line_with_its_end(text, shown):
     assert len(one_line(text, 22)) <= 22
 
 
-def test_a_held_lock_names_the_process_and_a_free_one_does_not(tmp_path):
-    run = make_run(tmp_path / "run", rows_of(3))
-    for row in (rows := rows_of(3)):
-        row["time"] -= 3600
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_silent_run_says_how_long_and_whether_a_process_still_holds_it(tmp_path):
+    rows = rows_of(10)
+    for row in rows:
+        row["time"] -= 2 * 3600 + 7 * 60
+    run = make_run(tmp_path / "run", rows)
+
+    def said() -> str:
+        return "\n".join(rendered(run, 120))
+
+    assert re.search(r"no line for 2 h 0[78] min: the run has stopped, or a step is stuck", said())
     assert trainer_pid(RunDir(run)) is None
-    assert "the run has stopped, or a step is stuck" in "\n".join(rendered(run, 120))
     lock = lock_run(RunDir(run))
     assert trainer_pid(RunDir(run)) == os.getpid()
-    assert f"process {os.getpid()} still holds it, so a step is stuck" in "\n".join(rendered(run, 120))
+    assert f"process {os.getpid()} still holds it, so a step is stuck" in said()
     lock.close()
     assert trainer_pid(RunDir(run)) is None
     lock_run(RunDir(run)).close()  # looking took nothing from a trainer
@@ -406,12 +388,12 @@ def test_values_of_another_kind_break_no_page(tmp_path, value):
     assert any("step 14" in line for line in rendered(run, 80))
 
 
-def test_fail_on_alert_exits_1_when_a_rule_fires(tmp_path):
+def test_fail_on_alert_exits_1_when_a_rule_fires(tmp_path, watch):
     sound, ill = make_run(tmp_path / "sound", rows_of(30)), make_run(tmp_path / "ill", rows_of(30, kl=2.0))
-    assert watch(sound, "--once", "--json", "--fail_on_alert").returncode == 0
+    assert watch(sound, "--once", "--json", "--fail_on_alert").code == 0
     done = watch(sound, ill, "--once", "--json", "--fail_on_alert")
-    assert done.returncode == 1
-    assert [len(run["alerts"]) for run in json.loads(done.stdout)["runs"]] == [0, 1]
+    assert done.code == 1
+    assert [len(run["alerts"]) for run in json.loads(done.out)["runs"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -435,16 +417,11 @@ def test_sparkline_of_a_share_keeps_noise_near_zero_flat():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "–"), (math.nan, "NaN"), (math.inf, "inf"), (0.0, "0"), (0.45678, "0.457"), (12345.6, "12,346")],
+    ("write", "values"),
+    [
+        (show, {None: "–", math.nan: "NaN", math.inf: "inf", 0.0: "0", 0.45678: "0.457", 12345.6: "12,346"}),
+        (duration, {0: "0 s", 59.4: "59 s", 59.6: "1 min 00 s", 3700: "1 h 01 min", 90000: "1 d 1 h"}),
+    ],
 )
-def test_numbers_are_short(value, text):
-    assert show(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3700, "1 h 01 min"), (90000, "1 d 1 h")],
-)
-def test_durations_are_readable(seconds, text):
-    assert duration(seconds) == text
+def test_numbers_and_durations_are_short(write, values):
+    assert {value: write(value) for value in values} == values

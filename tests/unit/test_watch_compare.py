@@ -6,7 +6,6 @@ import io
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,15 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from eval import plots
-from kit.core.errors import BadInput
 from kit.core.metrics_log import MetricsLog, series
 from kit.core.run_directory import RunDir
-from launch import watch
 from launch.watching.compare import common_step, compared, frame_of_runs
 from launch.watching.plot import RANGES, panels, reward_range
 from reward import REWARDS
 from tests.unit.metric_rows import log_of, make_run, recorded, rows_of, step_row
+from tests.unit.test_watch import watch
+
+__all__ = ["watch"]  # a fixture
 
 
 @pytest.fixture
@@ -42,16 +42,6 @@ def rendered(runs: list[RunDir], width: int, height: int | None = None) -> list[
     console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(frame_of_runs(runs, logs_of(runs), width, height))
     return console.file.getvalue().splitlines()
-
-
-def run_watch(capsys, *arguments: object) -> tuple[int | None, str, str]:
-    """The command in this process: exit code, stdout, stderr."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["watch", *map(str, arguments)])
-        patch.setattr(sys.stdout, "reconfigure", lambda **keys: None, raising=False)
-        code = watch.main()
-    written = capsys.readouterr()
-    return code, written.out, written.err
 
 
 def test_runs_are_compared_at_the_last_step_that_all_have_reached_best_first(runs):
@@ -86,20 +76,20 @@ def test_the_comparison_fits_the_terminal(runs, width, height):
         assert all(word in "\n".join(lines) for word in ("held-out", "KL climbing", "reward @20", "s/step", "60.0%"))
 
 
-def test_what_is_no_run_is_left_out_of_several_and_refused_alone(runs, tmp_path, capsys):
+def test_what_is_no_run_is_left_out_of_several_and_refused_alone(runs, tmp_path, watch):
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "study").mkdir()
-    code, out, err = run_watch(capsys, *sorted(tmp_path.iterdir()), "--once")
-    assert code == 0 and "3 runs, best reward first" in out
-    assert err == f"no run, left out: {tmp_path / 'notes.txt'}, {tmp_path / 'study'}\n"
-    with pytest.raises(BadInput, match=r"none of .*study.* is a run directory"):
-        run_watch(capsys, tmp_path / "study", tmp_path / "notes.txt", "--once")
+    done = watch(*sorted(tmp_path.iterdir()), "--once")
+    assert done.code == 0 and "3 runs, best reward first" in done.out
+    assert done.err == f"no run, left out: {tmp_path / 'notes.txt'}, {tmp_path / 'study'}\n"
+    done = watch(tmp_path / "study", tmp_path / "notes.txt", "--once")
+    assert done.code == 2 and re.search("none of .*study.* is a run directory", done.err)
 
 
-def test_json_of_several_has_every_run_and_the_common_step(runs, capsys):
-    code, out, _ = run_watch(capsys, *(run.path for run in runs), "--once", "--json")
-    value = json.loads(out)
-    assert code == 0 and value["common_step"] == 20
+def test_json_of_several_has_every_run_and_the_common_step(runs, watch):
+    done = watch(*(run.path for run in runs), "--once", "--json")
+    value = json.loads(done.out)
+    assert done.code == 0 and value["common_step"] == 20
     assert [(Path(run["run"]).name, run["state"]) for run in value["runs"]] == [
         ("poor", "finished"),
         ("new", "waiting"),
@@ -107,9 +97,9 @@ def test_json_of_several_has_every_run_and_the_common_step(runs, capsys):
     ]
 
 
-def test_several_runs_cannot_be_followed_through_a_pipe(runs, capsys):
-    with pytest.raises(BadInput, match=r"in a terminal only.*--once"):
-        run_watch(capsys, *(run.path for run in runs))
+def test_several_runs_cannot_be_followed_through_a_pipe(runs, watch):
+    done = watch(*(run.path for run in runs))
+    assert done.code == 2 and re.search("in a terminal only.*--once", done.err)
 
 
 class Page(html.parser.HTMLParser):
@@ -128,14 +118,14 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-def test_the_html_page_is_one_file_that_loads_and_runs_nothing(tmp_path, capsys):
+def test_the_html_page_is_one_file_that_loads_and_runs_nothing(tmp_path, watch):
     run = make_run(tmp_path / "<b>run", recorded("server"))
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\ud83d"
     (run / "completions").mkdir()
     row = {"problem_id": 1, "prompt": evil, "completion": evil, "rewards": {evil: 1.0}, "advantage": 0.5}
     (run / "completions" / "step-000080.jsonl").write_text(json.dumps(row) + "\n")
-    code, out, _ = run_watch(capsys, run, "--html")
-    assert (code, out.strip()) == (0, str(run / "health.html"))
+    done = watch(run, "--html")
+    assert (done.code, done.out.strip()) == (0, str(run / "health.html"))
     text = (run / "health.html").read_text()
     page = Page(text)
     assert "script" not in page.tags and page.tags.count("img") == 8
@@ -147,39 +137,34 @@ def test_the_html_page_is_one_file_that_loads_and_runs_nothing(tmp_path, capsys)
     assert not [file.name for file in run.iterdir() if file.name.startswith(".")]
 
 
-def test_the_page_of_a_distillation_does_not_call_it_grpo(tmp_path, capsys):
-    run = make_run(tmp_path / "run", rows_of(5, kl=None, divergence=0.1))
-    run_watch(capsys, run, "--html")
-    assert "<h1>Distillation run</h1>" in (text := (run / "health.html").read_text()) and "GRPO" not in text
-
-
-def test_the_html_page_names_what_fires_with_meaning_and_remedy(tmp_path, capsys):
-    run = make_run(tmp_path / "run", rows_of(30, kl=3.0, loss=None))
-    run_watch(capsys, run, "--html")
+def test_the_html_page_of_a_distillation_names_what_fires_with_meaning_and_remedy(tmp_path, watch):
+    run = make_run(tmp_path / "run", rows_of(30, kl=3.0, loss=None, divergence=0.1))
+    watch(run, "--html")
     text = (run / "health.html").read_text()
+    assert "<h1>Distillation run</h1>" in text and "GRPO" not in text
     assert 'class="alert fault"><b>loss not finite</b>' in text and "policy.init_adapter" in text
     assert "<b>KL climbing</b>: 3 nats &gt; 1 nats." in text
 
 
-def test_pictures_and_page_of_several_runs_go_where_they_are_asked_for(runs, tmp_path, capsys):
+def test_pictures_and_page_of_several_runs_go_where_they_are_asked_for(runs, tmp_path, watch):
     folder = tmp_path / "out"
     paths = [run.path for run in runs]
-    with pytest.raises(BadInput, match="out is not a directory"):
-        run_watch(capsys, *paths, "--plot", "--out", folder)
+    done = watch(*paths, "--plot", "--out", folder)
+    assert done.code == 2 and "out is not a directory" in done.err
     folder.mkdir()
-    code, out, _ = run_watch(capsys, *paths, "--plot", "--html", "--out", folder)
-    assert code == 0 and out.split() == [str(folder / "comparison.png"), str(folder / "comparison.html")]
+    done = watch(*paths, "--plot", "--html", "--out", folder)
+    assert done.code == 0 and done.out.split() == [str(folder / "comparison.png"), str(folder / "comparison.html")]
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
     page = Page((folder / "comparison.html").read_text())
     assert page.text.index("good") < page.text.index("poor") < page.text.index("new")
     assert "KL climbing" in page.text and page.tags.count("img") == 6
 
 
-def test_the_same_steps_give_the_same_page(tmp_path, capsys):
+def test_the_same_steps_give_the_same_page(tmp_path, watch):
     texts = []
     for name in ("a", "b"):
         run = make_run(tmp_path / name / "run", recorded("in_process"))
-        run_watch(capsys, run, "--html")
+        watch(run, "--html")
         texts.append(re.sub(r"last line [^<]*", "", (run / "health.html").read_text()))
     assert texts[0] == texts[1]
 
