@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if sys.version_info < (3, 11):  # noqa: UP036  the imports below fail on older versions
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
@@ -118,43 +117,29 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
     flags, overrides = parser.parse_known_args(words)
     if overrides and not flags.config:
         raise BadInput(f"unknown argument {overrides[0]}. Keys of a run (--group.key value) need --config.")
-    config = None
-    if flags.config:
-        try:
+    config = accelerate = None
+    try:
+        if flags.config:
             from kit.core.config.load import load_config
-        except ImportError as error:
-            raise BadInput(f"--config cannot be read: {error}. Install the requirements: make install.") from None
-        config = load_config(flags.config, overrides, tuple(vars(flags)))
+
+            config = load_config(flags.config, overrides, tuple(vars(flags)))
+        if flags.launcher:
+            from launch.starting.trainer_command import read_accelerate
+
+            accelerate = read_accelerate(flags.launcher)
+    except ImportError as error:
+        which = "--launcher" if config or not flags.config else "--config"
+        raise BadInput(f"{which} cannot be read: {error}. Install the requirements: make install.") from None
     if flags.logs:
         Path(flags.logs).mkdir(parents=True, exist_ok=True)
     return flags, Machine(
         config=config,
         config_words=shlex.join(["--config", flags.config, *overrides]) if flags.config else "",
         launcher=flags.launcher,
-        accelerate=read_launcher(flags.launcher) if flags.launcher else None,
+        accelerate=accelerate,
         environment=dict(os.environ),
         logs=Path(flags.logs).resolve() if flags.logs else None,
     )
-
-
-def read_launcher(path: str) -> dict[str, Any]:
-    """The content of an accelerate config; `BadInput` if the file is not one."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise BadInput(f"--launcher cannot be read: {error}. Install the requirements: make install.") from None
-    try:
-        facts = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(
-            f"no accelerate config at {path}: {error}. Those of the kit are in accelerate_configs."
-        ) from None
-    if not isinstance(facts, dict) or "distributed_type" not in facts:
-        raise BadInput(f"{path} is no accelerate config: it has no distributed_type. See accelerate_configs.")
-    for key in ("num_processes", "num_machines"):
-        if not isinstance(facts.get(key, 1), int) or facts.get(key, 1) < 1:
-            raise BadInput(f"{path}: {key} is {facts[key]!r}. Write a number from 1.")
-    return facts
 
 
 def run_checks(machine: Machine, names: list[str], quick: bool = False) -> Iterator[Row]:

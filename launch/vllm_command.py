@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from kit.core import format_names
@@ -93,6 +92,9 @@ NOT_SERVED = {
 }
 
 
+Options = dict[str, str | int | float | bool | list | dict | None]  # vLLM's flags with underscores
+
+
 @dataclass(frozen=True)
 class Installed:
     """The vLLM of this environment: its version, and whether it is a CPU build."""
@@ -109,7 +111,7 @@ class Plan:
     host: str
     port: int
     gpus: tuple[str, ...] | None
-    options: dict[str, Any]
+    options: Options
     environment: dict[str, str]
     log: Path
 
@@ -126,7 +128,7 @@ class Plan:
         return " ".join([*assignments, "trl vllm-serve", shlex.join(words(options))])
 
 
-def words(options: dict[str, Any]) -> list[str]:
+def words(options: Options) -> list[str]:
     """Options as command-line words: true is a bare flag, false its --no- form, null is skipped, dicts are JSON."""
     found = []
     for key, value in options.items():
@@ -223,15 +225,15 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
     `gpus` are those visible to CUDA and `card_gib` is the memory of one; None if unknown.
     """
     formats = [*format_names.faults(config), *format_rules.faults(config)]
-    problems = [*formats, *_unservable(config, vllm), *_flags(config)]
+    faults = [*formats, *_unservable(config, vllm), *_flags(config)]
     memory, found = _memory(config, vllm, card_gib)
-    problems += found
+    faults += found
     places, found = _places(config)
-    problems += found
+    faults += found
     shares, found = _gpu_shares(config, vllm, gpus)
-    problems += found
-    if problems:
-        raise BadInput("\n".join(problems))
+    faults += found
+    if faults:
+        raise BadInput("\n".join(faults))
     logs = config.run.directory / "logs"
     return [
         Plan(
@@ -252,9 +254,9 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
     ]
 
 
-def _options(config: Config, vllm: Installed) -> dict[str, Any]:
+def _options(config: Config, vllm: Installed) -> Options:
     server, rollout = config.server, config.rollout
-    options: dict[str, Any] = {
+    options: Options = {
         # vLLM's FP8 computes only in 16 bits; a float32 trainer then differs more, which the canary shows.
         "dtype": config.model.dtype if server.weights == "bf16" else "bfloat16",
         # One more than the longest sequence: vLLM scores a sequence only if one more token could follow.
@@ -290,7 +292,7 @@ def _options(config: Config, vllm: Installed) -> dict[str, Any]:
     }
 
 
-def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[dict[str, Any], list[str]]:
+def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[Options, list[str]]:
     """vLLM's memory flags. vLLM fills its share with KV cache before remerge reads its copy of the base, so the share
     of the copy and of the layer being folded is subtracted first."""
     server = config.server
@@ -389,7 +391,7 @@ def _flags(config: Config) -> list[str]:
 
 
 def _places(config: Config) -> tuple[list[tuple[str, str, int]], list[str]]:
-    """(URL, address to bind, port) per replica, and the problems with the URLs."""
+    """(URL, address to bind, port) per replica, and the faults with the URLs."""
     places: list[tuple[str, str, int]] = []
     found: list[str] = []
     if not config.rollout.server_urls:
@@ -419,12 +421,12 @@ def _places(config: Config) -> tuple[list[tuple[str, str, int]], list[str]]:
 def _gpu_shares(
     config: Config, vllm: Installed, gpus: list[str] | None
 ) -> tuple[list[tuple[str, ...] | None], list[str]]:
-    """(GPUs per replica, problems); None leaves the choice to CUDA."""
+    """(GPUs per replica, faults); None leaves the choice to CUDA."""
     count, each = len(config.rollout.server_urls), config.server.tensor_parallel
     listed = config.server.gpus
     if vllm.is_cpu:
-        problem = f"server.gpus is {listed} and the installed vLLM is for CPUs. Leave it out." if listed else None
-        return [None] * count, [problem] if problem else []
+        fault = f"server.gpus is {listed} and the installed vLLM is for CPUs. Leave it out." if listed else None
+        return [None] * count, [fault] if fault else []
     if listed is not None and len(set(listed)) != len(listed):
         return [None] * count, [f"server.gpus ({listed}) must name every GPU once."]
     names = [str(gpu) for gpu in listed] if listed is not None else gpus
@@ -442,7 +444,7 @@ def _gpu_shares(
 
 def check_ports(found: list[Plan]) -> None:
     """Raise `BadInput` if an address is not this machine's or a port is taken."""
-    problems = []
+    faults = []
     for plan in found:
         family = socket.AF_INET6 if ":" in plan.host else socket.AF_INET
         with socket.socket(family) as probe:
@@ -451,9 +453,9 @@ def check_ports(found: list[Plan]) -> None:
             try:
                 probe.bind((plan.host, plan.port))
             except OSError as error:
-                problems.append(_why_not_bound(plan, error))
-    if problems:
-        raise BadInput("\n".join(problems))
+                faults.append(_why_not_bound(plan, error))
+    if faults:
+        raise BadInput("\n".join(faults))
 
 
 def _why_not_bound(plan: Plan, error: OSError) -> str:

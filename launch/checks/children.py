@@ -35,14 +35,15 @@ def patience() -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended. `problem` is empty on success; `log` is what the child printed."""
+    """How a step ended. `fault` is empty on success; `log` is what the child printed."""
 
     seconds: float
     facts: Any = None
-    problem: str = ""
+    fault: str = ""
     log: str = ""
 
 
+Step = Sequence[str | int | float | None]  # the name of a function of steps.py, and its arguments
 _stopping = threading.Event()
 
 
@@ -56,7 +57,7 @@ class _Child:
 
 
 def run_steps(
-    steps: Sequence[Sequence[Any]],
+    steps: Sequence[Step],
     limit_s: float,
     environment: Mapping[str, str] | None = None,
     keep_log: Path | None = None,
@@ -86,14 +87,14 @@ def stopped() -> Iterator[None]:
 def reason(outcome: Outcome) -> str:
     """What happened; for a child that died or hung, also the last error line (or last line) of its log."""
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
-    if not lines or not re.match("its process|hangs", outcome.problem):
-        return outcome.problem
+    if not lines or not re.match("its process|hangs", outcome.fault):
+        return outcome.fault
     errors = [line for line in lines if re.search(r"\w*(Error|Exception|Fault)\b", line)]
-    return f"{outcome.problem}; it said: {(errors or lines)[-1][:300]}"
+    return f"{outcome.fault}; it said: {(errors or lines)[-1][:300]}"
 
 
 def _one_child(
-    steps: Sequence[Sequence[Any]], limit_s: float, environment: Mapping[str, str], keep_log: Path | None
+    steps: Sequence[Step], limit_s: float, environment: Mapping[str, str], keep_log: Path | None
 ) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         log = Path(folder) / "log"
@@ -130,26 +131,26 @@ def _import_path(environment: Mapping[str, str]) -> str:
     return os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
 
 
-def _collect(child: _Child, steps: Sequence[Sequence[Any]], limit_s: float) -> list[Outcome]:
+def _collect(child: _Child, steps: Sequence[Step], limit_s: float) -> list[Outcome]:
     outcomes: list[Outcome] = []
     since, limit = time.monotonic(), START_LIMIT_S + limit_s
     while len(outcomes) < len(steps):
         if _stopping.is_set():
-            return outcomes + [Outcome(0.0, problem="not tried")] * (len(steps) - len(outcomes))
+            return outcomes + [Outcome(0.0, fault="not tried")] * (len(steps) - len(outcomes))
         ended = _read(child)
         for line in child.lines:
             if "started" in line:
                 since, limit = time.monotonic(), limit_s
             else:
-                outcomes.append(Outcome(line["seconds"], line.get("facts"), line.get("problem", ""), _log(child)))
+                outcomes.append(Outcome(line["seconds"], line.get("facts"), line.get("fault", ""), _log(child)))
         child.lines.clear()
         if len(outcomes) == len(steps):
             break
         took = time.monotonic() - since
         if ended is not None:
-            return [*outcomes, Outcome(took, problem=_death(ended), log=_log(child))]
+            return [*outcomes, Outcome(took, fault=_death(ended), log=_log(child))]
         if took > limit * patience():
-            return [*outcomes, Outcome(took, problem=f"hangs: no end within {took:.0f} s", log=_log(child))]
+            return [*outcomes, Outcome(took, fault=f"hangs: no end within {took:.0f} s", log=_log(child))]
     return outcomes
 
 

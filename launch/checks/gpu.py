@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from launch.checks.children import Outcome, reason, run_steps
 from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, warn
@@ -113,8 +112,8 @@ def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iter
     if not version:
         yield fail("torch is not installed", install_command(machine))
         return
-    if problem := _build_problem(machine, version, cuda):
-        yield fail(*problem)
+    if fault := _build_fault(machine, version, cuda):
+        yield fail(*fault)
         return
     if not machine.gpus:  # whether it loads is covered by the imports check
         yield ok(f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to try")
@@ -124,7 +123,7 @@ def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iter
     yield from torch_rows(machine, outcome)
 
 
-def _build_problem(machine: Machine, version: str, cuda: str | None) -> tuple[str, str] | None:
+def _build_fault(machine: Machine, version: str, cuda: str | None) -> tuple[str, str] | None:
     if not machine.all_gpus:
         if cuda is None:
             return None
@@ -148,7 +147,7 @@ def _build_problem(machine: Machine, version: str, cuda: str | None) -> tuple[st
 def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
     """Rows of what `torch_devices` found."""
     facts = outcome.facts
-    if outcome.problem:
+    if outcome.fault:
         yield fail(reason(outcome), install_command(machine))
         return
     build = f"{facts['version']}, built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU'}"
@@ -180,7 +179,7 @@ def bitsandbytes(machine: Machine) -> Iterator[Row]:
 
 def bitsandbytes_row(machine: Machine, outcome: Outcome) -> Row:
     facts = outcome.facts
-    if outcome.problem:
+    if outcome.fault:
         return fail(reason(outcome), _fix(machine, outcome, "python -m bitsandbytes"))
     return ok(
         f"NF4 on {facts['device']}: round trip {facts['error']:.1%} off, layer {facts['layer_error']:.2%} off, "
@@ -196,7 +195,7 @@ def vllm(machine: Machine) -> Iterator[Row]:
         weights = None
     outcome = _vllm_outcome(machine, weights)
     # A hang would recur with unquantized weights.
-    again = outcome.problem and weights and not outcome.problem.startswith("hangs")
+    again = outcome.fault and weights and not outcome.fault.startswith("hangs")
     plain = _vllm_outcome(machine, None) if again else None
     yield from vllm_rows(machine, weights, outcome, plain)
 
@@ -210,8 +209,8 @@ def _vllm_outcome(machine: Machine, weights: str | None) -> Outcome:
 def vllm_rows(machine: Machine, weights: str | None, outcome: Outcome, plain: Outcome | None) -> Iterator[Row]:
     """Rows of `vllm_token`; `plain` is the retry with unquantized weights after a failure."""
     facts = outcome.facts
-    if outcome.problem:
-        if plain and not plain.problem:
+    if outcome.fault:
+        if plain and not plain.fault:
             yield fail(f"{weights}: {reason(outcome)}; bf16 works", "--server.weights bf16")
         else:
             yield fail(f"{weights or 'bf16'}: {reason(outcome)}", _vllm_fix(machine, outcome))
@@ -226,7 +225,7 @@ def vllm_rows(machine: Machine, weights: str | None, outcome: Outcome, plain: Ou
 
 
 def _vllm_fix(machine: Machine, outcome: Outcome) -> str:
-    text = f"{outcome.problem} {outcome.log}".lower()
+    text = f"{outcome.fault} {outcome.log}".lower()
     if "compiler" in text or "python.h" in text:
         return "sudo apt-get install g++ python3-dev"
     if "out of memory" in text or "free memory" in text or "sigkill" in text:
@@ -236,7 +235,7 @@ def _vllm_fix(machine: Machine, outcome: Outcome) -> str:
 
 
 def _fix(machine: Machine, outcome: Outcome, otherwise: str) -> str:
-    broken = re.search(r"ImportError|ModuleNotFoundError|undefined symbol", outcome.problem)
+    broken = re.search(r"ImportError|ModuleNotFoundError|undefined symbol", outcome.fault)
     return install_command(machine) if broken else otherwise
 
 
@@ -254,10 +253,10 @@ def nccl(machine: Machine) -> Iterator[Row]:
         return
     outcomes = _all_reduce(machine, len(machine.gpus), "nccl", 256, {})
     cures: dict[str, bool] = {}
-    is_nccl = any(re.search(r"nccl|hangs|its process|time(d )?out", one.problem, re.I) for one in outcomes)
+    is_nccl = any(re.search(r"nccl|hangs|its process|time(d )?out", one.fault, re.I) for one in outcomes)
     for variable, (value, _) in NCCL_CURES.items() if is_nccl else ():
         again = _all_reduce(machine, len(machine.gpus), "nccl", 16, {variable: value})
-        cures[variable] = not any(one.problem for one in again)
+        cures[variable] = not any(one.fault for one in again)
         if cures[variable]:
             break
     yield collective_row(machine, "nccl", outcomes, cures)
@@ -268,7 +267,7 @@ def _all_reduce(machine: Machine, world: int, backend: str, mib: int, more: dict
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(world) as pool:
 
         def rank_of(rank: int) -> Outcome:
-            step: list[Any] = ["all_reduce", rank, world, f"{folder}/store", backend, mib]
+            step = ["all_reduce", rank, world, f"{folder}/store", backend, mib]
             return run_steps([step], COLLECTIVE_LIMIT_S, {**machine.environment, **more}, log)[0]
 
         return list(pool.map(rank_of, range(world)))
@@ -278,7 +277,7 @@ def collective_row(machine: Machine, backend: str, outcomes: list[Outcome], cure
     """The row of an all-reduce; `cures` maps the NCCL_CURES that were tried to whether each helped."""
     world = len(outcomes)
     what = f"{world} {'GPUs' if backend == 'nccl' else 'processes on the CPU'} by {backend}"
-    broken = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.problem}
+    broken = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.fault}
     if not broken:
         facts = outcomes[0].facts
         return ok(f"{what}: sum of {facts['mib']} MiB right, bus bandwidth {facts['gb_per_s']:g} GB/s")

@@ -134,8 +134,8 @@ def disk(machine: Machine, needs: dict[str, tuple[Path, float]]) -> Iterator[Row
     systems: dict[int, list[tuple[str, Path, float]]] = {}
     for purpose, (path, gib) in needs.items():
         place = existing_parent(path)
-        if problem := _cannot_write(place):
-            yield fail(f"{purpose} {path}: {problem}", f"chmod u+w {place}, or choose another place")
+        if fault := _cannot_write(place):
+            yield fail(f"{purpose} {path}: {fault}", f"chmod u+w {place}, or choose another place")
             continue
         systems.setdefault(os.stat(place).st_dev, []).append((purpose, place, gib))
     for users in systems.values():

@@ -82,7 +82,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     run_tool: Callable[[list[str]], str | None] = run_tool
     which: Callable[[str], str | None] = shutil.which
-    statvfs: Callable[[str], Any] = os.statvfs
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
     root: Path = ROOT
     logs: Path | None = None  # where the output of child processes is kept
 

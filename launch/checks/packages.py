@@ -178,7 +178,7 @@ def import_rows(machine: Machine, modules: dict[str, str], limit_s: float = IMPO
     outcomes: list[Outcome] = run_steps(steps, limit_s, machine.environment, log)
     broken = 0
     for (module, one), outcome in zip(modules.items(), outcomes, strict=True):
-        if outcome.problem:
+        if outcome.fault:
             broken += 1
             yield fail(f"import {module} ({one} {installed(one)}): {reason(outcome)}", _import_fix(machine))
         else:

@@ -204,7 +204,7 @@ def model(machine: Machine) -> Iterator[Row]:
     environment = {**machine.environment, **announced(machine, processes), "HF_HUB_OFFLINE": "1"}
     step = ["recipe_checks", json.dumps(to_dict(machine.config), default=str), processes, str(Path.cwd())]
     outcome = run_steps([step], RECIPE_LIMIT_S, environment, machine.log("model"))[0]
-    if outcome.problem:
+    if outcome.fault:
         fix = "python -m launch.doctor --only imports torch --logs doctor-logs"
         yield fail(f"the recipe's checks broke: {reason(outcome)}", fix)
     elif outcome.facts["skipped"]:
@@ -231,23 +231,23 @@ def ports(machine: Machine) -> Iterator[Row]:
                 yield skip(f"{url} is on another machine: run the doctor there")
                 continue
             host, port = urlsplit(url).hostname, urlsplit(url).port or 80
-            if not (problem := _why_taken(host, port)):
+            if not (fault := _why_taken(host, port)):
                 free.append(port)
             elif told := _replica_at(url):
                 yield ok(f"{url} is served by the kit already: {told}")
             else:
                 stop = f"python -m launch.server stop {machine.config_words}"
                 other = f"--rollout.server_urls '[\"http://{host}:{_free_port()}\"]'"
-                yield fail(f"{url}: {problem}", f"{stop} (if it is a server of this run), or {other}")
+                yield fail(f"{url}: {fault}", f"{stop} (if it is a server of this run), or {other}")
     facts = machine.accelerate or {}
     if facts.get("num_processes", 1) > 1:
         wanted[int(facts.get("main_process_port") or 29500)] = "accelerate's main_process_port"
     for port, owner in wanted.items():
-        if problem := _why_taken("127.0.0.1", port):
+        if fault := _why_taken("127.0.0.1", port):
             flag = f"accelerate launch --main_process_port {_free_port()}"
             if "accelerate" not in owner:
                 flag = f"--rollout.server_urls '[\"http://127.0.0.1:{_free_port()}\"]'"
-            yield (fail if config else warn)(f"{port} ({owner}): {problem}", flag)
+            yield (fail if config else warn)(f"{port} ({owner}): {fault}", flag)
         else:
             free.append(port)
     if free:
@@ -391,7 +391,7 @@ def ask_hub(machine: Machine, kind: str, identifier: str, revision: str | None) 
     """`there`, or why the hub does not serve it; in a child process, because a DNS lookup cannot be interrupted."""
     step = ["hub_head", kind, identifier, revision, HEAD_LIMIT_S]
     outcome = run_steps([step], HUB_LIMIT_S, machine.environment)[0]
-    return reason(outcome) if outcome.problem else outcome.facts
+    return reason(outcome) if outcome.fault else outcome.facts
 
 
 def model_gib(machine: Machine) -> tuple[float | None, bool]:

@@ -2,7 +2,7 @@
 
 The doctor starts this file as a module with an open file descriptor number and the steps as JSON, each the name of a
 function below and its arguments. They run in order. One JSON line is written to the descriptor when a step starts and
-one when it ends. A step returns facts or raises; the exception becomes its problem.
+one when it ends. A step returns facts or raises; the exception becomes its fault.
 """
 
 import difflib
@@ -15,7 +15,12 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from kit.core.config.schema import Config
 
 # NF4 error of Gaussian weights in blocks of 64: 9.2 % of the norm, measured on CPU and H200. Wide enough for any seed.
 NF4_ERROR = (0.085, 0.100)
@@ -85,7 +90,7 @@ def torch_devices() -> dict:
     return facts
 
 
-def _error(found: Any, exact: Any) -> float:
+def _error(found: "torch.Tensor", exact: "torch.Tensor") -> float:
     return round(((found.float().cpu() - exact).norm() / exact.norm()).item(), 5)
 
 
@@ -140,7 +145,7 @@ def bitsandbytes_round_trip() -> dict:
     return {"device": device.type, "error": error, "layer_error": layer_error, "cosine": round(cosine, 4)}
 
 
-def _adapter_gradient(model: Any, device: Any) -> Any:
+def _adapter_gradient(model: "torch.nn.Module", device: "torch.device") -> "torch.Tensor":
     """Gradient of a fixed adapter on fixed tokens, flattened to float32, after one forward in eval mode."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -159,7 +164,7 @@ def _adapter_gradient(model: Any, device: Any) -> Any:
     return torch.cat([value.grad.float().flatten().cpu() for _, value in trained])
 
 
-def _cosine(one: Any, other: Any) -> float:
+def _cosine(one: "torch.Tensor", other: "torch.Tensor") -> float:
     return (one @ other / (one.norm() * other.norm())).item()
 
 
@@ -210,7 +215,7 @@ def vllm_token(quantization: str | None) -> dict:
     return facts | {"start_s": round(start_s, 1), "unknown": unknown}
 
 
-def _log_probs(folder: str, ids: list[int]) -> Any:
+def _log_probs(folder: str, ids: list[int]) -> "torch.Tensor":
     """Log-probs (T - 1,) of ids[1:], computed by transformers on the CPU in float32."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -312,7 +317,7 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
         return facts | {"refused": str(error)}
 
 
-def _check_model(config: Any, processes: int) -> str:
+def _check_model(config: "Config", processes: int) -> str:
     """Run the recipe's checks between reading the configuration and loading the base; return the model type."""
     from kit.policy import gpu_memory, liger
     from kit.policy.load import load_tokenizer
@@ -330,7 +335,7 @@ def _check_model(config: Any, processes: int) -> str:
     return model_config.model_type
 
 
-def _has_tokenizer(config: Any) -> bool:
+def _has_tokenizer(config: "Config") -> bool:
     """Whether the model's tokenizer is on this machine; a hub model may be partly cached."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -340,7 +345,7 @@ def _has_tokenizer(config: Any) -> bool:
     return isinstance(try_to_load_from_cache(model.id, name, revision=model.revision), str)
 
 
-def _wait(device: Any) -> None:
+def _wait(device: "torch.device") -> None:
     if device.type == "cuda":
         import torch
 
@@ -371,7 +376,7 @@ def main(descriptor: int, steps: list[list]) -> None:
 
             traceback.print_exc()
             said = (str(error).strip().splitlines() or [""])[0]
-            answer = {"problem": f"{type(error).__name__}: {said}"[:600]}
+            answer = {"fault": f"{type(error).__name__}: {said}"[:600]}
         say(seconds=round(time.monotonic() - started, 2), **answer)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,7 +18,10 @@ from dataclasses import is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 PLAIN_TYPES = (int, float, str, bool)
 # Empty in verl's schema; their keys belong to the engine and to the chat template.
@@ -39,7 +42,7 @@ def words_of(run: Path) -> list[str]:
 
 
 @functools.cache
-def compose(words: tuple[str, ...]) -> Any:
+def compose(words: tuple[str, ...]) -> "DictConfig":
     """verl's configuration with the overrides, as its main function receives it."""
     from hydra import compose as compose_config
     from hydra import initialize_config_module
@@ -48,7 +51,7 @@ def compose(words: tuple[str, ...]) -> Any:
         return compose_config("ppo_trainer", overrides=[*words])
 
 
-def check_words(words: list[str], config: Any) -> None:
+def check_words(words: list[str], config: "DictConfig") -> None:
     """Check that no key is new outside verl's open groups and that each value keeps the type of its default."""
     from omegaconf import OmegaConf
 
@@ -81,7 +84,7 @@ def _is_same_kind(before: Any, now: Any) -> bool:
     return isinstance(now, type(before))
 
 
-def check_types(config: Any) -> None:
+def check_types(config: "DictConfig") -> None:
     """Check that verl's dataclasses accept every group the export writes to, and that each field matches its type."""
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -109,7 +112,7 @@ def wrong_types(value: Any) -> Iterator[str]:
                 yield f"{type(value).__name__}.{name} is {entry!r}, not {hint}"
 
 
-def check_batches(config: Any) -> str:
+def check_batches(config: "DictConfig") -> str:
     """Run verl's validation, and check the division into micro-batches that its engine asserts during training
     (verl.workers.engine.utils.prepare_micro_batches)."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -145,7 +148,7 @@ class PlainTokenizer:
         return [0] * sum(len(message["content"].split()) for message in messages)
 
 
-def check_data(config: Any) -> str:
+def check_data(config: "DictConfig") -> str:
     """Check that verl's data set reads both files and that the epochs cover the requested steps."""
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
@@ -167,7 +170,7 @@ def check_data(config: Any) -> str:
     return f"{sizes[0]:,} problems, {sizes[1]:,} held out"
 
 
-def check_reward(config: Any) -> str:
+def check_reward(config: "DictConfig") -> str:
     """Check that verl's loader finds compute_score and that it answers as verl expects for the first problems."""
     from datasets import load_dataset
     from verl.trainer.ppo.reward import get_custom_reward_fn
@@ -187,7 +190,7 @@ def check_reward(config: Any) -> str:
     return f"boxed reference and nothing, of two problems: {', '.join(found)}"
 
 
-def check_yaml(directory: Path, config: Any) -> None:
+def check_yaml(directory: Path, config: "DictConfig") -> None:
     """Check that overrides.yaml composes to the same configuration as run.sh."""
     from hydra import compose as compose_config
     from hydra import initialize_config_dir

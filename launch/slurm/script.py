@@ -1,9 +1,11 @@
-"""Text of a Slurm job: which GPUs and nodes each side gets, and the body that starts, watches and ends them."""
+"""Text of a Slurm job: which GPUs and nodes each side gets; job.sbatch.j2 starts the sides, job.sh watches and ends
+them."""
 
 import copy
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from kit.core.config.checks import check_config
@@ -18,7 +20,6 @@ from launch.vllm_command import Installed, is_loopback, plans
 TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]*")
 ACCUMULATION = "train.gradient_accumulation_steps"
-WORDS = '"${words[@]}" "${resume[@]}"'
 GRACE_S = 300  # before the time limit, left for ending both sides
 
 
@@ -47,12 +48,44 @@ class Split:
 
 def write_script(job: Job, config: Config) -> str:
     """Return the sbatch script of a run; `BadInput` lists what cannot work before anything waits in a queue."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     _check_job(job, config)
     split = split_run(job, config)
     _check_run(job, config, split)
-    parts = [_head(job, config), _start(config), _words(job, config, split), "prepare"]
-    parts += [_several_nodes(job, config, split)] if job.nodes > 1 else ["start run python -m launch.up " + WORDS]
-    return "\n\n".join([*parts, "finish\n"])
+    options = {
+        "job-name": config.run.name,
+        "partition": job.partition,
+        "account": job.account,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus or None,
+        "cpus-per-task": job.cpus_per_gpu * max(1, job.gpus),
+        "time": job.time,
+        "signal": f"B:USR1@{GRACE_S}",
+        "output": "%x-%j.log",
+        "open-mode": "append",
+    }
+    asked = ["--config", job.config_path, "--nodes", str(job.nodes), "--gpus_per_node", str(job.gpus), *job.overrides]
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters["quote"] = lambda path: shlex.quote(str(path))
+    return templates.get_template("job.sbatch.j2").render(
+        options=options,
+        written_by=shlex.join(asked),
+        nodes=job.nodes,
+        gpus=job.gpus,
+        run=config.run.directory,
+        words=shlex.join(["--config", job.config_path, *job.overrides]),
+        manifest=base_directory(config) / "manifest.json",
+        recipe=recipe_of(config),
+        **asdict(split),
+    )
 
 
 def describe(job: Job, config: Config) -> str:
@@ -71,11 +104,8 @@ def _check_job(job: Job, config: Config) -> None:
     found = []
     if job.nodes > 2 and job.gpus == 0:
         found.append("--gpus_per_node 0 is for one or two CPU nodes: the kit trains on one of them.")
-    for flag, value, least in (("--nodes", job.nodes, 1), ("--gpus_per_node", job.gpus, 0)):
-        if value < least:
-            found.append(f"{flag} ({value}) must be at least {least}.")
-    if job.cpus_per_gpu < 1:
-        found.append(f"--cpus_per_gpu ({job.cpus_per_gpu}) must be at least 1.")
+    least = {"--nodes": (job.nodes, 1), "--gpus_per_node": (job.gpus, 0), "--cpus_per_gpu": (job.cpus_per_gpu, 1)}
+    found += [f"{flag} ({value}) must be at least {low}." for flag, (value, low) in least.items() if value < low]
     if not TIME.fullmatch(job.time):
         found.append(f"--time {job.time!r} is none of Slurm's formats. Write 24:00:00, 2-12:00:00 or minutes.")
     for flag, value in (("--partition", job.partition), ("--account", job.account)):
@@ -141,110 +171,3 @@ def _check_run(job: Job, config: Config, split: Split) -> None:
             config.server.gpus = None
         plans(config, Installed("", is_cpu=not job.gpus), [str(gpu) for gpu in range(job.gpus)])
     check_config(config, split.processes)
-
-
-def _head(job: Job, config: Config) -> str:
-    options = {
-        "job-name": config.run.name,
-        "partition": job.partition,
-        "account": job.account,
-        "nodes": job.nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus or None,
-        "cpus-per-task": job.cpus_per_gpu * max(1, job.gpus),
-        "time": job.time,
-        "signal": f"B:USR1@{GRACE_S}",
-        "output": "%x-%j.log",
-        "open-mode": "append",
-    }
-    asked = ["--config", job.config_path, "--nodes", str(job.nodes), "--gpus_per_node", str(job.gpus), *job.overrides]
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *lines,
-            "#SBATCH --requeue",
-            f"# Written by: python -m launch.slurm {shlex.join(asked)}",
-            "# Submit it from the checkout, on a file system that all nodes share. Options given to sbatch win",
-            "# over the lines above. Submitted again, it continues the run from its newest checkpoint.",
-        ]
-    )
-
-
-def _start(config: Config) -> str:
-    return "\n".join(
-        [
-            'cd "${SLURM_SUBMIT_DIR:-.}" || exit 2',
-            "if [[ ! -f launch/slurm/job.sh ]]; then",
-            '  echo "error: $PWD is not the checkout; submit this script from there." >&2',
-            "  exit 2",
-            "fi",
-            'export PATH="$PWD/.venv/bin:$PATH"',
-            f"run={shlex.quote(str(config.run.directory))}",
-            "source launch/slurm/job.sh",
-        ]
-    )
-
-
-def _words(job: Job, config: Config, split: Split) -> str:
-    """The configuration words for both sides, with the addresses that only the job knows."""
-    lines = [f"words=({shlex.join(['--config', job.config_path, *job.overrides])})"]
-    if job.nodes == 1:
-        return lines[0]
-    lines = [
-        'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        *lines,
-        f'urls="$(printf "http://${{nodes[0]}}:%s," {" ".join(map(str, split.ports))})"',
-        # Bind to every address: a node's own /etc/hosts often maps its name to a loopback address.
-        'words+=(--rollout.server_urls "[${urls%,}]" --server.host 0.0.0.0)',
-    ]
-    if job.gpus:
-        lines += ["words+=(--server.gpus null) # all of the first node"]
-    if split.accumulation:
-        lines += [
-            f"# {split.processes} processes then make the same step as those of one node.",
-            f"words+=(--{ACCUMULATION} {split.accumulation})",
-        ]
-    return "\n".join(
-        [
-            *lines,
-            "# The servers can be reached from other machines, so they ask for a key; the trainer finds it here too.",
-            "VLLM_API_KEY=\"${VLLM_API_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}\"",
-            "export VLLM_API_KEY",
-        ]
-    )
-
-
-def _several_nodes(job: Job, config: Config, split: Split) -> str:
-    """Servers on the first node, trainer on the others."""
-    manifest = shlex.quote(str(base_directory(config) / "manifest.json"))
-    configs, recipe = "accelerate launch --config_file accelerate_configs", f"{recipe_of(config)} {WORDS}"
-    lines = [
-        'on_first_node=(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --kill-on-bad-exit=1)',
-        f"if [[ ! -e {manifest} ]]; then",
-        '  "${on_first_node[@]}" python -m merge base "${words[@]}" || exit',
-        "fi",
-        'start servers "${on_first_node[@]}" python -m launch.server "${words[@]}"',
-        "",
-    ]
-    if job.nodes > 2:
-        count = job.nodes - 1
-        return "\n".join(
-            [
-                *lines,
-                'trainers="$(IFS=, && echo "${nodes[*]:1}")"',
-                "# A machine's rank is known where srun has started the command.",
-                f'start trainer srun --nodes={count} --ntasks={count} --nodelist="$trainers" --kill-on-bad-exit=1 \\',
-                f"  bash -c 'exec {configs}/two_nodes.yaml --num_machines {count} \\",
-                f'  --num_processes {split.processes} --main_process_ip "$0" --machine_rank "$SLURM_PROCID" "$@"\' \\',
-                f'  "${{nodes[1]}}" {recipe}',
-            ]
-        )
-    if job.gpus == 0:
-        launch = f"env OMP_NUM_THREADS=1 {configs}/cpu.yaml"
-    elif split.processes == 1:
-        launch = f"{configs}/one_gpu.yaml"
-    else:
-        launch = f"{configs}/ddp.yaml --num_processes {split.processes}"
-    srun = 'srun --nodes=1 --ntasks=1 --nodelist="${nodes[1]}" --kill-on-bad-exit=1'
-    return "\n".join([*lines, f"start trainer {srun} \\", f"  {launch} \\", f"  {recipe}"])

@@ -5,6 +5,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -42,25 +43,38 @@ class Command:
         return " ".join([*assignments, shlex.join(self.words)])
 
 
-def read_launcher(path: str) -> Launcher:
-    """Parse an accelerate configuration; `BadInput` if the file is not one for a single machine."""
+def read_accelerate(path: str) -> dict[str, Any]:
+    """The content of an accelerate configuration; `BadInput` if the file is not one."""
     try:
         facts = yaml.safe_load(Path(path).read_text())
-        kind = str(facts["distributed_type"])
-        machines, processes = int(facts.get("num_machines", 1)), int(facts.get("num_processes", 1))
-    except OSError as error:
-        raise BadInput(f"--launcher {path}: {error.strerror}. Name a file of accelerate_configs.") from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"--launcher {path}: {why}. Name a file of accelerate_configs.") from None
+    if not isinstance(facts, dict) or "distributed_type" not in facts:
         raise BadInput(
-            f"--launcher {path} is no accelerate configuration ({error!r}). See accelerate_configs."
-        ) from None
-    if machines > 1:
+            f"--launcher {path} is no accelerate configuration: it has no distributed_type. See accelerate_configs."
+        )
+    for key in ("num_processes", "num_machines"):
+        if not isinstance(facts.get(key, 1), int) or facts.get(key, 1) < 1:
+            raise BadInput(f"--launcher {path}: {key} is {facts[key]!r}. Write a number from 1.")
+    return facts
+
+
+def read_launcher(path: str) -> Launcher:
+    """Parse an accelerate configuration; `BadInput` if the file is not one for a single machine."""
+    facts = read_accelerate(path)
+    if (machines := facts.get("num_machines", 1)) > 1:
         raise BadInput(
             f"--launcher {path} is for {machines} machines and this command starts one. Run accelerate launch on each "
             "of them, as the file says."
         )
-    is_cpu = bool(facts.get("use_cpu"))
-    return Launcher(path, is_cpu, kind == "NO", processes, str(facts.get("mixed_precision", "no")))
+    return Launcher(
+        path,
+        bool(facts.get("use_cpu")),
+        facts["distributed_type"] == "NO",
+        facts.get("num_processes", 1),
+        str(facts.get("mixed_precision", "no")),
+    )
 
 
 def choose_launcher(gpus: int) -> Launcher:

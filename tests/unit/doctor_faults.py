@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kit.core.config.load import load_config
-from launch import doctor
 from launch.checks import gpu, host, packages, run
 from launch.checks.children import Outcome
 from launch.checks.machine import GIB, Machine, Row
+from launch.starting.trainer_command import read_accelerate
 from tests.unit.command_lines import ROOT
 
 TINY = ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -42,7 +42,7 @@ def machine(config: Path | None = None, changes: dict | None = None, launcher: s
         facts["config"] = load_config(config, overrides)
         facts["config_words"] = f"--config {config.relative_to(ROOT)}"
     if launcher:
-        facts |= {"launcher": str(ROOT / launcher), "accelerate": doctor.read_launcher(str(ROOT / launcher))}
+        facts |= {"launcher": str(ROOT / launcher), "accelerate": read_accelerate(str(ROOT / launcher))}
     return Machine(**facts | parts)
 
 
@@ -101,7 +101,7 @@ def compiler(folder: Path, age_s: float = 9999.0, launcher: str | None = None, *
 AWAKE = {"server.sleep": False}
 RICH = metadata.version("rich")
 GOOD = Outcome(1.0, {"gb_per_s": 100.0, "mib": 16})
-HUNG = Outcome(75.0, problem="hangs: no end within 75 s", log="NCCL WARN something\n")
+HUNG = Outcome(75.0, fault="hangs: no end within 75 s", log="NCCL WARN something\n")
 DEVICE = {"name": "NVIDIA H200", "capability": [9, 0], "errors": {"bf16": 0.002, "fp8": 0.037}}
 SEEN = {"version": "2.13.0+cu130", "cuda": "13.0", "available": True, "devices": [DEVICE]}
 TOKEN = {"version": "0.31.0", "token": 5, "delta": 0.05, "start_s": 3.0, "unknown": {}}
@@ -117,7 +117,7 @@ def wrong_device(**errors) -> Outcome:
 
 
 def vllm_fault(text: str, plain: Outcome | None = None, weights: str | None = "fp8_per_channel") -> Iterator[Row]:
-    return gpu.vllm_rows(machine(), weights, Outcome(9.0, problem=text), plain)
+    return gpu.vllm_rows(machine(), weights, Outcome(9.0, fault=text), plain)
 
 
 # name: (rows of the fault, its status, what it says)
@@ -199,10 +199,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
         "fail", "a fp8 product: no kernel image"),
     "fewer gpus in torch": (lambda t: gpu.torch_rows(machine(run_tool=smi(H200, 2)), Outcome(1.0, SEEN)),
         "warn", "torch sees 1 GPUs, nvidia-smi 2"),
-    "bitsandbytes": (lambda t: [gpu.bitsandbytes_row(machine(), Outcome(1.0, problem="ValueError: off by 30 %"))],
+    "bitsandbytes": (lambda t: [gpu.bitsandbytes_row(machine(), Outcome(1.0, fault="ValueError: off by 30 %"))],
         "fail", "off by 30 %"),
     "vllm in fp8": (lambda t: vllm_fault("ValueError: no kernel", Outcome(9.0, TOKEN)), "fail", "bf16 works"),
-    "vllm": (lambda t: vllm_fault("RuntimeError: broken", Outcome(9.0, problem="too")), "fail", "broken"),
+    "vllm": (lambda t: vllm_fault("RuntimeError: broken", Outcome(9.0, fault="too")), "fail", "broken"),
     "vllm compiler": (lambda t: vllm_fault("InvalidCxxCompiler: No working C++ compiler"), "fail", "compiler"),
     "vllm memory": (lambda t: vllm_fault("its process was killed by SIGKILL", weights=None), "fail", "bf16: its"),
     "vllm import": (lambda t: vllm_fault("ImportError: undefined symbol: x"), "fail", "undefined symbol"),

@@ -48,7 +48,7 @@ from tests.unit.doctor_faults import (
 from tests.unit.fake_replica import FakeReplica
 
 
-def fix_problem(fix: str) -> str | None:
+def fix_fault(fix: str) -> str | None:
     """What is wrong with a fix: a command that does not parse, a key or a file of the kit that does not exist."""
     if not fix.strip():
         return "it is empty"
@@ -68,7 +68,7 @@ def test_a_made_fault_is_found_and_its_fix_exists(name, tmp_path):
     rows = [row for row in make(tmp_path) if row.status not in ("ok", "skip")]
     told = [row for row in rows if row.status == status and says in row.found]
     assert len(told) == 1, rows
-    assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
+    assert [complaint for row in rows if (complaint := fix_fault(row.fix))] == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_made_fault_is_found_and_its_fix_exists(name, tmp_path):
     ],
 )
 def test_the_fix_checker_sees_what_does_not_exist(fix):
-    assert fix_problem(fix) and not fix_problem("make install DEVICE=cpu, or start it with --gpus all")
+    assert fix_fault(fix) and not fix_fault("make install DEVICE=cpu, or start it with --gpus all")
 
 
 def quiet(rows) -> list[Row]:
@@ -141,7 +141,7 @@ def test_packages_that_do_not_go_together_are_found(tmp_path, monkeypatch, name,
     rows = quiet(packages.conflicts(machine(root=requirements(tmp_path, "fakekit==1.0"))))
     assert bool(rows) == (says is not None)
     assert says is None or says in " ".join(row.found for row in rows)
-    assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
+    assert [complaint for row in rows if (complaint := fix_fault(row.fix))] == []
 
 
 @pytest.mark.parametrize(("load", "status"), [(0.0, "fail"), (8.0, None)])
@@ -175,7 +175,7 @@ def test_an_import_that_crashes_or_hangs_is_named_and_the_others_go_on(tmp_path)
     rows = [*packages.import_rows(here, dict.fromkeys([*modules, "json"], "rich"), limit_s=2.0)]
     for row, (_, status, says) in zip(rows, modules.values(), strict=True):
         assert row.status == status and re.search(says, row.found), row
-    assert [complaint for row in rows if (complaint := fix_problem(row.fix))] == []
+    assert [complaint for row in rows if (complaint := fix_fault(row.fix))] == []
     gone = [not Path(f"/proc/{one}").exists() or " Z " in Path(f"/proc/{one}/stat").read_text() for one in
             pid.read_text().split()]  # fmt: skip
     assert gone == [True, True], "what hangs is ended with what it started"
@@ -207,7 +207,7 @@ def test_ports_taken_free_or_served_by_the_kit(tmp_path):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.listen()
         (taken,) = rows(url)
-    assert taken.status == "fail" and f"pid {os.getpid()}" in taken.found and fix_problem(taken.fix) is None
+    assert taken.status == "fail" and f"pid {os.getpid()}" in taken.found and fix_fault(taken.fix) is None
     assert [row.status for row in rows(url)] == ["ok"]
     replica = FakeReplica()
     (served,) = rows(replica.url)
@@ -355,8 +355,8 @@ def test_a_check_that_breaks_is_a_failed_check_with_its_place(monkeypatch):
 def test_every_step_that_is_asked_for_is_recorded_once():
     steps = [["import_module", "json"], ["no_such_step"], ["import_module", "math"]]
     outcomes = run_steps(steps, 20)
-    assert [bool(outcome.problem) for outcome in outcomes] == [False, True, False]
-    assert "no_such_step" in outcomes[1].problem
+    assert [bool(outcome.fault) for outcome in outcomes] == [False, True, False]
+    assert "no_such_step" in outcomes[1].fault
 
 
 def command(capsys, monkeypatch, *words: str) -> tuple[int, str]:
@@ -410,13 +410,13 @@ def test_recipe_checks_that_hang_or_break_are_a_failed_check(monkeypatch, tiny_m
     }
     refused = Outcome(1.0, facts)
     for outcome, says in (
-        (HUNG, HUNG.problem),
-        (Outcome(1.0, problem="ImportError: no torch"), "no torch"),
+        (HUNG, HUNG.fault),
+        (Outcome(1.0, fault="ImportError: no torch"), "no torch"),
         (refused, "not installed"),
     ):
         monkeypatch.setattr(run, "run_steps", lambda *args, outcome=outcome: [outcome])
         (row,) = run.model(here)
-        assert row.status == "fail" and says in row.found and fix_problem(row.fix) is None
+        assert row.status == "fail" and says in row.found and fix_fault(row.fix) is None
     assert [row.status for row in run.model(machine())] == ["skip"]
 
 
@@ -426,7 +426,7 @@ def test_recipe_checks_that_hang_or_break_are_a_failed_check(monkeypatch, tiny_m
         (["--config", "none.yaml"], "no config file at none.yaml"),
         (["--config", str(TINY), "--train.max_stps", "3"], "Did you mean train.max_steps?"),
         (["--train.max_steps", "3"], "need --config"),
-        (["--launcher", "none.yaml"], "no accelerate config at none.yaml"),
+        (["--launcher", "none.yaml"], "--launcher none.yaml: No such file"),
         (["--launcher", str(TINY)], "has no distributed_type"),
         (["--launcher", "bad"], "num_processes is 'all'"),
     ],
