@@ -80,13 +80,14 @@ LAYOUTS = {"w4a16", "nvfp4a16"}  # written by `python -m merge`
 def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> Any:
     from vllm import LLM
 
+    from kit.core.formats import FORMATS
     from merge.quantize import quantization_config
 
     keys: dict[str, Any] = {}
     for name in variant.split("+"):
         keys |= LEVERS[name]
         if name in LAYOUTS:
-            keys["hf_overrides"] = {"quantization_config": quantization_config(name, ["lm_head"])}
+            keys["hf_overrides"] = {"quantization_config": quantization_config(FORMATS[name], ["lm_head"])}
     if options.shape:
         keys["load_format"] = "dummy"
     if options.kv_gib:

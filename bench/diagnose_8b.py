@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from merge.diagnose import computed
 from merge.diagnose_layer import measure_layer
-from merge.quantize import FORMATS
+from merge.quantize import STORED
 
 MOST_SECONDS, BOUND, NF4_BOUND = 300, 1e-4, 1e-3
 
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--size", type=int, default=4096, help="hidden size")
     arguments = parser.parse_args()
-    readers = {name: computed(store) for name, store in FORMATS.items()}
+    readers = {name: computed(fmt) for name, fmt in STORED.items()}
     worst = compare(arguments.device, readers)
     started, weights = time.perf_counter(), 0
     for index in range(arguments.layers):

@@ -50,12 +50,12 @@ def factors(shape: tuple[int, int], device: str, rank: int = RANK, exact: bool =
 
 def formats_for(shape: tuple[int, int]) -> list[Any]:
     """Formats whose blocks divide the shape; only one of the two FP4 formats, whose weights are the same."""
-    from kit.core.formats import FORMATS
+    from kit.core.formats import TRAINED
 
     def fits(fmt: Any) -> bool:
         return not any(block and size % block for size, block in zip(shape, fmt.weight.block, strict=True))
 
-    return [fmt for fmt in FORMATS.values() if fmt.name != "nvfp4" and fits(fmt)]
+    return [fmt for fmt in TRAINED.values() if fmt.name != "nvfp4" and fits(fmt)]
 
 
 def differing(found: Any, expected: Any) -> int:
@@ -163,7 +163,7 @@ def activations(fmt: Any, columns: int) -> bool:
 def check_activations(device: str, sizes: list[tuple[int, int]]) -> None:
     import torch
 
-    from kit.core.formats import FORMATS
+    from kit.core.formats import TRAINED
     from kit.weights import quantize, quantize_kernel
 
     peak = torch.tensor(PEAK, device=device)
@@ -173,7 +173,7 @@ def check_activations(device: str, sizes: list[tuple[int, int]]) -> None:
         x[0, columns // 3] = 60.0
         for dtype in (torch.bfloat16, torch.float32):
             rows = x.to(dtype)
-            for fmt in FORMATS.values():
+            for fmt in TRAINED.values():
                 if activations(fmt, columns):
                     with case(f"{fmt.name} activations {tokens} x {columns}, {str(dtype)[6:]}"):
                         expected = quantize.fake_quantize_activation_in_torch(rows, fmt.activation, peak)
@@ -184,7 +184,7 @@ def check_against_vllm(device: str) -> None:
     """Measure the share of activations that vLLM's own kernels quantize differently; printed, not judged."""
     import torch
 
-    from kit.core.formats import FORMATS
+    from kit.core.formats import TRAINED
     from kit.weights import quantize
 
     try:
@@ -212,7 +212,7 @@ def check_against_vllm(device: str) -> None:
     }
     for name, make in theirs.items():
         with case(f"{name} activations against vLLM's"):
-            count = differing(quantize.fake_quantize_activation(x, FORMATS[name].activation, peak), make())
+            count = differing(quantize.fake_quantize_activation(x, TRAINED[name].activation, peak), make())
             tables.append(f"{name} activations: {count / x.numel():.1e} of {x.numel()} are other numbers than vLLM's")
 
 
@@ -239,7 +239,7 @@ def median_ms(run: Callable[[], Any], device: str, times: int = 10) -> float:
 def measure_weights(device: str, shapes: list[tuple[int, int]]) -> None:
     import torch
 
-    from kit.core.formats import FORMATS
+    from kit.core.formats import TRAINED
     from kit.weights import quantize, quantize_kernel
 
     layers = [make_layer(shape, torch.bfloat16, device) for shape in shapes]
@@ -254,8 +254,8 @@ def measure_weights(device: str, shapes: list[tuple[int, int]]) -> None:
         f"rank {RANK} | ms a decoder layer | GB/s | ms a model | peaks: ms a layer | ms a model | PyTorch: ms a layer"
     ]
     kinds: list[tuple[str, Any, bool]] = [("effective BF16", None, False)]
-    kinds += [(name, fmt, False) for name, fmt in FORMATS.items() if name != "nvfp4"]
-    kinds += [("fp8 codes", FORMATS["fp8"], True)]
+    kinds += [(name, fmt, False) for name, fmt in TRAINED.items() if name != "nvfp4"]
+    kinds += [("fp8 codes", TRAINED["fp8"], True)]
     for name, fmt, is_codes in kinds:
         with case(f"speed of {name}"):
             peaks = [None] * len(sources)
@@ -288,14 +288,14 @@ def measure_weights(device: str, shapes: list[tuple[int, int]]) -> None:
 def measure_activations(device: str, sizes: list[tuple[int, int]]) -> None:
     import torch
 
-    from kit.core.formats import FORMATS
+    from kit.core.formats import TRAINED
     from kit.weights import quantize
 
     lines = ["activations, BF16 | size | ms | GB/s | PyTorch ms"]
     peak = torch.tensor(PEAK, device=device)
     for tokens, columns in sizes:
         x = torch.randn(tokens, columns, device=device).bfloat16()
-        for name, fmt in FORMATS.items():
+        for name, fmt in TRAINED.items():
             if activations(fmt, columns):
                 with case(f"speed of {name} activations, {tokens} x {columns}"):
                     one = fmt.activation

@@ -176,7 +176,7 @@ def measure(case: Case, merged: Path, status: int, result: Path, log_file: Path)
 
 def formats_here(command: Any) -> list[str]:
     """All formats, with awq only if its environment exists."""
-    from kit.core.config.schema import FORMATS
+    from kit.core.formats import FORMATS
 
     if (ROOT / command.AWQ_PYTHON).is_file():
         return list(FORMATS)

@@ -90,11 +90,11 @@ def found(held: Any, ys: list, x: Any) -> dict[str, Any]:
 def check_errors(device: str, shapes: dict, tokens: int) -> None:
     import torch
 
-    from kit.core.formats import FORMATS
+    from kit.core.formats import TRAINED
     from kit.policy.fused_linear import SAME_INPUT
 
     lines = ["relative error against full-size straight-through, float32 | y | dx | dA | dB"]
-    for name, fmt in FORMATS.items():
+    for name, fmt in TRAINED.items():
         with case(f"gradients of {name}, {tokens} tokens"):
             held = quantized(SAME_INPUT[0], shapes, fmt, device)
             x = torch.randn(1, tokens, shapes["q_proj"][1], device=device).bfloat16()
@@ -118,7 +118,7 @@ def check_errors(device: str, shapes: dict, tokens: int) -> None:
 def check_block(device: str, shapes: dict, tokens: list[int]) -> None:
     import torch
 
-    from kit.core.formats import FORMATS
+    from kit.core.formats import TRAINED
     from kit.policy import quantized_linear
 
     lines = ["seven linear layers, forward + backward | tokens | ms | x peft | peaks found anew, ms | peak GiB"]
@@ -127,9 +127,9 @@ def check_block(device: str, shapes: dict, tokens: list[int]) -> None:
         outputs = ("k_proj", "v_proj", "up_proj", "down_proj")
         gradients = {name: 1e-4 * torch.randn(number, shapes[name][0], device=device).bfloat16() for name in outputs}
         plain = None
-        for name in ("peft", *FORMATS):
+        for name in ("peft", *TRAINED):
             with case(f"block {name}, {number} tokens"):
-                held = quantized(shapes, shapes, FORMATS.get(name), device)
+                held = quantized(shapes, shapes, TRAINED.get(name), device)
                 ms, peak = run_block(held, x, gradients, device)
                 plain = plain or ms
                 anew = 0.0

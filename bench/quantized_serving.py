@@ -36,7 +36,7 @@ def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any
     import numpy as np
     import torch
 
-    from kit.core.formats import FORMATS as KNOWN
+    from kit.core.formats import TRAINED
     from kit.policy import quantized_linear
     from kit.policy.calibration import calibrate
     from tests.evidence.stock_merge import load_policy
@@ -45,7 +45,7 @@ def random_policy(model_dir: Path, name: str, dtype: str) -> tuple[Any, list[Any
     vocabulary = model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(20, vocabulary - 20, size=(SEQUENCES, LENGTH))
     tokens = torch.tensor(ids, device=next(model.parameters()).device)
-    if (fmt := KNOWN.get(name)) is not None:
+    if (fmt := TRAINED.get(name)) is not None:
         quantized_linear.use_quantized_linears(model, fmt)
         calibrate(model, [(tokens, torch.ones_like(tokens, dtype=torch.bool))])
     return model, list(tokens.split(1))
@@ -102,16 +102,15 @@ def serve(name: str, dtype: str, work: Path, base: Path, tensor_parallel: int, i
     """Write served.json: the server's log-probs, seconds of folds and tokens per second."""
     from vllm import LLM, SamplingParams
 
-    from kit.core.config.format_rules import served_weights
-    from kit.core.formats import FORMATS as KNOWN
+    from kit.core.formats import TRAINED
     from kit.rollout.server.versions import QUANTIZED_INPUTS, REMERGE
 
-    fmt, options = KNOWN.get(name), {}
+    fmt, options = TRAINED.get(name), {}
     prompts = [{"prompt_token_ids": ids} for ids in json.loads((work / "scores.json").read_text())["ids"]]
     if fmt is not None:
         options["additional_config"] = {"quant_cfg": name}
-        if (weights := served_weights(fmt)) != "bf16":
-            options["quantization"], dtype = weights, "bfloat16"
+        if fmt.by_vllm:
+            options["quantization"], dtype = fmt.served_as, "bfloat16"
     llm = LLM(
         model=str(base),
         dtype=dtype,

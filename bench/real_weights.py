@@ -33,10 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from eval.stats import cluster_interval, paired_difference, runs_interval
 from kit.core.config.load import load_config
-from kit.core.config.schema import FORMATS
 from kit.core.errors import BadInput, CheckFailed, run_command
-from kit.core.formats import FORMATS as TRAINED
-from kit.core.formats import check_model
+from kit.core.formats import FORMATS, TRAINED, check_model
 from kit.core.run_directory import RunDir, read_json, write_json
 
 ROOT = Path(__file__).parents[1]

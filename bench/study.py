@@ -30,7 +30,7 @@ def main() -> int:
     options = parser.parse_args()
     from mismatch import make_base
 
-    from kit.core.config.schema import FORMATS
+    from kit.core.formats import FORMATS
     from merge.command import AWQ_PYTHON
 
     started = time.perf_counter()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.merge_formats import SHAPE, TINY, Case, cases, served  # noqa: E402
-from kit.core.formats import FORMATS  # noqa: E402
+from kit.core.formats import TRAINED  # noqa: E402
 
 
 def make_and_merge(folder: Path, model: Path, name: str, device: str) -> Path:
@@ -62,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=None, help="work folder; default: a new temporary one")
     parser.add_argument("--tiny", action="store_true", help="the unit tests' shape")
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=list(TRAINED), default=list(TRAINED))
     parser.add_argument("--skip_vllm", action="store_true", help="merge and verify only")
     arguments = parser.parse_args()
     import torch

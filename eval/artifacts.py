@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kit.core import formats
 from kit.core.chat import arguments_of
 from kit.core.config import schema
 from kit.core.errors import BadInput
@@ -16,7 +17,7 @@ from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
 # nf4 first: with the adapter, it is the policy as trained, to which the other columns are compared.
-FORMATS = ("nf4", *(name for name in schema.FORMATS if name != "nf4"))
+FORMATS = ("nf4", *(name for name in formats.FORMATS if name != "nf4"))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eval.compare import points
 from eval.document import printable
 from eval.naming import name_of, policy_name
+from kit.core.formats import FORMATS
 from kit.core.metrics_log import SMOOTH, smooth, smoothing
 from kit.core.run_directory import naming
 
@@ -22,18 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POLICY_COLORS = {"base": "#7f7f7f", "grpo": "#1f77b4"}
-# format: (color, marker); the order is that of tables and legends.
-FORMATS = {
-    "nf4": ("#cc79a7", "o"),
-    "bf16": ("#404040", "s"),
-    "fp8": ("#0072b2", "D"),
-    "fp8_block": ("#56b4e9", "^"),
-    "fp8_static": ("#88ccee", "h"),
-    "w4a16": ("#e69f00", "v"),
-    "awq": ("#d55e00", "P"),
-    "nvfp4a16": ("#009e73", "X"),
-    "nvfp4": ("#332288", "*"),
-}
 OTHERS = (("#882255", "<"), ("#117733", ">"), ("#999933", "d"), ("#aa4499", "p"))
 LONGEST_LABEL = 28
 STYLE = {
@@ -52,14 +41,14 @@ STYLE = {
 def look(name: str, names: Sequence[str] = ()) -> tuple[str, str]:
     """(color, marker) of a format; an unknown one gets those of its position among the unknown `names`."""
     if name in FORMATS:
-        return FORMATS[name]
+        return FORMATS[name].color, FORMATS[name].marker
     unknown = [other for other in names if other not in FORMATS]
     return OTHERS[unknown.index(name) % len(OTHERS) if name in unknown else 0]
 
 
 def order(names: Sequence[str]) -> list[str]:
-    """Formats in the order of every table and legend, unknown ones last."""
-    rank = {name: place for place, name in enumerate(FORMATS)}
+    """Formats in the order of every table and legend: nf4, which is the policy, first, unknown ones last."""
+    rank = {name: place for place, name in enumerate(FORMATS)} | {"nf4": -1}
     return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
 
 

@@ -47,7 +47,7 @@ from kit.core.config.load import load_config
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, run_command
-from kit.core.formats import FORMATS
+from kit.core.formats import TRAINED
 from kit.core.run_directory import MANIFEST, RunDir, base_directory, read_json, write_json
 from kit.core.run_state import continuing_flags
 
@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--config", required=True, help="YAML of the plain run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     formats = ["nvfp4a16", "w4a16", "fp8", "nvfp4"]
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=formats, help=f"default: {' '.join(formats)}")
+    parser.add_argument("--formats", nargs="+", choices=TRAINED, default=formats, help=f"default: {' '.join(formats)}")
     parser.add_argument("--distill_steps", type=int, default=40, help="steps of a distillation; default: 40")
     parser.add_argument("--distill_rate", default="1e-4", help="its learning rate; default: 1e-4")
     parser.add_argument("--samples", type=int, default=4, help="completions per held-out problem; default: 4")

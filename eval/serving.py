@@ -31,8 +31,8 @@ import yaml
 from eval.artifacts import merge_missing
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from eval.vllm_backend import missing_kernel
-from kit.core.config.schema import FORMATS
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
+from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from launch.replicas import ERROR, Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm

@@ -307,7 +307,7 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[Op
         if server.nf4_copy == "gpu" and base_directory(config).is_dir():
             copy_gib = copy_bytes(base_directory(config)) / 2**30 / server.tensor_parallel
         fmt = format_rules.served_format(config) if config.policy.quant_cfg else None
-        fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.name in format_rules.BY_VLLM else 0)
+        fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.by_vllm else 0)
         share = round(share - (copy_gib + fold_gib) / card_gib, 3)
         if share <= 0:
             return {}, [

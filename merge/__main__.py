@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kit.core.config.schema import FORMATS
 from kit.core.errors import CHECK_FAILED, DONE, run_command
+from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO
 from merge.bases import compare_bases
 from merge.card import add_hub_options, is_distilled, push_all, write_card

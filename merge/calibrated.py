@@ -23,7 +23,7 @@ from kit.core.run_directory import RunDir, publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.merge import write_config
-from merge.quantize import Refused, groups_of, quantization_config
+from merge.quantize import Refused, format_of, quantization_config
 from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory
 
 WORKER = Path(__file__).with_name("awq.py")
@@ -156,10 +156,10 @@ def write_awq(
     llm-compressor loads the whole model into host memory and moves it to the GPU, if there is one, layer by layer.
     `Refused`, with the end of its output, if it fails; also if it stored other tensors than requested.
     """
-    ignore, compressor, group = base.unquantized_linears(), check_awq(python), groups_of(base)
+    ignore, compressor, fmt = base.unquantized_linears(), check_awq(python), format_of(base, "awq")
     with publish(final, overwrite) as partial:
         request = {"model": str(merged.absolute()), "out": str(partial.absolute()), "ignore": ignore}
-        request |= {"max_shard_size": SHARD, "sequences": calibration.sequences, "group": group}
+        request |= {"max_shard_size": SHARD, "sequences": calibration.sequences, "group": fmt.weight.block[1]}
         _run_worker(python, request)
         for file in partial.iterdir():
             if not file.name.startswith("model") or file.suffix not in (".safetensors", ".json"):
@@ -167,10 +167,10 @@ def write_awq(
             else:
                 shutil.copymode(merged / "config.json", file)  # it makes them readable only by their owner
         _check_stored(merged, partial, base.quantized)
-        write_config(merged, partial, quantization_config("awq", ignore, group))
+        write_config(merged, partial, quantization_config(fmt, ignore))
         facts = {"calibration": {**calibration.facts, "llmcompressor": compressor}}
         facts |= {"retained_update": None, "no_retained_update": NO_SHARE, "verify": verify(partial)}
-        return write_manifest(partial, "checkpoint", format="awq", **manifest, **facts)
+        return write_manifest(partial, "checkpoint", format=fmt.name, **manifest, **facts)
 
 
 def _run_worker(python: Path, request: dict) -> None:

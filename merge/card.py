@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.config.base_rules import CALLED
-from kit.core.config.schema import FORMATS
 from kit.core.errors import DONE, BadInput
+from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO, MANIFEST, RunDir, read_json, read_manifest
 from merge import hub
 from merge.command import POLICIES
@@ -25,17 +25,6 @@ CARD = "README.md"
 WINDOW = 10  # steps averaged in a mean of the training metrics
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors", "compressed-tensors")
-READERS = {
-    "bf16": "transformers and vLLM; the weights are plain BF16",
-    "fp8": "transformers and vLLM; E4M3 weights with a scale per output channel, activations quantized per token",
-    "fp8_block": "transformers and vLLM; E4M3 weights with a scale per block of 128 x 128",
-    "fp8_static": "transformers and vLLM; E4M3 weights with one scale each, activations by calibrated scales",
-    "w4a16": "transformers and vLLM; INT4 weights in groups of 128, rounded to nearest",
-    "awq": "transformers and vLLM; INT4 weights in groups of 128, by AWQ",
-    "nvfp4a16": "vLLM; FP4 weights in groups of 16, activations in 16 bits",
-    "nvfp4": "vLLM on GPUs with FP4 arithmetic; FP4 weights and activations in groups of 16",
-    "nf4": "transformers with bitsandbytes; NF4 weights in blocks of 64, double quantization",
-}
 LOSS = ("train.loss_type", "train.loss", "train.beta", "train.epsilon", "train.epsilon_high", "rollout.correction")
 TEACHER = ("distill.teacher", "distill.teacher_adapter")
 DISTILLATION = (*TEACHER, "distill.divergence", "distill.temperature")
@@ -223,7 +212,8 @@ def introduction(config: dict, manifest: dict) -> str:
         base = f"an {called} base" + (" (QLoRA)" if storage(config) == "nf4" else "")
         what = f"{model} trained with {how} on {base} in run {name}; the adapter is merged into {weights}"
     aware = quantization_aware(manifest)
-    return f"# {name}, {manifest['policy']}, {form}\n\n{what}.{aware}\n\nRead by {READERS.get(form, form)}."
+    reader = FORMATS[form].stores if form in FORMATS else form
+    return f"# {name}, {manifest['policy']}, {form}\n\n{what}.{aware}\n\nRead by {reader}."
 
 
 def quantization_aware(manifest: dict) -> str:

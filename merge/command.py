@@ -7,19 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.chat import arguments_of, check_template
-from kit.core.config.schema import FORMATS
 from kit.core.errors import BadInput
+from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO, RunDir, read_json, read_manifest
 from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
-# Bytes per weight of a quantized layer, including scales.
-BYTES_PER_WEIGHT = {
-    **{"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp8_static": 1.0, "w4a16": 0.52, "awq": 0.52},
-    **{"nvfp4a16": 0.57, "nvfp4": 0.57, "nf4": 0.52},
-}
-CALIBRATED = ("fp8_static", "awq", "nvfp4")
-RANGED = ("fp8_static", "nvfp4")  # activations need input ranges, which a run trained for a format already has
 AWQ_PYTHON = Path(".venv-llmcompressor/bin/python")
 
 
@@ -42,7 +35,7 @@ class Merge:
         # argparse keeps the order of the command line, but bf16 comes first: the others are made from it.
         self.formats = [name for name in FORMATS if name in self._asked()]
         self._check_outputs()
-        if "awq" in self.formats:
+        if any(FORMATS[name].needs_llmcompressor for name in self.formats):
             from merge.calibrated import check_awq
 
             check_awq(arguments.awq_python)
@@ -105,7 +98,7 @@ class Merge:
 
     def has_ranges(self, name: str) -> bool:
         """Whether the run's quantizers hold the activation ranges of this format, so that none need calibrating."""
-        return name in RANGED and self.trained is not None and self.trained.format.needs_calibration
+        return FORMATS[name].needs_calibration and self.trained is not None and self.trained.format.needs_calibration
 
     def facts(self, policy: str) -> dict:
         """Provenance that every manifest of a policy records."""
@@ -170,7 +163,7 @@ class Merge:
             weights = 1
             for size in self.base.shape(tensor):
                 weights *= size
-            total += weights * (BYTES_PER_WEIGHT[name] if tensor in self.base.quantized else 2.0)
+            total += weights * (FORMATS[name].bytes_per_weight if tensor in self.base.quantized else 2.0)
         return int(total)
 
     def _check_space(self) -> None:
@@ -203,7 +196,7 @@ class Merge:
 
     def _calibration(self) -> Any:
         """Calibration set for the formats that need data; None if none of them was requested."""
-        if not any(name in CALIBRATED and not self.has_ranges(name) for name in self.formats):
+        if not any(FORMATS[name].needs_data and not self.has_ranges(name) for name in self.formats):
             return None
         from merge.calibrated import calibration_set
 
@@ -243,9 +236,9 @@ class Merge:
             return None if self.batch is None else self._compared(policy, name, directory)
 
         source, options = self.place(policy, "bf16"), self.arguments
-        if name in CALIBRATED and not self.has_ranges(name):
+        if FORMATS[name].needs_data and not self.has_ranges(name):
             print(f"calibrating {policy} {name} on {self.calibration.facts['tokens']} tokens", flush=True)
-        if name == "awq":
+        if FORMATS[name].needs_llmcompressor:
             from merge.calibrated import write_awq
 
             made_by = (self.calibration, options.awq_python)
@@ -253,7 +246,7 @@ class Merge:
         if self.has_ranges(name):
             facts["calibration"] = {"quantizers": self.trained.hash}
             facts["input_peaks"] = self.trained.input_peaks(self.base.quantized)
-        elif name in RANGED:
+        elif FORMATS[name].needs_calibration:
             from merge.calibrated import input_peaks
 
             facts["calibration"] = self.calibration.facts

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import DONE, BadInput
+from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 
 if TYPE_CHECKING:
     import torch
 
+    from kit.core.formats import QuantFormat
     from merge.diagnose_layer import Reader
-    from merge.quantize import Format
 
 PACKAGES = ("torch", "bitsandbytes", "compressed-tensors", "safetensors", "numpy", "scipy")
 INTO = ("dequantized", "original")
@@ -111,16 +112,12 @@ class Diagnosis:
 
     def _readers(self) -> dict[str, "Reader"]:
         """Readers by format; a format without one is an error if it was requested, else a note."""
-        from kit.core.config.schema import FORMATS as KNOWN
-        from merge.quantize import FORMATS as COMPUTED
-
-        known = list(dict.fromkeys([*KNOWN, *COMPUTED]))
         asked = self.arguments.formats
-        if asked and (unknown := [name for name in asked if name not in known]):
-            raise BadInput(f"--formats {unknown[0]} is not a format: use some of {', '.join(known)}.")
+        if asked and (unknown := [name for name in asked if name not in FORMATS]):
+            raise BadInput(f"--formats {unknown[0]} is not a format: use some of {', '.join(FORMATS)}.")
         readers: dict[str, Reader] = {}
         absent = []
-        for name in known if not asked else dict.fromkeys(asked):
+        for name in FORMATS if not asked else dict.fromkeys(asked):
             try:
                 readers[name] = self._reader(name)
             except NotMerged:
@@ -141,14 +138,13 @@ class Diagnosis:
     def _reader(self, name: str) -> "Reader":
         import torch
 
-        from merge.quantize import FORMATS as COMPUTED
-        from merge.quantize import check_shapes, format_for
+        from merge.quantize import STORED, check_shapes, format_of
 
         if name == "bf16":
             return lambda module, policy, weight: weight.to(torch.bfloat16).float()
-        if name in COMPUTED:
+        if name in STORED:
             check_shapes(self.base, name)
-            return computed(format_for(name, self.base))
+            return computed(format_of(self.base, name))
         return self._checkpoint_reader(name)
 
     def _checkpoint_reader(self, name: str) -> "Reader":
@@ -250,14 +246,22 @@ class Diagnosis:
         return found
 
 
+def computed(fmt: "QuantFormat") -> "Reader":
+    """Reader that stores a BF16 weight in a format and reads it back; one object for formats that store the same."""
+    from merge.quantize import STORED
+
+    return _computed(
+        next((one for one in STORED.values() if (one.layout, one.weight) == (fmt.layout, fmt.weight)), fmt)
+    )
+
+
 @functools.cache
-def computed(store: "Format") -> "Reader":
-    """Reader that stores a BF16 weight in a format and reads it back; the same object for the same format function."""
+def _computed(fmt: "QuantFormat") -> "Reader":
     import torch
 
     from merge.quantize import read_back
 
-    return lambda module, policy, weight: read_back(store, weight.to(torch.bfloat16))[1]
+    return lambda module, policy, weight: read_back(fmt, weight.to(torch.bfloat16))[1]
 
 
 def _pattern(text: str | None) -> re.Pattern | None:

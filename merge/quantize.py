@@ -1,18 +1,10 @@
 """Quantize a merged BF16 checkpoint, tensor by tensor, in the layouts of compressed-tensors and bitsandbytes.
 
-fp8        `float-quantized`: static per-channel weights, dynamic per-token activations.
-fp8_block  `float-quantized`: static weights in blocks of 128 x 128, dynamic activations in groups of 128.
-fp8_static `float-quantized`: one scale per weight; one static activation scale per layer, from calibration.
-w4a16      `pack-quantized`: symmetric INT4, groups of 128 (64 if 128 does not divide), round to nearest.
-nvfp4a16   `nvfp4-pack-quantized`: E2M1 in groups of 16 with E4M3 scales and a global scale; weights only.
-nvfp4      the same, with FP4 activations by global scales from calibration (calibrated.py).
-nf4        bitsandbytes, blocks of 64, double quantization.
-
-Only the layers that the run's base quantizes are quantized, so embeddings, norms and the output embedding stay BF16.
-awq is made by llm-compressor from the same checkpoint (calibrated.py). Not covered: GPTQ.
+A format's row in `kit.core.formats` names its layout, `WRITERS` has a function for each layout. Only the layers that
+the run's base quantizes are quantized, so embeddings, norms and the output embedding stay BF16. awq is made by
+llm-compressor from the same checkpoint (calibrated.py). Not covered: GPTQ.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +12,7 @@ from typing import Any
 import torch
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.formats import INT4_GROUPS, int4_group
+from kit.core.formats import FORMATS, QuantFormat, fitted, shape_fault
 from kit.core.run_directory import publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards, read_tensor
 from kit.weights.frozen_base import BaseCheckpoint
@@ -29,8 +21,6 @@ from kit.weights.shards import write_parts
 from merge.merge import Factors, Retained, write_config
 
 LEAST_RETAINED = 0.5  # least share of the update for NF4 to be written without --force
-BLOCK = 128  # both sides of a block of fp8_block
-FP4_GROUP = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 ZERO_E4M3_SCALE = 0.125  # scale of a group of zeros
 # Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs must be equal.
@@ -39,32 +29,32 @@ CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for ea
 Parts = dict[str, torch.Tensor]
 # Called with (first row, rows in float32 as a reader computes with them), in row order.
 Use = Callable[[int, torch.Tensor], None]
-# A format maps a BF16 weight (out, in) to what is stored, by suffix of the module's name. It passes the values that a
-# reader computes with to its `Use` argument piece by piece: at once they would take more memory than the weight
-# itself.
-Format = Callable[[torch.Tensor, Use], Parts]
-# (compressed-tensors preset, its name for the layout) for every format that it stores
-LAYOUTS = {
-    "fp8": ("FP8_DYNAMIC", "float-quantized"),
-    "fp8_block": ("FP8_BLOCK", "float-quantized"),
-    "fp8_static": ("FP8", "float-quantized"),
-    "w4a16": ("W4A16", "pack-quantized"),
-    "awq": ("W4A16", "pack-quantized"),
-    "nvfp4a16": ("NVFP4A16", "nvfp4-pack-quantized"),
-    "nvfp4": ("NVFP4", "nvfp4-pack-quantized"),
-}
 
 
-def _scheme(name: str, group: int | None = None) -> Any:
+def store(fmt: QuantFormat, weight: torch.Tensor, use: Use, peak: float = 0.0) -> Parts:
+    """What a checkpoint in `fmt` stores for a BF16 weight (out, in), by suffix of the module's name.
+
+    The values that a reader computes with go to `use`, piece by piece: at once they would take more memory than the
+    weight itself. `peak` is the largest |weight| of the other layers that share a scale with this one.
+    """
+    return WRITERS[fmt.layout](fmt, weight, use, peak)
+
+
+def read_back(fmt: QuantFormat, weight: torch.Tensor, peak: float = 0.0) -> tuple[Parts, torch.Tensor]:
+    """Return (what `fmt` stores of `weight`, the values that a reader of it computes with: (out, in) in float32)."""
+    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    return store(fmt, weight, lambda start, rows: value[start : start + len(rows)].copy_(rows), peak), value
+
+
+def _scheme(fmt: QuantFormat) -> Any:
+    """compressed-tensors' scheme of a format that it stores."""
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-    scheme = preset_name_to_scheme(name, ["Linear"])
-    if group is not None:
-        scheme.weights.group_size = group
-    if name == "FP8":
-        # Given a single scale per weight, vLLM 0.31 takes the largest of the layers that it fuses and requantizes the
-        # others, through FP16. Repeated for every output channel, the scale is kept as it is.
-        scheme.weights = _scheme("FP8_DYNAMIC").weights
+    scheme = preset_name_to_scheme(fmt.preset, ["Linear"])
+    if fmt.weights_preset:
+        scheme.weights = preset_name_to_scheme(fmt.weights_preset, ["Linear"]).weights
+    if scheme.weights.group_size is not None:
+        scheme.weights.group_size = fmt.weight.block[1]
     return scheme
 
 
@@ -87,35 +77,30 @@ def _scales(peaks: torch.Tensor, args: Any, global_scale: torch.Tensor | None = 
     return torch.where(scales == 0, zero, scales)
 
 
-def read_back(store: Format, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    """Return (what `store` stores of `weight`, the values that a reader of it computes with: (out, in) in float32)."""
-    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    return store(weight, lambda start, rows: value[start : start + len(rows)].copy_(rows)), value
+def _block_peaks(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Largest |weight| of each block (out / rows, in / columns)."""
+    blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return torch.maximum(blocks.amin((1, 3)).abs(), blocks.amax((1, 3)).abs())  # abs() first would copy
 
 
-def _compress(
-    weight: torch.Tensor, use: Use, name: str, block: tuple[int, int], peak: torch.Tensor | None = None
-) -> Parts:
-    """Compress `weight` with one BF16 scale per block of (rows, columns), some rows at a time.
-
-    `peak`, if given, is the largest |weight| that every block's scale is computed for, instead of the block's own.
-    """
+def _write_scaled(fmt: QuantFormat, weight: torch.Tensor, use: Use, _: float) -> Parts:
+    """FP8 or INT4 codes with a BF16 scale per block; one for the whole weight is repeated for every output channel."""
     from compressed_tensors.compressors.base import BaseCompressor
 
-    preset, layout = LAYOUTS[name]
-    group = block[1] if name == "w4a16" else None
-    scheme, compressor = _scheme(preset, group), BaseCompressor.get_value_from_registry(layout)
+    rows, columns = fmt.weight.block
+    block = rows or 1, columns or weight.shape[1]
+    peak = weight.abs().max().float() if rows is None else None
+    scheme, compressor = _scheme(fmt), BaseCompressor.get_value_from_registry(fmt.layout)
 
-    def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-        blocks = rows.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-        own = torch.maximum(blocks.amin((1, 3)).abs(), blocks.amax((1, 3)).abs())  # abs() first would copy
+    def compress(chunk: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        own = _block_peaks(chunk, *block)
         scale = _scales(own if peak is None else peak.expand_as(own), scheme.weights)
         # Readers load scales in the model's dtype, so the codes are computed for the scale as rounded to BF16. The
         # division is in float32, since a BF16 quotient would round twice. A row near 1e-38 has a scale that BF16
         # rounds to 0.
         scale = scale.to(torch.bfloat16)
         scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
-        stored = compressor.compress({"weight": rows, "weight_scale": scale.float()}, scheme)
+        stored = compressor.compress({"weight": chunk, "weight_scale": scale.float()}, scheme)
         value = compressor.decompress(dict(stored), scheme)["weight"]
         stored["weight_scale"] = scale
         return stored, value
@@ -142,30 +127,9 @@ def _by_rows(
     return stored
 
 
-def to_fp8(weight: torch.Tensor, use: Use) -> Parts:
-    """FP8 (E4M3) codes and one scale per output channel."""
-    return _compress(weight, use, "fp8", (1, weight.shape[1]))
+def _write_nvfp4(fmt: QuantFormat, weight: torch.Tensor, use: Use, peak: float) -> Parts:
+    """FP4 (E2M1) codes, two to a byte, one E4M3 scale per group of an output channel, one global scale.
 
-
-def to_fp8_block(weight: torch.Tensor, use: Use) -> Parts:
-    """FP8 (E4M3) codes and one scale per block of 128 x 128."""
-    return _compress(weight, use, "fp8_block", (BLOCK, BLOCK))
-
-
-def to_fp8_static(weight: torch.Tensor, use: Use) -> Parts:
-    """FP8 (E4M3) codes and the scale of the whole weight, once per output channel."""
-    return _compress(weight, use, "fp8_static", (1, weight.shape[1]), weight.abs().max().float())
-
-
-def to_w4a16(weight: torch.Tensor, use: Use, group: int = INT4_GROUPS[0]) -> Parts:
-    """INT4 codes, eight to an int32, and one scale per `group` inputs of an output channel."""
-    return _compress(weight, use, "w4a16", (1, group))
-
-
-def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
-    """FP4 (E2M1) codes, two to a byte, one E4M3 scale per 16 inputs of an output channel, one global scale.
-
-    `amax` is the largest |weight| of the other layers that share the global scale.
     A reader computes code · scale / global scale. The global scale is the power of two at or below 448 · 6 / amax, so
     the product is exact in BF16 and all readers hold the same weights, even those that round the global scale to BF16.
     As a shift of exponents, it does not change what the codes stand for, so layers can share it without loss.
@@ -173,17 +137,14 @@ def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization.utils import generate_gparam
 
-    preset, layout = LAYOUTS["nvfp4a16"]
-    scheme, compressor = _scheme(preset), BaseCompressor.get_value_from_registry(layout)
-    peak = weight.abs().max().float().clamp(min=amax)
-    global_scale = generate_gparam(-peak, peak).log2().floor().clamp(-126, 126).exp2()
+    scheme, compressor = _scheme(fmt), BaseCompressor.get_value_from_registry(fmt.layout)
+    largest = weight.abs().max().float().clamp(min=peak)
+    global_scale = generate_gparam(-largest, largest).log2().floor().clamp(-126, 126).exp2()
 
-    def compress(rows: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-        groups = rows.unflatten(1, (-1, FP4_GROUP))
-        peaks = torch.maximum(groups.amin(-1).abs(), groups.amax(-1).abs())
-        scale = _scales(peaks, scheme.weights, global_scale)
+    def compress(chunk: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        scale = _scales(_block_peaks(chunk, *fmt.weight.block), scheme.weights, global_scale)
         stored = compressor.compress(
-            {"weight": rows, "weight_scale": scale, "weight_global_scale": global_scale}, scheme
+            {"weight": chunk, "weight_scale": scale, "weight_global_scale": global_scale}, scheme
         )
         return stored, compressor.decompress(dict(stored), scheme)["weight"].float()
 
@@ -192,7 +153,7 @@ def to_nvfp4(weight: torch.Tensor, use: Use, amax: float = 0.0) -> Parts:
         return _by_rows(weight, use, 1, compress)
 
 
-def to_nf4(weight: torch.Tensor, use: Use) -> Parts:
+def _write_nf4(_: QuantFormat, weight: torch.Tensor, use: Use, __: float) -> Parts:
     """NF4 bytes with their quant state, as bitsandbytes serializes a Linear4bit."""
     from bitsandbytes.functional import dequantize_4bit
 
@@ -203,25 +164,23 @@ def to_nf4(weight: torch.Tensor, use: Use) -> Parts:
     return {"weight": packed, **{f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}}
 
 
-# How to store weights, which needs no data. nvfp4 stores the same weights as nvfp4a16; awq is made in calibrated.py.
-FORMATS: dict[str, Format] = {
-    "fp8": to_fp8,
-    "fp8_block": to_fp8_block,
-    "fp8_static": to_fp8_static,
-    "w4a16": to_w4a16,
-    "nvfp4a16": to_nvfp4,
-    "nvfp4": to_nvfp4,
-    "nf4": to_nf4,
+WRITERS: dict[str, Callable[[QuantFormat, torch.Tensor, Use, float], Parts]] = {
+    "float-quantized": _write_scaled,
+    "pack-quantized": _write_scaled,
+    "nvfp4-pack-quantized": _write_nvfp4,
+    "bitsandbytes": _write_nf4,
 }
+# Formats that are written from the weights alone, apart from the ranges of a layer's inputs.
+STORED = {name: fmt for name, fmt in FORMATS.items() if fmt.layout in WRITERS and not fmt.needs_llmcompressor}
 
 
-def input_scales(format_name: str, peak: float) -> Parts:
+def input_scales(fmt: QuantFormat, peak: float) -> Parts:
     """Stored scales of a layer's inputs, by suffix, for the largest |input| that calibration found.
 
-    The scale of fp8_static is in BF16, like that of its weights: readers load it in the model's dtype. The global
-    scale of nvfp4 is in float32, as in llm-compressor.
+    An FP8 scale is in BF16, like that of the weights: readers load it in the model's dtype. The global scale of FP4 is
+    in float32, as in llm-compressor.
     """
-    if format_name == "fp8_static":
+    if fmt.activation.kind == "fp8":
         return {"input_scale": torch.tensor([peak / E4M3_MAX]).to(torch.bfloat16)}
     return {"input_global_scale": torch.tensor([E4M3_MAX * E2M1_MAX / peak])}
 
@@ -239,25 +198,14 @@ def fused_peaks(directory: Path, names: set[str]) -> dict[str, float]:
     return {name: peaks[group] for name, group in groups.items()}
 
 
-def groups_of(base: BaseCheckpoint) -> int:
-    """Number of inputs that share a scale in w4a16 and awq of this base."""
-    return int4_group(base.shape(name)[1] for name in base.quantized)
+def format_of(base: BaseCheckpoint, name: str) -> QuantFormat:
+    """The format as a checkpoint of this base stores it, with a group that divides the inputs of all its layers."""
+    return fitted(FORMATS[name], (base.shape(weight)[1] for weight in base.quantized))
 
 
-def format_for(format_name: str, base: BaseCheckpoint) -> Format:
-    """Function that stores this base's layers in a format; the same object for the same format and group."""
-    store = FORMATS[format_name]
-    return _in_groups(groups_of(base)) if store is to_w4a16 else store
-
-
-@functools.cache
-def _in_groups(group: int) -> Format:
-    return functools.partial(to_w4a16, group=group)
-
-
-def quantization_config(format_name: str, ignore: list[str], group: int = INT4_GROUPS[0]) -> dict:
-    """The `quantization_config` by which transformers and vLLM read this format; `group` is the group size of INT4."""
-    if format_name == "nf4":
+def quantization_config(fmt: QuantFormat, ignore: list[str]) -> dict:
+    """The `quantization_config` by which transformers and vLLM read this format."""
+    if fmt.layout == "bitsandbytes":
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(
@@ -269,41 +217,19 @@ def quantization_config(format_name: str, ignore: list[str], group: int = INT4_G
         ).to_dict()
     from compressed_tensors.quantization import QuantizationConfig
 
-    preset, layout = LAYOUTS[format_name]
     config = QuantizationConfig(
-        config_groups={"group_0": _scheme(preset, group if preset == "W4A16" else None)},
-        format=layout,
+        config_groups={"group_0": _scheme(fmt)},
+        format=fmt.layout,
         ignore=ignore,
         quantization_status="compressed",
     )
     return config.model_dump(mode="json", exclude_none=True)
 
 
-def check_shapes(base: BaseCheckpoint, format_name: str) -> None:
+def check_shapes(base: BaseCheckpoint, name: str) -> None:
     """Raise `BadInput` if a layer's shape does not fit the format; reads only headers."""
-    shapes = {name: base.shape(name) for name in sorted(base.quantized)}
-    int4 = int4_group(inputs for _, inputs in shapes.values())
-    group = {"w4a16": int4, "awq": int4, "nvfp4a16": FP4_GROUP, "nvfp4": FP4_GROUP}.get(format_name)
-    if group and (odd := [name for name, shape in shapes.items() if shape[1] % group]):
-        known = group if group == FP4_GROUP else " or ".join(map(str, INT4_GROUPS))
-        raise BadInput(
-            f"{format_name} packs groups of {known} inputs, and {len(odd)} of {len(shapes)} layers have a number of "
-            f"inputs that {group} does not divide ({odd[0]}: {shapes[odd[0]][1]}). Leave {format_name} out; fp8 has "
-            "no such limit."
-        )
-    if format_name != "fp8_block":
-        return
-    # compressed-tensors 0.17 dequantizes by shape alone: given a partial block it takes all blocks to be smaller, and
-    # it takes a single column of blocks for a scale per output channel; both fail. vLLM 0.31 rejects fused layers in
-    # which a block would span two of them.
-    odd = [n for n, (rows, columns) in shapes.items() if rows % BLOCK or columns % BLOCK or rows > BLOCK == columns]
-    if odd:
-        rows, columns = shapes[odd[0]]
-        raise BadInput(
-            f"fp8_block needs whole blocks of {BLOCK} x {BLOCK}, and more than one across when there is more than one "
-            f"down; transformers and vLLM read nothing else. {len(odd)} of {len(shapes)} layers do not have them "
-            f"({odd[0]}: {rows} outputs, {columns} inputs). Leave fp8_block out; fp8 has no such limit."
-        )
+    if fault := shape_fault(FORMATS[name], {weight: base.shape(weight) for weight in sorted(base.quantized)}):
+        raise BadInput(f"{name} {fault}. Leave {name} out; fp8 has no such limit.")
 
 
 class Refused(CheckFailed):
@@ -324,16 +250,16 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
     """
     if not updates:
         return None
-    store = _by_name(format_name, merged, base) if format_name in FORMATS else None
+    save = _store_by_name(format_name, merged, base) if format_name in STORED else None
     retained = Retained()
     for name, weight in _tensors(merged):
         if name in updates:
             before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
-            if store is None or name not in base.quantized:
+            if save is None or name not in base.quantized:
                 retained.add(after, before, updates[name].delta(base.device))
                 continue
-            store(name, after, _project(retained, updates[name], base.device))
-            store(name, before, _project(retained, updates[name], base.device, before=True))
+            save(name, after, _project(retained, updates[name], base.device))
+            save(name, before, _project(retained, updates[name], base.device, before=True))
     return retained.share()
 
 
@@ -366,13 +292,11 @@ def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
     )
 
 
-def _by_name(format_name: str, merged: Path, base: BaseCheckpoint) -> Callable[[str, torch.Tensor, Use], Parts]:
-    """The format as a function of a weight's name and the weight."""
-    store = format_for(format_name, base)
-    if store is not to_nvfp4:
-        return lambda _, weight, use: store(weight, use)
-    peaks = fused_peaks(merged, base.quantized)
-    return lambda name, weight, use: to_nvfp4(weight, use, peaks.get(name, 0.0))
+def _store_by_name(name: str, merged: Path, base: BaseCheckpoint) -> Callable[[str, torch.Tensor, Use], Parts]:
+    """`store` as a function of a weight's name and the weight."""
+    fmt = format_of(base, name)
+    peaks = fused_peaks(merged, base.quantized) if fmt.shares_peak else {}
+    return lambda weight_name, weight, use: store(fmt, weight, use, peaks.get(weight_name, 0.0))
 
 
 def _tensors(directory: Path, wanted: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -405,7 +329,7 @@ def quantize_checkpoint(
     share = retained_share(merged, format_name, base, updates) if format_name == "nf4" and not force else None
     if share is not None and not share >= LEAST_RETAINED:
         raise Refused(_nf4_loses(share, base), share)
-    store = _by_name(format_name, merged, base)
+    fmt, save = format_of(base, format_name), _store_by_name(format_name, merged, base)
     retained = Retained()
     shards = checkpoint_shards(merged)
     files = {name: file for file, names in shards.items() for name in names}
@@ -416,18 +340,18 @@ def quantize_checkpoint(
             return {name: weight}
         weight = weight.to(base.device)
         if name in updates:
-            stored = store(name, weight, _project(retained, updates[name], base.device))
+            stored = save(name, weight, _project(retained, updates[name], base.device))
             del weight
             before = base.tensor(name).to(torch.bfloat16)
-            store(name, before, _project(retained, updates[name], base.device, before=True))
+            save(name, before, _project(retained, updates[name], base.device, before=True))
         else:
-            stored = store(name, weight, lambda *_: None)
+            stored = save(name, weight, lambda *_: None)
         if input_peaks is not None:
-            stored |= input_scales(format_name, input_peaks[name])
+            stored |= input_scales(fmt, input_peaks[name])
         return {f"{name.removesuffix('.weight')}.{key}": part for key, part in stored.items()}
 
     with publish(final, overwrite) as partial:
         write_parts(partial, shards, parts)
-        write_config(merged, partial, quantization_config(format_name, base.unquantized_linears(), groups_of(base)))
+        write_config(merged, partial, quantization_config(fmt, base.unquantized_linears()))
         manifest |= {"format": format_name, "retained_update": retained.share(), "verify": verify(partial)}
         return write_manifest(partial, "checkpoint", **manifest)

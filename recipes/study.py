@@ -20,8 +20,9 @@ from typing import Any
 
 from kit.core.config.load import load_config
 from kit.core.config.recipe import recipe_of
-from kit.core.config.schema import FORMATS, Config
+from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
+from kit.core.formats import FORMATS
 from kit.core.run_directory import MANIFEST, RunDir, read_json, write_json
 from kit.core.run_state import continuing_flags
 from recipes.quickstart import mean_reward, step

@@ -10,17 +10,10 @@ from pathlib import Path
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, did_you_mean
-from kit.core.formats import FORMATS, QuantFormat, check_model
+from kit.core.formats import FORMATS, TRAINED, QuantFormat, check_model
 
-# The merge's other formats, and what to do instead of training for one.
-NOT_TRAINED = {
-    "bf16": "training computes in 16 bits without quantizers. Leave policy.quant_cfg out.",
-    "nf4": "it is how the frozen base is stored (policy.quantization). Leave policy.quant_cfg out.",
-    "awq": "its scales are found on the trained weights. Train for w4a16, which is stored the same way, or leave "
-    "policy.quant_cfg out and merge with --format awq.",
-}
 # Names used elsewhere, and the kit's format with those numbers or the nearest ones.
-CALLED = {"int4": "w4a16", "fp4": "nvfp4a16", "int8": "fp8", "w4a4": "nvfp4", "w8a8": "fp8"}
+CALLED = {called: fmt.name for fmt in TRAINED.values() for called in fmt.called}
 
 
 def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
@@ -30,18 +23,18 @@ def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
     """
     from kit.core import modelopt_config
 
-    if text in FORMATS:
-        return FORMATS[text]
+    if text in TRAINED:
+        return TRAINED[text]
     if text.endswith((".yaml", ".yml")) or "/" in text:
         return modelopt_config.read_file(Path(text), key)
     if (found := modelopt_config.by_name(text, key)) is not None:
         return found
-    if text in NOT_TRAINED:
+    if text in FORMATS:
         raise BadInput(
-            f"{key} ({text}) is a format of the merge that no run is trained for: {NOT_TRAINED[text]} "
-            f"Known: {', '.join(FORMATS)}."
+            f"{key} ({text}) is a format of the merge that no run is trained for: {FORMATS[text].not_trained} "
+            f"Known: {', '.join(TRAINED)}."
         )
-    names = {name: name for name in FORMATS} | modelopt_config.LAYOUTS
+    names = {name: name for name in TRAINED} | modelopt_config.LAYOUTS
     raise BadInput(
         f"{key} ({text}) is no format, no configuration of nvidia-modelopt and no YAML file.{_nearest(text, names)} "
         f"Known: {', '.join(names)}."

@@ -1,14 +1,8 @@
-"""Deployment formats that a policy can be trained in, and the models and GPUs that support them.
+"""Deployment formats: `FORMATS` has one row for each, with every fact about it.
 
-fp8         weights FP8 (E4M3), a scale per output channel; activations FP8, a scale per token.
-fp8_block   weights FP8 in blocks of 128 x 128; activations FP8 in groups of 128, dynamic scales.
-fp8_static  weights FP8, one scale; activations FP8, one calibrated scale.
-w4a16       weights INT4, symmetric, groups of 128, or of 64 if 128 does not divide every layer's inputs.
-nvfp4a16    weights FP4 (E2M1) in groups of 16 with E4M3 scales under one global scale.
-nvfp4       the same, with activations in FP4 too, under a calibrated global scale (W4A4).
-
-Each is a layout that `python -m merge` writes; kit/weights/quantize.py defines its numbers and `format_names` reads
-its name. Imports torch only to look at a GPU.
+Configuration, plan, policy, server, merge, pages and plots read the rows. To add a format, add a row; a new kind of
+numbers is defined in kit/weights/quantize.py, a new layout is written in merge/quantize.py. Imports torch only to look
+at a GPU.
 """
 
 import math
@@ -21,8 +15,7 @@ from kit.core.errors import BadInput
 GROUPS = {"fp8": 128, "nvfp4": 16}  # activation values that share a scale, in formats per block
 # Keys of a model's configuration that only a mixture of experts sets.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
-FP8_CAPABILITY = (8, 9)
-INT4_GROUPS = (128, 64)  # weights that share a scale: the first that divides. An NF4 base has blocks of 64
+FP8_CAPABILITY, FP4_CAPABILITY = (8, 9), (10, 0)  # GPUs that multiply FP8 and FP4
 
 
 @dataclass(frozen=True)
@@ -43,69 +36,201 @@ class ActivationFormat:
         return GROUPS[self.kind]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantFormat:
     name: str  # as in `python -m merge --format`
-    weight: WeightFormat
-    activation: ActivationFormat | None
+    stores: str  # who reads a checkpoint, and what it holds: a line of its model card
+    bytes_per_weight: float  # of a quantized layer, scales included
+    color: str  # in every plot; Okabe and Ito (2008), Tol (2021)
+    marker: str
+    weight: WeightFormat | None = None  # None: no scale of rows and columns (bf16, bitsandbytes' flat blocks)
+    activation: ActivationFormat | None = None
+    # Sizes that a group of inputs may have instead of `weight.block[1]`: the first that divides the inputs of every
+    # layer. An NF4 base has blocks of 64.
+    groups: tuple[int, ...] = ()
+    layout: str = ""  # its name in compressed-tensors, or bitsandbytes
+    preset: str = ""  # compressed-tensors' scheme
+    weights_preset: str = ""  # scheme of the weights if it is another one's
+    capability: tuple[int, int] = (0, 0)  # compute capability of the first GPUs that multiply it
+    served_as: str = "bf16"  # server.weights of a run that trains for it; bf16 holds the same numbers
+    not_trained: str = ""  # why no run trains for it, and what to do instead
+    modelopt: str = ""  # nvidia-modelopt's configuration of the same numbers
+    called: tuple[str, ...] = ()  # names used elsewhere for these numbers or the nearest ones
+    needs_llmcompressor: bool = False
 
     @property
     def needs_calibration(self) -> bool:
+        """Whether the inputs of its layers have calibrated ranges."""
         return self.activation is not None and self.activation.is_static
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether quantizing a model takes data."""
+        return self.needs_calibration or self.needs_llmcompressor
 
     @property
     def shares_peak(self) -> bool:
         """Whether layers that a server fuses (q, k, v; gate, up) must share one peak: the largest of theirs."""
-        return self.weight.kind == "nvfp4"
+        return self.weight is not None and self.weight.kind == "nvfp4"
+
+    @property
+    def by_vllm(self) -> bool:
+        """Whether a rollout server leaves it to vLLM's own quantization."""
+        return self.served_as != "bf16"
 
 
-FORMATS = {
-    one.name: one
-    for one in (
-        QuantFormat("fp8", WeightFormat("fp8", (1, None)), ActivationFormat("fp8", "token", False)),
-        QuantFormat("fp8_block", WeightFormat("fp8", (128, 128)), ActivationFormat("fp8", "block", False)),
-        QuantFormat("fp8_static", WeightFormat("fp8", (None, None)), ActivationFormat("fp8", "tensor", True)),
-        QuantFormat("w4a16", WeightFormat("int4", (1, 128)), None),
-        QuantFormat("nvfp4a16", WeightFormat("nvfp4", (1, 16)), None),
-        QuantFormat("nvfp4", WeightFormat("nvfp4", (1, 16)), ActivationFormat("nvfp4", "block", True)),
-    )
-}
-
-
-def int4_group(inputs: Iterable[int]) -> int:
-    """INT4 weights per scale for layers with these input sizes: one value for all of them, 128 if none fits."""
-    sizes = set(inputs)
-    return next((group for group in INT4_GROUPS if not any(size % group for size in sizes)), INT4_GROUPS[0])
+# In the order in which checkpoints are made: the others are made from bf16.
+ROWS = (
+    QuantFormat(
+        name="bf16",
+        stores="transformers and vLLM; the weights are plain BF16",
+        bytes_per_weight=2.0,
+        color="#404040",
+        marker="s",
+        not_trained="training computes in 16 bits without quantizers. Leave policy.quant_cfg out.",
+    ),
+    QuantFormat(
+        name="fp8",
+        stores="transformers and vLLM; E4M3 weights with a scale per output channel, activations quantized per token",
+        bytes_per_weight=1.0,
+        color="#0072b2",
+        marker="D",
+        weight=WeightFormat("fp8", (1, None)),
+        activation=ActivationFormat("fp8", "token", False),
+        layout="float-quantized",
+        preset="FP8_DYNAMIC",
+        capability=FP8_CAPABILITY,
+        served_as="fp8_per_channel",
+        modelopt="FP8_PER_CHANNEL_PER_TOKEN_CFG",
+        called=("int8", "w8a8"),
+    ),
+    QuantFormat(
+        name="fp8_block",  # dynamic activation scales in groups of 128
+        stores="transformers and vLLM; E4M3 weights with a scale per block of 128 x 128",
+        bytes_per_weight=1.0,
+        color="#56b4e9",
+        marker="^",
+        weight=WeightFormat("fp8", (128, 128)),
+        activation=ActivationFormat("fp8", "block", False),
+        layout="float-quantized",
+        preset="FP8_BLOCK",
+        capability=FP8_CAPABILITY,
+        served_as="fp8_per_block",
+    ),
+    QuantFormat(
+        name="fp8_static",
+        stores="transformers and vLLM; E4M3 weights with one scale each, activations by calibrated scales",
+        bytes_per_weight=1.0,
+        color="#88ccee",
+        marker="h",
+        weight=WeightFormat("fp8", (None, None)),
+        activation=ActivationFormat("fp8", "tensor", True),
+        layout="float-quantized",
+        preset="FP8",
+        # Given a single scale per weight, vLLM 0.31 takes the largest of the layers that it fuses and requantizes the
+        # others, through FP16. Repeated for every output channel, the scale is kept as it is.
+        weights_preset="FP8_DYNAMIC",
+        capability=FP8_CAPABILITY,
+        modelopt="FP8_DEFAULT_CFG",
+    ),
+    QuantFormat(
+        name="w4a16",  # symmetric INT4
+        stores="transformers and vLLM; INT4 weights in groups of 128, rounded to nearest",
+        bytes_per_weight=0.52,
+        color="#e69f00",
+        marker="v",
+        weight=WeightFormat("int4", (1, 128)),
+        groups=(128, 64),
+        layout="pack-quantized",
+        preset="W4A16",
+        modelopt="INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+        called=("int4",),
+    ),
+    QuantFormat(
+        name="awq",
+        stores="transformers and vLLM; INT4 weights in groups of 128, by AWQ",
+        bytes_per_weight=0.52,
+        color="#d55e00",
+        marker="P",
+        weight=WeightFormat("int4", (1, 128)),
+        groups=(128, 64),
+        layout="pack-quantized",
+        preset="W4A16",
+        needs_llmcompressor=True,
+        not_trained="its scales are found on the trained weights. Train for w4a16, which is stored the same way, or "
+        "leave policy.quant_cfg out and merge with --format awq.",
+    ),
+    QuantFormat(
+        name="nvfp4a16",  # E2M1 in groups of 16 with E4M3 scales under one global scale
+        stores="vLLM; FP4 weights in groups of 16, activations in 16 bits",
+        bytes_per_weight=0.57,
+        color="#009e73",
+        marker="X",
+        weight=WeightFormat("nvfp4", (1, 16)),
+        layout="nvfp4-pack-quantized",
+        preset="NVFP4A16",
+        modelopt="W4A16_NVFP4_CFG",
+        called=("fp4",),
+    ),
+    QuantFormat(
+        name="nvfp4",  # W4A4: FP4 activations under a calibrated global scale
+        stores="vLLM on GPUs with FP4 arithmetic; FP4 weights and activations in groups of 16",
+        bytes_per_weight=0.57,
+        color="#332288",
+        marker="*",
+        weight=WeightFormat("nvfp4", (1, 16)),
+        activation=ActivationFormat("nvfp4", "block", True),
+        layout="nvfp4-pack-quantized",
+        preset="NVFP4",
+        weights_preset="NVFP4A16",
+        capability=FP4_CAPABILITY,
+        modelopt="NVFP4_DEFAULT_CFG",
+        called=("w4a4",),
+    ),
+    QuantFormat(
+        name="nf4",
+        stores="transformers with bitsandbytes; NF4 weights in blocks of 64, double quantization",
+        bytes_per_weight=0.52,
+        color="#cc79a7",
+        marker="o",
+        layout="bitsandbytes",
+        not_trained="it is how the frozen base is stored (policy.quantization). Leave policy.quant_cfg out.",
+    ),
+)
+FORMATS = {fmt.name: fmt for fmt in ROWS}
+TRAINED = {fmt.name: fmt for fmt in ROWS if not fmt.not_trained}  # those that a run can be trained for
 
 
 def fitted(fmt: QuantFormat, inputs: Iterable[int]) -> QuantFormat:
-    """`fmt` as stored by a model whose quantized layers have these input sizes: INT4 uses a group that divides
-    them."""
-    if fmt.weight.kind != "int4":
+    """`fmt` as stored by a model whose quantized layers have these input sizes: with a group that divides them, or the
+    largest if none does."""
+    if not fmt.groups:
         return fmt
-    return replace(fmt, weight=WeightFormat("int4", (1, int4_group(inputs))))
+    sizes = set(inputs)
+    group = next((group for group in fmt.groups if not any(size % group for size in sizes)), fmt.groups[0])
+    return replace(fmt, weight=replace(fmt.weight, block=(1, group)))
 
 
-def check_model(fmt: QuantFormat, model_config: Any) -> QuantFormat:
-    """`fmt` as stored by a model with this configuration (transformers' object, or the content of a config.json).
+def fitted_to(fmt: QuantFormat, model_config: Any) -> QuantFormat:
+    """`fmt` as stored by a model with this configuration (transformers' object, or the content of a config.json)."""
+    return fitted(fmt, (inputs for _, inputs in _decoder_shapes(_facts(model_config)).values()))
 
-    Raises `BadInput` if the model cannot have a checkpoint in `fmt`: a mixture of experts, or linear layers whose
-    sizes the format's blocks do not divide.
-    """
-    facts = model_config if isinstance(model_config, Mapping) else model_config.to_dict()
-    kind = facts.get("model_type", "unknown")
+
+def check_model(fmt: QuantFormat, model_config: Any) -> None:
+    """Raise `BadInput` if a model with this configuration cannot have a checkpoint in `fmt`: a mixture of experts, or
+    linear layers whose sizes the format's blocks do not divide."""
+    facts = _facts(model_config)
     if experts := find_experts(facts):
         raise BadInput(
-            f"policy.quant_cfg {fmt.name}: the model ({kind}) is a mixture of experts ({experts}). Its experts' "
-            "weights are no linear layers: neither adapter nor quantizer reaches them, and servers store them in "
-            "other layouts. Take a dense model."
+            f"policy.quant_cfg {fmt.name}: the model ({facts.get('model_type', 'unknown')}) is a mixture of experts "
+            f"({experts}). Its experts' weights are no linear layers: neither adapter nor quantizer reaches them, and "
+            "servers store them in other layouts. Take a dense model."
         )
-    facts = facts.get("text_config") or facts
-    if facts.get("hidden_size") and facts.get("intermediate_size") and facts.get("num_attention_heads"):
-        shapes = _decoder_shapes(facts)
-        check_shapes(fmt, shapes)
-        return fitted(fmt, (inputs for _, inputs in shapes.values()))
-    return fmt
+    check_shapes(fmt, _decoder_shapes(facts))
+
+
+def _facts(model_config: Any) -> Mapping[str, Any]:
+    return model_config if isinstance(model_config, Mapping) else model_config.to_dict()
 
 
 def find_experts(facts: Mapping[str, Any]) -> str:
@@ -122,10 +247,13 @@ def find_experts(facts: Mapping[str, Any]) -> str:
 
 
 def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """{layer: (out, in)} of a decoder with attention and a gated MLP."""
-    hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
+    """{layer: (out, in)} of a decoder with attention and a gated MLP; empty for any other model."""
+    facts = facts.get("text_config") or facts
+    hidden, inner, heads = (facts.get(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    if not (hidden and inner and heads):
+        return {}
     size = facts.get("head_dim") or math.ceil(hidden / heads)
-    inner, keys = facts["intermediate_size"], size * (facts.get("num_key_value_heads") or heads)
+    keys = size * (facts.get("num_key_value_heads") or heads)
     return {
         **{"q_proj": (size * heads, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)},
         **{"o_proj": (hidden, size * heads), "gate_proj": (inner, hidden), "up_proj": (inner, hidden)},
@@ -133,25 +261,35 @@ def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
-def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Raise `BadInput` if `fmt` cannot store one of these linear layers, {name: (out, in)}."""
-    fmt = fitted(fmt, (size for _, size in shapes.values()))
-    rows, columns = fmt.weight.block
-    across = columns or 1
-    odd = [name for name, (_, size) in shapes.items() if size % across]
-    if fmt.name == "fp8_block":
-        # Readers of the layout tell a single column of blocks from a scale per output channel by shape alone.
+def shape_fault(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> str:
+    """What `fmt` needs that some of these linear layers, {name: (out, in)}, do not have; empty if all fit.
+
+    Blocks of several rows must be whole, and more than one across if more than one down. compressed-tensors 0.17
+    dequantizes by shape alone: given a partial block it takes all blocks to be smaller, and it takes a single column
+    of blocks for a scale per output channel. vLLM 0.31 rejects fused layers in which a block would span two of them.
+    """
+    if fmt.weight is None:
+        return ""
+    rows, columns = fitted(fmt, (size for _, size in shapes.values())).weight.block
+    if rows is None or rows == 1:
+        odd = [name for name, (_, size) in shapes.items() if size % (columns or 1)]
+        needs = f"groups of {' or '.join(map(str, fmt.groups or (columns,)))} inputs"
+    else:
         odd = [n for n, (o, i) in shapes.items() if o % rows or i % columns or o > rows == i]
-    if not odd:
-        return
-    out, size = shapes[odd[0]]
-    needs = f"groups of {' or '.join(map(str, INT4_GROUPS)) if fmt.weight.kind == 'int4' else columns} inputs"
-    if fmt.name == "fp8_block":
         needs = f"whole blocks of {rows} x {columns}, and more than one across when there is more than one down"
-    raise BadInput(
-        f"policy.quant_cfg {fmt.name} needs {needs}; {len(odd)} of {len(shapes)} kinds of linear layers do not have "
-        f"them ({odd[0]}: {out} outputs, {size} inputs). fp8 has no such limit."
+    if not odd:
+        return ""
+    out, size = shapes[odd[0]]
+    return (
+        f"needs {needs}; {len(odd)} of {len(shapes)} linear layers do not have them ({odd[0]}: {out} outputs, {size} "
+        "inputs)"
     )
+
+
+def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Raise `BadInput` if `fmt` cannot store one of these kinds of linear layers, {name: (out, in)}."""
+    if fault := shape_fault(fmt, shapes):
+        raise BadInput(f"policy.quant_cfg {fmt.name} {fault}. fp8 has no such limit.")
 
 
 def check_hardware(fmt: QuantFormat, backend: str) -> None:
@@ -163,12 +301,18 @@ def check_hardware(fmt: QuantFormat, backend: str) -> None:
     """
     import torch
 
-    if backend != "server" or fmt.name not in ("fp8", "fp8_block") or not torch.cuda.is_available():
+    if backend != "server" or not fmt.by_vllm or not torch.cuda.is_available():
         return
-    if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability()) < fmt.capability:
+        has, needed = (".".join(map(str, one)) for one in (capability, fmt.capability))
         raise BadInput(
             f"policy.quant_cfg {fmt.name}: {torch.cuda.get_device_name()} has no FP8 arithmetic (compute capability "
-            f"{capability[0]}.{capability[1]}, needed 8.9), so vLLM would not quantize activations as the policy "
-            "does. Use fp8_static, w4a16, nvfp4a16 or nvfp4, whose numbers are served as BF16, or rollout.backend "
-            "in_process."
+            f"{has}, needed {needed}), so vLLM would not quantize activations as the policy does. Use "
+            f"{others_than_vllms()}, whose numbers are served as BF16, or rollout.backend in_process."
         )
+
+
+def others_than_vllms() -> str:
+    """Formats that a rollout server holds as BF16, in words."""
+    *names, last = [name for name, fmt in TRAINED.items() if not fmt.by_vllm]
+    return f"{', '.join(names)} or {last}"

@@ -18,16 +18,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from kit.core.errors import BadInput, did_you_mean
-from kit.core.formats import FORMATS, ActivationFormat, QuantFormat, WeightFormat
+from kit.core.formats import TRAINED, ActivationFormat, QuantFormat, WeightFormat
 
 # nvidia-modelopt 0.47 configurations that a layout can store, with the kit's name for that layout.
-LAYOUTS = {
-    "FP8_DEFAULT_CFG": "fp8_static",
-    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "fp8",
-    "INT4_BLOCKWISE_WEIGHT_ONLY_CFG": "w4a16",
-    "NVFP4_DEFAULT_CFG": "nvfp4",
-    "W4A16_NVFP4_CFG": "nvfp4a16",
-}
+LAYOUTS = {fmt.modelopt: fmt.name for fmt in TRAINED.values() if fmt.modelopt}
 _AWQ = "AWQ searches scales for a weight as it is, and training moves it. Take w4a16 or nvfp4a16"
 _SEARCH = "it searches scales or parts of a weight as it is, and training moves it. Take nvfp4a16 or nvfp4"
 _INT8 = "no layout of the kit holds INT8. Take fp8"
@@ -88,7 +82,7 @@ def by_name(name: str, key: str) -> QuantFormat | None:
     Raises `BadInput` if it cannot be deployed. `key` is the key of the run's configuration that holds the name.
     """
     if name in LAYOUTS:
-        return FORMATS[LAYOUTS[name]]
+        return TRAINED[LAYOUTS[name]]
     if name in NO_LAYOUT:
         raise BadInput(_message(name, NO_LAYOUT[name], key))
     if not name.endswith("_CFG") or importlib.util.find_spec("modelopt") is None:
@@ -99,7 +93,7 @@ def by_name(name: str, key: str) -> QuantFormat | None:
 
 def read_file(path: Path, key: str) -> QuantFormat:
     """The format that a YAML file describes."""
-    names = f"or a name: {', '.join(FORMATS)}, or that of a configuration of nvidia-modelopt"
+    names = f"or a name: {', '.join(TRAINED)}, or that of a configuration of nvidia-modelopt"
     try:
         content = yaml.safe_load(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -125,7 +119,7 @@ def read(content: Any, source: str, key: str = "policy.quant_cfg") -> QuantForma
 
 def _message(source: str, reason: str, key: str) -> str:
     end = "" if reason.endswith("?") else "."
-    return f"{key}: {source} cannot be deployed: {reason}{end} Formats: {', '.join(FORMATS)}."
+    return f"{key}: {source} cannot be deployed: {reason}{end} Formats: {', '.join(TRAINED)}."
 
 
 def _format(content: Any) -> QuantFormat:
@@ -148,10 +142,10 @@ def _format(content: Any) -> QuantFormat:
     inputs, weights = (_of_all_linears(entries, kind) for kind in ("input_quantizer", "weight_quantizer"))
     _check_others(entries)
     weight, activation = _weight(weights), _activation(inputs)
-    for fmt in FORMATS.values():
+    for fmt in TRAINED.values():
         if fmt.weight == weight and fmt.activation == activation:
             return fmt
-    fits = [fmt for fmt in FORMATS.values() if fmt.weight == weight]
+    fits = [fmt for fmt in TRAINED.values() if fmt.weight == weight]
     raise _Refused(
         f"{weights.pattern} and {inputs.pattern} together have no layout; with these weights there is "
         f"{', '.join(f'{fmt.name} ({_words(fmt.activation)})' for fmt in fits)}"

@@ -15,7 +15,6 @@ import os
 from dataclasses import dataclass
 
 from kit.core.config.base_rules import CALLED
-from kit.core.config.format_rules import BY_VLLM
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
 from kit.core.limits import FOLD_CHUNK, FOLD_GIB, FORMAT_GIB, SERVED_RANKS
@@ -440,7 +439,7 @@ def _format_gib(config: Config, card: Card, weights: float) -> float:
     if (fmt := quantized.format_of(config)) is None:
         return 0.0
     made = 0 if quantized.has_kernels(card) else quantized.TORCH_WEIGHT[fmt.weight.kind] * min(weights, FOLD_CHUNK)
-    return (4 * weights * (fmt.name in BY_VLLM) + made) / GIB
+    return (4 * weights * fmt.by_vllm + made) / GIB
 
 
 def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]) -> float:
@@ -451,7 +450,7 @@ def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]
         return min(4.0, full_cache_gib(shape, config))
     # launch.server subtracts the copy and a layer's part from the share; vLLM does not know what else a fold needs.
     fmt = quantized.format_of(config)
-    known = FOLD_GIB + FORMAT_GIB * (fmt is not None and fmt.name in BY_VLLM)
+    known = FOLD_GIB + FORMAT_GIB * (fmt is not None and fmt.by_vllm)
     unknown = max(0.0, others.get("folding a layer", 0.0) - known) + others.get("layers fetched", 0.0)
     return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()) + unknown)
 

@@ -16,7 +16,7 @@ from kit.core.config import format_rules
 from kit.core.config.schema import TRAIN, Config
 from kit.core.errors import BadInput
 from kit.core.format_names import read_quant_format
-from kit.core.formats import QuantFormat, check_shapes
+from kit.core.formats import QuantFormat, check_shapes, others_than_vllms
 from kit.plan.gpus import Card
 from kit.plan.shapes import Shape
 
@@ -59,12 +59,11 @@ def faults(shape: Shape, config: Config, card: Card) -> list[str]:
         check_shapes(fmt, {name: (outs, ins) for name, (ins, outs) in shape.linears.items()})
     except BadInput as error:
         found.append(str(error))
-    if config.rollout.backend == "server" and fmt.name in format_rules.BY_VLLM and card.bf16_tflops:
-        if card.fp8_tflops is None:
-            found.append(
-                f"A {card.name} has no FP8 arithmetic, so vLLM would not quantize activations as policy.quant_cfg "
-                f"{fmt.name} does. Use fp8_static, w4a16, nvfp4a16 or nvfp4."
-            )
+    if config.rollout.backend == "server" and fmt.by_vllm and card.bf16_tflops and card.fp8_tflops is None:
+        found.append(
+            f"A {card.name} has no FP8 arithmetic, so vLLM would not quantize activations as policy.quant_cfg "
+            f"{fmt.name} does. Use {others_than_vllms()}."
+        )
     return found
 
 

@@ -101,9 +101,10 @@ def trained_format(config: Config, model_config: Any) -> QuantFormat | None:
     """The format that the policy computes in, if any; `BadInput` if the model or the machine does not fit it."""
     if config.policy.quant_cfg is None:
         return None
-    fmt = formats.check_model(read_quant_format(config.policy.quant_cfg), model_config)
+    fmt = read_quant_format(config.policy.quant_cfg)
+    formats.check_model(fmt, model_config)
     formats.check_hardware(fmt, config.rollout.backend)
-    return fmt
+    return formats.fitted_to(fmt, model_config)
 
 
 def check_shared_card(config: Config, model_config: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kit.core.formats import FORMATS
 from launch.checks.children import Outcome, reason, run_steps
 from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, warn
 from launch.checks.packages import install_command
@@ -77,8 +78,9 @@ def _capability(machine: Machine, what: str, capability: tuple[int, int]) -> Ite
     if capability < FP8:
         needs = machine.needs_server and config.server.weights != "bf16"
         yield (fail if needs else warn)(found, "--server.weights bf16")
-    elif capability < NVFP4 and config and "nvfp4" in config.eval.formats:
-        yield warn(found, "take nvfp4 out of eval.formats, or nvfp4a16, which is made for weights only")
+    elif config and (newer := [one for one in config.eval.formats if FORMATS[one].capability > capability]):
+        fix = f"take {', '.join(newer)} out of eval.formats, or nvfp4a16, which is made for weights only"
+        yield warn(found, fix)
     else:
         yield ok(found)
 

@@ -42,6 +42,7 @@ from eval.stats import wilson
 from eval.tasks import task_values
 from kit.core.config.schema import DataConfig, RewardConfig
 from kit.core.errors import BadInput, CheckFailed, run_command
+from kit.core.formats import FORMATS
 from kit.core.run_directory import write_json
 from kit.data.problems import Problem, chat_messages, load_problems
 from kit.policy.load import load_adapter_weights
@@ -50,7 +51,7 @@ from kit.rollout.server.remerge import Linear, Part, State, merged_weights, nf4_
 from kit.weights.frozen_base import dequantize, hash_base, load_nf4, plain_name
 from kit.weights.write_base import NF4_FOLDER, Original
 from merge.export import export
-from merge.quantize import Retained, read_back, to_fp8
+from merge.quantize import Retained, read_back
 from reward import reward_functions
 
 Weights = dict[str, torch.Tensor]  # plain module name: (out, in) in float32
@@ -293,7 +294,9 @@ def measure_ours(
         return {linear.name: weight.to(torch.bfloat16) for linear, weight in folded}
 
     wanted, bf16, held = wanted_updates(model), computed(adapter), computed({})
-    fp8, held_fp8 = ({name: read_back(to_fp8, weight)[1] for name, weight in side.items()} for side in (bf16, held))
+    fp8, held_fp8 = (
+        {name: read_back(FORMATS["fp8"], weight)[1] for name, weight in side.items()} for side in (bf16, held)
+    )
     on, off = accuracies(model, accuracy)
     same = hash_base(model)["hash"] == facts["hash"]
     set_size(grow or 0)

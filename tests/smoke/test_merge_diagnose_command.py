@@ -93,12 +93,12 @@ def test_only_the_layers_asked_for_on_the_original_base_elsewhere(diagnosed, tmp
 
 
 def test_by_default_every_format_is_measured_and_those_that_need_a_checkpoint_are_named(diagnosed, tmp_path, capsys):
-    from merge.quantize import FORMATS
+    from kit.core.formats import FORMATS
 
     run, _ = diagnosed
     assert main(["diagnose", "--run", str(run.path), "--out", str(tmp_path), "--layers", "q_proj"]) == 0
     result = read(tmp_path / "diagnostics.json")
-    assert set(result["summary"]) <= {"bf16", *FORMATS} and {"bf16", "fp8", "w4a16", "nf4"} <= set(result["summary"])
+    assert set(result["summary"]) <= set(FORMATS) and {"bf16", "fp8", "w4a16", "nf4"} <= set(result["summary"])
     (note,) = [note for note in result["notes"] if "awq" in note]
     assert f"--run {run.path} --format awq" in note and f"note: {note}\n" in capsys.readouterr().out
 
@@ -135,7 +135,7 @@ def test_stored_weights_of_a_merged_checkpoint_give_the_figures_of_the_computed_
 ):
     run, _ = diagnosed
     computed = read(run.path / "diagnostics.json")["summary"]
-    monkeypatch.setattr("merge.quantize.FORMATS", {})
+    monkeypatch.setattr("merge.quantize.STORED", {})
     assert main(["diagnose", "--run", str(run.path), "--formats", "w4a16", "fp8", "--out", str(tmp_path)]) == 0
     stored = read(tmp_path / "diagnostics.json")["summary"]
     for name in ("w4a16", "fp8"):
@@ -153,7 +153,7 @@ def test_a_run_that_is_none_is_exit_2_and_a_stranger_s_checkpoint_is_not_read(di
     shutil.copytree(diagnosed[0].path, run.path)
     manifest = run.merged / "grpo" / "w4a16" / "manifest.json"
     manifest.write_text(json.dumps({**read(manifest), "adapter_hash": "another"}))
-    monkeypatch.setattr("merge.quantize.FORMATS", {})
+    monkeypatch.setattr("merge.quantize.STORED", {})
     with pytest.raises(BadInput, match=r"of another base or adapter.*--overwrite"):
         main(["diagnose", "--run", str(run.path), "--formats", "w4a16"])
 

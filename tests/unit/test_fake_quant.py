@@ -8,7 +8,7 @@ import torch
 
 from bench.linear_kernels import make_layer
 from kit.core.errors import BadInput
-from kit.core.formats import FORMATS
+from kit.core.formats import TRAINED
 from kit.core.modelopt_config import LAYOUTS, NO_LAYOUT, read
 from kit.weights import quantize, stored_weight
 from kit.weights.quantize import (
@@ -25,7 +25,7 @@ from tests import processes, sandbox
 from tests.conftest import rehearse
 
 ROOT = Path(__file__).parents[2]
-NAMES = list(FORMATS)
+NAMES = list(TRAINED)
 SHAPE = (256, 384)
 
 
@@ -81,24 +81,23 @@ WEIGHTS = {
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_weight_is_what_a_reader_of_the_exported_checkpoint_computes_with(name, kind):
     weight = WEIGHTS[kind]()
-    _, expected = export.read_back(export.FORMATS[name], weight)
-    found = fake_quantize_weight(weight.float(), FORMATS[name], weight_peak(weight, FORMATS[name]))
+    _, expected = export.read_back(TRAINED[name], weight)
+    found = fake_quantize_weight(weight.float(), TRAINED[name], weight_peak(weight, TRAINED[name]))
     assert torch.equal(found, expected)
     assert torch.isfinite(found).all()
     # In the model's dtype the same numbers, rounded once.
-    assert torch.equal(fake_quantize_weight(weight, FORMATS[name]), expected.bfloat16())
+    assert torch.equal(fake_quantize_weight(weight, TRAINED[name]), expected.bfloat16())
 
 
 @pytest.mark.parametrize("name", ["nvfp4a16", "nvfp4"])
 def test_layers_that_share_a_global_scale_give_what_the_export_of_both_holds(name):
-    weight, fmt = random_weight(), FORMATS[name]
-    assert fmt.shares_peak and not FORMATS["fp8_static"].shares_peak
-    expected = torch.empty(SHAPE)
+    weight, fmt = random_weight(), TRAINED[name]
+    assert fmt.shares_peak and not TRAINED["fp8_static"].shares_peak
     other = torch.tensor(0.9)
-    export.to_nvfp4(weight, lambda start, rows: expected[start : start + len(rows)].copy_(rows), amax=0.9)
+    _, expected = export.read_back(fmt, weight, 0.9)
     assert torch.equal(fake_quantize_weight(weight.float(), fmt, other), expected)
     small = small_blocks()
-    export.to_nvfp4(small, lambda start, rows: expected[start : start + len(rows)].copy_(rows), amax=0.9)
+    _, expected = export.read_back(fmt, small, 0.9)
     peak = torch.maximum(weight_peak(small, fmt), other)
     assert torch.equal(fake_quantize_weight(small.float(), fmt, peak), expected)
     assert not torch.equal(fake_quantize_weight(small.float(), fmt, 4096 * peak), expected)
@@ -107,7 +106,7 @@ def test_layers_that_share_a_global_scale_give_what_the_export_of_both_holds(nam
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_of_a_weight_has_the_shape_that_its_scale_has(name):
     shapes = {"fp8": (SHAPE[0], 1), "fp8_static": (), "nvfp4": (), "nvfp4a16": ()}
-    peak = weight_peak(random_weight(), FORMATS[name])
+    peak = weight_peak(random_weight(), TRAINED[name])
     assert (None if peak is None else tuple(peak.shape)) == shapes.get(name)
     assert peak is None or peak.dtype == torch.float32
 
@@ -115,7 +114,7 @@ def test_the_state_of_a_weight_has_the_shape_that_its_scale_has(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "w4a16"])
 def test_quantizing_what_is_quantized_changes_nothing(name):
     """w4a16's largest code is 7 or 8 steps of 7.5 to a block's peak, so its second pass finds another scale."""
-    weight, fmt = random_weight(), FORMATS[name]
+    weight, fmt = random_weight(), TRAINED[name]
     once = fake_quantize_weight(weight.float(), fmt, weight_peak(weight, fmt))
     peak = weight_peak(once, fmt) if fmt.weight.kind == "fp8" else weight_peak(weight, fmt)
     assert torch.equal(fake_quantize_weight(once, fmt, peak), once)
@@ -133,11 +132,11 @@ def test_the_effective_weight_is_the_merged_one(dtype, is_nf4):
     merged = (base.float() + 2.0 * (b @ a)).bfloat16()
     assert torch.equal(effective_weight(layer, a, b, 2.0), merged.to(dtype))
     assert torch.equal(effective_weight(layer), base.bfloat16().to(dtype))
-    for fmt in FORMATS.values():
+    for fmt in TRAINED.values():
         peak = weight_peak(merged, fmt)
         found = effective_peak(layer, a, b, 2.0, fmt)
         assert (found is None) == (peak is None) and (peak is None or torch.equal(found, peak))
-        _, stored = export.read_back(export.FORMATS[fmt.name], merged)
+        _, stored = export.read_back(fmt, merged)
         for given in (None, peak):
             assert torch.equal(quantized_weight(layer, a, b, 2.0, fmt, given), stored.to(dtype)), fmt.name
 
@@ -146,8 +145,8 @@ def test_fp8_codes_and_scales_are_the_bytes_of_the_exported_checkpoint():
     layer = make_layer(SHAPE, torch.bfloat16, "cpu")
     a, b = torch.randn(8, SHAPE[1]) / 8, torch.randn(SHAPE[0], 8) / 8
     merged = effective_weight(layer, a, b, 0.5)
-    stored = export.to_fp8(merged, lambda *_: None)
-    peak = weight_peak(merged, FORMATS["fp8"])
+    stored = export.store(TRAINED["fp8"], merged, lambda *_: None)
+    peak = weight_peak(merged, TRAINED["fp8"])
     codes = fp8_weight(layer, a, b, 0.5, peak)
     assert torch.equal(codes.view(torch.uint8), stored["weight"].view(torch.uint8))
     assert torch.equal(quantize.bf16_scale(peak, 448.0), stored["weight_scale"].float())
@@ -164,9 +163,9 @@ def test_fp4_activations_are_those_of_vllms_emulation():
     """Which on a CPU multiplies by the reciprocal of a product of reciprocals, and on a GPU by one quotient, as we do:
     what is halfway between two codes may go to the other one."""
     emulation = pytest.importorskip("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils")
-    x, fmt = inputs(1000), FORMATS["nvfp4"].activation
+    x, fmt = inputs(1000), TRAINED["nvfp4"].activation
     for peak in (0.5, 10.5, 11.3, 70.0):
-        scale = torch.tensor([export.input_scales("nvfp4", peak)["input_global_scale"].item()])
+        scale = torch.tensor([export.input_scales(TRAINED["nvfp4"], peak)["input_global_scale"].item()])
         expected = emulation.ref_nvfp4_quant_dequant(x.flatten(0, 1), scale, 16).view(x.shape)
         found = fake_quantize_activation(x, fmt, torch.tensor(peak))
         assert found.dtype == torch.bfloat16
@@ -182,10 +181,10 @@ def test_static_fp8_activations_are_those_of_the_exported_scale():
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
     x, peak = inputs().float(), 11.3
-    scale = export.input_scales("fp8_static", peak)["input_scale"].float()
+    scale = export.input_scales(TRAINED["fp8_static"], peak)["input_scale"].float()
     scheme = preset_name_to_scheme("FP8", ["Linear"]).input_activations
     expected = fake_quantize(x, scale, torch.zeros(1), scheme)
-    assert torch.equal(fake_quantize_activation(x, FORMATS["fp8_static"].activation, torch.tensor(peak)), expected)
+    assert torch.equal(fake_quantize_activation(x, TRAINED["fp8_static"].activation, torch.tensor(peak)), expected)
 
 
 def e4m3(value: np.ndarray) -> np.ndarray:
@@ -204,7 +203,7 @@ def e4m3(value: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("name", "group"), [("fp8", 256), ("fp8_block", 128)])
 def test_dynamic_fp8_activations_have_a_scale_for_every_token_or_group(name, group):
     x = inputs()
-    found = fake_quantize_activation(x, FORMATS[name].activation)
+    found = fake_quantize_activation(x, TRAINED[name].activation)
     groups = x.float().numpy().reshape(-1, group)
     least = np.float32(1 / (448 * 512)) if name == "fp8" else np.float32(1e-10) / np.float32(448)
     scale = np.maximum(np.abs(groups).max(1, keepdims=True) / np.float32(448), least).astype(np.float32)
@@ -219,7 +218,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 def test_fp4_activations_have_a_scale_for_every_16_values_and_end_at_the_calibrated_range(peak):
     x = inputs()
     found = (
-        fake_quantize_activation(x.float(), FORMATS["nvfp4"].activation, torch.tensor(peak)).numpy().reshape(-1, 16)
+        fake_quantize_activation(x.float(), TRAINED["nvfp4"].activation, torch.tensor(peak)).numpy().reshape(-1, 16)
     )
     groups, by = x.float().numpy().reshape(-1, 16), np.float32(448 * 6) / np.float32(peak)
     # In vLLM's order of operations; it ends at 448, so what is larger is cut off.
@@ -253,7 +252,7 @@ def modelopt(tmp_path_factory) -> tuple[dict, dict, dict]:
     weight, folder = random_weight((96, 256)).float(), tmp_path_factory.mktemp("modelopt")
     values = {"fp8": weight, "int4": weight, "nvfp4": weight, "input": inputs()[0].float()}
     scales = {
-        "fp8": quantize.bf16_scale(weight_peak(weight, FORMATS["fp8"]), 448.0),
+        "fp8": quantize.bf16_scale(weight_peak(weight, TRAINED["fp8"]), 448.0),
         "int4": quantize.bf16_scale(weight.unflatten(1, (-1, 128)).abs().amax(-1).view(-1, 1), 7.5),
         "nvfp4": 1 / quantize.global_scale(weight.abs().max()),
         "input": quantize.bf16_scale(torch.tensor(11.3), 448.0),
@@ -271,10 +270,10 @@ def test_numbers_are_those_of_nvidia_modelopt_at_equal_scales(modelopt):
     scale's reciprocal, so of FP8 the last bit differs, and what is halfway between two codes may go to the other."""
     values, scales, theirs = modelopt
     ours = {
-        "fp8": fake_quantize_weight(values["fp8"], FORMATS["fp8"]),
-        "int4": fake_quantize_weight(values["int4"], FORMATS["w4a16"]),
-        "nvfp4": fake_quantize_weight(values["nvfp4"], FORMATS["nvfp4a16"]),
-        "input": fake_quantize_activation(values["input"], FORMATS["fp8_static"].activation, torch.tensor(11.3)),
+        "fp8": fake_quantize_weight(values["fp8"], TRAINED["fp8"]),
+        "int4": fake_quantize_weight(values["int4"], TRAINED["w4a16"]),
+        "nvfp4": fake_quantize_weight(values["nvfp4"], TRAINED["nvfp4a16"]),
+        "input": fake_quantize_activation(values["input"], TRAINED["fp8_static"].activation, torch.tensor(11.3)),
     }
     found = theirs["numbers"]
     assert torch.equal(found["nvfp4"], ours["nvfp4"])

@@ -11,7 +11,7 @@ from kit.core.config import checks
 from kit.core.config.checks import check_config
 from kit.core.config.field_types import spell_type
 from kit.core.config.load import describe, load_config
-from kit.core.config.schema import FORMATS, Config
+from kit.core.config.schema import Config
 from kit.core.errors import KitError
 from reward import REWARDS, reward_functions
 from tests.conftest import CONFIG
@@ -58,11 +58,11 @@ def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
     assert silent == [], "their lines name no choices"
     assert all(text in lines[key] for key, text in OPEN.items())
     for key, choices in {
-        "policy.quant_cfg": formats.FORMATS,
-        "server.quant_cfg": formats.FORMATS,
+        "policy.quant_cfg": formats.TRAINED,
+        "server.quant_cfg": formats.TRAINED,
         "reward.functions": REWARDS,
         "eval.reward": REWARDS,
-        "eval.formats": FORMATS,
+        "eval.formats": formats.FORMATS,
         "train.optimizer": [name.value for name in OptimizerNames],
         "train.loss_type": ("dr_grpo", "dapo", "grpo"),
         "train.scale_rewards": ("group", "batch", "none"),

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
+from kit.core.formats import FORMATS
 from kit.policy import fused_linear
 from kit.policy.fused_linear import FusedBase, FusedLora, use_fused_linears
 from kit.weights import fp8 as weights_fp8
 from kit.weights import stored_weight
 from kit.weights.frozen_base import dequantize, hash_base, load_nf4
 from kit.weights.stored_weight import quantize_rows, weight_of
-from merge.quantize import to_fp8
+from merge.quantize import store
 from tests.conftest import rehearse
 
 ROOT = Path(__file__).parents[2]
@@ -240,7 +241,8 @@ def test_fp8_weight_has_the_bytes_that_vllm_and_for_rounded_scales_the_merge_mak
         ours = weight_of(layer, layer.product.scale())
         assert torch.equal(layer.product.scale(), scale)
         assert torch.equal(ours.view(torch.uint8), served.view(torch.uint8))
-        merged = to_fp8(weight, lambda *_: None)  # stores its scales in bfloat16 and makes its codes for those
+        # The merge stores its scales in bfloat16 and makes its codes for those.
+        merged = store(FORMATS["fp8"], weight, lambda *_: None)
         assert torch.equal(merged["weight_scale"], scale.bfloat16())
         codes = weights_fp8.to_e4m3(weight, merged["weight_scale"].float())
         assert torch.equal(merged["weight"].view(torch.uint8), codes.view(torch.uint8))

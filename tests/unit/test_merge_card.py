@@ -8,11 +8,10 @@ import pytest
 import yaml
 
 from kit.core.config.load import config_from_dict, to_dict
-from kit.core.config.schema import FORMATS
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from merge.__main__ import main
-from merge.card import LOSS, READERS, RECIPE, code, render, write_card
+from merge.card import LOSS, RECIPE, code, render, write_card
 from tests.unit.test_merge_fixture import shared_folder, shared_run
 
 CELL = {"accuracy": 0.5, "interval": [0.4, 0.6]}
@@ -158,10 +157,6 @@ def test_a_distilled_policy_is_not_said_to_be_trained_by_grpo(run):
     assert "trained with on-policy distillation" in text and "GRPO" not in text and "- distillation\n" in text
     assert "| distill.teacher_adapter | `runs/a/adapters/v000080` |" in text and "train.loss_type" not in text
     assert "| distill.divergence | `js` |" in text and "| divergence | 0.25 | 0.25 |" in text
-
-
-def test_every_format_says_who_reads_it():
-    assert set(READERS) == set(FORMATS)
 
 
 def test_values_are_written_as_inline_code():

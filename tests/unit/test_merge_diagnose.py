@@ -9,6 +9,7 @@ import scipy.stats
 import torch
 
 from kit.core.errors import BadInput
+from kit.core.formats import FORMATS
 from kit.weights.frozen_base import BaseCheckpoint
 from kit.weights.read_quantized import StoredWeights, unscaled
 from merge.diagnose import Diagnosis, computed, parse_arguments
@@ -27,7 +28,7 @@ from merge.diagnose_verdict import (
     summarize,
     verdict,
 )
-from merge.quantize import FORMATS, read_back
+from merge.quantize import WRITERS, read_back
 from tests.unit.test_merge_fixture import alter_adapter, make_model, make_run, shared_model, shared_run
 
 NAME = "model.layers.3.self_attn.q_proj"
@@ -80,7 +81,7 @@ def test_every_figure_of_a_layer_equals_its_definition_in_numpy(fmt):
     weight, delta = hand_made()
     rounded = lambda m, p, w: w.bfloat16().float()  # noqa: E731
     readers = {"coarse": coarse, "bf16": rounded}
-    if fmt in FORMATS:
+    if fmt not in readers:
         readers[fmt] = lambda m, p, w: read_back(FORMATS[fmt], w.bfloat16())[1]
     found = measure_layer(NAME, weight, delta, {fmt: readers[fmt]})
 
@@ -172,19 +173,20 @@ def test_what_has_no_divisor_is_null():
     assert ratio(1.0, 0.0) is ratio(None, 1.0) is ratio(math.inf, 1.0) is ratio(1.0, None) is None
 
 
-def test_formats_that_store_the_same_weights_are_computed_once():
+def test_formats_that_store_the_same_weights_are_computed_once(monkeypatch):
     calls = []
 
-    def store(weight, use):
+    def store(_, weight, use, __):
         calls.append(weight.dtype)
         use(0, weight.float())
         return {}
 
     weight, delta = hand_made()
-    found = measure_layer(NAME, weight, delta, {"one": computed(store), "two": computed(store)})["formats"]
+    monkeypatch.setitem(WRITERS, "nvfp4-pack-quantized", store)
+    readers = {"one": computed(FORMATS["nvfp4"]), "two": computed(FORMATS["nvfp4a16"])}
+    found = measure_layer(NAME, weight, delta, readers)["formats"]
     assert list(found) == ["one", "two"] and found["one"] == found["two"]
     assert calls == [torch.bfloat16] * 3  # before, after, shuffled
-    assert computed(FORMATS["nvfp4"]) is computed(FORMATS["nvfp4a16"])
 
 
 def test_a_format_whose_base_is_unknown_still_has_its_error_after_rl():
@@ -340,7 +342,7 @@ def test_stored_weights_are_what_the_format_said_its_reader_computes_with(name, 
     weight = hand_made()[0].bfloat16()
     parts, value = read_back(FORMATS[name], weight)
     save_file({f"m.q_proj.{key}": part for key, part in parts.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config(name, [])}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config(FORMATS[name], [])}))
     stored = StoredWeights(tmp_path)
     torch.testing.assert_close(stored.weight("m.q_proj"), value, rtol=0, atol=0)
     assert stored.weight("m.k_proj") is None

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput
-from kit.core.formats import FORMATS as QUANT_FORMATS
-from kit.core.formats import fitted
+from kit.core.formats import FORMATS, fitted
 from kit.core.run_directory import RunDir, read_json, read_manifest
 from kit.weights.frozen_base import BaseCheckpoint, dequantize
 from kit.weights.quantize import fake_quantize_weight
@@ -24,12 +23,11 @@ from kit.weights.shards import PartsFile
 from merge import quantize as quantize_module
 from merge.merge import read_adapter, write_bf16
 from merge.quantize import (
-    FORMATS,
+    STORED,
     Refused,
     check_shapes,
-    format_for,
+    format_of,
     fused_peaks,
-    groups_of,
     quantization_config,
     quantize_checkpoint,
     read_back,
@@ -132,7 +130,7 @@ CORRELATION = {
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", STORED)
 def test_transformers_computes_with_the_stored_weights_and_they_are_near_the_merged_ones(name, tied):
     tensors, _, folder = quantized(name, tied)
     base, _, merged = merged_run(tied)
@@ -216,7 +214,7 @@ def test_a_shared_global_scale_does_not_change_what_nvfp4_stands_for():
     torch.manual_seed(0)
     weight = (torch.randn(64, 256) * 0.05).bfloat16()
     alone, value = read_back(FORMATS["nvfp4a16"], weight)
-    shared, same = read_back(lambda *given: quantize_module.to_nvfp4(*given, 1.7), weight)
+    shared, same = read_back(FORMATS["nvfp4a16"], weight, 1.7)
     assert alone["weight_global_scale"] > 4 * shared["weight_global_scale"]
     assert torch.equal(value, same)
     assert torch.equal(value.bfloat16().float(), value)  # exact in BF16, which transformers dequantizes it to
@@ -243,7 +241,7 @@ def test_one_layer_of_a_fused_group_sets_the_scale_of_all(tmp_path):
     assert fused_peaks(tmp_path, names) == {f"a.{name}_proj.weight": 4.0 for name in "qkv"}
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", STORED)
 def test_weights_in_chunks_are_stored_as_in_one_piece(name, monkeypatch):
     torch.manual_seed(0)
     weight = (torch.randn(384, 256) * 0.05).bfloat16()
@@ -275,7 +273,7 @@ def test_a_row_whose_scale_bf16_rounds_to_zero_is_read_back_as_numbers(name, siz
     weight[:128] = torch.linspace(-size, size, 256).to(torch.bfloat16)
     _, value = read_back(FORMATS[name], weight)
     assert value.isfinite().all() and value.abs().max() <= 2 * size
-    assert torch.equal(value.to(torch.bfloat16), fake_quantize_weight(weight, QUANT_FORMATS[name]))
+    assert torch.equal(value.to(torch.bfloat16), fake_quantize_weight(weight, FORMATS[name]))
 
 
 def test_nvfp4_stores_the_scale_of_the_inputs_that_calibration_found():
@@ -306,7 +304,7 @@ def test_config_names_the_format_and_leaves_the_output_embedding_out():
     expected |= dict.fromkeys(PACKED_FP4, "nvfp4-pack-quantized")
     rounded = {"fp8": (True, "token", None), "fp8_block": (True, "group", 128), "nvfp4": ("local", "tensor_group", 16)}
     rounded["fp8_static"] = (False, "tensor", None)
-    for name in FORMATS:
+    for name in STORED:
         _, manifest, folder = quantized(name, tied=False)
         config = json.loads((folder / "config.json").read_text())
         assert config["dtype"] == "bfloat16"
@@ -323,7 +321,7 @@ def test_config_names_the_format_and_leaves_the_output_embedding_out():
 
 
 def test_update_survives_every_format_but_nf4():
-    shares = {name: quantized(name)[1]["retained_update"] for name in FORMATS}
+    shares = {name: quantized(name)[1]["retained_update"] for name in STORED}
     assert shares["fp8"] == pytest.approx(1, abs=0.05)
     assert shares["fp8_block"] == pytest.approx(1, abs=0.05)
     assert shares["fp8_static"] == pytest.approx(1, abs=0.05)
@@ -389,7 +387,7 @@ def test_an_adapter_that_learned_nothing_has_nothing_to_lose(tmp_path):
     base, updates, _ = merged_run()
     idle = {name: replace(update, b=torch.zeros_like(update.b)) for name, update in updates.items()}
     write_bf16(base, idle, tmp_path / "bf16", lambda _: {})
-    for name in FORMATS:
+    for name in STORED:
         made = quantize_checkpoint(tmp_path / "bf16", tmp_path / name, name, base, idle, no_verify)
         assert made["retained_update"] is None
         assert read_manifest(tmp_path / name, "checkpoint", deep=True)["format"] == name
@@ -402,12 +400,12 @@ def test_the_share_of_no_update_reads_no_tensor(tmp_path):
 def test_the_parts_of_two_tensors_are_in_memory_and_not_those_of_a_shard(tmp_path, monkeypatch):
     base, _, merged = merged_run()
     stored: list[list[weakref.ref]] = []
-    most, to_fp8, write = 0, FORMATS["fp8"], PartsFile.write
+    most, store, write = 0, quantize_module.WRITERS["float-quantized"], PartsFile.write
 
-    def watched(weight, use):
+    def watched(*given):
         nonlocal most
         most = max(most, sum(any(part() is not None for part in parts) for parts in stored))
-        parts = to_fp8(weight, use)
+        parts = store(*given)
         stored.append([weakref.ref(part) for part in parts.values()])
         return parts
 
@@ -415,7 +413,7 @@ def test_the_parts_of_two_tensors_are_in_memory_and_not_those_of_a_shard(tmp_pat
         time.sleep(0.01)  # a disk slower than quantizing
         write(*arguments)
 
-    monkeypatch.setitem(FORMATS, "fp8", watched)
+    monkeypatch.setitem(quantize_module.WRITERS, "float-quantized", watched)
     monkeypatch.setattr(PartsFile, "write", slow)
     quantize_checkpoint(merged, tmp_path / "fp8", "fp8", base, {}, no_verify)
     assert len(stored) == len(base.quantized) == 14
@@ -434,11 +432,15 @@ class Shapes:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("w4a16", (384, 336), r"packs groups of 128 or 64 .* 1 of 2 layers .*\(odd\.weight: 336\).*Leave w4a16 out"),
-        ("awq", (384, 336), r"awq packs groups of 128 or 64 .*\(odd\.weight: 336\)"),
-        ("nvfp4a16", (384, 40), r"nvfp4a16 packs groups of 16 .*\(odd\.weight: 40\)"),
-        ("nvfp4", (384, 40), r"nvfp4 packs groups of 16 .*\(odd\.weight: 40\)"),
-        ("fp8_block", (320, 384), r"blocks of 128 x 128.* 1 of 2 layers .*\(odd\.weight: 320 outputs, 384 inputs\)"),
+        (
+            "w4a16",
+            (384, 336),
+            r"needs groups of 128 or 64 .* 1 of 2 .*\(odd\.weight: .* 336 inputs\).*Leave w4a16 out",
+        ),
+        ("awq", (384, 336), r"awq needs groups of 128 or 64 .*\(odd\.weight: "),
+        ("nvfp4a16", (384, 40), r"nvfp4a16 needs groups of 16 .*\(odd\.weight: "),
+        ("nvfp4", (384, 40), r"nvfp4 needs groups of 16 .*\(odd\.weight: "),
+        ("fp8_block", (320, 384), r"blocks of 128 x 128.* 1 of 2 .*\(odd\.weight: 320 outputs, 384 inputs\)"),
         ("fp8_block", (384, 320), r"odd\.weight: 384 outputs, 320 inputs"),
         ("fp8_block", (256, 128), r"more than one across.*odd\.weight: 256 outputs, 128 inputs"),
     ],
@@ -453,16 +455,15 @@ def test_a_shape_that_a_format_cannot_store_is_bad_input(name, shape, message):
 @pytest.mark.parametrize(("inputs", "group"), [((128, 384), 128), ((576, 1536), 64), ((64,), 64), ((336,), 128)])
 def test_int4_has_one_group_for_all_layers_and_the_largest_that_divides_them(inputs, group, tmp_path):
     base = Shapes(**{f"layer{size}": (64, size) for size in inputs})
-    assert groups_of(base) == group
-    fmt = fitted(QUANT_FORMATS["w4a16"], inputs)
-    assert fmt.name == "w4a16" and fmt.weight.block == (1, group)
-    assert fitted(QUANT_FORMATS["nvfp4"], inputs) is QUANT_FORMATS["nvfp4"]
+    fmt = fitted(FORMATS["w4a16"], inputs)
+    assert fmt == format_of(base, "w4a16") and fmt.name == "w4a16" and fmt.weight.block == (1, group)
+    assert fitted(FORMATS["nvfp4"], inputs) is FORMATS["nvfp4"]
     if any(size % group for size in inputs):
         return
-    config = quantization_config("w4a16", [], groups_of(base))
+    config = quantization_config(fmt, [])
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == group
     weight = (torch.randn(64, inputs[0], generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
-    stored, value = read_back(format_for("w4a16", base), weight)
+    stored, value = read_back(fmt, weight)
     assert stored["weight_scale"].shape == (64, inputs[0] // group)
     # What a policy trains in, and what a reader of the checkpoint's configuration computes with.
     assert torch.equal(value, fake_quantize_weight(weight.float(), fmt))
@@ -479,9 +480,8 @@ def test_compressed_tensors_cannot_read_the_blocks_that_are_refused(shape):
     scale = torch.full((-(-shape[0] // 128), -(-shape[1] // 128)), 0.5)
     stored = {"weight": torch.ones(shape).to(torch.float8_e4m3fn), "weight_scale": scale}
     with pytest.raises(RuntimeError, match="must match the size"):
-        BaseCompressor.get_value_from_registry("float-quantized").decompress(
-            stored, quantize_module._scheme("FP8_BLOCK")
-        )
+        scheme = quantize_module._scheme(FORMATS["fp8_block"])
+        BaseCompressor.get_value_from_registry("float-quantized").decompress(stored, scheme)
 
 
 def test_nf4_that_keeps_no_number_of_the_update_is_refused(tmp_path, monkeypatch):
@@ -505,7 +505,7 @@ def test_the_global_scale_of_nvfp4_is_the_power_of_two_at_or_below_its_range(pea
     weight = torch.full((16, 32), -0.25 * peak).bfloat16()
     weight[3, 5] = peak
     most = 448 * 6 / weight.float().abs().max().item()
-    found = FORMATS["nvfp4"](weight, lambda *_: None)["weight_global_scale"].item()
+    found = read_back(FORMATS["nvfp4"], weight)[0]["weight_global_scale"].item()
     assert found <= most < 2 * found and math.log2(found).is_integer()
 
 

@@ -11,7 +11,7 @@ from compressed_tensors.quantization.utils import helpers
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.formats import FORMATS
+from kit.core.formats import TRAINED
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from kit.policy.quantized_linear import STATE, quantizers_off
 from kit.weights.quantize import fake_quantize_activation
@@ -75,7 +75,7 @@ def exports():
     return lambda name: made.get(name) or made.setdefault(name, Export(name))
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(TRAINED))
 def test_the_checkpoint_computes_what_the_policy_with_its_quantizers_does(exports, tmp_path, name):
     export = exports(name)
     verifier, place = export.verifier, export.write(tmp_path)
@@ -100,7 +100,7 @@ def test_input_scales_are_quotients_where_torch_multiplies_by_the_reciprocal(nam
         return peak * (1 / torch.full_like(peak, 448.0)), None  # how torch on a GPU divides by a Python number
 
     monkeypatch.setattr(helpers, "calculate_qparams", on_a_gpu)
-    fmt = FORMATS[name].activation
+    fmt = TRAINED[name].activation
     strategy = {"strategy": "token"} if fmt.per == "token" else {"strategy": "group", "group_size": fmt.group}
     form = QuantizationArgs(num_bits=8, type="float", symmetric=True, dynamic=True, **strategy)
     x = torch.randn(1, 4096, 256, generator=torch.Generator().manual_seed(0))
@@ -188,10 +188,12 @@ def test_a_merge_without_a_format_writes_that_of_the_training_with_its_ranges(co
 
 
 def test_a_merge_that_is_not_the_trained_policy_is_refused_and_leaves_nothing(copied, monkeypatch):
-    def careless(weight, use):
-        return quantize.to_nvfp4((weight.float() * 1.01).to(weight.dtype), use)
+    write = quantize.WRITERS["nvfp4-pack-quantized"]
 
-    monkeypatch.setitem(quantize.FORMATS, "nvfp4a16", careless)
+    def careless(fmt, weight, use, peak):
+        return write(fmt, (weight.float() * 1.01).to(weight.dtype), use, 0.0)
+
+    monkeypatch.setitem(quantize.WRITERS, "nvfp4-pack-quantized", careless)
     run = copied("nvfp4a16")
     with pytest.raises(CheckFailed, match="grpo checkpoint is not the policy"):
         main(["--run", str(run.path), "--policy", "grpo"])

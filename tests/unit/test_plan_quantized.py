@@ -9,7 +9,7 @@ import torch
 
 import tests.unit.test_plan_activations as small
 from kit.core.errors import BadInput
-from kit.core.formats import FORMATS
+from kit.core.formats import TRAINED
 from kit.plan import cost, memory, quantized, teacher
 from kit.plan.fitting import candidates, lay_out
 from kit.plan.gpus import CARDS
@@ -79,7 +79,7 @@ def test_quantized_layers_keep_and_peak_at_what_the_plan_says(fmt, kernels, monk
     before = small.use_recompute
 
     def prepare(model, made):
-        quantized_linear.use_quantized_linears(model, FORMATS[fmt])
+        quantized_linear.use_quantized_linears(model, TRAINED[fmt])
         for module in quantized_linear.quantized_layers(model).values():
             module.product.input_peak = torch.ones(())
         return before(model, made)
@@ -97,9 +97,9 @@ def test_quantized_layers_keep_and_peak_at_what_the_plan_says(fmt, kernels, monk
     assert peak == pytest.approx(predicted + more + quantized.backward_bytes(shape, made, H200), rel=0.06)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_without_the_kernels_a_weight_and_an_input_take_what_the_plan_says(name):
-    fmt, layer = FORMATS[name], bnb.nn.Linear4bit(1024, 256, bias=False, compute_dtype=torch.bfloat16)
+    fmt, layer = TRAINED[name], bnb.nn.Linear4bit(1024, 256, bias=False, compute_dtype=torch.bfloat16)
     weight = torch.randn(256, 1024, dtype=torch.bfloat16)
     layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
     layer.to("cpu")
@@ -135,7 +135,7 @@ def test_small_micro_batches_pay_for_the_weights_more_often():
 
 
 def test_a_format_with_input_ranges_has_a_calibration_and_others_have_none():
-    phases = {fmt: memory.trainer_phases(SHAPE, update(fmt), H200) for fmt in (None, *FORMATS)}
+    phases = {fmt: memory.trainer_phases(SHAPE, update(fmt), H200) for fmt in (None, *TRAINED)}
     assert [fmt for fmt, found in phases.items() if "calibration" in found] == ["fp8_static", "nvfp4"]
     few, many = (
         memory.allocated(memory.calibration_parts(SHAPE, update("nvfp4", policy__quant_batch_size=n), H200))

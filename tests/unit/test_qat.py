@@ -3,7 +3,6 @@
 import collections
 import copy
 import dataclasses
-import functools
 import itertools
 import subprocess
 
@@ -15,7 +14,8 @@ from peft.tuners.lora import layer as peft_layer
 from torch.utils.checkpoint import checkpoint
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.formats import FORMATS
+from kit.core.formats import TRAINED as FORMATS
+from kit.core.formats import fitted
 from kit.policy import quantized_linear
 from kit.policy.calibration import batches, calibrate
 from kit.policy.kept_weights import keeping_weights
@@ -32,7 +32,7 @@ from kit.policy.quantized_linear import (
 from kit.policy.recompute import use_recompute
 from kit.weights.frozen_base import dequantize, hash_base, load_nf4
 from kit.weights.quantize import effective_weight, fake_quantize_activation, fake_quantize_weight, weight_peak
-from merge.quantize import read_back, to_nvfp4, to_w4a16
+from merge.quantize import read_back
 from tests import sandbox
 from tests.unit.test_linear import ROOT, add_adapter, factors, make_layer, relative
 from tests.unit.test_plan_activations import config as layer_config
@@ -170,9 +170,9 @@ def test_fused_layers_have_one_global_scale_with_the_adapter_and_without_as_the_
             weights[name] = effective_weight(module.product.layer, a, b, scaling), found
         largest = max(weight.abs().max().item() for weight, _ in weights.values())
         for weight, found in weights.values():
-            assert torch.equal(found, read_back(functools.partial(to_nvfp4, amax=largest), weight)[1])
+            assert torch.equal(found, read_back(FORMATS["nvfp4a16"], weight, largest)[1])
         alone, found = weights["k_proj"]
-        assert not torch.equal(found, read_back(to_nvfp4, alone)[1])
+        assert not torch.equal(found, read_back(FORMATS["nvfp4a16"], alone)[1])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -495,6 +495,7 @@ def test_int4_groups_are_those_of_the_checkpoint():
     layers = torch.nn.ModuleDict({name: make_layer(inputs=size, outputs=64) for name, size in SIZES.items()})
     weights = {name: dequantize(layer).to(torch.bfloat16) for name, layer in layers.items()}
     use_quantized_linears(layers, FORMATS["w4a16"])
+    fmt = fitted(FORMATS["w4a16"], SIZES.values())  # 192 is no multiple of 128
     for name, layer in layers.items():
-        _, stored = read_back(functools.partial(to_w4a16, group=64), weights[name])  # 192 is no multiple of 128
+        _, stored = read_back(fmt, weights[name])
         assert torch.equal(layer(torch.eye(SIZES[name])).T, stored)

@@ -11,13 +11,12 @@ import yaml
 from kit.core import modelopt_config
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
-from kit.core.config.schema import FORMATS as MERGED
 from kit.core.config.schema import limit_faults
 from kit.core.errors import BadInput
 from kit.core.format_names import faults, read_quant_format
-from kit.core.formats import FORMATS, check_hardware, check_model, check_shapes
+from kit.core.formats import FORMATS, TRAINED, check_hardware, check_model, check_shapes, fitted_to
 from kit.core.modelopt_config import LAYOUTS, NO_LAYOUT, read
-from merge.quantize import FORMATS as STORED
+from merge.quantize import STORED
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
@@ -74,10 +73,10 @@ def reason(content) -> str:
 
 
 def test_every_format_is_one_that_merge_writes():
-    assert set(FORMATS) <= set(STORED)
-    for name, fmt in FORMATS.items():
+    assert set(TRAINED) <= set(STORED)
+    for name, fmt in TRAINED.items():
         assert read_quant_format(name) is fmt and fmt.name == name
-    assert [name for name, fmt in FORMATS.items() if fmt.needs_calibration] == ["fp8_static", "nvfp4"]
+    assert [name for name, fmt in TRAINED.items() if fmt.needs_calibration] == ["fp8_static", "nvfp4"]
 
 
 def test_reading_a_format_imports_no_torch():
@@ -102,7 +101,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(text, nearest):
     [("bf16", "Leave policy.quant_cfg out"), ("nf4", "policy.quantization"), ("awq", "Train for w4a16")],
 )
 def test_a_format_of_the_merge_that_is_not_trained_for_is_refused_with_what_to_do(text, fix):
-    assert set(MERGED) == {*FORMATS, "bf16", "nf4", "awq"}
+    assert set(FORMATS) == {*TRAINED, "bf16", "nf4", "awq"}
     message = refusal(text)
     assert f"policy.quant_cfg ({text}) is a format of the merge that no run is trained for" in message
     assert fix in message and "Did you mean" not in message
@@ -110,7 +109,7 @@ def test_a_format_of_the_merge_that_is_not_trained_for_is_refused_with_what_to_d
 
 def test_a_name_like_no_other_is_refused_with_all():
     message = refusal("xyzzy")
-    assert "Did you mean" not in message and all(name in message for name in (*FORMATS, *LAYOUTS))
+    assert "Did you mean" not in message and all(name in message for name in (*TRAINED, *LAYOUTS))
 
 
 @pytest.mark.parametrize("name", ["INT8_DEFAULT_CFG", "INT4_AWQ_CFG", "MXFP4_DEFAULT_CFG", "NVFP4_KV_CFG"])
@@ -240,7 +239,7 @@ QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 122
 QWEN3_8B |= {"num_key_value_heads": 8, "head_dim": 128}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_dense_qwen_and_llama_shapes_have_all_formats(name):
     check_model(FORMATS[name], QWEN3_8B)
     check_model(FORMATS[name], QWEN3_8B | {"model_type": "llama", "intermediate_size": 14336, "head_dim": None})
@@ -260,8 +259,8 @@ def test_a_model_whose_text_part_is_nested_is_read_there():
         check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"num_experts": 256}})
     with pytest.raises(BadInput, match="groups of 128 or 64 inputs"):
         check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"intermediate_size": 12320}})
-    narrow = check_model(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"intermediate_size": 12352}})
-    assert narrow.weight.block == (1, 64) and check_model(FORMATS["w4a16"], nested).weight.block == (1, 128)
+    narrow = fitted_to(FORMATS["w4a16"], nested | {"text_config": QWEN3_8B | {"intermediate_size": 12352}})
+    assert narrow.weight.block == (1, 64) and fitted_to(FORMATS["w4a16"], nested).weight.block == (1, 128)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +296,7 @@ def test_a_gpu_without_fp8_samples_in_formats_that_are_served_as_bf16_and_trains
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     refused = []
-    for name, fmt in FORMATS.items():
+    for name, fmt in TRAINED.items():
         check_hardware(fmt, "in_process")
         try:
             check_hardware(fmt, "server")

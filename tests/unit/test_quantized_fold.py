@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kit.core.formats import FORMATS
+from kit.core.formats import TRAINED
 from kit.rollout.server import adapter_check, quantized_fold
 from kit.rollout.server.adapter_check import Refused, Room
 from kit.rollout.server.remerge import Linear, Part, State, merged_weight, nf4_code
-from merge.quantize import FORMATS as STORES
-from merge.quantize import read_back, to_fp8, to_nvfp4
+from merge.quantize import read_back, store
 from tests.unit.fake_engine import CONFIG, adapter_tensors, write_adapter
 
 CPU = torch.device("cpu")
@@ -62,19 +61,17 @@ def merged(linear: Linear, state: State, factors: dict) -> torch.Tensor:
 
 def exported(name: str, found: dict[str, torch.Tensor]) -> torch.Tensor:
     """What readers of a checkpoint of this format compute with, layer below layer, float32."""
-    if STORES[name] is to_nvfp4:
-        amax = max(weight.abs().max().item() for weight in found.values())
-        return torch.cat([read_back(lambda w, use: to_nvfp4(w, use, amax), weight)[1] for weight in found.values()])
-    return torch.cat([read_back(STORES[name], weight)[1] for weight in found.values()])
+    peak = max(weight.abs().max().item() for weight in found.values()) if TRAINED[name].shares_peak else 0.0
+    return torch.cat([read_back(TRAINED[name], weight, peak)[1] for weight in found.values()])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_fold_in_a_format_is_what_the_exported_checkpoint_holds(name):
     linear, state, factors = worker_layer(weights())
     weight = merged(linear, state, factors)
     expected = exported(name, dict(zip(HEADS, weight.split([rows for rows, _ in HEADS.values()]), strict=True)))
-    served = quantized_fold.quantized(linear, weight, FORMATS[name], torch.bfloat16)
-    if name in quantized_fold.BY_VLLM:
+    served = quantized_fold.quantized(linear, weight, TRAINED[name], torch.bfloat16)
+    if TRAINED[name].by_vllm:
         assert served.dtype == torch.float32 and torch.equal(served, expected)
     else:
         assert torch.equal(served, expected.bfloat16())
@@ -85,12 +82,12 @@ def test_a_fold_in_a_format_is_what_the_exported_checkpoint_holds(name):
     rounded = exact.bfloat16()
     expected = exported(name, dict(zip(HEADS, rounded.split([rows for rows, _ in HEADS.values()]), strict=True)))
     assert not torch.equal(exact, rounded.float())
-    assert torch.equal(quantized_fold.quantized(linear, exact, FORMATS[name], torch.float32), expected)
+    assert torch.equal(quantized_fold.quantized(linear, exact, TRAINED[name], torch.float32), expected)
 
 
 # Half of the keys are 64 rows, no whole block of fp8_block: refused, see below.
 SPLITS = [
-    (name, by_inputs) for name in FORMATS for by_inputs in (False, True) if (name, by_inputs) != ("fp8_block", False)
+    (name, by_inputs) for name in TRAINED for by_inputs in (False, True) if (name, by_inputs) != ("fp8_block", False)
 ]
 
 
@@ -98,7 +95,7 @@ SPLITS = [
 def test_two_workers_hold_the_numbers_of_the_whole_weight(name, by_inputs, monkeypatch):
     found = weights()
     linear, state, factors = worker_layer(found)
-    whole = quantized_fold.quantized(linear, merged(linear, state, factors), FORMATS[name], torch.bfloat16)
+    whole = quantized_fold.quantized(linear, merged(linear, state, factors), TRAINED[name], torch.bfloat16)
     barrier, told, shards = threading.Barrier(2), {}, {}
 
     def largest(peak: torch.Tensor) -> torch.Tensor:
@@ -110,7 +107,7 @@ def test_two_workers_hold_the_numbers_of_the_whole_weight(name, by_inputs, monke
 
     def work(rank: int) -> None:
         linear, state, factors = worker_layer(found, rank, 2, by_inputs)
-        shards[rank] = quantized_fold.quantized(linear, merged(linear, state, factors), FORMATS[name], torch.bfloat16)
+        shards[rank] = quantized_fold.quantized(linear, merged(linear, state, factors), TRAINED[name], torch.bfloat16)
 
     monkeypatch.setattr(quantized_fold, "_largest", largest)
     threads = [threading.Thread(target=work, args=(rank,), name=str(rank)) for rank in (0, 1)]
@@ -143,21 +140,21 @@ def test_two_workers_hold_the_numbers_of_the_whole_weight(name, by_inputs, monke
 def test_a_worker_that_cannot_have_the_formats_numbers_says_why(name, ranks, by_inputs, reason, monkeypatch):
     monkeypatch.setattr(quantized_fold, "_vllm_compares_shards", lambda: False)
     with pytest.raises(ValueError, match=reason):
-        quantized_fold.check([worker_layer(weights(), 0, ranks, by_inputs)[0]], FORMATS[name])
+        quantized_fold.check([worker_layer(weights(), 0, ranks, by_inputs)[0]], TRAINED[name])
 
 
 def test_a_shard_that_begins_within_a_block_is_refused():
     linear = worker_layer(weights())[0]
-    quantized_fold.check([linear], FORMATS["fp8_block"])
+    quantized_fold.check([linear], TRAINED["fp8_block"])
     linear.parts[1].first_out = 64
     with pytest.raises(ValueError, match=r"k_proj has 128 outputs from 64 on here.*every 128"):
-        quantized_fold.check([linear], FORMATS["fp8_block"])
+        quantized_fold.check([linear], TRAINED["fp8_block"])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_weight_quantized_some_rows_at_a_time_is_the_whole_weights(name, monkeypatch):
     linear, state, factors = worker_layer({"q_proj": weights()["q_proj"]})
-    weight, fmt = merged(linear, state, factors), FORMATS[name]
+    weight, fmt = merged(linear, state, factors), TRAINED[name]
     whole = quantized_fold.quantized(linear, weight, fmt, torch.bfloat16)
     monkeypatch.setattr(quantized_fold, "FOLD_CHUNK", 100 * COLUMNS)  # no whole number of blocks, nor of the rows
     assert torch.equal(quantized_fold.quantized(linear, weight, fmt, torch.bfloat16), whole)
@@ -166,11 +163,11 @@ def test_a_weight_quantized_some_rows_at_a_time_is_the_whole_weights(name, monke
 def test_vllms_own_fp8_comes_to_the_exported_codes_and_scales():
     linear, state, factors = worker_layer({"o_proj": weights()["q_proj"]})
     weight = merged(linear, state, factors)
-    served = quantized_fold.quantized(linear, weight, FORMATS["fp8"], torch.bfloat16)
+    served = quantized_fold.quantized(linear, weight, TRAINED["fp8"], torch.bfloat16)
     # vllm 0.31, layers/quantization/online/fp8.py: a float32 scale per channel, codes by true division.
     scale = served.abs().amax(1, keepdim=True) / 448.0
     codes = (served / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    stored = to_fp8(weight, lambda *_: None)
+    stored = store(TRAINED["fp8"], weight, lambda *_: None)
     assert torch.equal(scale, stored["weight_scale"].float())
     assert torch.equal(codes.float(), stored["weight"].float())
     of_merged = weight.float().abs().amax(1, keepdim=True) / 448.0

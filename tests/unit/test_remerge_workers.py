@@ -23,7 +23,6 @@ from kit.core.formats import FORMATS
 from kit.rollout.noise import Noise, NoisyNorms, norms
 from kit.rollout.server import remerge
 from kit.rollout.server.remerge import Remerge, find_linears
-from merge.quantize import FORMATS as STORES
 from merge.quantize import read_back
 
 HEAD, HEADS, KV_HEADS, HIDDEN, INTERMEDIATE = 64, 8, 2, 512, 512
@@ -416,11 +415,8 @@ def test_with_a_format_base_and_adapter_are_served_as_the_export_holds_them(base
         found = {}
         whole = merged(seed)
         for fused, parts in FUSED.items():
-            options = {}
-            if FORMATS[name].shares_peak:
-                options = {"amax": max(whole[part].abs().max().item() for part in parts)}
-            store = lambda w, use, options=options: STORES[name](w, use, **options)  # noqa: E731
-            found[fused] = torch.cat([read_back(store, whole[part])[1] for part in parts]).bfloat16()
+            peak = max(whole[part].abs().max().item() for part in parts) if FORMATS[name].shares_peak else 0.0
+            found[fused] = torch.cat([read_back(FORMATS[name], whole[part], peak)[1] for part in parts]).bfloat16()
         return found
 
     def differing(held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

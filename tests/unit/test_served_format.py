@@ -3,10 +3,10 @@
 import pytest
 
 from kit.core.config.checks import check_config
-from kit.core.config.format_rules import BY_VLLM, faults, served_format
+from kit.core.config.format_rules import faults, served_format
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from kit.core.formats import FORMATS
+from kit.core.formats import TRAINED
 from launch import server
 from launch.vllm_command import plans
 from tests.conftest import CONFIG
@@ -29,7 +29,7 @@ def test_a_format_decides_how_the_server_is_started(quant_cfg, weights, extensio
     command = only(plans(made, CUDA, ["0"]))
     assert f"--worker-extension-cls {extension} " in command
     assert f'--additional-config {{"quant_cfg": "{name}"}}' in command
-    assert (f"--quantization {weights}" in command) == (name in BY_VLLM)
+    assert (f"--quantization {weights}" in command) == TRAINED[name].by_vllm
     assert "additional" not in only(plans(config(), CUDA, ["0"])), "a server without a format is told of one"
 
 
@@ -66,7 +66,7 @@ def test_a_server_in_other_numbers_is_refused_by_server_and_trainer(groups, reas
 
 def test_the_same_format_by_another_name_is_the_same():
     made = config(policy={"quant_cfg": "NVFP4_DEFAULT_CFG"}, server={"quant_cfg": "nvfp4", "weights": "bf16"})
-    assert faults(made) == [] and served_format(made) == FORMATS["nvfp4"]
+    assert faults(made) == [] and served_format(made) == TRAINED["nvfp4"]
 
 
 def test_a_flag_that_would_hide_the_format_is_refused():

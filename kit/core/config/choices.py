@@ -19,5 +19,3 @@ OPTIMIZERS = (
 # Reward functions in reward/.
 REWARDS = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
 REWARDS += ("boxed_format", "think_format", "length", "repetition", "language")
-# Formats that a run can be trained for.
-TRAINED_FORMATS = ("fp8", "fp8_block", "fp8_static", "w4a16", "nvfp4a16", "nvfp4")

@@ -5,14 +5,6 @@ from kit.core.errors import BadInput
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 
-# Formats served by vLLM's own quantization, with `server.weights`; others are BF16 weights with the same numbers.
-BY_VLLM = {"fp8": "fp8_per_channel", "fp8_block": "fp8_per_block"}
-
-
-def served_weights(fmt: QuantFormat) -> str:
-    """The `server.weights` that a format needs."""
-    return BY_VLLM.get(fmt.name, "bf16")
-
 
 def served_format(config: Config) -> QuantFormat | None:
     """The format that the replicas compute in: the policy's."""
@@ -43,11 +35,11 @@ def faults(config: Config) -> list[str]:
         )
     if config.rollout.backend != "server":
         return found
-    if server.weights != served_weights(fmt):
+    if server.weights != fmt.served_as:
         found.append(
             f"server.weights is {server.weights} and policy.quant_cfg {policy.quant_cfg}: {fmt.name} is served as "
-            f"{served_weights(fmt)}, and any other quantization would come on top of it. Set server.weights to "
-            f"{served_weights(fmt)}."
+            f"{fmt.served_as}, and any other quantization would come on top of it. Set server.weights to "
+            f"{fmt.served_as}."
         )
     if config.rollout.sync != "remerge":
         found.append(

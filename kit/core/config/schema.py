@@ -10,12 +10,11 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kit.core.config.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS, TRAINED_FORMATS
+from kit.core.config.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS
 from kit.core.errors import BadInput
+from kit.core.formats import FORMATS, TRAINED
 
 TRAIN = "train"  # policy.quant_calib_data: the run's own training prompts
-# Checkpoint formats, in the order in which they are made; merge/README.md says what each stores.
-FORMATS = ("bf16", "fp8", "fp8_block", "fp8_static", "w4a16", "awq", "nvfp4a16", "nvfp4", "nf4")
 
 
 class Limit(NamedTuple):
@@ -117,7 +116,7 @@ class PolicyConfig:
     )
     init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
     quant_cfg: str | None = _option(
-        None, "format to train for; also an nvidia-modelopt name, or its YAML; null: none", choices=TRAINED_FORMATS
+        None, "format to train for; also an nvidia-modelopt name, or its YAML; null: none", choices=tuple(TRAINED)
     )
     quant_calib_data: str = _option("train", "prompts that calibrate activation ranges: train, or a local jsonl file")
     quant_calib_size: int = _option(128, "prompts to calibrate with", FROM_1)
@@ -182,7 +181,7 @@ class ServerConfig:
     quant_cfg: str | None = _option(
         None,
         "format that the replicas compute in; default policy.quant_cfg, the only one allowed",
-        choices=TRAINED_FORMATS,
+        choices=tuple(TRAINED),
     )
     kv_cache: Literal["auto", "fp8"] = _option("auto", "type of the KV cache; auto is the model's own")
     tensor_parallel: int = _option(1, "GPUs per replica", FROM_1)
@@ -328,7 +327,7 @@ class WatchConfig:
 
 @dataclass(kw_only=True)
 class GateConfig:
-    format: Literal[FORMATS] = _option(
+    format: Literal[tuple(FORMATS)] = _option(
         "fp8", "the format that would be deployed; with policy.quant_cfg by default its own"
     )
     min_gain: float = _option(0.0, "minimum accuracy gain over the base, at the lower end of its interval", GAIN)
@@ -354,7 +353,7 @@ class EvalConfig:
     max_new_tokens: int | None = _option(None, "default: rollout.max_completion_length")
     temperature: float = _option(0.0, "0 = greedy; above 0 every checkpoint samples with the same random numbers")
     seed: int = _option(0, "seed of the sampled completions")
-    formats: list[Literal[FORMATS]] = _option(
+    formats: list[Literal[tuple(FORMATS)]] = _option(
         ["nf4", "bf16", "fp8", "w4a16"], "columns of the matrix; default with policy.quant_cfg nf4, bf16 and its own"
     )
     bootstrap_samples: int = _option(10_000, "resamples of the bootstrap intervals", FROM_1)

@@ -17,8 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kit.core.config.format_rules import BY_VLLM, served_weights
-from kit.core.formats import FORMATS, QuantFormat
+from kit.core.formats import TRAINED, QuantFormat
 from kit.core.limits import FOLD_CHUNK
 
 QUANT_CFG = "quant_cfg"  # key of vLLM's additional_config, which is part of its compilation cache key
@@ -30,11 +29,11 @@ def format_of(vllm_config: Any) -> QuantFormat | None:
     name = (getattr(vllm_config, "additional_config", None) or {}).get(QUANT_CFG)
     if name is None:
         return None
-    if name not in FORMATS:
-        raise ValueError(f"--additional-config names the format {name!r}, not one of {', '.join(FORMATS)}")
-    fmt, held = FORMATS[name], vllm_config.model_config.quantization or "bf16"
-    if held != served_weights(fmt):
-        raise ValueError(f"{name} is served as {served_weights(fmt)}, the server was started as {held}")
+    if name not in TRAINED:
+        raise ValueError(f"--additional-config names the format {name!r}, not one of {', '.join(TRAINED)}")
+    fmt, held = TRAINED[name], vllm_config.model_config.quantization or "bf16"
+    if held != fmt.served_as:
+        raise ValueError(f"{name} is served as {fmt.served_as}, the server was started as {held}")
     return fmt
 
 
@@ -49,7 +48,7 @@ def check(linears: list[Any], fmt: QuantFormat) -> None:
                         f"{part.name} has {size} {what} from {first} on here, and {fmt.name} has a scale for every "
                         f"{block} of them. Lower server.tensor_parallel, or use another format"
                     )
-        if fmt.name in BY_VLLM and linear.layer.tp_size > 1 and not _vllm_compares_shards():
+        if fmt.by_vllm and linear.layer.tp_size > 1 and not _vllm_compares_shards():
             raise ValueError(
                 f"this vLLM takes the FP8 scales of each shard for itself, so {fmt.name} would be other numbers. Set "
                 "server.tensor_parallel to 1, or install vLLM 0.31"
@@ -76,7 +75,7 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
 
     # Merging rounds to BF16, whatever dtype the trainer computes in, and quantizes that.
     weight = weight.to(torch.bfloat16)
-    value = torch.empty(weight.shape, dtype=torch.float32 if fmt.name in BY_VLLM else dtype, device=weight.device)
+    value = torch.empty(weight.shape, dtype=torch.float32 if fmt.by_vllm else dtype, device=weight.device)
     shards = [slice(part.row, part.row + part.rows) for part in linear.parts]
     peaks = [peak_of(weight[rows], fmt) for rows in shards]
     if peaks[0] is not None:
