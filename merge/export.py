@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from kit.core.checkpoint_files import INDEX, SINGLE
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed
@@ -27,7 +28,7 @@ from kit.core.run_directory import (
     write_json,
     write_manifest,
 )
-from kit.weights.checkpoint import INDEX, SINGLE, checkpoint_shards, find_checkpoint
+from kit.weights.checkpoint import checkpoint_shards, find_checkpoint
 from kit.weights.frozen_base import unquantized_config
 from kit.weights.write_base import NF4_FOLDER, Original, Plan, plan_base, write_base
 from merge.merge import COMPANIONS, write_config

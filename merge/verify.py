@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kit.core.chat import arguments_of, render, special_tokens
+from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, check_adapter_file, read_json, read_manifest
 from kit.weights.checkpoint import find_checkpoint
@@ -69,8 +70,7 @@ def load_for_scoring(
         raise BadInput(f"no checkpoint at {directory}: it has no config.json.")
     device = torch.device(device) if device is not None else default_device()
     dtype = dtype or scoring_dtype(device)
-    quantization = getattr(AutoConfig.from_pretrained(directory), "quantization_config", None) or {}
-    method = quantization.get("quant_method")
+    method = quantization_of(AutoConfig.from_pretrained(directory)).get("quant_method")
     options: dict[str, Any] = {}
     if method == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kit.core.checkpoint_files import read_header
 from kit.core.config.distill_rules import is_own_model
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
@@ -42,8 +43,6 @@ def check_teacher(config: Config, run: RunDir, tokenizer: Any, model_config: Any
 
 
 def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
-    from safetensors import safe_open
-
     from kit.policy.load import adapted_layers
 
     directory = Path(config.distill.teacher_adapter)
@@ -52,8 +51,8 @@ def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
     if known := _known_base(config, run):
         check_adapter_base(config, *known)
     layers = adapted_layers(config, model_config)
-    with safe_open(directory / "adapter_model.safetensors", "pt") as file:
-        theirs = {name for name in file.keys() if name.endswith(".lora_A.weight")}
+    names = read_header(directory / "adapter_model.safetensors").tensors
+    theirs = {name for name in names if name.endswith(".lora_A.weight")}
     ours = {f"{PREFIX}{layer}.lora_A.weight" for layer in layers}
     if other := sorted(theirs ^ ours):
         raise BadInput(

@@ -5,15 +5,13 @@ config.json names itself (`transformers_weights`).
 """
 
 import errno
-import json
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from kit.core.checkpoint_files import INDEX, SINGLE, read_header, read_index
 from kit.core.errors import BadInput
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def pass_full_disk(error: Exception) -> None:
@@ -42,7 +40,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None, weights: boo
             commit = place.name  # the cache names a snapshot's directory after its commit
             _download(str(model), commit, [SINGLE])
             if not (place / SINGLE).is_file() and (place / INDEX).is_file():
-                _download(str(model), commit, sorted(set(_weight_map(place).values())))
+                _download(str(model), commit, sorted(set(read_index(place).values())))
         return place
     except (OSError, ValueError, TransportError) as error:  # not found, gated, offline; a malformed id is a ValueError
         pass_full_disk(error)
@@ -69,10 +67,6 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
             raise error from None
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
-    return json.loads((directory / INDEX).read_text())["weight_map"]
-
-
 def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
     """Return {shard file: its tensor names}, in file order, of a safetensors checkpoint; `BadInput` if there is none.
 
@@ -80,14 +74,13 @@ def checkpoint_shards(directory: str | Path) -> dict[str, list[str]]:
     """
     directory = Path(directory)
     if (directory / SINGLE).is_file():
-        with safe_open(directory / SINGLE, framework="pt") as file:
-            return {SINGLE: list(file.keys())}
+        return {SINGLE: list(read_header(directory / SINGLE).tensors)}
     if not (directory / INDEX).is_file():
         raise BadInput(
             f"{directory} has no model.safetensors and no index of shards. Convert the checkpoint to safetensors "
             "(load it with transformers and save_pretrained)."
         )
-    weight_map = _weight_map(directory)
+    weight_map = read_index(directory)
     shards: dict[str, list[str]] = {file: [] for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         shards[file].append(name)
@@ -103,9 +96,3 @@ def read_tensor(file: Path, name: str) -> torch.Tensor:
     """
     with safe_open(file, framework="pt") as opened:
         return opened.get_tensor(name)
-
-
-def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return {tensor: its shape} of a safetensors file, from its header."""
-    with safe_open(file, framework="pt") as opened:
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}

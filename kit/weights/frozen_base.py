@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from kit.core.checkpoint_files import read_header
 from kit.core.errors import BadInput, CheckFailed
 from kit.weights import fp8
 from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
-from kit.weights.checkpoint import read_shapes, read_tensor
+from kit.weights.checkpoint import read_tensor
 from kit.weights.fp8 import Fp8Linear, store_in_fp8
 from kit.weights.gather import is_split, whole
 from kit.weights.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
@@ -330,7 +331,8 @@ class BaseCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header."""
         if name not in self._shapes:
-            self._shapes |= read_shapes(self.directory / self.files[name])
+            tensors = read_header(self.directory / self.files[name]).tensors
+            self._shapes |= {name: shape for name, (_, shape) in tensors.items()}
         return self._shapes[name]
 
     def read(self, name: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.weights.checkpoint import checkpoint_shards, pass_full_disk
 
@@ -24,12 +25,6 @@ def read_config(path: str | Path, revision: str | None = None) -> Any:
     except (OSError, ValueError) as error:
         pass_full_disk(error)
         raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
-
-
-def quantization_of(config: Any) -> dict:
-    """`quantization_config` of a transformers config; empty if it has none."""
-    found = getattr(config, "quantization_config", None) or {}
-    return found if isinstance(found, dict) else found.to_dict()
 
 
 def unquantized_config(path: str | Path, revision: str | None = None) -> Any:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_json
-from kit.weights.checkpoint import checkpoint_shards
+from kit.weights.checkpoint import checkpoint_shards, read_tensor
 
 SWEEPS = 4  # iterations of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
 
@@ -30,7 +30,7 @@ class StoredWeights:
         from compressed_tensors.quantization import QuantizationConfig
 
         self.directory = Path(directory)
-        settings = read_json(self.directory / "config.json").get("quantization_config") or {}
+        settings = quantization_of(read_json(self.directory / "config.json"))
         if settings.get("quant_method") != "compressed-tensors":
             raise BadInput(
                 f"{directory} is stored as {settings.get('quant_method')}; only compressed-tensors weights are read."
@@ -54,8 +54,7 @@ class StoredWeights:
             return None
         found = {}
         for name in names:
-            with safe_open(self.directory / self.files[name], framework="pt") as file:
-                part = file.get_tensor(name)
+            part = read_tensor(self.directory / self.files[name], name)
             # Multiplying codes by a scale in 16 bits would round once more than the reader's own kernels do.
             is_short = part.dtype in (torch.bfloat16, torch.float16)
             found[name.removeprefix(f"{module}.")] = part.float() if is_short else part

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from kit.core.checkpoint_files import INDEX, SINGLE
 from kit.core.errors import CheckFailed
-from kit.weights.checkpoint import INDEX, SINGLE
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",

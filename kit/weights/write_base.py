@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from kit.core.checkpoint_files import read_header
 from kit.core.errors import BadInput
 from kit.core.run_directory import write_json
 from kit.weights import fp8
-from kit.weights.checkpoint import checkpoint_shards, read_shapes, read_tensor
+from kit.weights.checkpoint import checkpoint_shards, read_tensor
 from kit.weights.frozen_base import base_facts, nf4_facts, plain_facts
 from kit.weights.hashing import hash_fp8, hash_quantized, hash_tensor
 from kit.weights.model_files import select_shards, unquantized_config
@@ -108,10 +109,10 @@ class Original:
         self.shards = {file: names for file, names in shards.items() if names}
         self.files = {name: file for file, names in self.shards.items() for name in names}
         for file, names in self.shards.items():
-            found = read_shapes(self.directory / file)
+            tensors = read_header(self.directory / file).tensors
             for name in names:
-                if found[name] != (wanted := self.plan.shapes[name]):
-                    raise BadInput(f"{complaint}: {name} is {found[name]}, it should be {wanted}.")
+                if (found := tensors[name][1]) != (wanted := self.plan.shapes[name]):
+                    raise BadInput(f"{complaint}: {name} is {found}, it should be {wanted}.")
         self._check_tied()
 
     def _check_tied(self) -> None:

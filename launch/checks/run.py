@@ -316,11 +316,12 @@ def cached(machine: Machine, kind: str, identifier: str) -> Path | None:
 
 def is_whole_model(folder: Path) -> bool:
     """Whether a folder has a config and every weight file that its index lists."""
+    from kit.core.checkpoint_files import read_index
+
     if not (folder / "config.json").is_file():
         return False
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        return all((folder / file).is_file() for file in set(index["weight_map"].values()))
+        return all((folder / file).is_file() for file in set(read_index(folder).values()))
     except (OSError, ValueError, KeyError):
         return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 

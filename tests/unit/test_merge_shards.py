@@ -9,8 +9,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from kit.core.checkpoint_files import INDEX
 from kit.core.errors import CheckFailed
-from kit.weights.checkpoint import INDEX, checkpoint_shards
+from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.shards import Behind, PartsFile, TensorFile, write_parts
 
 PARTS = {

@@ -45,6 +45,7 @@ MADE_BY_RUNS = {"runs", "models"}
 LIBRARIES = {"kit/core": {"yaml"}, "kit/plan": set()}
 IN_FUNCTIONS = {
     "kit.core.formats": {"torch"},  # to look at the GPU
+    "kit.core.checkpoint_files": {"safetensors"},
     "kit.core.chat": {"transformers", "jinja2"},  # whose dialect a chat template is written in
     "kit.plan.report": {"rich"},
     "kit.plan.shapes": {"transformers", "huggingface_hub"},  # a model's config.json

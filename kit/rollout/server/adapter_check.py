@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.core import lora
+from kit.core import checkpoint_files, lora
+from kit.core.checkpoint_files import Header
 from kit.rollout.server.quantized_fold import QUANT_CFG
 
 NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
@@ -46,29 +47,16 @@ class Room:
     takes_patterns: bool
 
 
-def read_header(path: Path) -> tuple[dict[str, dict], dict[str, str]]:
-    """Read ({tensor name: {"dtype", "shape", "data_offsets"}}, metadata) of a safetensors file.
-
-    `Refused` if the file is missing, truncated or not a safetensors file.
-    """
+def read_header(path: Path) -> Header:
+    """Header of a safetensors file; `Refused` if the file is missing, truncated or not a safetensors file."""
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if not 0 < length <= size - 8:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        metadata = header.pop("__metadata__", None) or {}
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        return checkpoint_files.read_header(path)
     except FileNotFoundError:
         raise Refused(f"{path} does not exist as this server sees it: {_SHARE}") from None
     except PermissionError:
         raise Refused(f"{path} may not be read by this server's user: {_SHARE}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise Refused(f"{path} is not a whole safetensors file: {error}. Write it again.") from None
-    if size != 8 + length + end:
-        raise Refused(f"{path} has {size} bytes, its header says {8 + length + end}: not written to the end.")
-    return header, metadata
 
 
 _SHARE = "share the run directory with it under the same path, or set rollout.transport to body."
@@ -77,16 +65,16 @@ _SHARE = "share the run directory with it under the same path, or set rollout.tr
 def read_adapter(directory: Path) -> AdapterFile:
     """Read header and configuration of a peft adapter directory; `Refused` if one is missing or broken."""
     directory = Path(directory)
-    header, metadata = read_header(directory / "adapter_model.safetensors")
+    header = read_header(directory / "adapter_model.safetensors")
     try:
         config = json.loads((directory / "adapter_config.json").read_text())
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise Refused(f"{directory}/adapter_config.json cannot be read: {error}. Write the adapter again.") from None
-    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-    dtypes = {name: entry["dtype"] for name, entry in header.items()}
-    return AdapterFile(directory, config, shapes, dtypes, metadata.get(QUANT_CFG))
+    shapes = {name: shape for name, (_, shape) in header.tensors.items()}
+    dtypes = {name: dtype for name, (dtype, _) in header.tensors.items()}
+    return AdapterFile(directory, config, shapes, dtypes, header.metadata.get(QUANT_CFG))
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
@@ -96,10 +84,10 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
     """
     found = {}
     for file in sorted(Path(directory).glob("*.safetensors")):
-        for name, entry in read_header(file)[0].items():
+        for name, (_, shape) in read_header(file).tensors.items():
             module, _, leaf = name.rpartition(".")
-            if leaf == "weight" and len(entry["shape"]) == 2 and module.split(".")[-1] not in NOT_LAYERS:
-                found[module] = tuple(entry["shape"])
+            if leaf == "weight" and len(shape) == 2 and module.split(".")[-1] not in NOT_LAYERS:
+                found[module] = shape
     return found
 
 

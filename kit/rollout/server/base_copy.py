@@ -29,12 +29,13 @@ def copy_bytes(directory: Path) -> int:
     kind = storage(directory)
     if kind == "nf4":
         return sum(file.stat().st_size for file in directory.glob("nf4/*.safetensors"))
-    from kit.weights.checkpoint import checkpoint_shards, read_shapes
+    from kit.core.checkpoint_files import read_header
+    from kit.weights.checkpoint import checkpoint_shards
 
     names = {f"{name}.weight" for name in json.loads((directory / "base.json").read_text())["quantized"]}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_shards(directory):
-        shapes |= {name: shape for name, shape in read_shapes(directory / file).items() if name in names}
+        shapes |= {name: shape for name, (_, shape) in read_header(directory / file).tensors.items() if name in names}
     return sum(out * width * 2 if kind == "none" else out * (width + 4) for out, width in shapes.values())
 
 

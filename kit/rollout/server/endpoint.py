@@ -274,7 +274,7 @@ class Routes:
             with open(directory / "adapter_model.safetensors", "wb") as file:
                 async for chunk in request.stream():
                     file.write(chunk)
-            config = read_header(directory / "adapter_model.safetensors")[1].get("adapter_config")
+            config = read_header(directory / "adapter_model.safetensors").metadata.get("adapter_config")
             if config is None:
                 raise Refused("the body's metadata has no adapter_config: send the file as the trainer writes it.")
             (directory / "adapter_config.json").write_text(config)

@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kit.core.checkpoint_files import read_header
 from kit.core.formats import TRAINED, QuantFormat
 from kit.core.limits import FOLD_CHUNK
 
@@ -124,9 +125,7 @@ def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
 
 def read_input_peaks(directory: Path, linears: list[Any]) -> dict[str, float]:
     """Read {layer: largest |input|} from an adapter's file; `ValueError` unless it has every layer of the worker."""
-    with open(directory / "adapter_model.safetensors", "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    peaks = json.loads(header.get("__metadata__", {}).get(INPUT_PEAKS, "{}"))
+    peaks = json.loads(read_header(directory / "adapter_model.safetensors").metadata.get(INPUT_PEAKS, "{}"))
     names = [part.name for linear in linears for part in linear.parts]
     if missing := [name for name in names if not 0 < peaks.get(name, 0) < float("inf")]:
         raise ValueError(

@@ -1,0 +1,44 @@
+"""Read the small parts of a checkpoint: a safetensors header, the index of its shards, the quantization of its config.
+
+Reads no tensor and imports no torch.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Header:
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # {name: (type as the file names it, shape)}
+    metadata: dict[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """Header of a safetensors file, read by safetensors; `ValueError` if the file is truncated or another kind's."""
+    from safetensors import SafetensorError, safe_open
+
+    with open(file, "rb"):  # safetensors takes a file that it may not open for a missing one
+        pass
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            tensors = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+            return Header(tensors, opened.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """{tensor: its file} of a checkpoint in shards; `OSError`, `ValueError` or `KeyError` if it has no such index."""
+    return json.loads((directory / INDEX).read_text())["weight_map"]
+
+
+def quantization_of(config: Any) -> dict:
+    """`quantization_config` of a transformers config or of the content of a config.json; empty if it has none."""
+    get = config.get if isinstance(config, dict) else lambda key: getattr(config, key, None)
+    found = get("quantization_config") or {}
+    return found if isinstance(found, dict) else found.to_dict()
