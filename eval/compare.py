@@ -45,11 +45,10 @@ def compare(
         if name == "bf16":
             continue
         cells = [("base", name), ("grpo", name), ("base", "bf16"), ("grpo", "bf16")]
-        columns = decided_scores(records, cells)
-        result["gain_survival"][name] = _difference(*stats.survival_changes(*columns), samples, seed)
-        result["quantization_loss"][name] = _difference(
-            *decided_scores(records, [("grpo", "bf16"), ("grpo", name)]), samples, seed
-        )
+        after, before = stats.survival_changes(*decided_scores(records, cells))
+        result["gain_survival"][name] = _difference(after, before, samples, seed)
+        after, before = decided_scores(records, [("grpo", "bf16"), ("grpo", name)])
+        result["quantization_loss"][name] = _difference(after, before, samples, seed)
     _adjust(result["gain_survival"].values())
     _adjust(result["quantization_loss"].values())
     _judge(result, limits)
@@ -148,8 +147,10 @@ def _over_completions(
     """Figures that need several completions: differences in pass@k and maj@k, and the components of the variance."""
     completions, found = tables[0].shape[1], {}
     for k in powers(completions):
-        found[str(k)] = _estimate(*(pass_at_k_scores(table, k) for table in tables), samples, seed)
-    votes = _estimate(*(majority_scores(records[cell]) for cell in cells), samples, seed)
+        base, grpo = (pass_at_k_scores(table, k) for table in tables)
+        found[str(k)] = _estimate(base, grpo, samples, seed)
+    base, grpo = (majority_scores(records[cell]) for cell in cells)
+    votes = _estimate(base, grpo, samples, seed)
     parts = power.split_disagreement(tables[1], tables[0])
     return {
         "pass_at_k": found,

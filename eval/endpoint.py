@@ -176,7 +176,7 @@ def compare(now: list[Record], before: list[Record], samples: int) -> dict:
     scores = decided_scores(
         {("grpo", "after"): now, ("grpo", "before"): before}, [("grpo", "after"), ("grpo", "before")]
     )
-    found = stats.paired_difference(*scores, samples, 0)
+    found = stats.paired_difference(scores[0], scores[1], samples, 0)
     same = sum(a.completion == b.completion for a, b in zip(now, before, strict=True)) / len(now)
     return {**found, "n": len(scores[0]), "same": same}
 

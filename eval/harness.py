@@ -250,10 +250,10 @@ def run_harness(command: list[str], folder: Path) -> Path:
     if done.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
         raise CheckFailed(f"the harness ended with {done.returncode}; {log} ends with:\n{tail}")
-    file = newest_results(folder)
-    if file.stat().st_mtime < started - 1:
+    results = newest_results(folder)
+    if results.stat().st_mtime < started - 1:
         raise CheckFailed(f"the harness wrote no results; see {log}.")
-    return file
+    return results
 
 
 def newest_results(folder: Path) -> Path:

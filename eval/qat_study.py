@@ -247,8 +247,8 @@ def collect(study: Study) -> dict[str, Any]:
             row["curve"] = [curve(rewards) for rewards in row["rewards"]]
             row["costs"] = [costs(one) for one in steps]
             if arm != "ptq" and (both := tables.keys() & plain.keys()):
-                pair = means(*([one[seed] for seed in both] for one in (tables, plain)))
-                row["change"] = paired_difference(*pair, samples, study.config.eval.seed)
+                one, other = means(*([one[seed] for seed in both] for one in (tables, plain)))
+                row["change"] = paired_difference(one, other, samples, study.config.eval.seed)
                 each = [float(np.subtract(*means([tables[one]], [plain[one]])).mean()) for one in both]
                 row["change"]["over_seeds"] = list(runs_interval(each)) if len(each) > 1 else None
             found.setdefault(name, {})[arm] = row

@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run:
         return DONE
     settings.out.mkdir(parents=True, exist_ok=True)
-    result = {
+    result: dict = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["python", "-m", "eval.serving", *(sys.argv[1:] if argv is None else argv)],
         "versions": versions(),

@@ -99,7 +99,8 @@ async def _closed_loop(
         work = asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
         guard = asyncio.create_task(watch())
         try:
-            await asyncio.wait({work, guard}, return_when=asyncio.FIRST_COMPLETED)
+            futures: set[asyncio.Future] = {work, guard}
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if guard.done():
                 guard.result()
             try:

@@ -142,8 +142,9 @@ class QuantizedCheckpoint:
             name: facts for file in listed for name, facts in read_header(directory / file).tensors.items()
         }
         self.files = {name: file for file, names in listed.items() for name in names}
-        self.stored, self.block = None, settings.get("weight_block_size")
-        self.scale, self.layout, self.args = "weight_scale_inv", "fp8", None
+        self.stored: StoredWeights | None = None
+        self.args: Any = None  # compressed-tensors' QuantizationArgs of the weights
+        self.block, self.scale, self.layout = settings.get("weight_block_size"), "weight_scale_inv", "fp8"
         if settings["quant_method"] == "compressed-tensors":
             self._open_stored()
         ending = f".{self.scale}"
@@ -213,7 +214,8 @@ class QuantizedCheckpoint:
             return [tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))]
         if self.args.strategy == "group":
             return [(shape[0], shape[1] // self.args.group_size)]  # no scale has this shape if a group is partial
-        return {"channel": [(shape[0], 1)], "tensor": [(1,), ()]}.get(self.args.strategy, [])
+        grids: dict[str, list] = {"channel": [(shape[0], 1)], "tensor": [(1,), ()]}
+        return grids.get(self.args.strategy, [])
 
     def tensor(self, name: str) -> torch.Tensor:
         """A plain tensor in BF16."""

@@ -64,8 +64,8 @@ def pool(layers: list[dict], fmt: str) -> dict:
     rounding.
     """
     changed = [layer for layer in layers if layer["update_norm"]]
-    noise = [(layer["update_norm"] ** 2, _squares(layer, fmt, "grpo")) for layer in changed]
-    noise = [(update, squares[0]) for update, squares in noise if squares is not None]
+    squares = [(layer["update_norm"] ** 2, _squares(layer, fmt, "grpo")) for layer in changed]
+    noise = [(update, found[0]) for update, found in squares if found is not None]
     kept = [(layer["formats"][fmt]["retained"], layer["update_norm"] ** 2) for layer in changed]
     kept = [(share * size, size) for share, size in kept if share is not None]
     return {

@@ -36,7 +36,7 @@ def found_device() -> str:
 
 def preparing_steps(problems: str | None) -> list[Step]:
     """Steps that make what training needs and is still missing."""
-    steps = []
+    steps: list[Step] = []
     if not DATA.exists():
         source = HUB if problems is None else [problems]
         steps.append(("problems", ["-m", "recipes.split_problems", *source, "--out", str(DATA)], (0, BAD_INPUT)))

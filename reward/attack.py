@@ -54,7 +54,7 @@ def suite(task: str) -> list[Case]:
     return sorted(cases, key=lambda case: case.category)
 
 
-def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Counter[str]]:
+def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Counter[tuple[str, str]]]:
     """Results of a function's whole suite in order, and the seconds spent per category."""
     by_category = defaultdict(list)
     form = _form(task, options)
@@ -96,7 +96,7 @@ def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> li
     return [Result(task, case, judgement) for case, judgement in zip(cases, found, strict=True)]
 
 
-def report(results: list[Result], seconds: Counter[str]) -> str:
+def report(results: list[Result], seconds: Counter[tuple[str, str]]) -> str:
     """A table by function and category, followed by the failures."""
     lines = [
         f"{'reward':<15}{'category':<14}{'attempts':>9}{'paid':>6}{'undecided':>11}{'controls':>10}{'paid':>6}{'s':>7}"
@@ -116,10 +116,10 @@ def report(results: list[Result], seconds: Counter[str]) -> str:
     lines += [_finding(result) for result in failed[:LISTED]]
     if len(failed) > LISTED:
         lines.append(f"… and {len(failed) - LISTED} more")
-    attempts = sum(not result.case.pays for result in results)
+    tried = sum(not result.case.pays for result in results)
     paid = sum(not result.case.pays for result in failed)
     lines.append(
-        f"{attempts} attempts, {paid} paid; {len(results) - attempts} controls, {len(failed) - paid} not paid; "
+        f"{tried} attempts, {paid} paid; {len(results) - tried} controls, {len(failed) - paid} not paid; "
         f"{sum(seconds.values()):.1f} s"
     )
     return "\n".join(lines)

@@ -7,6 +7,7 @@ each costs its full time limit, spread over the workers.
 
 import argparse
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from reward import reward_functions
@@ -62,7 +63,7 @@ def main() -> None:
         print(line, flush=True)
 
 
-def _alone(reward: object, completion: str, gold: str) -> float:
+def _alone(reward: Callable, completion: str, gold: str) -> float:
     started = time.perf_counter()
     reward(prompts=[PROMPT], completions=[completion], gold=[gold])
     return time.perf_counter() - started

@@ -75,9 +75,9 @@ def _check_options(partial: bool, timeout_s: float, memory_mib: int) -> None:
         raise ValueError(f"memory_mib is {memory_mib}, and Python alone needs 64.")
 
 
-code.executes_code = True
-code.check_options = _check_options
-code.check_golds = checked_by(read_gold)
+code.executes_code = True  # type: ignore[attr-defined]
+code.check_options = _check_options  # type: ignore[attr-defined]
+code.check_golds = checked_by(read_gold)  # type: ignore[attr-defined]
 
 
 def _pay(outcome: Outcome, partial: bool) -> float | None:

@@ -59,4 +59,4 @@ def check_options(think_tag: str, answer_tag: str, **_: Any) -> None:
         raise ValueError(f"think_tag and answer_tag are both {think_tag!r}.")
 
 
-think_format.check_options = check_options
+think_format.check_options = check_options  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ _UNICODE = {
 }
 _VULGAR = {"½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅛": (1, 8), "⅜": (3, 8)}
 _UNICODE |= {sign: rf"\frac{{{a}}}{{{b}}}" for sign, (a, b) in _VULGAR.items()}
-_UNICODE = {ord(sign): command for sign, command in _UNICODE.items()}
+_UNICODE_TABLE = str.maketrans(_UNICODE)
 
 
 class Unread(Exception):
@@ -86,7 +86,7 @@ def latex_of(text: str) -> str:
     text = re.sub(r"([₀₁₂₃₄₅₆₇₈₉]+)", lambda match: "_{" + match[1].translate(_SUBSCRIPTS) + "}", text)
     text = re.sub(r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-zπ]))", _root, text)
     text = re.sub(r"∛\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+|[A-Za-z]))", lambda m: _root(m, "[3]"), text)
-    return text.translate(_UNICODE)
+    return text.translate(_UNICODE_TABLE)
 
 
 def _root(match: re.Match, degree: str = "") -> str:

@@ -42,4 +42,4 @@ def _answer_or_last_number(text: str) -> str | None:
     return last_number(text) if answer is None else answer
 
 
-gsm8k_strict.check_golds = gsm8k_lenient.check_golds = math_golds
+gsm8k_strict.check_golds = gsm8k_lenient.check_golds = math_golds  # type: ignore[attr-defined]

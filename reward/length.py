@@ -40,4 +40,4 @@ def check_options(max_length: int, soft_zone: int, **_: Any) -> None:
         )
 
 
-length.check_options = check_options
+length.check_options = check_options  # type: ignore[attr-defined]

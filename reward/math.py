@@ -77,5 +77,5 @@ def check_options(tolerance: float, answer_tag: str | None, hash_answers: bool, 
         raise ValueError(f'answer_tag is {answer_tag!r}, expected a tag like "<answer>".')
 
 
-math.check_options = check_options
-math.check_golds = math_golds
+math.check_options = check_options  # type: ignore[attr-defined]
+math.check_golds = math_golds  # type: ignore[attr-defined]

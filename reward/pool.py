@@ -55,7 +55,7 @@ class _Server:
         with theirs:
             self.process = subprocess.Popen(
                 [*command, str(os.getpid()), str(timeout_s)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=self.stderr,
                 stderr=self.stderr,
                 env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},

@@ -82,10 +82,10 @@ class Line:
             raise CandidateLost
         # StopIteration would silently end a map() or a loop of the tests.
         if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, StopIteration):
-            error = CandidateError(f"{kind}: {text}")
+            raised: Exception = CandidateError(f"{kind}: {text}")
             with contextlib.suppress(TypeError):  # UnicodeDecodeError wants five arguments
-                error = known(str(text))
-            raise error
+                raised = known(str(text))
+            raise raised
         raise CandidateError(f"{kind}: {text}")
 
 

@@ -18,7 +18,7 @@ MAX_ITEMS = 200_000  # of one value, over all levels
 MAX_DEPTH = 60
 _JSON_INT = 1 << 53
 
-_DATES = {
+_DATES: dict[str, Any] = {
     "date": datetime.date,
     "datetime": datetime.datetime,
     "time": datetime.time,
@@ -133,7 +133,7 @@ def _unpack(data: Any, depth: int) -> Any:
     return _unpack_text(tag, parts[0])
 
 
-_CONTAINERS = {
+_CONTAINERS: dict[str, Any] = {
     "l": list,
     "t": tuple,
     "s": set,

@@ -225,13 +225,13 @@ def _bracketed(text: str) -> Shape | None:
             items = tuple(i for item in items for i in (item.items if item.kind == "list" else (item,)))
             return Shape(kind, text, items) if items and len(items) <= MAX_PARTS else None
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one(text):
-        items = split(text[1:-1], (",", ";"), inside=True)
-        if len(items) < 2 or not all(items) or len(items) > MAX_PARTS:
+        parts = split(text[1:-1], (",", ";"), inside=True)
+        if len(parts) < 2 or not all(parts) or len(parts) > MAX_PARTS:
             return None
-        shapes = tuple(shape_of(item) for item in items)
-        if len(items) == 2:
-            certain = text[0] + text[-1] != "()" or any(_INFINITE.fullmatch(item) for item in items)
-            span = _span(*items, text[0] == "(", text[-1] == ")", certain)
+        shapes = tuple(shape_of(part) for part in parts)
+        if len(parts) == 2:
+            certain = text[0] + text[-1] != "()" or any(_INFINITE.fullmatch(part) for part in parts)
+            span = _span(parts[0], parts[1], text[0] == "(", text[-1] == ")", certain)
             return span if certain else Shape("tuple", text, shapes, span.spans, certain=False)
         if text[0] + text[-1] in ("()", "[]"):
             return Shape("tuple" if text[0] == "(" else "brackets", text, shapes)

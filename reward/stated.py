@@ -131,9 +131,9 @@ def reference_answer(gold: str) -> str:
     """The answer in a reference that may be a worked solution or a sentence."""
     text = gold if "\\begin" in gold else re.sub(r"\\\\(?=[A-Za-z])", r"\\", gold)
     if "\\boxed" in text:
-        answer = _joined_boxes(text)
-        if answer is not None:
-            return answer.answer or gold
+        boxes = _joined_boxes(text)
+        if boxes is not None:
+            return boxes.answer or gold
         start = text.rfind("\\boxed{")
         return text[start + 7 :].strip() or gold if start >= 0 else gold
     anchor = _last_anchor(text[-TAIL:])

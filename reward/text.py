@@ -89,5 +89,5 @@ def check_language(scripts: list[str], allowed: float, **_: Any) -> None:
         )
 
 
-repetition.check_options = check_repetition
-language.check_options = check_language
+repetition.check_options = check_repetition  # type: ignore[attr-defined]
+language.check_options = check_language  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ import threading
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: the kit's folders must not shadow a library
 
@@ -82,7 +83,7 @@ def math_verify_equal(predicted: str, gold: str) -> bool | None:
     return not apart(reference[0], answer[0])
 
 
-def apart(one: object, other: object) -> bool:
+def apart(one: Any, other: Any) -> bool:
     """Whether two numbers differ by more than a rounding of their size: math-verify compares decimal places, so it
     takes both 1/2004! and 1/2006! for 0."""
     if not (getattr(one, "is_number", False) and getattr(other, "is_number", False)):

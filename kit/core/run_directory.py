@@ -246,9 +246,9 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
             raise BadInput(f"{directory} is damaged: the content of {name} is not what its manifest says.")
     if deep and manifest.get("kind") == "checkpoint":
         there = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.suffix in TAKEN}
-        if others := sorted(there - set(manifest["files"]) - {MANIFEST}):
+        if unlisted := sorted(there - set(manifest["files"]) - {MANIFEST}):
             raise BadInput(
-                f"{directory} holds {others[0]}, which its manifest does not list: who loads it may get another model."
+                f"{directory} holds {unlisted[0]}, which its manifest does not list: who loads it may get another model."
                 " Move it elsewhere."
             )
     return manifest

@@ -28,7 +28,7 @@ def shingles(questions: Sequence[str]) -> list[set[tuple[str, ...]]]:
             return NUMBER
         return NAME if word[0].isupper() and word.lower() not in lower else word.lower()
 
-    found = []
+    found: list[set[tuple[str, ...]]] = []
     for words in texts:
         signs = [sign(word) for word in words]
         found.append({*itertools.pairwise(signs)} or {tuple(signs)})

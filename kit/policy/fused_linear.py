@@ -24,7 +24,7 @@ FP8 numbers: exact and slow. Not covered: LoRA dropout and variants, a base that
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import bitsandbytes as bnb
 import torch
@@ -215,10 +215,10 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(ctx.products[0].layer.weight.device.type, enabled=False):
             gs = {n: g.reshape(-1, g.shape[-1]).to(ctx.dtype) for n, g in enumerate(gradients) if g is not None}
             adapted = [n for n in gs if down[n] is not None]
-            factor, gb = [down[n] for n in adapted], None
+            factor = [down[n] for n in adapted]
             if adapted:
-                gb = [gs[n] @ up[n].to(ctx.dtype) for n in adapted]
-                gb = torch.cat(gb, 1) if len(gb) > 1 else gb[0]  # (T, Σ r)
+                parts = [gs[n] @ up[n].to(ctx.dtype) for n in adapted]
+                gb = torch.cat(parts, 1) if len(parts) > 1 else parts[0]  # (T, Σ r)
             if ctx.needs_input_grad[0] and gs:
                 dx = input_gradient([ctx.products[n] for n in gs], list(gs.values()))
                 if adapted:
@@ -363,7 +363,13 @@ def compute_dtype(layer: Layer, x: torch.Tensor) -> torch.dtype:
     return layer.compute_dtype or x.dtype if is_stored else layer.weight.dtype
 
 
-class _FusedLora:
+if TYPE_CHECKING:  # the methods and attributes of the layer that it stands before
+    LinearLayer: TypeAlias = peft_layer.Linear
+else:
+    LinearLayer = object
+
+
+class _FusedLora(LinearLayer):
     """peft's layer with this module's products; merged weights and per-row adapters are left to peft."""
 
     product: Product
@@ -383,7 +389,7 @@ class _FusedLora:
         return super().forward(x, *args, **kwargs) if settings is None else output_of(self, x, settings)
 
 
-class _FusedBase:
+class _FusedBase(LinearLayer):
     """A linear layer without an adapter."""
 
     product: Product

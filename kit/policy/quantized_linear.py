@@ -22,7 +22,7 @@ adapters, a base that is split over processes.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import bitsandbytes as bnb
 import torch
@@ -258,7 +258,13 @@ def _rows(kept: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
     return kept[0].reshape(-1, kept[0].shape[-1]).to(dtype)
 
 
-class _Quantized:
+if TYPE_CHECKING:  # the methods and attributes of the layer that it stands before
+    LinearLayer: TypeAlias = peft_layer.Linear
+else:
+    LinearLayer = object
+
+
+class _Quantized(LinearLayer):
     """Mixin before a layer's own class: its products are quantized, except within `quantizers_off`."""
 
     product: Product

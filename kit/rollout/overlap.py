@@ -18,7 +18,12 @@ import copy
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the methods and attributes of the class that it stands before
+    from trl import GRPOTrainer as Trainer
+else:
+    Trainer = object
 
 
 class Ahead:
@@ -58,7 +63,7 @@ class Ahead:
         return self._samples
 
 
-class OverlappedRollouts:
+class OverlappedRollouts(Trainer):
     """Part of `PolicyTrainer` that draws the next batch early and generates it during the update.
 
     Written for transformers 5.17, whose loop draws the batches of one optimizer step through `get_batch_samples`, and

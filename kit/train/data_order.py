@@ -9,14 +9,19 @@ An order is one of places in the data, so a run is resumed on the problems that 
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.core.config.checks import is_main_process
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json, write_json
 
+if TYPE_CHECKING:  # the methods and attributes of the class that it stands before
+    from trl import GRPOTrainer as Trainer
+else:
+    Trainer = object
 
-class DataOrder:
+
+class DataOrder(Trainer):
     """Stands before `GRPOTrainer` among the bases of `trainer.PolicyTrainer`. Written for trl 1.16 and transformers
     5.17; `tests/unit/test_trl_seams.py` holds what is relied on."""
 

@@ -14,6 +14,7 @@ tests/unit/test_loss.py compares every option with trl 1.16's `GRPOTrainer._comp
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -56,8 +57,8 @@ class LossInputs:
     entropy_threshold: torch.Tensor | None = None  # of all processes; None unless top_entropy_quantile is below 1
 
 
-LossResult = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-LossFunction = Callable[[LossInputs, LossSettings], LossResult]
+LossResult: TypeAlias = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+LossFunction: TypeAlias = Callable[[LossInputs, LossSettings], LossResult]
 
 
 def dr_grpo(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:

@@ -18,7 +18,7 @@ Written for trl 1.16 and transformers 5.17 to 5.23; `tests/unit/test_trl_seams.p
 """
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from trl.models.utils import disable_gradient_checkpointing
@@ -36,6 +36,11 @@ from kit.train.trackers import send_figures
 
 NO_ENTROPY = -1e9  # pads the entropies of processes with fewer tokens
 
+if TYPE_CHECKING:  # the methods and attributes of the class that it stands before
+    from trl import GRPOTrainer as Trainer
+else:
+    Trainer = object
+
 
 class StepTally:
     """What the micro-batches of one optimizer step leave for its end."""
@@ -50,9 +55,11 @@ class StepTally:
         self.figures = figures if self.figures is None else self.figures + figures
 
 
-class PolicyStep:
+class PolicyStep(Trainer):
     """Stands before `GRPOTrainer` among the bases of `trainer.PolicyTrainer`, whose attributes it uses."""
 
+    num_iterations: int  # TRL's
+    beta: float  # TRL's
     loss_settings: LossSettings
     loss_function: LossFunction | None = None  # `train.loss`; None: the one of `train.loss_type`
 
@@ -232,12 +239,12 @@ class PolicyStep:
         # Completions are padded per process; percentiles need the tokens of all of them.
         everywhere = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0))
         width = len(everywhere) // self.accelerator.num_processes
-        rows = torch.cat(everywhere.split(width), dim=1)  # (C, N, 3)
+        policy, sampler, mask = torch.cat(everywhere.split(width), dim=1).permute(2, 1, 0)  # (N, C) each
         rollout = self.config.rollout
         floor = self.args.vllm_importance_sampling_clip_min
-        figures = measure(*rows.permute(2, 1, 0), rollout.correction, rollout.correction_cap, floor)
+        figures = measure(policy, sampler, mask, rollout.correction, rollout.correction_cap, floor)
         self._sampler |= figures
-        self._log_sampler(figures, *rows.permute(2, 1, 0))
+        self._log_sampler(figures, policy, sampler, mask)
         step = self.state.global_step + 1
         is_ahead = rollout.overlap and self._rollout_version < self.state.global_step
         problem = describe_problem(figures, rollout.max_sampler_k3, is_ahead)

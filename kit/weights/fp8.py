@@ -33,12 +33,12 @@ def quantize_weight(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (codes (out, in) float8_e4m3fn, scale (out, 1) float32) of a weight (out, in) in `dtype` on `device`,
     which default to its own. Works in pieces that take 8 bytes per value."""
-    device = torch.device(device or weight.device)
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty(len(weight), 1, dtype=torch.float32, device=device)
-    step = max(1, PIECE[device.type == "cuda"] // max(weight.shape[1], 1))
+    where = torch.device(device or weight.device)
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=where)
+    scale = torch.empty(len(weight), 1, dtype=torch.float32, device=where)
+    step = max(1, PIECE[where.type == "cuda"] // max(weight.shape[1], 1))
     for at in range(0, len(weight), step):
-        piece = weight[at : at + step].to(device=device, dtype=dtype or weight.dtype)
+        piece = weight[at : at + step].to(device=where, dtype=dtype or weight.dtype)
         scale[at : at + step] = row_scales(piece, LEAST_SCALE)
         codes[at : at + step] = to_e4m3(piece, scale[at : at + step])
     return codes, scale

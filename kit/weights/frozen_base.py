@@ -421,7 +421,8 @@ class BaseTensor:
         `device` overrides the device of an unquantized tensor: it needs no arithmetic and can stay on the CPU.
         """
         if self.fp8 is not None:
-            return fp8.dequantize_with(*(part[start:stop] for part in self.fp8), self.base.dtype)
+            codes, scale = self.fp8
+            return fp8.dequantize_with(codes[start:stop], scale[start:stop], self.base.dtype)
         if self.nf4 is None:
             value = self.value[start:stop].to(device or self.base.device)
             return value if self.base.into == "original" else value.to(self.base.dtype)

@@ -39,8 +39,8 @@ def quantize_weight(
     """
     from bitsandbytes.functional import QuantState, get_4bit_type, quantize_4bit, quantize_blockwise
 
-    flat, device, dtype = weight.reshape(-1), torch.device(device or weight.device), dtype or weight.dtype
-    size, step = flat.numel(), PIECE[device.type == "cuda"]
+    flat, device, dtype = weight.reshape(-1), device or weight.device, dtype or weight.dtype
+    size, step = flat.numel(), PIECE[torch.device(device).type == "cuda"]
     packed = torch.empty((-(-size // 2), 1), dtype=torch.uint8, device=device)
     absmax = torch.empty(-(-size // BLOCK_SIZE), dtype=torch.float32, device=device)
     facts = {"shape": weight.shape, "dtype": dtype, "blocksize": BLOCK_SIZE, "quant_type": "nf4"}

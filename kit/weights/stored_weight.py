@@ -4,6 +4,8 @@ gradients to FP8.
 Together with `fp8.py` these functions define the numbers; on a GPU `fp8_kernel.py` computes the same ones.
 """
 
+from typing import TypeAlias
+
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -48,7 +50,7 @@ def quantize_gradients(parts: list[torch.Tensor], scales: list[torch.Tensor]) ->
     return quantize_rows_in_torch(torch.cat(parts, 1), LEAST_GRADIENT_SCALE, torch.cat(scales))
 
 
-Layer = bnb.nn.Linear4bit | Fp8Linear | torch.nn.Linear
+Layer: TypeAlias = bnb.nn.Linear4bit | Fp8Linear | torch.nn.Linear
 
 
 def weight_of(

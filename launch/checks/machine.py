@@ -140,7 +140,10 @@ def _gpu(parts: list[str]) -> Gpu:
     capability = re.fullmatch(r"(\d+)\.(\d+)", parts[6])
     total, used = (float(text) / 1024 if re.fullmatch(r"[\d.]+", text) else 0.0 for text in parts[4:6])
     return Gpu(
-        *parts[:4],
+        index=parts[0],
+        uuid=parts[1],
+        name=parts[2],
+        driver=parts[3],
         total_gib=total,
         used_gib=used,
         capability=(int(capability[1]), int(capability[2])) if capability else (0, 0),

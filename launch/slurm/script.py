@@ -108,9 +108,9 @@ def _check_job(job: Job, config: Config) -> None:
     found += [f"{flag} ({value}) must be at least {low}." for flag, (value, low) in least.items() if value < low]
     if not TIME.fullmatch(job.time):
         found.append(f"--time {job.time!r} is none of Slurm's formats. Write 24:00:00, 2-12:00:00 or minutes.")
-    for flag, value in (("--partition", job.partition), ("--account", job.account)):
-        if value is not None and not NAME.fullmatch(value):
-            found.append(f"{flag} {value!r} is not a name.")
+    for flag, name in (("--partition", job.partition), ("--account", job.account)):
+        if name is not None and not NAME.fullmatch(name):
+            found.append(f"{flag} {name!r} is not a name.")
     if job.nodes > 1 and config.rollout.backend != "server":
         found.append(
             f"--nodes {job.nodes} puts the rollout servers on a node of their own, and rollout.backend is "

@@ -65,7 +65,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def mask_kind(model: torch.nn.Module, device: torch.device, wanted: str) -> Kind:
+def mask_kind(model: torch.nn.Module, device: torch.device, wanted: Kind) -> Kind:
     """Mask kind that a forward of `model` on `device` uses under the current autocast; `wanted` is
     `train.packed_attention`. FlashAttention's and cuDNN's kernels do not support float32."""
     if device.type == "cpu":
@@ -177,7 +177,8 @@ def attention_forward(
                 f"train.packed_attention is {attention_mask.kernels[0]}, and the model's attention is in {dtype}. "
                 "Set it to flex."
             )
-        return flash_attention(*(one[0].transpose(0, 1) for one in parts), attention_mask, scaling)[None], None
+        rows = [one[0].transpose(0, 1) for one in parts]
+        return flash_attention(rows[0], rows[1], rows[2], attention_mask, scaling)[None], None
     for one in parts:
         # Otherwise torch unifies sizes that happen to be equal, such as the numbers of heads and of blocks.
         torch._dynamo.mark_static(one, (0, 1, 3))

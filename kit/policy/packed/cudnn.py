@@ -131,11 +131,12 @@ def bucket_of(
             f"train.packed_attention is cudnn, and a packed row of {tokens:,} tokens with {heads} heads of {dim} is "
             f"longer than its kernels count ({_OFFSETS // (heads * dim):,}). Lower train.micro_batch_tokens."
         )
-    longest = (_step(one, SHORTEST) for one in (longest_query, longest_key))
-    totals = (-(-one // TOKENS) * TOKENS for one in (tokens, len(key)))
+    longest = _step(longest_query, SHORTEST), _step(longest_key, SHORTEST)
+    totals = -(-tokens // TOKENS) * TOKENS, -(-len(key) // TOKENS) * TOKENS
     scale = dim**-0.5 if scale is None else scale
-    shape = heads, key.shape[1], dim
-    return Bucket(len(ends) - 1, *longest, *totals, *shape, query.dtype, causal, scale, query.get_device())
+    return Bucket(
+        len(ends) - 1, *longest, *totals, heads, key.shape[1], dim, query.dtype, causal, scale, query.get_device()
+    )
 
 
 def _step(number: int, least: int) -> int:

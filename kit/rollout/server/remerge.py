@@ -90,6 +90,10 @@ class Remerge:
     on the server.
     """
 
+    model_runner: Any  # this and the next two are the worker's
+    device: Any
+    vllm_config: Any
+
     def remerge_describe(self) -> dict:
         """Return the layers that an adapter may target, by their Hugging Face names."""
         linears = find_linears(self.model_runner.model)
