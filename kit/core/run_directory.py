@@ -248,7 +248,7 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
         there = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.suffix in TAKEN}
         if unlisted := sorted(there - set(manifest["files"]) - {MANIFEST}):
             raise BadInput(
-                f"{directory} holds {unlisted[0]}, which its manifest does not list: who loads it may get another model."
+                f"{directory} holds {unlisted[0]}, which its manifest does not list: it may load as another model."
                 " Move it elsewhere."
             )
     return manifest

@@ -131,11 +131,20 @@ def bucket_of(
             f"train.packed_attention is cudnn, and a packed row of {tokens:,} tokens with {heads} heads of {dim} is "
             f"longer than its kernels count ({_OFFSETS // (heads * dim):,}). Lower train.micro_batch_tokens."
         )
-    longest = _step(longest_query, SHORTEST), _step(longest_key, SHORTEST)
-    totals = -(-tokens // TOKENS) * TOKENS, -(-len(key) // TOKENS) * TOKENS
-    scale = dim**-0.5 if scale is None else scale
+    queries, keys = (-(-one // TOKENS) * TOKENS for one in (tokens, len(key)))
     return Bucket(
-        len(ends) - 1, *longest, *totals, heads, key.shape[1], dim, query.dtype, causal, scale, query.get_device()
+        sequences=len(ends) - 1,
+        longest_query=_step(longest_query, SHORTEST),
+        longest_key=_step(longest_key, SHORTEST),
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        key_heads=key.shape[1],
+        dim=dim,
+        dtype=query.dtype,
+        causal=causal,
+        scale=dim**-0.5 if scale is None else scale,
+        device=query.get_device(),
     )
 
 
