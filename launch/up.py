@@ -380,7 +380,7 @@ class Up:
 
     def pids(self) -> list[int]:
         """The running processes that this command started."""
-        processes = [one.process for one in [*self.jobs, *self.servers.running]]
+        processes = [one.process for one in self.jobs] + [one.process for one in self.servers.running]
         return [process.pid for process in processes if process.returncode is None]
 
     def statuses(self) -> list[Status]:

@@ -129,7 +129,7 @@ def servers(machine: Machine) -> Iterator[Row]:
     gpus = None if kind.is_cpu else [one.index for one in machine.gpus]
     card = min((one.total_gib for one in machine.gpus), default=None)
     directory = base_directory(config)
-    checks: list[Callable[[], Any]] = [lambda: plans(config, kind, gpus, card)]
+    checks: list[Callable[[], object]] = [lambda: plans(config, kind, gpus, card)]
     if directory.exists():
         checks.append(lambda: check_base(config, "CONFIG"))
     else:

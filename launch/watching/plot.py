@@ -180,7 +180,8 @@ def panels(rows: Sequence[dict], run: RunDir) -> dict[str, Panel]:
         second = {"divergence": _curve("divergence", "divergence from the teacher (nats a token)")}
     else:
         second = {"kl": _curve("kl", "KL to the reference (nats a token)")}
-    found = {"reward": partial(_reward, limits=reward_range(run)), **second, "entropy": _entropy, "shares": _shares}
+    found: dict[str, Panel] = {"reward": partial(_reward, limits=reward_range(run)), **second}
+    found |= {"entropy": _entropy, "shares": _shares}
     found |= {"seconds": _seconds, "gradient": _curve("grad_norm", "gradient norm")}
     has_parts = any(len(group(row, "rewards")) > 1 for row in rows)
     has_sampler = bool(known(rows, "sampler_k3"))
