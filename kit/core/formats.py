@@ -261,7 +261,7 @@ def _decoder_shapes(facts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
-def shape_fault(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> str:
+def shape_fault(fmt: QuantFormat, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """What `fmt` needs that some of these linear layers, {name: (out, in)}, do not have; empty if all fit.
 
     Blocks of several rows must be whole, and more than one across if more than one down. compressed-tensors 0.17
