@@ -46,12 +46,12 @@ from kit.core.formats import QuantFormat
 from kit.core.run_directory import read_manifest
 from kit.train.data_order import check_problems
 from kit.train.setup import (
-    begin,
     check_model,
     describe_adapter_type,
     describe_format,
     describe_step,
     load_data,
+    read_command,
     resolve_recompute,
     say,
     say_unchecked,
@@ -97,7 +97,7 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
 
 
 def main() -> None:
-    config, flags, run, processes = begin(__doc__, DISTILLATION)
+    config, flags, run, processes = read_command(__doc__, DISTILLATION)
 
     from kit.data.calibration_prompts import calibration_prompts
     from kit.policy.calibration import set_input_ranges

@@ -49,10 +49,10 @@ from kit.core.config.recipe import PLAIN
 from kit.core.errors import run_command
 from kit.train.data_order import check_problems
 from kit.train.setup import (
-    begin,
     check_model,
     describe_plan,
     load_data,
+    read_command,
     resolve_recompute,
     say,
     say_unchecked,
@@ -63,7 +63,7 @@ from kit.train.setup import (
 
 
 def main() -> None:
-    config, flags, run, processes = begin(__doc__, PLAIN)
+    config, flags, run, processes = read_command(__doc__, PLAIN)
 
     from kit.policy.load import load_tokenizer
     from kit.train.heldout import HeldOut

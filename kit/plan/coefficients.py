@@ -36,7 +36,7 @@ TABLE = {
     ),
     "head_columns": Coefficient(32768, "logits", _READ_TRL + ": columns of a tile of logits"),
     "fragmentation_gib": Coefficient(0.6, "GiB", _POINTS + ": reserved over allocated, mean of 15, at most 0.96"),
-    "fragmentation_high_gib": Coefficient(2.0, "GiB", "recipes/PERFORMANCE.md: enough with segments that grow"),
+    "fragmentation_high_gib": Coefficient(2.0, "GiB", "bench/STEP.md: enough with segments that grow"),
     "sampling_copies": Coefficient(4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": one point"),
     "cpu_trainer_gib": Coefficient(
         0.75, "GiB", "tests/evidence/host_memory.py: torch, transformers, trl and peft loaded"

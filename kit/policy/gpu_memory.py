@@ -16,7 +16,7 @@ def use_expandable_segments() -> None:
     or if one of `ALLOCATOR_VARIABLES` is set.
 
     Completion lengths, and so activation sizes, differ in every step. After a first step too short for a whole pack,
-    12 of 97 GiB were held in segments that later activations did not fit (recipes/PERFORMANCE.md).
+    12 of 97 GiB were held in segments that later activations did not fit (bench/STEP.md).
     Call before this process allocates anything. Not set through the environment, which servers started from the same
     shell would inherit: vLLM has to switch it off for the memory pool of `server.sleep`.
     """

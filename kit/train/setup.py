@@ -30,7 +30,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def begin(description: str, recipe: str) -> tuple[Config, argparse.Namespace, RunDir, int]:
+def read_command(description: str, recipe: str) -> tuple[Config, argparse.Namespace, RunDir, int]:
     """A recipe's configuration, flags, run directory and number of processes; `BadInput` for what cannot work."""
     config, flags = parse_command(description)
     processes = world_size()
