@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from kit.core.errors import BadInput
 from kit.core.formats import FP8_CAPABILITY
+from kit.policy.recompute import base_product
 from kit.weights.fp8 import LEAST_SCALE, Fp8Linear, row_scales
 from kit.weights.frozen_base import stored_linears
 from kit.weights.stored_weight import (
@@ -160,9 +161,12 @@ class Product:
         bias = self.layer.bias
         if quantized is None:
             weight = weight_of(self.layer).to(rows.dtype)
-            return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
+            with base_product():
+                return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
         (codes, by_token), scale = quantized, self.scale()
-        y = scaled_product(codes, weight_of(self.layer, scale), by_token, scale.view(1, -1), rows.dtype)
+        weight = weight_of(self.layer, scale)
+        with base_product():
+            y = scaled_product(codes, weight, by_token, scale.view(1, -1), rows.dtype)
         return y if bias is None else y.add_(bias)
 
 

@@ -34,7 +34,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FP8_CAPABILITY, QuantFormat, check_shapes, fitted
 from kit.policy import fused_linear
 from kit.policy.fused_linear import Group, Settings, Waiting
-from kit.policy.recompute import is_answered
+from kit.policy.recompute import base_product, is_answered
 from kit.weights import stored_weight
 from kit.weights.fp8 import Fp8Linear
 from kit.weights.frozen_base import plain_name
@@ -167,8 +167,9 @@ class Product:
         """Return rows · Ŵᵀ + bias (T, out) of already quantized rows (T, in) in the compute dtype."""
         shape, bias = (self.layer.out_features, self.layer.in_features), self.layer.bias
         # A recomputation whose product is already known needs no weight.
-        weight = rows.new_empty(shape) if is_answered(shape) else self.weight(a, b, scaling, rows.dtype)
-        return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
+        weight = rows.new_empty(shape) if is_answered() else self.weight(a, b, scaling, rows.dtype)
+        with base_product():
+            return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
 
     def has_fp8_product(self, rows: torch.Tensor) -> bool:
         """Whether the product multiplies FP8 codes."""
@@ -186,8 +187,9 @@ class Product:
         shape, bias = (self.layer.out_features, self.layer.in_features), self.layer.bias
         peak = self.peak(a, b, scaling)
         scale = bf16_scale(peak, E4M3_MAX)  # (out, 1)
-        weight = codes.new_empty(shape) if is_answered(shape) else fp8_weight(self.layer, a, b, scaling, peak)
-        y = stored_weight.scaled_product(codes, weight, by_token, scale.view(1, -1), dtype)
+        weight = codes.new_empty(shape) if is_answered() else fp8_weight(self.layer, a, b, scaling, peak)
+        with base_product():
+            y = stored_weight.scaled_product(codes, weight, by_token, scale.view(1, -1), dtype)
         return y if bias is None else y.add_(bias)
 
 

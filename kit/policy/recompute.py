@@ -15,26 +15,63 @@ of rank 16 on all linear layers, bfloat16 autocast, 256 tokens; `tests/unit/test
     selective        10,784 B     5 %, the adapter's products
     full              1,024 B    76 %, all but down_proj
 
-Attention compiled by FlexAttention (`train.packed_attention: flex` on a GPU) is not visible here as an operator:
-`selective` recomputes it.
+Products with the base are tagged where they are issued (`base_product`), those of peft's and bitsandbytes' layers by a
+hook. Attention compiled by FlexAttention (`train.packed_attention: flex` on a GPU) is not visible here as
+an operator: `selective` recomputes it.
 """
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
+from kit.policy.recompute_offload import HostInputs
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 # The layer's output is a residual plus the MLP's output: nothing in between needs down_proj's output again.
 ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
 ATTENTION = ("flash", "efficient", "cudnn")
-_now = threading.local()  # backward passes run in their own threads
+ADAPTER = {"lora_A", "lora_B"}
+aten = torch.ops.aten
+# Positions of a product's operands among its arguments.
+OPERANDS = {aten.mm.default: (0, 1), aten._scaled_mm.default: (0, 1), aten.addmm.default: (1, 2)}
+ADDS = (aten.addmm_.default, aten.add_.Tensor)
+Operator = torch._ops.OpOverload
 
 
-def use_recompute(model: Any, config: Config) -> int:
+class _Now(threading.local):
+    """What this thread computes; backward passes run in their own threads."""
+
+    is_base = False  # a product with a base weight
+    is_last = False  # a layer's last linear layer
+    is_second_run = False
+    mode: "_Second | None" = None  # of a second run with selective
+
+
+_now = _Now()
+
+
+@contextlib.contextmanager
+def base_product() -> Iterator[None]:
+    """Tag the product within the block as one with a base weight: selective keeps its output."""
+    _now.is_base = True
+    try:
+        yield
+    finally:
+        _now.is_base = False
+
+
+def use_recompute(model: "PreTrainedModel | PeftModel", config: Config) -> int:
     """Make `model.gradient_checkpointing_enable` follow `train.recompute`; return the number of recomputed layers.
 
     transformers' Trainer and TRL turn checkpointing on through that method, TRL again after every pass without
@@ -48,16 +85,15 @@ def use_recompute(model: Any, config: Config) -> int:
         return 0
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from kit.policy.recompute_offload import HostInputs
-
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
     chosen = recomputed_layers(len(layers), config.train.recompute_fraction)
-    skips = inner.config.model_type in ENDS_WITH_RESIDUAL
-    for number in chosen if skips else ():
-        _skip_unread(layers[number].mlp.down_proj, config.policy.lora_rank)
+    for number in chosen:
+        _tag_base_products(layers[number])
+        if inner.config.model_type in ENDS_WITH_RESIDUAL:
+            _skip_unread(layers[number].mlp.down_proj)
     inputs = HostInputs() if config.train.recompute_offload else None
-    enable, context = inner.gradient_checkpointing_enable, _contexts(mode, config.policy.lora_rank)
+    enable, context = inner.gradient_checkpointing_enable, _full if mode == "full" else _selective
 
     def enable_chosen(gradient_checkpointing_kwargs: dict | None = None, **others: Any) -> None:
         enable(gradient_checkpointing_kwargs, **others)
@@ -72,9 +108,8 @@ def use_recompute(model: Any, config: Config) -> int:
     return len(chosen)
 
 
-def _from_host(function: Callable, inputs: Any) -> Callable:
+def _from_host(function: Callable, inputs: HostInputs) -> Callable:
     """Wrap a checkpoint so that `inputs` offloads its saved arguments; what the layer saves stays the checkpoint's."""
-    import torch
 
     def checkpoint(run: Callable, *args: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(inputs.pack, inputs.unpack):
@@ -83,147 +118,142 @@ def _from_host(function: Callable, inputs: Any) -> Callable:
     return checkpoint
 
 
-def _contexts(mode: str, rank: int) -> Callable[[], tuple]:
-    """Return the function that torch's checkpoint calls for every layer: contexts of its first and second run."""
-    if mode == "full":
-        return lambda: (contextlib.nullcontext(), _second_run(None, rank))
+def _tag_base_products(layer: torch.nn.Module) -> None:
+    """Tag the products of a decoder layer's linear layers, without those of an adapter.
 
-    def selective() -> tuple:
-        kept: list[tuple] = []
-        first, second = _modes()
-        return first(kept, rank), _second_run(second(kept, rank), rank)
-
-    return selective
-
-
-@contextlib.contextmanager
-def _second_run(mode: Any, rank: int) -> Iterator[None]:
-    """Context of a layer's second run, in selective's mode or in none."""
-    _now.again, _now.mode, _now.rank = True, mode, rank
-    try:
-        with mode or contextlib.nullcontext():
-            yield
-    finally:
-        _now.again, _now.mode = False, None
-        if mode:
-            mode.latest = None  # torch keeps the mode alive as long as the layer's graph
+    Layers of fused_linear.py and quantized_linear.py, which have a `product`, tag their own: a call of theirs may
+    compute an adapter, too.
+    """
+    for name, module in layer.named_modules():
+        if isinstance(module, torch.nn.Linear) and not hasattr(module, "product") and not ADAPTER & {*name.split(".")}:
+            module.register_forward_pre_hook(lambda *_: setattr(_now, "is_base", True))
+            # The checkpoint leaves a second run by an exception, as soon as it has what it needs.
+            module.register_forward_hook(lambda *_: setattr(_now, "is_base", False), always_call=True)
 
 
-def _skip_unread(module: Any, rank: int) -> None:
+def _skip_unread(module: torch.nn.Module) -> None:
     """Wrap the forward of a layer's last linear layer (only this module): its product is not read in a second run."""
     forward = module.forward
 
     @functools.wraps(forward)
-    def marked(*args: Any, **keys: Any) -> Any:
-        _now.last = True
+    def marked(*args: Any, **keys: Any) -> torch.Tensor:
+        _now.is_last = True
         try:
-            alone = getattr(_now, "again", False) and _now.mode is None
-            with _modes()[1]([], rank) if alone else contextlib.nullcontext():
+            alone = _now.is_second_run and _now.mode is None
+            with _Second([]) if alone else contextlib.nullcontext():
                 return forward(*args, **keys)
         finally:
-            _now.last = False
+            _now.is_last = False
 
     module.forward = marked
 
 
-def _is_last() -> bool:
-    return getattr(_now, "last", False)
+def is_answered() -> bool:
+    """Whether a product with a base weight is skipped here, in a layer's second run: its output was kept, or is never
+    read. The weight is then not read either."""
+    return _now.is_second_run and (_now.mode is not None or _now.is_last)
 
 
-def is_answered(shape: tuple[int, int]) -> bool:
-    """Whether a product with a base weight of this shape (out, in) is skipped in a layer's second run: its output was
-    kept, or is never read. The weight is then not read either."""
-    if not getattr(_now, "again", False) or (_now.mode is None and not _is_last()):
-        return False
-    return _is_of_base(shape, _now.rank)
+def _full() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """Contexts of a layer's first and second run, which torch's checkpoint asks for at every call."""
+    return contextlib.nullcontext(), _second_run(None)
 
 
-def _is_of_base(sizes: tuple, rank: int) -> bool:
-    """Whether the right operand of a product is a base weight and not an adapter factor. The factors of two or three
-    layers with the same input are one product (fused_linear.py)."""
-    return min(sizes) > rank and min(sizes) not in (2 * rank, 3 * rank)
+def _selective() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    kept: list[tuple[Operator, Any]] = []
+    return _First(kept), _second_run(_Second(kept))
 
 
-def _product(operator: Any, args: tuple, rank: int) -> tuple | None:
-    """Output shape of a product with a base weight; None for every other operator.
-
-    Products with the adapter's factors have its rank as one of their sizes.
-    """
-    import torch
-
-    aten = torch.ops.aten
-    if operator in (aten.mm.default, aten._scaled_mm.default):
-        left, right = args[0].shape, args[1].shape
-    elif operator is aten.addmm.default:
-        left, right = args[1].shape, args[2].shape
-    elif str(operator).startswith("bitsandbytes.gemm_4bit"):  # input (.., in), packed weight, shape (out, in)
-        left, right = args[0].shape, tuple(args[2])[::-1]
-    else:
-        return None
-    return (*left[:-1], right[-1]) if _is_of_base(right, rank) else None
-
-
-def _is_kept(operator: Any, args: tuple, rank: int) -> bool:
-    """Whether selective keeps an output: those of attention and of products, except the adapter's, which are small,
-    and the last one, which is not read."""
-    name = str(operator)
-    if "scaled_dot_product" in name or "packed_flash" in name:
-        return any(kind in name for kind in ATTENTION)
-    return _product(operator, args, rank) is not None and not _is_last()
+@contextlib.contextmanager
+def _second_run(mode: "_Second | None") -> Iterator[None]:
+    """Context of a layer's second run, in selective's mode or in none."""
+    _now.is_second_run, _now.mode = True, mode
+    try:
+        with mode or contextlib.nullcontext():
+            yield
+    finally:
+        _now.is_second_run, _now.mode = False, None
+        if mode:
+            mode.latest = None  # torch keeps the mode alive as long as the layer's graph
 
 
 @functools.cache
-def _modes() -> tuple[type, type]:
-    """Modes of a layer's first and second run. torch's own (create_selective_checkpoint_contexts) reject an output
-    that is modified in place, and `fused_linear.py` adds the adapter's product to the base's in place."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map_only
+def _is_attention(operator: Operator) -> bool:
+    name = str(operator)
+    return ("scaled_dot_product" in name or "packed_flash" in name) and any(kind in name for kind in ATTENTION)
 
-    aten = torch.ops.aten
-    adds = (aten.addmm_.default, aten.add_.Tensor)
 
-    def is_sum(operator: Any) -> bool:
-        return operator in adds or str(operator).startswith("kit.add_low_rank_")  # fused_linear.py's
+def _base_operands(operator: Operator, args: Sequence[Any]) -> tuple[torch.Tensor, int] | None:
+    """Input (…, in) and number of outputs of a product with a base weight; None for every other operator."""
+    if not _now.is_base:
+        return None
+    if operator in OPERANDS:
+        left, right = OPERANDS[operator]
+        return args[left], args[right].shape[-1]
+    if str(operator).startswith("bitsandbytes.gemm_4bit"):  # input, packed weight, shape (out, in)
+        return args[0], args[2][0]
+    return None
 
-    def is_same(one: Any, other: Any) -> bool:
-        tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return tensors and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
-    class Mode(TorchDispatchMode):
-        def __init__(self, kept: list[tuple], rank: int):
-            super().__init__()
-            self.kept, self.rank, self.latest = kept, rank, None
+def _is_kept(operator: Operator, args: Sequence[Any]) -> bool:
+    """Whether selective keeps an output: attention's, and of products with the base all but the last, which is not
+    read."""
+    return _is_attention(operator) or (not _now.is_last and _base_operands(operator, args) is not None)
 
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            return True  # otherwise torch would not run compiled FlexAttention in it
 
-    class First(Mode):
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            answer = operator(*args, **(kwargs or {}))
-            if _is_kept(operator, args, self.rank):
-                self.kept.append((operator, tree_map_only(torch.Tensor, torch.Tensor.detach, answer)))
-            elif operator._schema.is_mutable and args:
-                number = next((n for n, (_, one) in enumerate(self.kept) if is_same(one, args[0])), None)
-                if number is not None and (not is_sum(operator) or number != len(self.kept) - 1):
-                    raise RuntimeError(f"train.recompute selective: {operator} changes what is kept. Use full.")
-            return answer
+def _is_sum(operator: Operator) -> bool:
+    return operator in ADDS or str(operator).startswith("kit.add_low_rank_")  # fused_linear.py's
 
-    class Second(Mode):
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            keys = kwargs or {}
-            if self.kept and _is_kept(operator, args, self.rank):
-                made_by, self.latest = self.kept.pop(0)
-                if made_by is not operator:
-                    raise RuntimeError(f"train.recompute selective: {operator} in the place of {made_by}. Use full.")
-                return self.latest
-            if _is_last() and (shape := _product(operator, args, self.rank)) is not None:
-                source = args[1] if operator is aten.addmm.default else args[0]
-                self.latest = source.new_empty(shape, dtype=keys.get("out_dtype") or source.dtype)
-                return self.latest
-            if is_sum(operator) and is_same(self.latest, args[0]):
-                return args[0]  # the kept output already includes it
-            return operator(*args, **keys)
 
-    return First, Second
+def _is_same(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+class _Mode(TorchDispatchMode):
+    """Mode of a layer's run. torch's own (create_selective_checkpoint_contexts) reject an output that is modified in
+    place, and `fused_linear.py` adds the adapter's product to the base's in place."""
+
+    def __init__(self, kept: list[tuple[Operator, Any]]):
+        super().__init__()
+        self.kept = kept  # operators with their outputs, in call order
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch would not run compiled FlexAttention in it
+
+
+class _First(_Mode):
+    """Keep outputs."""
+
+    def __torch_dispatch__(self, operator: Operator, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        answer = operator(*args, **(kwargs or {}))
+        if _is_kept(operator, args):
+            self.kept.append((operator, tree_map_only(torch.Tensor, torch.Tensor.detach, answer)))
+        elif operator._schema.is_mutable and args:
+            number = next((n for n, (_, one) in enumerate(self.kept) if _is_same(one, args[0])), None)
+            if number is not None and (not _is_sum(operator) or number != len(self.kept) - 1):
+                raise RuntimeError(f"train.recompute selective: {operator} changes what is kept. Use full.")
+        return answer
+
+
+class _Second(_Mode):
+    """Return the kept outputs."""
+
+    latest: Any = None  # returned last, by now with the adapter's product added
+
+    def __torch_dispatch__(self, operator: Operator, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        keys = kwargs or {}
+        if self.kept and _is_kept(operator, args):
+            made_by, self.latest = self.kept.pop(0)
+            if made_by is not operator:
+                raise RuntimeError(f"train.recompute selective: {operator} in the place of {made_by}. Use full.")
+            return self.latest
+        if _now.is_last and (operands := _base_operands(operator, args)):
+            source, outputs = operands
+            shape, dtype = (*source.shape[:-1], outputs), keys.get("out_dtype") or source.dtype
+            self.latest = source.new_empty(shape, dtype=dtype)
+            return self.latest
+        if _is_sum(operator) and _is_same(self.latest, args[0]):
+            return args[0]  # the kept output already includes it
+        return operator(*args, **keys)

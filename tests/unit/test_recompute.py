@@ -18,7 +18,7 @@ from kit.plan.fitting import candidates, lay_out, with_keys
 from kit.plan.gpus import CARDS
 from kit.plan.recompute import least, resolve, set_recompute
 from kit.plan.shapes import shape_by_size
-from kit.policy.recompute import _product, use_recompute
+from kit.policy.recompute import _First, use_recompute
 from kit.policy.recompute_offload import HostInputs
 from tests.unit.test_plan_activations import config as layer_config
 from tests.unit.test_plan_activations import follow, nf4_policy, shape
@@ -56,7 +56,7 @@ def policy(
 ) -> Any:
     torch.manual_seed(0)
     made = layer_config(changes.pop("targets", "all-linear"), "none")
-    made.policy.lora_rank = 16
+    made.policy.lora_rank = changes.pop("rank", 16)
     model = nf4_policy(shape(layers, **changes), made)
     made.train.recompute, made.train.recompute_fraction, made.policy.compute = recompute, fraction, compute
     made.train.recompute_offload = offload
@@ -135,19 +135,16 @@ def test_what_a_layer_keeps_is_what_the_docstring_and_the_plan_say(recompute, ke
     assert planned(shape(2, **WIDE), made, False) == pytest.approx(kept, rel=0.03)
 
 
-@pytest.mark.parametrize("rank", [4, 16])
-def test_products_of_an_adapter_are_told_from_those_of_the_base(rank):
-    base, tokens = (256, 64), torch.zeros(7, 64)
-
-    def answered(right: tuple[int, int]) -> tuple | None:
-        return _product(torch.ops.aten.mm.default, (torch.zeros(7, right[0]), torch.zeros(right)), rank)
-
-    # The factors of one layer, and of two or three with one input side by side.
-    for factors in (rank, 2 * rank, 3 * rank):
-        assert answered((64, factors)) is None and answered((factors, 256)) is None
-    assert answered(base[::-1]) == (7, 256)
-    assert _product(torch.ops.aten.addmm.default, (torch.zeros(256), tokens, torch.zeros(64, 256)), rank) == (7, 256)
-    assert _product(torch.ops.aten.add.Tensor, (tokens, tokens), rank) is None
+@pytest.mark.parametrize("compute", ["plain", "fused"])
+@pytest.mark.parametrize(
+    ("targets", "rank"), [("all-linear", 16), ("all-linear", 64), ("all-linear", 32), (["k_proj"], 16)]
+)
+def test_selective_keeps_attention_and_all_products_with_the_base_but_the_last(compute, targets, rank, monkeypatch):
+    """Whatever the adapter's sizes: k_proj has 64 outputs; and where q_proj's call computes k_proj's adapter, too."""
+    kept: list[list] = []
+    monkeypatch.setattr("kit.policy.recompute._First", lambda outputs: kept.append(outputs) or _First(outputs))
+    score(policy("selective", 2, compute, targets=targets, rank=rank))
+    assert [len(outputs) for outputs in kept] == [7, 7]
 
 
 def test_a_share_of_the_layers_is_evenly_spread_and_rounded_up():
