@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.policy.packed import attention as packed_attention
 from kit.policy.packed import cudnn
-from kit.policy.packed.attention import Sequences, dense_mask, mask_kind, row_length, segments_of
+from kit.policy.packed.attention import Sequences, mask_kind, row_length
 from kit.policy.packed.cudnn import attention, bucket_of, filled_up
 from kit.policy.packed.flash import FlashMask, flash_attention
 from kit.policy.packed.packing import check_packing
+from kit.policy.packed.span import Span
 from tests.conftest import CONFIG
 from tests.unit.test_flash_packed import (
     DIM,
@@ -30,6 +30,7 @@ from tests.unit.test_flash_packed import (
     HEADS,
     ROW,
     SCALE,
+    assert_attention_is_dense,
     backward_stand_in,
     forward_stand_in,
     random_row,
@@ -113,14 +114,14 @@ class Graph:
         for counts in (counts_q, counts_k):
             kept = [n for n, _ in enumerate(counts) if counts_q[n]]
             ends.append(torch.tensor([0, *itertools.accumulate(counts[n] for n in kept)], dtype=torch.int32))
-        rest = *ends, max(2, *counts_q), max(counts_k), given["use_causal_mask"], given["attn_scale"]
+        span = Span(*ends, max(2, *counts_q), max(counts_k), given["use_causal_mask"], given["attn_scale"])
         if "dO" in given:
             grad, out, lse = (part(given[name], counts_q) for name in ("dO", "o", "stats"))
             lse = lse[..., 0].t().double().contiguous()
-            answers = backward_stand_in(grad, q, *key_value, out, lse, *rest)
+            answers = backward_stand_in(grad, q, *key_value, out, lse, span)
             places = zip(self.found, (counts_q, counts_k, counts_k), strict=True)
         else:
-            out, lse = forward_stand_in(q, *key_value, *rest)
+            out, lse = forward_stand_in(q, *key_value, span)
             answers = out, lse.t()[..., None]
             places = zip(self.found, (counts_q, counts_q), strict=True)
         for (one, counts), answer in zip(places, answers, strict=True):
@@ -158,15 +159,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("sequences", ROW.values(), ids=ROW.keys())
 def test_output_and_gradients_are_those_of_the_dense_mask(kernels, sequences, strided):
-    given = random_row(sum(sequences.lengths), strided)
-    dense = dense_mask(segments_of(sequences, "cpu"))
-    q, k, v = (one.transpose(0, 1)[None] for one in given)
-    wanted = scaled_dot_product_attention(q, k, v, dense, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
-    got = flash_attention(*given, FlashMask(*sequences, "cpu", ("cudnn", "cudnn")), SCALE)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
-    weight = torch.randn(got.shape[1::-1] + got.shape[2:], dtype=torch.float64).transpose(0, 1)
-    for ours, theirs in zip(*(torch.autograd.grad(one, given, weight) for one in (got, wanted)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert_attention_is_dense(sequences, strided, ("cudnn", "cudnn"), (1e-6, 1e-5))
 
 
 def test_rows_of_other_lengths_take_the_plan_of_their_bucket(kernels):
@@ -180,10 +173,15 @@ def test_rows_of_other_lengths_take_the_plan_of_their_bucket(kernels):
     assert run(Sequences([600], [], [])) == 6
 
 
+def span(longest, sequences=1, scale=None):
+    ends = torch.arange(sequences + 1, dtype=torch.int32) * longest
+    return Span(ends, ends, longest, longest, True, scale)
+
+
 def test_buckets():
     def bucket(tokens, sequences, longest, scale=None):
         query, key = torch.empty(tokens, HEADS, DIM), torch.empty(tokens, GROUPS, DIM)
-        return bucket_of(query, key, torch.zeros(len(filled_up([1] * sequences)) + 1), longest, longest, True, scale)
+        return bucket_of(query, key, span(longest, len(filled_up([1] * sequences)), scale))
 
     one = bucket(4000, 8, 512)
     assert one[:8] == (8, 512, 512, 4096, 4096, HEADS, GROUPS, DIM) and one.scale == DIM**-0.5
@@ -191,14 +189,14 @@ def test_buckets():
     assert bucket(4097, 9, 513)[:5] == (12, 768, 768, 8192, 8192)
     assert [len(filled_up([1] * n)) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     with pytest.raises(BadInput, match=r"100,000,000 tokens.*count \(44,739,242\)\. Lower train\.micro_batch_tokens"):
-        bucket_of(torch.empty(10**8, HEADS, DIM, device="meta"), None, None, 1, 1, True, None)
+        bucket_of(torch.empty(10**8, HEADS, DIM, device="meta"), None, span(1))
 
 
 def test_a_graph_that_cudnn_does_not_take_is_refused(kernels, monkeypatch):
     monkeypatch.setattr(Graph, "check_support", lambda *_: (_ for _ in ()).throw(ValueError("no engine")))
     q = random_row(7)
     with pytest.raises(BadInput, match=r"cuDNN 91700 has no kernel.*no engine\. Set it to flash"):
-        attention(*q, *(torch.tensor([0, 7], dtype=torch.int32),) * 2, 7, 7, True, SCALE)
+        attention(*q, span(7))
 
 
 def test_which_attention_a_forward_takes(kernels):

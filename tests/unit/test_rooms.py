@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "reward": ("kit/core",),
     "kit/data": ("kit/core", "reward"),  # a row is usable when a reward can read its reference
     "kit/plan": ("kit/core",),
-    "kit/policy": ("kit/core", "kit/weights", "kit/plan"),
+    "kit/policy": ("kit/core", "kit/weights"),
     "kit/rollout": ("kit/core", "kit/weights", "kit/policy"),
     "kit/rollout/server": ("kit/core", "kit/weights", "kit/rollout"),
     "kit/train": ("kit", "reward"),
@@ -284,7 +284,7 @@ def test_allowed_imports_are_not_reported(tmp_path):
         "kit/core/config/load.py": "import yaml, json\nfrom kit.core.errors import BadInput\nfrom . import schema",
         "kit/weights/frozen_base.py": "import torch\nfrom kit.core.errors import CheckFailed",
         "kit/data/problems.py": "from reward.answer import boxed_answer\nfrom kit.core import chat",
-        "kit/policy/load.py": "import peft\nfrom kit.weights import frozen_base\nfrom kit.plan import recompute",
+        "kit/policy/load.py": "import peft\nfrom kit.weights import frozen_base",
         "kit/rollout/client.py": "from kit.policy.sharding import x\nfrom kit.rollout.sync import AdapterSync",
         "kit/rollout/server/remerge.py": "from kit.rollout.noise import Noise\nfrom kit.weights import quantize",
         "kit/train/trainer.py": "import trl\nfrom kit import data\nfrom reward import REWARDS\nfrom . import setup",

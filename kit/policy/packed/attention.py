@@ -95,7 +95,7 @@ def attention_mask(sequences: Sequences, kind: Kind, device: torch.device) -> to
     return dense_mask(segments) if kind == "dense" else block_mask(segments)
 
 
-def segments_of(sequences: Sequences, device: Any) -> Segments:
+def segments_of(sequences: Sequences, device: torch.device | str) -> Segments:
     lengths, prompts, behind = (np.array(one, dtype=np.int32) for one in sequences)
     first, then = prompts.sum(), prompts.sum() + behind.sum()
     facts = np.zeros((3, lengths.sum()), dtype=np.int32)
@@ -127,7 +127,7 @@ def block_mask(segments: Segments) -> BlockMask:
     whole = (by_block == BLOCK).all(1)
     some = (by_block > 0).any(1) & ~whole
 
-    def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return ((key >= own[query]) & (key <= query)) | ((key >= start[query]) & (key < end[query]))
 
     return BlockMask.from_kv_blocks(

@@ -1,7 +1,7 @@
 """`train.packed_attention: cudnn`: cuDNN's attention kernels, written for Hopper, in place of FlashAttention's.
 
-Same arguments and results as `attention` and `attention_backward` of flash.py, which merges them: concatenated
-sequences, grouped heads, backward from the output and log-sum-exp of a softmax over more keys.
+`attention` and `attention_backward` are those of span.py, as flash.py's, which merges them: concatenated sequences,
+grouped heads, backward from the output and log-sum-exp of a softmax over more keys.
 
 The kernels are called through cuDNN's own Python package, nvidia-cudnn-frontend. torch has them too
 (`aten._cudnn_attention_forward` with cumulative lengths), but torch 2.11 looks up a plan for such a call and never
@@ -11,11 +11,15 @@ with empty ones, the longest is rounded up to the next `_step`, and tokens to mu
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kit.core.errors import BadInput
+from kit.policy.packed.span import Span, head_fault
+
+if TYPE_CHECKING:
+    import cudnn
 
 LARGEST_HEAD = 128
 OLDEST = 90600  # cuDNN 9.6 supports the log-sum-exp of concatenated sequences, and empty sequences
@@ -46,10 +50,8 @@ class Bucket(NamedTuple):
 def fault(head_dim: int) -> str | None:
     """Why cuDNN's kernels cannot serve heads of `head_dim` here, or None; also None without a GPU, if the size is
     supported."""
-    if head_dim > LARGEST_HEAD or head_dim % 8:
-        return f"its kernels take heads of up to {LARGEST_HEAD} in steps of 8, the model's have {head_dim}"
-    if not torch.cuda.is_available():
-        return None
+    if (why := head_fault(head_dim, LARGEST_HEAD)) or not torch.cuda.is_available():
+        return why
     # Consumer Blackwell (12.x) has no kernels for concatenated sequences.
     if torch.cuda.get_device_capability()[0] not in (9, 10, 11):
         return f"{torch.cuda.get_device_name()} is neither Hopper nor a Blackwell of the data centre, which it needs"
@@ -68,24 +70,15 @@ def filled_up(lengths: list[int]) -> list[int]:
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_ends: torch.Tensor,
-    key_ends: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    causal: bool,
-    scale: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output (T, H, D) and log-sum-exp (H, T), float32, of `filled_up` sequences that end at `query_ends`
-    (N + 1,) with keys that end at `key_ends`."""
+    """cuDNN's forward, of `filled_up` sequences."""
     query, key, value = (one.contiguous() for one in (query, key, value))
-    bucket = bucket_of(query, key, query_ends, longest_query, longest_key, causal, scale)
+    bucket = bucket_of(query, key, span)
     out = torch.empty_like(query)
     lse = torch.empty(bucket.queries, bucket.heads, dtype=torch.float32, device=query.device)
     tensors = {Q: query, K: key, V: value, OUT: out, LSE: lse}
-    _execute(_forward(bucket), tensors | _places(bucket, query_ends, key_ends), query.device)
+    _execute(_forward(bucket), tensors | _places(bucket, span), query.device)
     return out, lse[: len(query)].t()
 
 
@@ -96,34 +89,18 @@ def attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    query_ends: torch.Tensor,
-    key_ends: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    causal: bool,
-    scale: float | None,
+    span: Span,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value from `out` and `lse` of the softmax over all keys, of which `key`
-    may be a part."""
-    grad, query, key, value, out = (one.contiguous() for one in (grad, query, key, value, out))
-    bucket = bucket_of(query, key, query_ends, longest_query, longest_key, causal, scale)
-    lse = lse.t().contiguous()  # (T, H)
-    found = [torch.empty_like(one) for one in (query, key, value)]
-    tensors = {Q: query, K: key, V: value, OUT: out, GRAD: grad, LSE: lse}
-    tensors |= dict(zip((DQ, DK, DV), found, strict=True))
-    _execute(_backward(bucket), tensors | _places(bucket, query_ends, key_ends), query.device)
-    return tuple(found)
+    """cuDNN's backward, of `filled_up` sequences."""
+    given = {GRAD: grad, Q: query, K: key, V: value, OUT: out, LSE: lse.t()}
+    given = {name: one.contiguous() for name, one in given.items()}
+    bucket = bucket_of(given[Q], given[K], span)
+    found = {DQ: torch.empty_like(given[Q]), DK: torch.empty_like(given[K]), DV: torch.empty_like(given[V])}
+    _execute(_backward(bucket), given | found | _places(bucket, span), query.device)
+    return found[DQ], found[DK], found[DV]
 
 
-def bucket_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    ends: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    causal: bool,
-    scale: float | None,
-) -> Bucket:
+def bucket_of(query: torch.Tensor, key: torch.Tensor, span: Span) -> Bucket:
     """Bucket of a call."""
     tokens, heads, dim = query.shape
     if tokens * heads * dim > _OFFSETS:
@@ -133,17 +110,17 @@ def bucket_of(
         )
     queries, keys = (-(-one // TOKENS) * TOKENS for one in (tokens, len(key)))
     return Bucket(
-        sequences=len(ends) - 1,
-        longest_query=_step(longest_query, SHORTEST),
-        longest_key=_step(longest_key, SHORTEST),
+        sequences=len(span.query_ends) - 1,
+        longest_query=_step(span.longest_query, SHORTEST),
+        longest_key=_step(span.longest_key, SHORTEST),
         queries=queries,
         keys=keys,
         heads=heads,
         key_heads=key.shape[1],
         dim=dim,
         dtype=query.dtype,
-        causal=causal,
-        scale=dim**-0.5 if scale is None else scale,
+        causal=span.causal,
+        scale=dim**-0.5 if span.scale is None else span.scale,
         device=query.get_device(),
     )
 
@@ -154,14 +131,14 @@ def _step(number: int, least: int) -> int:
     return max(least, power * 3 // 4 if power * 3 // 4 >= number else power)
 
 
-def _places(bucket: Bucket, query_ends: torch.Tensor, key_ends: torch.Tensor) -> dict[int, torch.Tensor]:
+def _places(bucket: Bucket, span: Span) -> dict[int, torch.Tensor]:
     """Sequence lengths, and the element offset of each sequence within its tensor."""
     return {
-        LENGTHS_Q: query_ends.diff(),
-        LENGTHS_K: key_ends.diff(),
-        OFFSETS_Q: query_ends * (bucket.heads * bucket.dim),
-        OFFSETS_K: key_ends * (bucket.key_heads * bucket.dim),
-        OFFSETS_LSE: query_ends * bucket.heads,
+        LENGTHS_Q: span.query_ends.diff(),
+        LENGTHS_K: span.key_ends.diff(),
+        OFFSETS_Q: span.query_ends * (bucket.heads * bucket.dim),
+        OFFSETS_K: span.key_ends * (bucket.key_heads * bucket.dim),
+        OFFSETS_LSE: span.query_ends * bucket.heads,
     }
 
 
@@ -192,10 +169,10 @@ class _Graph:
         self.shapes = {name: of_query for name in (Q, OUT, GRAD, DQ)} | {name: of_key for name in (K, V, DK, DV)}
         self.shapes[LSE] = b.heads, b.longest_query, 1, OFFSETS_LSE
 
-    def _tensor(self, name: int, dim: list[int], stride: list[int]) -> Any:
+    def _tensor(self, name: int, dim: list[int], stride: list[int]) -> "cudnn.tensor":
         return self.graph.tensor(dim=dim, stride=stride, data_type=self.types.INT32).set_uid(name)
 
-    def given(self, name: int) -> Any:
+    def given(self, name: int) -> "cudnn.tensor":
         """Input tensor (N, heads, positions, width), with all heads of a position adjacent in memory."""
         heads, length, width, offsets = self.shapes[name]
         made = self.graph.tensor(
@@ -205,14 +182,14 @@ class _Graph:
         )
         return made.set_uid(name).set_ragged_offset(self.offsets[offsets])
 
-    def answer(self, made: Any, name: int) -> None:
+    def answer(self, made: "cudnn.tensor", name: int) -> None:
         heads, length, width, offsets = self.shapes[name]
         made.set_uid(name).set_output(True).set_data_type(self.types.FLOAT if name == LSE else self.io)
         made.set_dim([self.bucket.sequences, heads, length, width])
         made.set_stride([length * heads * width, width, heads * width, 1])
         made.set_ragged_offset(self.offsets[offsets])
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> "dict[str, float | bool | cudnn.tensor]":
         return {
             "attn_scale": self.bucket.scale,
             "use_causal_mask": self.bucket.causal,
@@ -221,7 +198,7 @@ class _Graph:
             "seq_len_kv": self.counts[LENGTHS_K],
         }
 
-    def built(self) -> Any:
+    def built(self) -> "cudnn.pygraph":
         import cudnn
 
         try:
@@ -239,7 +216,7 @@ class _Graph:
 
 
 @functools.cache
-def _forward(bucket: Bucket) -> Any:
+def _forward(bucket: Bucket) -> "cudnn.pygraph":
     made = _Graph(bucket)
     out, lse = made.graph.sdpa(
         **{name: made.given(uid) for name, uid in (("q", Q), ("k", K), ("v", V))},
@@ -253,7 +230,7 @@ def _forward(bucket: Bucket) -> Any:
 
 
 @functools.cache
-def _backward(bucket: Bucket) -> Any:
+def _backward(bucket: Bucket) -> "cudnn.pygraph":
     made = _Graph(bucket)
     given = (("q", Q), ("k", K), ("v", V), ("o", OUT), ("dO", GRAD), ("stats", LSE))
     found = made.graph.sdpa_backward(
@@ -268,7 +245,7 @@ def _backward(bucket: Bucket) -> Any:
     return made.built()
 
 
-def _execute(graph: Any, tensors: dict[int, torch.Tensor], device: torch.device) -> None:
+def _execute(graph: "cudnn.pygraph", tensors: dict[int, torch.Tensor], device: torch.device) -> None:
     import cudnn
 
     workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
@@ -278,7 +255,7 @@ def _execute(graph: Any, tensors: dict[int, torch.Tensor], device: torch.device)
 
 
 @functools.cache
-def _handle(device: int) -> Any:
+def _handle(device: int) -> int:
     import cudnn
 
     with torch.cuda.device(device):

@@ -14,13 +14,15 @@ may use cuDNN's kernels instead (`cudnn_packed`), which have the same inputs and
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.nn.attention.flex_attention import BlockMask
 
 from kit.core.errors import BadInput
+from kit.policy.packed import cudnn
+from kit.policy.packed.span import Backward, Forward, Span, head_fault
 
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 16  # packed rows are padded to this multiple; the kernels take any length, FP8 products prefer it
@@ -32,10 +34,8 @@ Kernels = Literal["flash", "cudnn"]
 def fault(head_dim: int) -> str | None:
     """Why FlashAttention's kernels cannot serve heads of `head_dim` here, or None; also None without a GPU, if the
     size is supported."""
-    if head_dim > LARGEST_HEAD or head_dim % 8:
-        return f"its kernels take heads of up to {LARGEST_HEAD} in steps of 8, the model's have {head_dim}"
-    if not torch.cuda.is_available():
-        return None
+    if (why := head_fault(head_dim, LARGEST_HEAD)) or not torch.cuda.is_available():
+        return why
     if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return f"torch {torch.__version__} comes without its CUDA kernels"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -52,7 +52,7 @@ class FlashMask(BlockMask):
         lengths: list[int],
         prompts: list[int],
         behind: list[int],
-        device: Any,
+        device: torch.device | str,
         kernels: tuple[Kernels, Kernels] = ("flash", "flash"),
     ):
         """`lengths` of the row's segments in order; `prompts`, those of the shared prompts, which come first;
@@ -61,11 +61,10 @@ class FlashMask(BlockMask):
         first, then = sum(prompts), sum(prompts) + sum(behind)
         self.kernels = kernels
         longest = max(2, *lengths), max(2, *behind, 0), max(prompts, default=0)
-        if "cudnn" in kernels:
-            from kit.policy.packed.cudnn import filled_up
-
-            lengths = filled_up(lengths) if kernels[0] == "cudnn" else lengths
-            prompts, behind = (filled_up(one) if kernels[1] == "cudnn" and one else one for one in (prompts, behind))
+        if kernels[0] == "cudnn":
+            lengths = cudnn.filled_up(lengths)
+        if kernels[1] == "cudnn" and prompts:
+            prompts, behind = cudnn.filled_up(prompts), cudnn.filled_up(behind)
         edges = torch.tensor([0, *lengths, 0, *behind, 0, *prompts], dtype=torch.int32).split(
             [len(lengths) + 1, len(behind) + 1, len(prompts) + 1]
         )
@@ -96,30 +95,48 @@ def flash_attention(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: FlashMask, scale: float | None) -> torch.Tensor:
-        own, shared = mask.own, mask.shared or (None, None, 0, 0, 0, 0)
-        out, lse = packed_flash_attention(query, key, value, *own, *shared, scale, *mask.kernels)
+    def forward(
+        ctx: FunctionCtx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: FlashMask,
+        scale: float | None,
+    ) -> torch.Tensor:
+        shared = mask.shared or (None, None, 0, 0, 0, 0)
+        out, lse = packed_flash_attention(query, key, value, *mask.own, *shared, scale, *mask.kernels)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mask, ctx.scale = mask, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        grad = grad.contiguous()
-        ends, longest = ctx.mask.own
-        (_, backward), (_, shared_backward) = (_kernels(one) for one in ctx.mask.kernels)
-        found = backward(grad, query, key, value, out, lse, ends, ends, longest, longest, True, ctx.scale)
-        if ctx.mask.shared:
-            queries, keys, longest_query, longest_key, first, then = ctx.mask.shared
+        grad, mask = grad.contiguous(), ctx.mask
+        (_, backward), (_, shared_backward) = (_kernels(one) for one in mask.kernels)
+        found = backward(grad, query, key, value, out, lse, _own_span(*mask.own, ctx.scale))
+        if mask.shared:
+            *places, first, then = mask.shared
             some = slice(first, then)
             more = shared_backward(
                 *(grad[some], query[some], key[:first], value[:first], out[some], lse[:, some].contiguous()),
-                *(queries, keys, longest_query, longest_key, False, ctx.scale),
+                _shared_span(*places, ctx.scale),
             )
             for whole, part, where in zip(found, more, (some, slice(first), slice(first)), strict=True):
                 whole[where].add_(part)
         return *found, None, None
+
+
+def _own_span(ends: torch.Tensor, longest: int, scale: float | None) -> Span:
+    """Segments, each on itself."""
+    return Span(ends, ends, longest, longest, True, scale)
+
+
+def _shared_span(
+    query_ends: torch.Tensor, key_ends: torch.Tensor, longest_query: int, longest_key: int, scale: float | None
+) -> Span:
+    """Segments after shared prompts, each on its prompt."""
+    return Span(query_ends, key_ends, longest_query, longest_key, False, scale)
 
 
 # A single operator for torch, so that selective recomputation (recompute.py) sees and keeps its outputs.
@@ -144,7 +161,7 @@ def packed_flash_attention(
     `query_ends` within positions [first, then), which see shared prompts, `key_ends` within [0, first), which hold
     them, and the kernels of both parts."""
     (forward, _), (shared_forward, _) = (_kernels(one) for one in (own_by, shared_by))
-    out, lse = forward(query, key, value, ends, ends, longest, longest, True, scale)
+    out, lse = forward(query, key, value, _own_span(ends, longest, scale))
     if lse.shape != query.shape[1::-1]:  # differs between FlashAttention releases
         raise BadInput(
             f"torch {torch.__version__}: the log-sum-exp of FlashAttention has the shape {tuple(lse.shape)}, "
@@ -153,20 +170,15 @@ def packed_flash_attention(
     out, lse = out.contiguous(), lse.contiguous()
     if query_ends is not None:
         some = slice(first, then)
-        other = shared_forward(
-            *(query[some], key[:first], value[:first], query_ends, key_ends, longest_query, longest_key, False, scale)
-        )
+        span = _shared_span(query_ends, key_ends, longest_query, longest_key, scale)
+        other = shared_forward(query[some], key[:first], value[:first], span)
         merge(out[some], lse[:, some], *other)
     return out, lse
 
 
-def _kernels(name: str) -> tuple[Callable, Callable]:
+def _kernels(name: str) -> tuple[Forward, Backward]:
     """Forward and backward functions of the named kernels."""
-    if name == "flash":
-        return attention, attention_backward
-    from kit.policy.packed import cudnn
-
-    return cudnn.attention, cudnn.attention_backward
+    return (attention, attention_backward) if name == "flash" else (cudnn.attention, cudnn.attention_backward)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
@@ -183,20 +195,12 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: 
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_ends: torch.Tensor,
-    key_ends: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    causal: bool,
-    scale: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention's forward: output (T, H, D) and log-sum-exp (H, T) of sequences that end at `query_ends` (N + 1,)
-    with keys that end at `key_ends`."""
+    """FlashAttention's forward."""
+    *sequences, causal, scale = span
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, query_ends, key_ends, longest_query, longest_key, 0.0, causal, False, scale=scale
+        query, key, value, *sequences, 0.0, causal, False, scale=scale
     )
     return out, lse
 
@@ -208,19 +212,12 @@ def attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    query_ends: torch.Tensor,
-    key_ends: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
-    causal: bool,
-    scale: float | None,
+    span: Span,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FlashAttention's backward: gradients of query, key and value from `out` and `lse` of the softmax over all keys,
-    of which `key` may be a part."""
+    """FlashAttention's backward."""
+    *sequences, causal, scale = span
     return torch.ops.aten._flash_attention_backward(
-        *(grad, query, key, value, out, lse, query_ends, key_ends, longest_query, longest_key, 0.0, causal),
-        *_no_dropout(query.device),
-        scale=scale,
+        grad, query, key, value, out, lse, *sequences, 0.0, causal, *_no_dropout(query.device), scale=scale
     )
 
 

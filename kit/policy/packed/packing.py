@@ -17,7 +17,7 @@ attention of a packed row of T tokens costs T x T, even between sequences that d
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,13 +26,16 @@ from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
+    from torch.nn.attention.flex_attention import BlockMask
+    from transformers import PreTrainedConfig
 
 # `model_type`s of transformers 5.17 whose forward uses a 4-D mask unchanged and scores positions independently;
 # tests/unit/test_packing.py compares each with the padded pass.
 MODELS = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 
 
-def check_packing(config: Config, model_config: Any) -> None:
+def check_packing(config: Config, model_config: "PreTrainedConfig") -> None:
     """`BadInput` unless a model with the transformers config `model_config` gives the same log-probs packed."""
     if config.train.micro_batch_tokens is None:
         return
@@ -53,7 +56,7 @@ def check_packing(config: Config, model_config: Any) -> None:
     )
 
 
-def _check_kernels(config: Config, facts: Any) -> None:
+def _check_kernels(config: Config, facts: "PreTrainedConfig") -> None:
     kind = config.train.packed_attention
     if kind == "flex":
         return
@@ -79,7 +82,7 @@ def plan_micro_batches(
     the rows of a prompt stay together; if they exceed the budget, they are split into parts, each with a copy of the
     prompt. Rows without a completion cost nothing and go into the first micro-batch. The same rows give the same plan.
     """
-    groups: dict[Any, list[int]] = defaultdict(list)
+    groups: dict[tuple | int, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
         if completion_lengths[row]:
             groups[prompt if share_prompts else row].append(row)
@@ -131,13 +134,19 @@ class _Packed(NamedTuple):
     tokens: "torch.Tensor"  # (1, T) token ids
     labels: "torch.Tensor"  # (1, T) token ids, -100 where there is none
     positions: "torch.Tensor"  # (1, T)
-    mask: Any  # attention mask, from packed_attention.attention_mask
+    mask: "torch.Tensor | BlockMask"  # attention mask, from packed_attention.attention_mask
     scored: "torch.Tensor"  # (N,) positions with a label
     label_index: np.ndarray  # (N,) index of each label in the flattened padded batch
 
 
+class Trainer(Protocol):
+    """What `packed_logps` needs of a trainer: the autocast of its forward passes."""
+
+    accelerator: "Accelerator"
+
+
 def packed_logps(
-    trainer: Any,
+    trainer: Trainer,
     model: "torch.nn.Module",
     input_ids: "torch.Tensor",
     attention_mask: "torch.Tensor",
@@ -150,7 +159,7 @@ def packed_logps(
 
     Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) with the same arguments within rounding: same
     dtype, temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first
-    W - C columns. `trainer` has the `accelerator`; `model` may be wrapped and has TRL's fused head. `attention` is
+    W - C columns. `model` may be wrapped and has TRL's fused head. `attention` is
     `train.packed_attention`.
 
     All rows are computed in one forward: choose them with `plan_micro_batches`.
@@ -205,7 +214,7 @@ def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "t
 
     from kit.policy.packed.attention import Sequences, attention_mask, row_length
 
-    groups: dict[Any, list[int]] = defaultdict(list)
+    groups: dict[tuple | int, list[int]] = defaultdict(list)
     for row in chosen:
         if len(rows.completions[row]):
             groups[rows.contents[row] if share_prompts else row].append(row)
