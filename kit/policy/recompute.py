@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload as Operator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -46,7 +47,6 @@ aten = torch.ops.aten
 # Positions of a product's operands among its arguments.
 OPERANDS = {aten.mm.default: (0, 1), aten._scaled_mm.default: (0, 1), aten.addmm.default: (1, 2)}
 ADDS = (aten.addmm_.default, aten.add_.Tensor)
-Operator = torch._ops.OpOverload
 
 
 class _Now(threading.local):

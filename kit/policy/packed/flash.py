@@ -114,28 +114,28 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad, mask = grad.contiguous(), ctx.mask
         (_, backward), (_, shared_backward) = (_kernels(one) for one in mask.kernels)
-        found = backward(grad, query, key, value, out, lse, _own_span(*mask.own, ctx.scale))
+        found = backward(grad, query, key, value, out, lse, _own_span(mask.own, ctx.scale))
         if mask.shared:
-            *places, first, then = mask.shared
+            *_, first, then = mask.shared
             some = slice(first, then)
             more = shared_backward(
                 *(grad[some], query[some], key[:first], value[:first], out[some], lse[:, some].contiguous()),
-                _shared_span(*places, ctx.scale),
+                _shared_span(mask.shared[:4], ctx.scale),
             )
             for whole, part, where in zip(found, more, (some, slice(first), slice(first)), strict=True):
                 whole[where].add_(part)
         return *found, None, None
 
 
-def _own_span(ends: torch.Tensor, longest: int, scale: float | None) -> Span:
+def _own_span(own: tuple[torch.Tensor, int], scale: float | None) -> Span:
     """Segments, each on itself."""
+    ends, longest = own
     return Span(ends, ends, longest, longest, True, scale)
 
 
-def _shared_span(
-    query_ends: torch.Tensor, key_ends: torch.Tensor, longest_query: int, longest_key: int, scale: float | None
-) -> Span:
+def _shared_span(shared: tuple[torch.Tensor, torch.Tensor, int, int], scale: float | None) -> Span:
     """Segments after shared prompts, each on its prompt."""
+    query_ends, key_ends, longest_query, longest_key = shared
     return Span(query_ends, key_ends, longest_query, longest_key, False, scale)
 
 
@@ -161,7 +161,7 @@ def packed_flash_attention(
     `query_ends` within positions [first, then), which see shared prompts, `key_ends` within [0, first), which hold
     them, and the kernels of both parts."""
     (forward, _), (shared_forward, _) = (_kernels(one) for one in (own_by, shared_by))
-    out, lse = forward(query, key, value, _own_span(ends, longest, scale))
+    out, lse = forward(query, key, value, _own_span((ends, longest), scale))
     if lse.shape != query.shape[1::-1]:  # differs between FlashAttention releases
         raise BadInput(
             f"torch {torch.__version__}: the log-sum-exp of FlashAttention has the shape {tuple(lse.shape)}, "
@@ -170,7 +170,7 @@ def packed_flash_attention(
     out, lse = out.contiguous(), lse.contiguous()
     if query_ends is not None:
         some = slice(first, then)
-        span = _shared_span(query_ends, key_ends, longest_query, longest_key, scale)
+        span = _shared_span((query_ends, key_ends, longest_query, longest_key), scale)
         other = shared_forward(query[some], key[:first], value[:first], span)
         merge(out[some], lse[:, some], *other)
     return out, lse
