@@ -100,19 +100,16 @@ def test_the_correction_is_cut_or_masked_at_the_same_ratio(correction, level, th
     assert (values.get(prefix), values.get(f"{prefix}_threshold")) == (level, threshold)
 
 
-@pytest.mark.parametrize(("nodes", "gpus", "micro"), [(1, 1, 4), (1, 8, 4), (8, 8, 4), (16, 8, 2), (32, 8, 1)])
-def test_a_step_is_the_same_on_every_cluster_and_each_gpu_gets_whole_micro_batches(nodes, gpus, micro):
-    values = values_of(EIGHT, nodes=nodes, gpus=gpus)
-    assert values["data.train_batch_size"] * values[f"{ROLLOUT}.n"] == 256
-    each = 256 // (nodes * gpus)
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "each", "micro"),
+    # 4 x 6 x 16 = 384 completions are 16 on each of 24 GPUs: the largest part of 6 that divides them is 4.
+    [(1, 1, 4, 4), (1, 8, 4, 4), (8, 8, 4, 4), (16, 8, 4, 2), (32, 8, 4, 1), (3, 8, 6, 4)],
+)
+def test_a_step_is_the_same_on_every_cluster_and_each_gpu_gets_whole_micro_batches(nodes, gpus, each, micro):
+    values = values_of(EIGHT, f"--train.per_device_train_batch_size={each}", nodes=nodes, gpus=gpus)
+    assert values["data.train_batch_size"] * values[f"{ROLLOUT}.n"] == 64 * each
     assert values[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == micro
-    assert each % micro == 0
-
-
-def test_a_micro_batch_is_the_largest_that_divides_a_gpus_share():
-    values = values_of(EIGHT, "--train.per_device_train_batch_size=6", nodes=3)
-    # 4 x 6 x 16 = 384 completions are 16 on each of 24 GPUs.
-    assert values[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 4
+    assert 64 * each // (nodes * gpus) % micro == 0
 
 
 def test_the_processes_here_are_what_the_yaml_says():
@@ -150,23 +147,13 @@ def test_what_is_lost_is_said():
     overrides += ["--server.kv_cache=fp8", "--model.revision=main"]
     found = translate(config_of(EIGHT, *overrides), Cluster(1, 8), None, False, Path("/out"))
     text = "\n".join(found.notes)
-    for words in (
-        "no QLoRA",
-        "--dequantized_base keeps it",
-        "blocks of 128 x 128 in place of fp8_per_channel",
-        "no rollout.sync remerge",
-        "train.mask_truncated is lost",
-        "train.trl.top_entropy_quantile",
-        "model.revision main is not passed",
-        "the canary after each sync",
-    ):
-        assert words in text
-    assert found.values[f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype"] == "fp8"
-    assert found.values["data.apply_chat_template_kwargs.enable_thinking"] is False
-    assert found.added == {
-        f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype",
-        "data.apply_chat_template_kwargs.enable_thinking",
-    }
+    lost = ["no QLoRA", "--dequantized_base keeps it", "blocks of 128 x 128 in place of fp8_per_channel"]
+    lost += ["no rollout.sync remerge", "train.mask_truncated is lost", "train.trl.top_entropy_quantile"]
+    lost += ["model.revision main is not passed", "the canary after each sync"]
+    assert [words for words in lost if words not in text] == []
+    added = {f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8"}
+    added["data.apply_chat_template_kwargs.enable_thinking"] = False
+    assert {key: found.values[key] for key in found.added} == added
     with pytest.raises(BadInput, match="Write it with python -m merge base"):
         translate(config_of(EIGHT, "--server.base=nowhere"), Cluster(1, 8), None, True, Path("/out"))
 
@@ -217,50 +204,47 @@ def test_the_parquet_files_have_verls_columns(exported):
         assert found["extra_info"]["prompt"] == found["prompt"]
 
 
-def test_the_reward_file_scores_as_the_kit_does(exported):
-    out, _ = exported
-    spec = importlib.util.spec_from_file_location("reward_function", out / "reward_function.py")
+@pytest.fixture
+def reward_file(exported):
+    """The module that the export writes for verl."""
+    spec = importlib.util.spec_from_file_location("reward_function", exported[0] / "reward_function.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    row = pyarrow.parquet.read_table(out / "train.parquet").to_pylist()[21]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        *((r"It is \boxed{42}.", 1.25), (r"It is \boxed{42.1}.", 1.25), (r"It is \boxed{43}.", 0.25)),
+        ("It is 42.", 0.0),
+    ],
+)
+def test_the_reward_file_scores_as_the_kit_does(exported, reward_file, text, score):
+    row = pyarrow.parquet.read_table(exported[0] / "train.parquet").to_pylist()[21]
     gold, extra = row["reward_model"]["ground_truth"], row["extra_info"]
     config = config_of(TINY, "--reward.functions=[math, boxed_format]", "--reward.options={math: {tolerance: 0.01}}")
     functions, _ = reward_functions(config.reward)
-    for text, score in (
-        (r"It is \boxed{42}.", 1.25),
-        (r"It is \boxed{42.1}.", 1.25),
-        (r"It is \boxed{43}.", 0.25),
-        ("It is 42.", 0.0),
-    ):
-        found = module.compute_score(row["data_source"], text, gold, extra_info=extra)
-        ours = [one(prompts=[row["prompt"]], completions=[text], gold=[gold])[0] for one in functions]
-        assert found == {"score": score, "unknown": 0.0, "math": ours[0], "boxed_format": ours[1]}
-        assert score == ours[0] + 0.25 * ours[1]
+    found = reward_file.compute_score(row["data_source"], text, gold, extra_info=extra)
+    ours = [one(prompts=[row["prompt"]], completions=[text], gold=[gold])[0] for one in functions]
+    assert found == {"score": score, "unknown": 0.0, "math": ours[0], "boxed_format": ours[1]}
+    assert score == ours[0] + 0.25 * ours[1]
 
 
-def test_the_reward_file_hands_over_the_prompt_whose_repetition_pays_nothing(exported):
-    out, _ = exported
-    spec = importlib.util.spec_from_file_location("reward_function", out / "reward_function.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_the_reward_file_hands_over_the_prompt_whose_repetition_pays_nothing(reward_file):
     example = r"The answer is \boxed{42}."
     prompt = [{"role": "user", "content": f"A solved one:\n{example}\nWhat is 21 + 21?"}]
-    assert module.compute_score("it", example, "42")["math"] == 1.0
-    assert module.compute_score("it", example, "42", extra_info={"prompt": prompt})["math"] == 0.0
+    assert reward_file.compute_score("it", example, "42")["math"] == 1.0
+    assert reward_file.compute_score("it", example, "42", extra_info={"prompt": prompt})["math"] == 0.0
 
 
-def test_a_reward_that_could_not_be_computed_is_zero_and_says_so(exported, monkeypatch):
-    out, _ = exported
-    spec = importlib.util.spec_from_file_location("reward_function", out / "reward_function.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
+def test_a_reward_that_could_not_be_computed_is_zero_and_says_so(reward_file, monkeypatch):
     def unknown(**_):
         return [None]
 
     unknown.__name__ = "math"
-    monkeypatch.setattr(module, "FUNCTIONS", [unknown, module.FUNCTIONS[1]])
-    found = module.compute_score("it", r"\boxed{1}", "1")
+    monkeypatch.setattr(reward_file, "FUNCTIONS", [unknown, reward_file.FUNCTIONS[1]])
+    found = reward_file.compute_score("it", r"\boxed{1}", "1")
     assert found == {"score": 0.0, "unknown": 1.0, "math": 0.0, "boxed_format": 1.0}
 
 

@@ -5,7 +5,9 @@ import os
 import shlex
 import socket
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -17,6 +19,7 @@ from launch import server, vllm_command
 from launch.vllm_command import Installed, Plan, check_base, check_ports, installed_vllm, plans
 
 CUDA, CPU = Installed("0.26.0", False), Installed("0.31.0", True)
+ADAPTER, ASLEEP = {"sync": "adapter"}, {"sleep": True, "nf4_copy": "host"}
 TWO = ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
 
 
@@ -76,37 +79,23 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
         ({"server": {"weights": "bf16"}}, [], ["--quantization"]),
         ({"server": {"weights": "fp8_per_tensor", "kv_cache": "fp8"}}, ["fp8_per_tensor", "--kv-cache-dtype fp8"], []),
         ({"server": {"kv_cache_gib": 2.5}}, ["--kv-cache-memory-bytes 2684354560"], []),
+        ({"server": ASLEEP | {"enforce_eager": True}}, ["--enable-sleep-mode", "--enforce-eager"], []),
+        ({"rollout": ADAPTER}, ["--enable-lora --max-lora-rank 16 --max-loras 2"], ["remerge"]),
+        ({"rollout": ADAPTER, "policy": {"lora_rank": 20}}, ["--max-lora-rank 32"], []),
+        ({"rollout": ADAPTER, "policy": {"lora_rank": 1}}, ["--max-lora-rank 1 "], []),
+        # vLLM compares last names and leaves any other unserved in silence.
         (
-            {"server": {"sleep": True, "enforce_eager": True, "nf4_copy": "host"}},
-            ["--enable-sleep-mode", "--enforce-eager"],
-            [],
-        ),
-        ({"rollout": {"sync": "adapter"}}, ["--enable-lora --max-lora-rank 16 --max-loras 2"], ["remerge"]),
-        ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 20}}, ["--max-lora-rank 32"], []),
-        ({"rollout": {"sync": "adapter"}, "policy": {"lora_rank": 1}}, ["--max-lora-rank 1 "], []),
-        (
-            {
-                "rollout": {"sync": "adapter"},
-                # vLLM compares last names and leaves any other unserved in silence.
-                "policy": {"target_modules": ["q_proj", "mlp.down_proj", "model.layers.1.mlp.down_proj"]},
-            },
-            ["--lora-target-modules down_proj q_proj --logprobs-mode"],
-            [],
+            {"rollout": ADAPTER, "policy": {"target_modules": ["q_proj", "mlp.down_proj", "layers.1.mlp.down_proj"]}},
+            *(["--lora-target-modules down_proj q_proj --logprobs-mode"], []),
         ),
         ({"model": {"dtype": "float32"}, "server": {"weights": "bf16"}}, ["--dtype float32"], []),
         (
-            {
-                "server": {
-                    "vllm": {"max_num_batched_tokens": 8192, "async_scheduling": True, "enable_prefix_caching": False}
-                }
-            },
-            ["--max-num-batched-tokens 8192", "--async-scheduling", "--no-enable-prefix-caching"],
-            ["True"],
+            {"server": {"vllm": {"max_num_batched_tokens": 8192, "async_scheduling": True, "enable_x": False}}},
+            *(["--max-num-batched-tokens 8192", "--async-scheduling", "--no-enable-x"], ["True"]),
         ),
         (
             {"server": {"vllm": {"compilation_config": {"a": 1}, "lora_dtype": None}}},
-            ['--compilation-config {"a": 1}'],
-            ["lora-dtype"],
+            *(['--compilation-config {"a": 1}'], ["lora-dtype"]),
         ),
     ],
 )
@@ -116,15 +105,13 @@ def test_keys_become_the_flags_that_vllm_knows(groups, there, absent):
     assert [part for part in absent if part in command] == []
 
 
-@pytest.mark.parametrize("vllm_keys", [{}, {"max_num_batched_tokens": 512}])
 @pytest.mark.parametrize("sync", ["adapter", "remerge"])
-def test_vllms_own_parser_accepts_the_command(sync, vllm_keys):
+def test_vllms_own_parser_accepts_the_command(sync):
     parse = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    server_keys = {"sleep": True, "nf4_copy": "host", "kv_cache_gib": 1, "vllm": vllm_keys}
-    groups = {"rollout": {"sync": sync}, "server": server_keys}
-    (plan,) = plans(config(**groups), CUDA, ["0"])
+    server_keys = ASLEEP | {"kv_cache_gib": 1, "vllm": {"max_num_batched_tokens": 512}}
+    (plan,) = plans(config(rollout={"sync": sync}, server=server_keys), CUDA, ["0"])
     parsed = parse(FlexibleArgumentParser()).parse_args(plan.command[3:])
     assert (parsed.max_model_len, parsed.middleware) == (129, ["kit.rollout.server.endpoint.RolloutEndpoint"])
     assert bool(parsed.enable_lora) == (sync == "adapter")
@@ -132,11 +119,8 @@ def test_vllms_own_parser_accepts_the_command(sync, vllm_keys):
 
 def test_trls_parser_makes_the_same_server_of_the_line_to_start_it_by_hand():
     vllm_serve = pytest.importorskip("trl.scripts.vllm_serve")
-    groups = {
-        "rollout": {"sync": "adapter"},
-        "server": {"enforce_eager": True, "vllm": {"max_num_batched_tokens": 512}},
-    }
-    (plan,) = plans(config(**groups), CUDA, ["0"])
+    keys = {"enforce_eager": True, "vllm": {"max_num_batched_tokens": 512}}
+    (plan,) = plans(config(rollout=ADAPTER, server=keys), CUDA, ["0"])
     line = shlex.split(plan.by_hand)
     place = line.index("trl")
     assert {"CUDA_VISIBLE_DEVICES=0", f"PYTHONPATH={vllm_command.ROOT}"} <= {*line[:place]}
@@ -193,29 +177,22 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
         ({"server": {"kv_cache_gib": -1}}, CUDA, ["0"], "server.kv_cache_gib (-1.0) must be above 0"),
         ({"server": {"sleep": True}}, CUDA, ["0"], "Set server.nf4_copy to host"),
         ({"rollout": {"server_urls": TWO}, "server": {"gpus": [1, 1]}}, CUDA, None, "must name every GPU once"),
-        ({"server": {"vllm": {"port": 1}}}, CUDA, ["0"], "rollout.server_urls decides"),
-        ({"server": {"vllm": {"max-lora-rank": 1}}}, CUDA, ["0"], "policy.lora_rank decides"),
-        ({"server": {"vllm": {"api_key": "k"}}}, CUDA, ["0"], "VLLM_API_KEY"),
-        ({"server": {"vllm": {"api_server_count": 2}}}, CUDA, ["0"], "kept in one process"),
-        ({"server": {"vllm": {"logprobs_mode": "raw_logprobs"}}}, CUDA, ["0"], "processed_logprobs"),
-        ({"server": {"vllm": {"max_cpu_loras": 1}}}, CUDA, ["0"], "rollout.sync decides"),
-        ({"server": {"vllm": {"no-enable-lora": True}}}, CUDA, ["0"], "rollout.sync decides"),
-        ({"server": {"vllm": {"lora_target_modules": ["q"]}}}, CUDA, ["0"], "policy.target_modules decides"),
-        ({"server": {"vllm": {"load_format": "dummy"}}}, CUDA, ["0"], "what the trainer computes with"),
-        ({"server": {"vllm": {"hf-overrides.rope_theta": 1}}}, CUDA, ["0"], "what the trainer computes with"),
-        ({"server": {"vllm": {"tokenizer": "other"}}}, CUDA, ["0"], "tokenizer"),
-        ({"server": {"vllm": {"quantization_config": {}}}}, CUDA, ["0"], "which remerge repeats"),
-        ({"server": {"vllm": {"speculative_config": {}}}}, CUDA, ["0"], "a draft model does not follow"),
-        ({"server": {"vllm": {"ssl_keyfile": "k"}}}, CUDA, ["0"], "the trainer asks http://host:port"),
-        ({"server": {"vllm": {"uds": "/s"}}}, CUDA, ["0"], "the trainer asks http://host:port"),
-        ({"server": {"vllm": {"root_path": "/x"}}}, CUDA, ["0"], "the trainer asks http://host:port"),
-        ({"server": {"vllm": {"config": "f.yaml"}}}, CUDA, ["0"], "could set what is refused"),
+        *(
+            ({"server": {"vllm": {key: 1}}}, CUDA, ["0"], reason)
+            for key, reason in {
+                **{"port": "rollout.server_urls decides", "max-lora-rank": "policy.lora_rank decides"},
+                **{"no-enable-lora": "rollout.sync decides", "api_key": "VLLM_API_KEY"},
+                "hf-overrides.rope_theta": "what the trainer computes with",
+                "quantization_config": "which remerge repeats",
+                "ssl_keyfile": "the trainer asks http://host:port",
+            }.items()
+        ),
         ({"rollout": {"server_urls": []}}, CUDA, ["0"], "rollout.server_urls is empty"),
         ({"rollout": {"server_urls": [TWO[0], TWO[0]]}}, CUDA, ["0", "1"], "port 8000 twice"),
-        ({"rollout": {"server_urls": ["http://127.0.0.1"]}}, CUDA, ["0"], "http://host:port"),
-        ({"rollout": {"server_urls": ["https://127.0.0.1:1"]}}, CUDA, ["0"], "http://host:port"),
-        ({"rollout": {"server_urls": ["http://h:1/v1"]}}, CUDA, ["0"], "http://host:port"),
-        ({"rollout": {"server_urls": ["http://h:99999"]}}, CUDA, ["0"], "http://h:99999"),
+        *(
+            ({"rollout": {"server_urls": [url]}}, CUDA, ["0"], "http://h")
+            for url in ("http://h", "https://h:1", "http://h:1/v1", "http://h:99999")
+        ),
         ({"server": {"host": "0.0.0.0"}}, CUDA, ["0"], "open to the network, without a key"),
         ({"rollout": {"server_urls": ["http://10.0.0.7:8000"]}}, CUDA, ["0"], "VLLM_API_KEY"),
     ],
@@ -257,11 +234,8 @@ def test_an_open_address_is_fine_with_a_key_which_no_command_line_shows(monkeypa
     (plan,) = plans(config(server={"host": "0.0.0.0"}), CUDA, ["0"])
     assert "--host 0.0.0.0" in " ".join(plan.command)
     assert "hush" not in " ".join(plan.command) + plan.by_hand + str(plan.environment)
-
-
-def test_localhost_listens_on_the_loopback_only():
     (plan,) = plans(config(rollout={"server_urls": ["http://localhost:8000"]}), CUDA, ["0"])
-    assert plan.host == "127.0.0.1"
+    assert plan.host == "127.0.0.1", "localhost listens on the loopback only"
 
 
 def test_a_port_in_use_is_named():
@@ -297,7 +271,7 @@ def test_a_card_without_room_for_the_copy_is_refused(tmp_path):
     (tmp_path / "nf4").mkdir()
     with open(tmp_path / "nf4" / "model.safetensors", "wb") as file:
         file.truncate(30 << 30)
-    with pytest.raises(BadInput, match=r"the base's copy \(30.0 GiB\).*server.nf4_copy to host"):
+    with pytest.raises(BadInput, match=r"\(30.0 GiB\).*server.nf4_copy"):
         plans(config(server={"base": str(tmp_path)}), CUDA, ["0"], card_gib=24.0)
 
 
@@ -342,8 +316,19 @@ def base(tmp_path):
     return directory
 
 
-def test_the_base_of_the_configuration_is_accepted(base):
-    assert check_base(config(server={"base": str(base)}), "run.yaml")["base_hash"] == "ab"
+@pytest.fixture
+def check(base):
+    """`check(**groups)`: check_base of the configuration with these changes."""
+
+    def make(server_base: Path = base, **groups) -> dict:
+        return check_base(config(**groups, server={"base": str(server_base)}), "run.yaml")
+
+    return make
+
+
+def rewrite(base: Path, **facts) -> None:
+    write_json(base / "base.json", read_json(base / "base.json") | facts)
+    write_manifest(base, "checkpoint", base_hash="ab")
 
 
 @pytest.mark.parametrize(
@@ -355,19 +340,18 @@ def test_the_base_of_the_configuration_is_accepted(base):
         ({"model": {"id": "org/m", "revision": "v2"}}, "model.revision"),
     ],
 )
-def test_another_base_is_refused_with_what_differs(base, groups, reason):
+def test_another_base_is_refused_with_what_differs(check, groups, reason):
+    assert check()["base_hash"] == "ab"
     with pytest.raises(BadInput) as refused:
-        check_base(config(**{**groups, "server": {"base": str(base)}}), "run.yaml")
+        check(**groups)
     assert reason in str(refused.value) and "python -m merge base --config run.yaml" in str(refused.value)
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [("fp8", "nf4"), ("nf4", "fp8"), ("nf4", "none")])
-def test_a_base_in_another_storage_is_refused(base, stored, wanted):
-    facts = read_json(base / "base.json")
-    write_json(base / "base.json", facts | {"quantization": facts["quantization"] | {"type": stored}})
-    write_manifest(base, "checkpoint", base_hash="ab")
+def test_a_base_in_another_storage_is_refused(base, check, stored, wanted):
+    rewrite(base, quantization={"storage_dtype": "bfloat16", "double_quantization": True, "type": stored})
     with pytest.raises(BadInput, match=f"its policy.quantization is '{stored}', the configuration says '{wanted}'"):
-        check_base(config(server={"base": str(base)}, policy={"quantization": wanted}), "run.yaml")
+        check(policy={"quantization": wanted})
 
 
 @pytest.mark.parametrize(("trained", "fits"), [("ab", True), ("cd", False), (None, True)])
@@ -389,9 +373,7 @@ def test_a_local_models_base_is_the_one_that_the_run_was_started_on(base, tmp_pa
 
 def test_an_adapter_of_all_layers_gets_the_layers_of_the_base_directory(base):
     """vLLM would give the embeddings and the output layer slots too."""
-    write_json(
-        base / "base.json", {"quantized": ["model.layers.0.q_proj", "model.layers.1.q_proj", "model.x.up_proj"]}
-    )
+    rewrite(base, quantized=["model.layers.0.q_proj", "model.layers.1.q_proj", "model.x.up_proj"])
     given = config(server={"base": str(base)}, rollout={"sync": "adapter"})
     assert plans(given, CUDA, ["0"])[0].options["lora_target_modules"] == ["q_proj", "up_proj"]
 
@@ -406,41 +388,39 @@ def test_what_a_fold_takes_is_left_beside_the_servers_share(quant_cfg, weights, 
     assert share == pytest.approx(0.9 - gib / 32, abs=6e-4)
 
 
-def test_a_base_that_is_missing_cut_or_without_its_copy_names_the_command_that_writes_it(base, tmp_path):
+def test_a_base_that_is_missing_cut_or_without_its_copy_names_the_command_that_writes_it(base, check, tmp_path):
     command = "python -m merge base --config run.yaml"
-    with pytest.raises(BadInput, match=f"does not exist. Write it with {command}"):
-        check_base(config(server={"base": str(tmp_path / "absent")}), "run.yaml")
+    with pytest.raises(BadInput, match=f"absent does not exist.*{command}"):
+        check(tmp_path / "absent")
     (base / "nf4" / "index.json").rename(base / "kept.json")
     write_manifest(base, "checkpoint", base_hash="ab")
     with pytest.raises(BadInput, match="no NF4 copy"):
-        check_base(config(server={"base": str(base)}), "run.yaml")
-    assert check_base(config(server={"base": str(base)}, rollout={"sync": "adapter"}), "run.yaml")
+        check()
+    assert check(rollout=ADAPTER)
     (base / "kept.json").write_text("{} ")
     with pytest.raises(BadInput, match=f"not whole: kept.json has 3 bytes.*{command}"):
-        check_base(config(server={"base": str(base)}), "run.yaml")
+        check()
 
 
-def test_an_answer_that_does_not_fit_the_run_says_what_differs():
-    info = {"base_hash": "ab", "logprobs_mode": "processed_logprobs", "max_model_len": 128, "sync": ["remerge"]}
-    info["weights"] = "fp8_per_channel"
-    assert server.differences(config(), {"base_hash": "ab"}, info) == []
-    assert (
-        server.differences(config(policy={"quant_cfg": "fp8"}), {"base_hash": "ab"}, info | {"quant_cfg": "fp8"}) == []
-    )
-    wrong = {
-        "quant_cfg": "fp8",
-        "base_hash": "cd",
-        "logprobs_mode": "raw_logprobs",
-        "max_model_len": 127,
-        "sync": [],
-        "refused": {"remerge": "no copy"},
-        "weights": "bf16",
-    }
-    for key, value in wrong.items():
-        changed = info | {key: value} | ({"refused": wrong["refused"]} if key == "sync" else {})
-        found = server.differences(config(), {"base_hash": "ab"}, changed)
-        assert len(found) == (key != "refused"), (key, found)
-    assert "no copy" in server.differences(config(), {"base_hash": "ab"}, info | wrong)[3]
+INFO = {"base_hash": "ab", "logprobs_mode": "processed_logprobs", "max_model_len": 128, "sync": ["remerge"]}
+INFO |= {"weights": "fp8_per_channel"}
+
+
+def differences(changes: dict, **groups) -> list[str]:
+    return server.differences(config(**groups), {"base_hash": "ab"}, INFO | changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("quant_cfg", "fp8"), ("base_hash", "cd"), ("logprobs_mode", "raw_logprobs"), ("max_model_len", 127)),
+        *(("sync", []), ("weights", "bf16")),
+    ],
+)
+def test_an_answer_that_does_not_fit_the_run_says_what_differs(key, value):
+    (wrong,) = differences({key: value, "refused": {"remerge": "no copy"}})
+    assert key != "sync" or "no copy" in wrong
+    assert differences({}) == differences({"quant_cfg": "fp8"}, policy={"quant_cfg": "fp8"}) == []
 
 
 @pytest.mark.parametrize(
@@ -452,10 +432,8 @@ def test_an_answer_that_does_not_fit_the_run_says_what_differs():
     ],
 )
 def test_weights_without_quantization_are_compared_by_their_dtype(groups, weights):
-    info = {"base_hash": "ab", "logprobs_mode": "processed_logprobs", "max_model_len": 128, "sync": ["remerge"]}
     for served in ("bf16", "float32", "fp8_per_channel"):
-        found = server.differences(config(**groups), {"base_hash": "ab"}, info | {"weights": served})
-        assert bool(found) == (served != weights)
+        assert bool(differences({"weights": served}, **groups)) == (served != weights)
 
 
 @pytest.fixture
@@ -498,56 +476,40 @@ def test_stop_ends_this_machines_replicas_and_names_the_others(detached, capsys)
     assert server.stop(on("a") and shared) == 0 and on("a") == [22, 11]
 
 
-def test_a_dry_run_says_what_would_be_served_and_starts_nothing(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(server, "installed_vllm", lambda: CPU)
-    values = {
-        "run": {"name": "x", "output_dir": str(tmp_path / "run")},
-        "model": {"id": "org/m"},
-        "train": {"max_steps": 1},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(values | {"server": {"base": str(base)}, "data": {"path": "d"}}))
-    monkeypatch.setattr("sys.argv", ["server", "start", "--config", str(tmp_path / "run.yaml"), "--dry_run"])
-    assert server.main() == 0
-    said = capsys.readouterr().out
-    assert "sync by remerge" in said and "trl vllm-serve --model" in said and "VLLM_SERVER_DEV_MODE" in said
-    assert not (tmp_path / "run").exists()
-
-
-class ReadyReplicas:
-    """Stands for replicas that started and are ready; one process each, this one."""
-
-    def __init__(self, found: list, detach: bool):
-        own = SimpleNamespace(pid=os.getpid())
-        self.running = [SimpleNamespace(plan=plan, process=own) for plan in found]
-
-    def __enter__(self) -> "ReadyReplicas":
-        return self
-
-    def __exit__(self, *problem) -> None:
-        pass
-
-    def start(self) -> None:
-        for one in self.running:
-            one.plan.log.parent.mkdir(parents=True, exist_ok=True)
-
-    def wait_ready(self, limit_s: float, check) -> None:
-        pass
-
-    def leave_running(self) -> None:
-        pass
-
-
-def test_the_command_to_stop_a_detached_start_ends_that_run_and_no_other(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(server, "installed_vllm", lambda: CPU)
-    monkeypatch.setattr(server, "Replicas", ReadyReplicas)
-    ended = []
-    monkeypatch.setattr(server, "stop_groups", lambda groups: ended.extend(groups) or [])
+@pytest.fixture
+def command(base, tmp_path, monkeypatch):
+    """`command(*words)`: the command in this process on a configuration in run.yaml, its output in `tmp_path / x`."""
     values = {"run": {"name": "x", "output_dir": str(tmp_path / "x")}, "model": {"id": "org/m"}}
     values |= {"train": {"max_steps": 1}, "server": {"base": str(base)}, "data": {"path": "d"}}
     (tmp_path / "run.yaml").write_text(json.dumps(values))
-    given = ["--config", str(tmp_path / "run.yaml"), "--run.output_dir", str(tmp_path / "another run"), "--detach"]
-    monkeypatch.setattr("sys.argv", ["server", *given])
-    assert server.main() == 0
+    monkeypatch.setattr(server, "installed_vllm", lambda: CPU)
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["server", *words])
+        return server.main()
+
+    return run
+
+
+def test_a_dry_run_says_what_would_be_served_and_starts_nothing(command, tmp_path, capsys):
+    assert command("start", "--config", str(tmp_path / "run.yaml"), "--dry_run") == 0
+    said = capsys.readouterr().out
+    assert "sync by remerge" in said and "trl vllm-serve --model" in said and "VLLM_SERVER_DEV_MODE" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_command_to_stop_a_detached_start_ends_that_run_and_no_other(command, tmp_path, monkeypatch, capsys):
+    def ready(found: list[Plan], detach: bool) -> MagicMock:
+        """Replicas that started and are ready, each of them this process."""
+        found[0].log.parent.mkdir(parents=True)
+        replicas = MagicMock(running=[SimpleNamespace(plan=found[0], process=SimpleNamespace(pid=os.getpid()))])
+        replicas.__enter__.return_value = replicas
+        return replicas
+
+    ended = []
+    monkeypatch.setattr(server, "Replicas", ready)
+    monkeypatch.setattr(server, "stop_groups", lambda groups: ended.extend(groups) or [])
+    output = ["--run.output_dir", str(tmp_path / "another run")]
+    assert command("--config", str(tmp_path / "run.yaml"), *output, "--detach") == 0
     told = capsys.readouterr().out.partition("end them with: ")[2]
-    monkeypatch.setattr("sys.argv", shlex.split(told)[2:])
-    assert server.main() == 0 and ended == [os.getpid()]
+    assert command(*shlex.split(told)[3:]) == 0 and ended == [os.getpid()]

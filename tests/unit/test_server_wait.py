@@ -3,9 +3,11 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,9 +73,7 @@ def plan(tmp_path, free_port):
 
 
 @pytest.fixture
-def free_port():
-    import socket
-
+def free_port() -> Callable[[], int]:
     def find() -> int:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -90,16 +90,6 @@ def wait(plans: list[Plan], seconds: float) -> None:
     with Replicas(plans) as replicas:
         replicas.start()
         replicas.wait_ready(seconds, accept)
-
-
-def test_replicas_that_answer_are_ready_and_gone_afterwards(plan):
-    plans = [plan(answers(200, {"pid": 5})), plan(answers(200, {"pid": 5}))]
-    with Replicas(plans) as replicas:
-        replicas.start()
-        replicas.wait_ready(30, accept)
-        groups = [one.process.pid for one in replicas.running]
-        assert all(members(group) for group in groups)
-    assert not any(members(group) for group in groups)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +145,7 @@ def test_a_replica_that_dies_later_ends_the_others(plan):
         replicas.start()
         replicas.wait_ready(30, accept)
         first, second = replicas.running
+        assert members(first.process.pid) and members(second.process.pid) and len(replicas.serving) == 2
         os.kill(second.process.pid, signal.SIGKILL)
         with pytest.raises(CheckFailed, match=f"{second.plan.url} was killed by SIGKILL"):
             replicas.watch()
@@ -184,14 +175,11 @@ def with_a_worker():
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_workers_that_ignore_the_signal_are_killed(with_a_worker):
-    assert stop_groups([with_a_worker.pid], patience_s=1) == []
-    assert members(with_a_worker.pid) == []
-
-
-def test_workers_whose_server_was_killed_are_ended_too(with_a_worker):
-    with_a_worker.kill()
-    with_a_worker.wait()
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_workers_that_ignore_the_signal_or_outlive_their_server_are_ended(with_a_worker, is_killed):
+    if is_killed:
+        with_a_worker.kill()
+        with_a_worker.wait()
     assert stop_groups([with_a_worker.pid], patience_s=1) == []
     assert members(with_a_worker.pid) == []
 

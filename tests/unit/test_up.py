@@ -34,7 +34,8 @@ TINY, ONE_CARD, EIGHT = (
     for name in ("tiny-nf4-cpu", "qwen3_8b-nf4-fp8-1x24gb", "qwen3_8b-nf4-fp8-deepmath-8gpu")
 )
 GPUS = [str(number) for number in range(8)]
-URLS = "['http://127.0.0.1:8000', 'http://127.0.0.1:8001']"
+URLS = {"rollout.server_urls": "['http://127.0.0.1:8000', 'http://127.0.0.1:8001']"}
+ASLEEP, ROOM = {"server.sleep": True}, {"train.max_gpu_gib": 20}
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +45,12 @@ def plain_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-SHARED = {"rollout__server_urls": URLS, "train__max_gpu_gib": 20}
+def words_of(changes: dict) -> list[str]:
+    return [f"--{key}={value}" for key, value in ({"rollout.backend": "server"} | changes).items()]
 
 
-def config(**changes):
-    keys = {"rollout.backend": "server"} | {key.replace("__", "."): value for key, value in changes.items()}
-    return load_config(TINY, [f"--{key}={value}" for key, value in keys.items()])
+def config(changes: dict):
+    return load_config(TINY, words_of(changes))
 
 
 @pytest.mark.parametrize(
@@ -57,61 +58,57 @@ def config(**changes):
     [
         ({}, GPUS[:2], "0", "1"),
         ({}, GPUS, "0", "1 2 3 4 5 6 7"),
-        ({"rollout__server_urls": URLS}, GPUS[:4], "0 1", "2 3"),
-        ({"server__tensor_parallel": 2}, GPUS[:4], "0 1", "2 3"),
-        ({"server__gpus": [3, 2], "rollout__server_urls": URLS}, GPUS[:4], "3 2", "0 1"),
+        (URLS, GPUS[:4], "0 1", "2 3"),
+        ({"server.tensor_parallel": 2}, GPUS[:4], "0 1", "2 3"),
+        ({"server.gpus": [3, 2], **URLS}, GPUS[:4], "3 2", "0 1"),
         # One card, and replicas that sleep: shared.
         ({}, ["0"], "0", "0"),
-        ({"server__sleep": True}, GPUS[:2], "0", "0 1"),
-        ({"server__sleep": True, "rollout__server_urls": URLS}, GPUS[:2], "0 1", "0 1"),
+        (ASLEEP, GPUS[:2], "0", "0 1"),
+        (ASLEEP | URLS, GPUS[:2], "0 1", "0 1"),
         # Named.
-        ({"train__gpus": [1]}, GPUS[:4], "0", "1"),
-        ({"train__gpus": [0], "server__sleep": True}, GPUS[:4], "0", "0"),
-        ({"train__gpus": [0], "train__max_gpu_gib": 20}, GPUS[:4], "0", "0"),
+        ({"train.gpus": [1]}, GPUS[:4], "0", "1"),
+        ({"train.gpus": [0], **ASLEEP}, GPUS[:4], "0", "0"),
+        ({"train.gpus": [0], **ROOM}, GPUS[:4], "0", "0"),
         # All cards for both.
-        ({"train__gpus": [0, 1], "server__gpus": [0, 1], **SHARED}, GPUS[:2], "0 1", "0 1"),
+        ({"train.gpus": [0, 1], "server.gpus": [0, 1], **ROOM, **URLS}, GPUS[:2], "0 1", "0 1"),
         # Lists count from the first GPU of CUDA_VISIBLE_DEVICES, whatever it is called.
-        ({"server__gpus": [1], "train__gpus": [0]}, ["6", "7"], "7", "6"),
+        ({"server.gpus": [1], "train.gpus": [0]}, ["6", "7"], "7", "6"),
         ({}, ["GPU-ab", "GPU-cd"], "GPU-ab", "GPU-cd"),
     ],
 )
 def test_the_trainer_gets_the_gpus_that_no_replica_uses(changes, visible, servers, trainer):
-    found = place(config(**changes), visible, replicas_on_gpus=True)
+    found = place(config(changes), visible, replicas_on_gpus=True)
     assert (" ".join(found.servers), " ".join(found.trainer)) == (servers, trainer)
 
 
 def test_without_servers_on_gpus_the_trainer_gets_all_and_a_cpu_launcher_none():
-    assert place(config(), GPUS[:2], replicas_on_gpus=False).trainer == ("0", "1")
-    assert place(config(), GPUS[:2], replicas_on_gpus=True, trainer_on_gpus=False) == Placement(("0",), ())
-    assert place(config(), [], replicas_on_gpus=False) == Placement((), (), is_machine_without=True)
+    assert place(config({}), GPUS[:2], replicas_on_gpus=False).trainer == ("0", "1")
+    assert place(config({}), GPUS[:2], replicas_on_gpus=True, trainer_on_gpus=False) == Placement(("0",), ())
+    assert place(config({}), [], replicas_on_gpus=False) == Placement((), (), is_machine_without=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "visible", "complaint"),
     [
-        (
-            {"rollout__server_urls": URLS},
-            GPUS[:2],
-            r"the replicas take all 2 GPUs \(0, 1: 2 rollout.server_urls of .* 1",
-        ),
-        ({"train__gpus": [0]}, GPUS[:2], r"train.gpus \(0\) and the replicas' GPUs \(0\) have 0 in common"),
-        ({"train__gpus": [0, 1]}, ["4", "5"], r"train.gpus \(4, 5\) and the replicas' GPUs \(4\) have 4 in common"),
-        ({"train__gpus": [5]}, GPUS[:2], r"train.gpus names 5; CUDA shows 2 GPUs here \(0, 1\), counted from 0"),
-        ({"server__gpus": [4]}, GPUS[:2], "server.gpus names 4; CUDA shows 2 GPUs"),
-        ({"train__gpus": [-1]}, GPUS[:2], "train.gpus names -1"),
-        ({"train__gpus": [1, 1]}, GPUS[:2], r"train.gpus \(\[1, 1\]\) must name .* every GPU once"),
-        ({"train__gpus": []}, GPUS[:2], "at least one GPU"),
-        ({"train__gpus": [0]}, [], r"CUDA shows 0 GPUs here \(none\)"),
+        (URLS, GPUS[:2], r"the replicas take all 2 GPUs \(0, 1: 2 rollout.server_urls of .* 1"),
+        ({"train.gpus": [0]}, GPUS[:2], r"train.gpus \(0\) and the replicas' GPUs \(0\) have 0 in common"),
+        ({"train.gpus": [0, 1]}, ["4", "5"], r"train.gpus \(4, 5\) and the replicas' GPUs \(4\) have 4 in common"),
+        ({"train.gpus": [5]}, GPUS[:2], r"train.gpus names 5; CUDA shows 2 GPUs here \(0, 1\), counted from 0"),
+        ({"server.gpus": [4]}, GPUS[:2], "server.gpus names 4; CUDA shows 2 GPUs"),
+        ({"train.gpus": [-1]}, GPUS[:2], "train.gpus names -1"),
+        ({"train.gpus": [1, 1]}, GPUS[:2], r"train.gpus \(\[1, 1\]\) must name .* every GPU once"),
+        ({"train.gpus": []}, GPUS[:2], "at least one GPU"),
+        ({"train.gpus": [0]}, [], r"CUDA shows 0 GPUs here \(none\)"),
     ],
 )
 def test_gpus_that_do_not_suffice_are_refused_with_the_numbers(changes, visible, complaint):
     with pytest.raises(BadInput, match=complaint):
-        place(config(**changes), visible, replicas_on_gpus=True)
+        place(config(changes), visible, replicas_on_gpus=True)
 
 
-def command(placement: Placement, launcher: str | None = None, path: str = TINY, **changes) -> Command:
+def command(placement: Placement, launcher: str | None = None, changes: dict | None = None) -> Command:
     found = read_launcher(launcher) if launcher else choose_launcher(len(placement.trainer))
-    return trainer_command(config(**changes), path, ["--run.name", "x"], found, placement)
+    return trainer_command(config(changes or {}), TINY, ["--run.name", "x"], found, placement)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +153,7 @@ def test_a_set_number_of_threads_is_kept_and_a_cpu_trainer_sees_no_gpu(monkeypat
     ],
 )
 def test_the_trainers_memory_checks_are_told_where_the_replicas_are(servers, listed, told):
-    changes = {"server__gpus": listed} if listed else {}
-    words = command(Placement(servers, ("1",)), **changes).words
+    words = command(Placement(servers, ("1",)), changes={"server.gpus": listed} if listed else {}).words
     assert [word for word in words if word.startswith("--server.gpus")] == ([f"--server.gpus={told}"] if told else [])
 
 
@@ -181,14 +177,27 @@ def machine(monkeypatch):
     """`machine(GPUs)`: this machine has them, vLLM for CUDA, and whatever base is asked for."""
 
     def make(gpus: list[str], base: bool = True) -> None:
-        monkeypatch.setattr(up, "installed_vllm", lambda: Installed("0.31.0", is_cpu=not gpus))
-        monkeypatch.setattr(up, "visible_gpus", lambda: gpus)
-        monkeypatch.setattr(up, "gpu_gib", lambda: 80.0)
-        monkeypatch.setattr(up, "check_ports", lambda found: None)
-        monkeypatch.setattr(up, "fits", lambda config: (True, "8 x h100\nIt fits."))
-        monkeypatch.setattr(up, "check_base", lambda *_: {})
-        if base:
-            monkeypatch.setattr(up, "base_directory", lambda config: ROOT)
+        stand_ins = {
+            "installed_vllm": lambda: Installed("0.31.0", is_cpu=not gpus),
+            "visible_gpus": lambda: gpus,
+            "gpu_gib": lambda: 80.0,
+            "check_ports": lambda found: None,
+            "fits": lambda config: (True, "8 x h100\nIt fits."),
+            "check_base": lambda *_: {},
+        }
+        for name, stand_in in (stand_ins | ({"base_directory": lambda config: ROOT} if base else {})).items():
+            monkeypatch.setattr(up, name, stand_in)
+
+    return make
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """`prepared(**flags)`: the small run prepared with these changes of its keys, in `tmp_path / "run"`."""
+
+    def make(changes: dict | None = None, **flags) -> up.Start:
+        keys = {"run.output_dir": tmp_path / "run", "model.dtype": "bfloat16"} | (changes or {})
+        return up.prepare(TINY, words_of(keys), None, **{"resume": False, **flags})
 
     return make
 
@@ -213,15 +222,9 @@ def split(line: str) -> tuple[list[str], dict[str, str]]:
     return words[first:], dict(word.split("=", 1) for word in words[:first])
 
 
-def test_replicas_get_the_gpus_that_their_list_names_among_those_that_are_visible(machine, tmp_path):
+def test_replicas_get_the_gpus_that_their_list_names_among_those_that_are_visible(machine, prepared):
     machine(["6", "7", "9"])
-    keys = [
-        f"--run.output_dir={tmp_path / 'run'}",
-        "--rollout.backend=server",
-        "--server.gpus=[2]",
-        "--model.dtype=bfloat16",
-    ]
-    start = up.prepare(TINY, keys, None, resume=False)
+    start = prepared({"server.gpus": [2]})
     assert (start.servers[0].gpus, start.placement.trainer) == (("9",), ("6", "7"))
     assert start.trainer.words[-1] == "--server.gpus=[9]"
 
@@ -235,36 +238,35 @@ def test_the_shipped_configuration_of_one_card_shares_it_and_writes_its_base_fir
     assert "shares GPU 0 with the replicas, which sleep while the trainer updates" in up.describe(start)
 
 
-def test_all_cards_get_a_trainer_process_and_a_replica_where_the_configuration_says_so(machine, tmp_path):
+def test_all_cards_get_a_trainer_process_and_a_replica_where_the_configuration_says_so(machine, prepared):
     machine(["6", "7"])
-    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server", "--model.dtype=bfloat16"]
-    keys += [f"--rollout.server_urls={URLS}", "--server.gpus=[0, 1]", "--train.gpus=[0, 1]", "--train.max_gpu_gib=20"]
-    start = up.prepare(TINY, [*keys, "--server.kv_cache_gib=2"], None, resume=False)
+    start = prepared({**URLS, "server.gpus": [0, 1], "train.gpus": [0, 1], **ROOM, "server.kv_cache_gib": 2})
     assert [one.gpus for one in start.servers] == [("6",), ("7",)]
     assert start.trainer.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert " --num_processes 2 " in start.trainer.text and "ddp.yaml" in start.trainer.text
     assert "shares GPU 6, 7 with the replicas, which stay in memory" in up.describe(start)
 
 
-def test_an_existing_run_is_refused_before_anything_starts_and_resumed_when_asked(machine, tmp_path):
+def test_an_existing_run_is_refused_before_anything_starts_and_resumed_when_asked(machine, prepared, tmp_path):
     machine([])
-    keys = [f"--run.output_dir={tmp_path}", "--rollout.backend=server"]
-    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
-    write_json(tmp_path / "base.json", {})
-    write_json(tmp_path / "config.json", {"config": to_dict(load_config(TINY, keys)), "processes": 1})
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    write_json(run / "base.json", {})
+    made = config({"run.output_dir": run, "model.dtype": "bfloat16"})
+    write_json(run / "config.json", {"config": to_dict(made), "processes": 1})
     with pytest.raises(BadInput, match=r"holds a run already\. Continue it with --resume"):
-        up.prepare(TINY, keys, None, resume=False)
+        prepared()
     with pytest.raises(BadInput, match="no whole training-state under"):
-        up.prepare(TINY, keys, None, resume=True)
+        prepared(resume=True)
     with pytest.raises(BadInput, match=r"train.learning_rate was 0.001, is 0.5"):
-        up.prepare(TINY, [*keys, "--train.learning_rate=0.5"], None, resume=True)
+        prepared({"train.learning_rate": 0.5}, resume=True)
 
 
 def test_a_dry_run_leaves_the_run_directory_alone(machine, tmp_path, monkeypatch, capsys):
     machine([])
     monkeypatch.setattr(up.Start, "check", Command([sys.executable, "-c", "print('checked')"], {}))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server"]
+    keys = words_of({"run.output_dir": tmp_path / "run"})
     monkeypatch.setattr(sys, "argv", ["up", "--config", TINY, *keys, "--dry_run"])
     assert up.main() == 0
     assert list(tmp_path.iterdir()) == [] and f"run      tiny -> {tmp_path / 'run'}" in capsys.readouterr().out
@@ -291,10 +293,9 @@ def test_a_dry_run_without_a_gpu_places_a_gpu_recipe_where_its_lists_say(
     assert check.words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(trainer)]
 
 
-def test_a_stopped_run_is_told_how_it_goes_on(machine, tmp_path):
+def test_a_stopped_run_is_told_how_it_goes_on(machine, prepared):
     machine([])
-    keys = [f"--run.output_dir={tmp_path / 'run'}", "--rollout.backend=server"]
-    start = up.prepare(TINY, keys, None, resume=False)
+    start = prepared()
     assert up.what_is_left(start) == "Nothing was trained yet."
     start.run.path.mkdir()
     write_json(start.run.base_file, {})
@@ -324,14 +325,13 @@ def test_a_model_that_no_plan_can_be_made_of_is_started(machine, monkeypatch):
     assert "memory   not planned: experts" in up.describe(up.prepare(ONE_CARD, [], None, resume=False))
 
 
-def test_a_batch_that_the_processes_do_not_fit_is_refused(machine):
+def test_a_batch_that_the_processes_do_not_fit_is_refused(machine, prepared):
     machine(GPUS[:4])
     with pytest.raises(BadInput, match=r"1 per device x 3 processes x 1 steps = 3"):
-        keys = ["--rollout.backend=server", "--train.per_device_train_batch_size=1", "--model.dtype=bfloat16"]
-        up.prepare(TINY, keys, None, resume=False)
+        prepared({"train.per_device_train_batch_size": 1})
 
 
-SIMPLE = """error: train.trl.nothing is not a field of trl's GRPOConfig.
+SIMPLE = """error: train.trl.nothing is not a field of GRPOConfig.
 and more about it
 Traceback (most recent call last):
   File "accelerate/commands/launch.py", line 1, in simple_launcher
@@ -361,6 +361,9 @@ subprocess.CalledProcessError: Command '['python', 'recipes/grpo_qlora.py']' ret
 """
 
 
+BY_THE_KERNEL = "was killed by SIGKILL (the kernel does that when the machine or container is out of memory"
+
+
 @pytest.mark.parametrize(
     ("text", "code", "exit_code", "told", "untold"),
     [
@@ -368,26 +371,14 @@ subprocess.CalledProcessError: Command '['python', 'recipes/grpo_qlora.py']' ret
             SIMPLE,
             2,
             2,
-            "trainer: train.trl.nothing is not a field of trl's GRPOConfig.\nand more about it\n",
+            "trainer: train.trl.nothing is not a field of GRPOConfig.\nand more about it\n",
             "Called",
         ),
         (TORCHRUN, 2, 2, "trainer: the server at http://127.0.0.1:8000 is gone\n", "E1121"),
-        (
-            KILLED,
-            -9,
-            1,
-            "killed by SIGKILL (the kernel does that when the machine or container is out of memory",
-            "Tr",
-        ),
-        (RAISED.replace("status 1", "status 137"), 137, 1, "trainer was killed by SIGKILL (the kernel", "Called"),
+        (KILLED, -9, 1, BY_THE_KERNEL, "Tr"),
+        (RAISED.replace("status 1", "status 137"), 137, 1, BY_THE_KERNEL, "Called"),
         (RAISED, 1, 1, "exit code 1. The first error in it: OutOfMemoryError: CUDA out of memory. Tried", "Called"),
-        (
-            "  File x\nValueError: 3\n",
-            1,
-            1,
-            "trainer ended with exit code 1. The first error in it: ValueError: 3",
-            "Called",
-        ),
+        ("  File x\nValueError: 3\n", 1, 1, "exit code 1. The first error in it: ValueError: 3", "Called"),
         ("", 1, 1, "trainer ended with exit code 1. Its log is", "first error"),
     ],
 )
