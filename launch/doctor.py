@@ -24,7 +24,7 @@ from pathlib import Path
 if sys.version_info < (3, 11):  # noqa: UP036  the imports below fail on older versions
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
 
-from kit.core.errors import CHECK_FAILED, DONE, BadInput, Interrupted, run_command
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, Interrupted, command_parser, run_command
 from launch.checks import gpu, host, packages, run
 from launch.checks.children import stopped
 from launch.checks.machine import Machine, Row, cores
@@ -99,12 +99,7 @@ def main() -> int:
 
 def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
     """The flags, and the machine with the run's configuration; `BadInput` if that cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("launch.doctor", __doc__)
     parser.add_argument("--config", help="YAML of a run; its keys can be given as --group.key value")
     parser.add_argument(
         "--launcher", help="accelerate config of that run (accelerate_configs); default what launch.up takes"

@@ -21,7 +21,7 @@ from kit.core.config.base_rules import CALLED
 from kit.core.config.format_rules import served_format
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
-from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, run_command
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.run_directory import base_directory, read_json, write_json
 from launch.replica_canary import check_replicas
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
@@ -33,12 +33,7 @@ ACTIONS = ("start", "stop", "canary")
 def main() -> int:
     words = sys.argv[1:]
     action = words.pop(0) if words and words[0] in ACTIONS else "start"
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.server [start | stop | canary]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("launch.server [start | stop | canary]", __doc__)
     parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
     parser.add_argument(
         "--dry_run", action="store_true", help="check everything and print the commands, start nothing"

@@ -13,7 +13,6 @@ Keys of the YAML can be given as --group.key value. Exit code: 0 done, 1 a proce
 128 + signal when stopped.
 """
 
-import argparse
 import contextlib
 import os
 import shlex
@@ -32,7 +31,7 @@ from kit.core.config.checks import check_config, check_run_directory
 from kit.core.config.load import load_config
 from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
-from kit.core.errors import DONE, BadInput, CheckFailed, run_command
+from kit.core.errors import DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.health import alerts
 from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.run_directory import RunDir, base_directory
@@ -454,12 +453,7 @@ def judging_commands(run: RunDir, config: Config) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.up",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("launch.up", __doc__)
     parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
     parser.add_argument(
         "--launcher", help="accelerate configuration of the trainer; default by device and number of GPUs"

@@ -226,12 +226,9 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
     """
     formats = [*format_names.faults(config), *format_rules.faults(config)]
     faults = [*formats, *_unservable(config, vllm), *_flags(config)]
-    memory, found = _memory(config, vllm, card_gib)
-    faults += found
-    places, found = _places(config)
-    faults += found
-    shares, found = _gpu_shares(config, vllm, gpus)
-    faults += found
+    memory = _memory(config, vllm, card_gib, faults)
+    places = _places(config, faults)
+    shares = _gpu_shares(config, vllm, gpus, faults)
     if faults:
         raise BadInput("\n".join(faults))
     logs = config.run.directory / "logs"
@@ -292,15 +289,18 @@ def _options(config: Config, vllm: Installed) -> Options:
     }
 
 
-def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[Options, list[str]]:
-    """vLLM's memory flags. vLLM fills its share with KV cache before remerge reads its copy of the base, so the share
-    of the copy and of the layer being folded is subtracted first."""
+def _memory(config: Config, vllm: Installed, card_gib: float | None, faults: list[str]) -> Options:
+    """vLLM's memory flags; what cannot work is added to `faults`.
+
+    vLLM fills its share with KV cache before remerge reads its copy of the base, so the share of the copy and of the
+    layer being folded is subtracted first.
+    """
     server = config.server
     if vllm.is_cpu:
-        return {}, []
+        return {}
     if server.kv_cache_gib is not None:
         size = int(server.kv_cache_gib * 2**30)
-        return {"gpu_memory_utilization": server.gpu_memory_utilization, "kv_cache_memory_bytes": size}, []
+        return {"gpu_memory_utilization": server.gpu_memory_utilization, "kv_cache_memory_bytes": size}
     share = server.gpu_memory_utilization
     if config.rollout.sync == "remerge" and card_gib:
         copy_gib = 0.0
@@ -310,12 +310,12 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None) -> tuple[Op
         fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.by_vllm else 0)
         share = round(share - (copy_gib + fold_gib) / card_gib, 3)
         if share <= 0:
-            return {}, [
+            faults.append(
                 f"server.gpu_memory_utilization {server.gpu_memory_utilization} of {card_gib:.1f} GiB leaves nothing "
                 f"beside the base's copy ({copy_gib:.1f} GiB) and {fold_gib:g} GiB to fold in. Set server.nf4_copy to "
                 "host."
-            ]
-    return {"gpu_memory_utilization": share}, []
+            )
+    return {"gpu_memory_utilization": share}
 
 
 def _targets(config: Config) -> list[str]:
@@ -390,56 +390,54 @@ def _flags(config: Config) -> list[str]:
     return found
 
 
-def _places(config: Config) -> tuple[list[tuple[str, str, int]], list[str]]:
-    """(URL, address to bind, port) per replica, and the faults with the URLs."""
+def _places(config: Config, faults: list[str]) -> list[tuple[str, str, int]]:
+    """(URL, address to bind, port) per replica; what is wrong with the URLs is added to `faults`."""
     places: list[tuple[str, str, int]] = []
-    found: list[str] = []
     if not config.rollout.server_urls:
-        found.append("rollout.server_urls is empty. Name one URL per replica, e.g. http://127.0.0.1:8000.")
+        faults.append("rollout.server_urls is empty. Name one URL per replica, e.g. http://127.0.0.1:8000.")
     for url in config.rollout.server_urls:
         try:
             parts = urlsplit(url)
             name, port = parts.hostname, parts.port
         except ValueError as error:
-            found.append(f"rollout.server_urls names {url!r}: {error}.")
+            faults.append(f"rollout.server_urls names {url!r}: {error}.")
             continue
         if parts.scheme != "http" or not name or not port or parts.path.strip("/"):
-            found.append(f"rollout.server_urls names {url!r}. Write what is to be started as http://host:port.")
+            faults.append(f"rollout.server_urls names {url!r}. Write what is to be started as http://host:port.")
             continue
         host = config.server.host or ("127.0.0.1" if name == "localhost" else name)
         if port in [other for _, _, other in places]:
-            found.append(f"rollout.server_urls names port {port} twice. Give every replica its own.")
+            faults.append(f"rollout.server_urls names port {port} twice. Give every replica its own.")
         if not is_loopback(host) and not os.environ.get("VLLM_API_KEY"):
-            found.append(
+            faults.append(
                 f"{url} would listen on {host}, open to the network, without a key. Set the same VLLM_API_KEY for "
                 "the servers and the trainer, or use http://127.0.0.1."
             )
         places.append((url, host, port))
-    return places, found
+    return places
 
 
 def _gpu_shares(
-    config: Config, vllm: Installed, gpus: list[str] | None
-) -> tuple[list[tuple[str, ...] | None], list[str]]:
-    """(GPUs per replica, faults); None leaves the choice to CUDA."""
-    count, each = len(config.rollout.server_urls), config.server.tensor_parallel
-    listed = config.server.gpus
-    if vllm.is_cpu:
-        fault = f"server.gpus is {listed} and the installed vLLM is for CPUs. Leave it out." if listed else None
-        return [None] * count, [fault] if fault else []
-    if listed is not None and len(set(listed)) != len(listed):
-        return [None] * count, [f"server.gpus ({listed}) must name every GPU once."]
+    config: Config, vllm: Installed, gpus: list[str] | None, faults: list[str]
+) -> list[tuple[str, ...] | None]:
+    """GPUs per replica, None to leave the choice to CUDA; what cannot work is added to `faults`."""
+    count, each, listed = len(config.rollout.server_urls), config.server.tensor_parallel, config.server.gpus
     names = [str(gpu) for gpu in listed] if listed is not None else gpus
-    if names is None:
-        fix = "Name the GPUs in server.gpus."
-        return [None] * count, [f"no GPU was found (nvidia-smi did not answer). {fix}"]
-    if count * each > len(names):
+    if vllm.is_cpu:
+        if not listed:
+            return [None] * count
+        faults.append(f"server.gpus is {listed} and the installed vLLM is for CPUs. Leave it out.")
+    elif listed is not None and len(set(listed)) != len(listed):
+        faults.append(f"server.gpus ({listed}) must name every GPU once.")
+    elif names is None:
+        faults.append("no GPU was found (nvidia-smi did not answer). Name the GPUs in server.gpus.")
+    elif count * each > len(names):
         where = "server.gpus lists" if listed is not None else "CUDA shows"
-        return [None] * count, [
+        faults.append(
             f"{count} replicas of server.tensor_parallel {each} need {count * each} GPUs, {where} {len(names)} "
             f"({', '.join(names) or 'none'}). Use fewer rollout.server_urls or a smaller server.tensor_parallel."
-        ]
-    return [tuple(names[number * each : (number + 1) * each]) for number in range(count)], []
+        )
+    return [tuple((names or [])[number * each : (number + 1) * each]) for number in range(count)]
 
 
 def check_ports(found: list[Plan]) -> None:

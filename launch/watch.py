@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser, run_command
 from kit.core.health import alerts
 from kit.core.metrics_log import ENDED, RECENT, MetricsLog, mean, number, open_run, progress, series
 from kit.core.run_directory import RunDir
@@ -106,8 +106,7 @@ def follow_lines(run: RunDir, log: MetricsLog, interval_s: float) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launch.watch", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("launch.watch", __doc__)
     parser.add_argument("run", nargs="+", help="run directories, runs/<name>; of several, what is no run is left out")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--json", action="store_true", help="with --once: print a JSON summary instead of a frame")

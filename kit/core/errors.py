@@ -1,5 +1,6 @@
 """The two ways a command of the kit can fail, their exit codes, and suggestions for misspelled names."""
 
+import argparse
 import contextlib
 import difflib
 import errno
@@ -45,6 +46,16 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "", cutoff: floa
     folded = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{folded[near[0]]}?" if near else ""
+
+
+def command_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for `python -m COMMAND` that prints `description` as it stands and takes no abbreviated flags."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def run_command(main: Callable[[], int | None]) -> None:

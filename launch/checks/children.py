@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.checks.machine import ROOT
+from launch.checks.machine import ROOT, Machine
 
 POLL_S = 0.2
 LOG_CHARACTERS = 20_000
@@ -72,6 +72,12 @@ def run_steps(
     while len(outcomes) < len(steps):
         outcomes += _one_child(steps[len(outcomes) :], limit_s, environment or os.environ, keep_log)
     return outcomes
+
+
+def run_step(machine: Machine, limit_s: float, log: str, *step: str | int | float | None, **variables: str) -> Outcome:
+    """Outcome of one step in a child of its own, in the machine's environment and these variables; its output is
+    appended to the log of that name."""
+    return run_steps([step], limit_s, {**machine.environment, **variables}, machine.log(log))[0]
 
 
 @contextlib.contextmanager

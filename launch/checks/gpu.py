@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kit.core.formats import FORMATS
-from launch.checks.children import Outcome, reason, run_steps
+from launch.checks.children import Outcome, reason, run_step
 from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, warn
 from launch.checks.packages import install_command
 
@@ -120,9 +120,7 @@ def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iter
     if not machine.gpus:  # whether it loads is covered by the imports check
         yield ok(f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to try")
         return
-    log = machine.log("torch")
-    outcome = run_steps([["torch_devices"]], TORCH_LIMIT_S, machine.environment, log)[0]
-    yield from torch_rows(machine, outcome)
+    yield from torch_rows(machine, run_step(machine, TORCH_LIMIT_S, "torch", "torch_devices"))
 
 
 def _build_fault(machine: Machine, version: str, cuda: str | None) -> tuple[str, str] | None:
@@ -174,8 +172,7 @@ def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
 
 def bitsandbytes(machine: Machine) -> Iterator[Row]:
     """Check NF4 on this device numerically."""
-    log = machine.log("bitsandbytes")
-    outcome = run_steps([["bitsandbytes_round_trip"]], ROUND_TRIP_LIMIT_S, machine.environment, log)[0]
+    outcome = run_step(machine, ROUND_TRIP_LIMIT_S, "bitsandbytes", "bitsandbytes_round_trip")
     yield bitsandbytes_row(machine, outcome)
 
 
@@ -203,9 +200,8 @@ def vllm(machine: Machine) -> Iterator[Row]:
 
 
 def _vllm_outcome(machine: Machine, weights: str | None) -> Outcome:
-    environment = {"VLLM_NO_USAGE_STATS": "1", **machine.environment, "HF_HUB_OFFLINE": "1"}
-    log = machine.log("vllm")
-    return run_steps([["vllm_token", weights]], VLLM_LIMIT_S, environment, log)[0]
+    variables = {"VLLM_NO_USAGE_STATS": machine.environment.get("VLLM_NO_USAGE_STATS", "1"), "HF_HUB_OFFLINE": "1"}
+    return run_step(machine, VLLM_LIMIT_S, "vllm", "vllm_token", weights, **variables)
 
 
 def vllm_rows(machine: Machine, weights: str | None, outcome: Outcome, plain: Outcome | None) -> Iterator[Row]:
@@ -265,12 +261,11 @@ def nccl(machine: Machine) -> Iterator[Row]:
 
 
 def _all_reduce(machine: Machine, world: int, backend: str, mib: int, more: dict[str, str]) -> list[Outcome]:
-    log = machine.log("nccl")
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(world) as pool:
 
         def rank_of(rank: int) -> Outcome:
-            step = ["all_reduce", rank, world, f"{folder}/store", backend, mib]
-            return run_steps([step], COLLECTIVE_LIMIT_S, {**machine.environment, **more}, log)[0]
+            step = ("all_reduce", rank, world, f"{folder}/store", backend, mib)
+            return run_step(machine, COLLECTIVE_LIMIT_S, "nccl", *step, **more)
 
         return list(pool.map(rank_of, range(world)))
 

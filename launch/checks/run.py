@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.plan.placement import Placement, place
-from launch.checks.children import reason, run_steps
+from launch.checks.children import reason, run_step
 from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, warn
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
@@ -201,9 +201,9 @@ def model(machine: Machine) -> Iterator[Row]:
 
     processes = planned_processes(machine)
     # Files that are not here yet belong to the hub check, which has a time limit of its own.
-    environment = {**machine.environment, **announced(machine, processes), "HF_HUB_OFFLINE": "1"}
-    step = ["recipe_checks", json.dumps(to_dict(machine.config), default=str), processes, str(Path.cwd())]
-    outcome = run_steps([step], RECIPE_LIMIT_S, environment, machine.log("model"))[0]
+    variables = announced(machine, processes) | {"HF_HUB_OFFLINE": "1"}
+    step = ("recipe_checks", json.dumps(to_dict(machine.config), default=str), processes, str(Path.cwd()))
+    outcome = run_step(machine, RECIPE_LIMIT_S, "model", *step, **variables)
     if outcome.fault:
         fix = "python -m launch.doctor --only imports torch --logs doctor-logs"
         yield fail(f"the recipe's checks broke: {reason(outcome)}", fix)
@@ -390,8 +390,7 @@ def is_offline(machine: Machine) -> bool:
 
 def ask_hub(machine: Machine, kind: str, identifier: str, revision: str | None) -> str:
     """`there`, or why the hub does not serve it; in a child process, because a DNS lookup cannot be interrupted."""
-    step = ["hub_head", kind, identifier, revision, HEAD_LIMIT_S]
-    outcome = run_steps([step], HUB_LIMIT_S, machine.environment)[0]
+    outcome = run_step(machine, HUB_LIMIT_S, "hub", "hub_head", kind, identifier, revision, HEAD_LIMIT_S)
     return reason(outcome) if outcome.fault else outcome.facts
 
 

@@ -10,25 +10,19 @@ as --group.key value. `check` validates run.sh against the configuration schema,
 and the reward loader of the verl version that requirements-verl.txt pins, in its own environment (make verl).
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
 
 from kit.core.config.load import load_config
-from kit.core.errors import DONE, run_command
+from kit.core.errors import DONE, command_parser, run_command
 from launch.export.check import check
 from launch.export.files import write
 from launch.export.translate import Cluster, translate
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("launch.export", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     verl = commands.add_parser("verl", help="write a run for verl", allow_abbrev=False)
     verl.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")

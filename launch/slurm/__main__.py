@@ -8,22 +8,16 @@ first, the trainer on all of the second. More: servers on the first, the trainer
 given as --group.key value; they go into the script. Nothing is submitted.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from kit.core.config.load import load_config
-from kit.core.errors import DONE, BadInput, run_command
+from kit.core.errors import DONE, BadInput, command_parser, run_command
 from launch.slurm.script import Job, describe, write_script
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.slurm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("launch.slurm", __doc__)
     parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
     parser.add_argument("--nodes", type=int, default=1, help="1: servers and trainer share it; 2 or more: see above")
     parser.add_argument(

@@ -48,7 +48,7 @@ class Split:
 
 def write_script(job: Job, config: Config) -> str:
     """Return the sbatch script of a run; `BadInput` lists what cannot work before anything waits in a queue."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from launch.templates import render
 
     _check_job(job, config)
     split = split_run(job, config)
@@ -67,25 +67,18 @@ def write_script(job: Job, config: Config) -> str:
         "open-mode": "append",
     }
     asked = ["--config", job.config_path, "--nodes", str(job.nodes), "--gpus_per_node", str(job.gpus), *job.overrides]
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters["quote"] = lambda path: shlex.quote(str(path))
-    return templates.get_template("job.sbatch.j2").render(
-        options=options,
-        written_by=shlex.join(asked),
-        nodes=job.nodes,
-        gpus=job.gpus,
-        run=config.run.directory,
-        words=shlex.join(["--config", job.config_path, *job.overrides]),
-        manifest=base_directory(config) / "manifest.json",
-        recipe=recipe_of(config),
-        **asdict(split),
-    )
+    values = {
+        "options": options,
+        "written_by": shlex.join(asked),
+        "nodes": job.nodes,
+        "gpus": job.gpus,
+        "run": config.run.directory,
+        "words": shlex.join(["--config", job.config_path, *job.overrides]),
+        "manifest": base_directory(config) / "manifest.json",
+        "recipe": recipe_of(config),
+    }
+    quote = {"quote": lambda path: shlex.quote(str(path))}
+    return render(Path(__file__).with_name("job.sbatch.j2"), values | asdict(split), quote)
 
 
 def describe(job: Job, config: Config) -> str:

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from kit.core.errors import BadInput
 from kit.core.health import alerts
 from kit.core.metrics_log import RECENT, MetricsLog, group, mean, progress, series
 from kit.core.run_directory import RunDir, read_json
+from launch.templates import render
 from launch.watching import plot
 from launch.watching.compare import common_step, compared
 from launch.watching.page import TRENDS, duration, how_it_ended, known, last_value, show, writer_of
@@ -33,16 +32,8 @@ def write(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: Path) -> P
     else:
         final, title = folder / "comparison.html", f"{len(runs)} runs compared"
         values = _comparison(runs, logs)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"show": show, "shortened": _shortened, "rewards": _rewards}
-    page = environment.get_template("page.html.j2").render(title=title, **values)
+    filters = {"show": show, "shortened": _shortened, "rewards": _rewards}
+    page = render(Path(__file__).with_name("page.html.j2"), {"title": title, **values}, filters, autoescape=True)
     with plot.replacing(final) as partial:
         partial.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
     return final

@@ -414,7 +414,7 @@ def test_recipe_checks_that_hang_or_break_are_a_failed_check(monkeypatch, tiny_m
         (Outcome(1.0, fault="ImportError: no torch"), "no torch"),
         (refused, "not installed"),
     ):
-        monkeypatch.setattr(run, "run_steps", lambda *args, outcome=outcome: [outcome])
+        monkeypatch.setattr(run, "run_step", lambda *args, outcome=outcome, **variables: outcome)
         (row,) = run.model(here)
         assert row.status == "fail" and says in row.found and fix_fault(row.fix) is None
     assert [row.status for row in run.model(machine())] == ["skip"]
