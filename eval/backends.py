@@ -9,11 +9,14 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eval.generate import Generation, check_sampling, generate, set_threads
+from eval.generate import Generation, check_sampling, generate, render_prompts, set_threads
 from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens
 from kit.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPT_TOKENS = 512  # prompt length assumed when memory for the KV cache is reserved
 # vLLM raises lower nonzero temperatures to this one (vllm/sampling_params.py, 0.26 to 0.31).
@@ -61,7 +64,7 @@ def check_backend(backend: str, temperature: float, samples: int) -> None:
         raise BadInput(f"eval.temperature ({temperature}) is above {HIGHEST_TEMPERATURE:g}, the most a server takes.")
 
 
-def load_tokenizer(place: str | Path, asking: Asking) -> Any:
+def load_tokenizer(place: str | Path, asking: Asking) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a checkpoint, before its weights.
 
     `BadInput` if its chat template cannot render the request or cannot end a turn.
@@ -74,16 +77,29 @@ def load_tokenizer(place: str | Path, asking: Asking) -> Any:
     return tokenizer
 
 
-def directory_stop_tokens(place: str | Path, tokenizer: Any, asking: Asking) -> list[int]:
-    """Stop tokens from a checkpoint's files, as transformers would use them; `BadInput` as in `stop_tokens`."""
-    return model_stop_tokens(place, tokenizer, asking.template_arguments)
+@dataclass(frozen=True)
+class Encoded:
+    """The request as a checkpoint's own tokenizer and chat template encode it, and the model's stop tokens."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    stops: list[int]
+    prompts: list[list[int]]
 
 
-def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking) -> Answers:
+def encode(place: str | Path, asking: Asking) -> Encoded:
+    """Encode the request from a checkpoint's files alone, as transformers would with its model."""
+    tokenizer = load_tokenizer(place, asking)
+    stops = model_stop_tokens(place, tokenizer, asking.template_arguments)
+    rendered = render_prompts(tokenizer, asking.conversations, asking.template_arguments)
+    return Encoded(tokenizer, stops, tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def ask_transformers(load: Callable[[], "PreTrainedModel"], place: str | Path, asking: Asking) -> Answers:
     """Generate `Answers` in this process with the model that `load` returns, then free its memory."""
     import torch
 
     from kit.policy.kept_weights import keeping_weights
+    from merge.verify import default_device, scoring_dtype
 
     tokenizer = load_tokenizer(place, asking)
     model = load()
@@ -106,11 +122,4 @@ def ask_transformers(load: Callable[[], Any], place: str | Path, asking: Asking)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return Answers(made, "transformers", compute_dtype())
-
-
-def compute_dtype() -> str:
-    """The dtype in which transformers computes cells here: float32 on a CPU, bfloat16 on a GPU."""
-    from merge.verify import default_device, scoring_dtype
-
-    return str(scoring_dtype(default_device())).removeprefix("torch.")
+    return Answers(made, "transformers", str(scoring_dtype(default_device())).removeprefix("torch."))

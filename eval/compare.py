@@ -41,19 +41,22 @@ def compare(
     _adjust(gain.values())
     result: dict = {"samples_per_problem": completions, "reference": reference, "gain": gain}
     result |= {"gain_survival": {}, "quantization_loss": {}, "hygiene": _hygiene(records, formats, limits)}
-    for name in formats if "bf16" in formats else ():
-        if name == "bf16":
-            continue
+    for name in _beside_bf16(formats):
         cells = [("base", name), ("grpo", name), ("base", "bf16"), ("grpo", "bf16")]
-        after, before = stats.survival_changes(*decided_scores(records, cells))
-        result["gain_survival"][name] = _difference(after, before, samples, seed)
-        after, before = decided_scores(records, [("grpo", "bf16"), ("grpo", name)])
-        result["quantization_loss"][name] = _difference(after, before, samples, seed)
+        base, grpo, base_bf16, grpo_bf16 = decided_scores(records, cells)
+        result["gain_survival"][name] = _difference(grpo - base, grpo_bf16 - base_bf16, samples, seed)
+        grpo_bf16, grpo = decided_scores(records, [("grpo", "bf16"), ("grpo", name)])
+        result["quantization_loss"][name] = _difference(grpo_bf16, grpo, samples, seed)
     _adjust(result["gain_survival"].values())
     _adjust(result["quantization_loss"].values())
     _judge(result, limits)
     result["minimum_detectable_effect"] = gain[reference]["minimum_detectable_effect"]
     return result
+
+
+def _beside_bf16(formats: Sequence[str]) -> list[str]:
+    """The formats whose survival can be judged: all but bf16, if bf16 is there."""
+    return [name for name in formats if name != "bf16"] if "bf16" in formats else []
 
 
 def _check_same_problems(records: Records) -> int:
@@ -181,10 +184,11 @@ def _hygiene(records: Records, formats: Sequence[str], limits: Limits) -> dict:
     readable answer, which GRPO is meant to change: such findings block nothing, and `base_form` reports them
     separately. Base answers that could not be compared do block conclusions, because the measurement itself failed.
     """
-    cells = {
-        policy: {name: findings(rates(records[policy, name]), limits) for name in formats}
-        for policy in ("base", "grpo")
-    }
+    cells: dict = {"base": {}, "grpo": {}}
+    undecided: dict = {"base": {}, "grpo": {}}
+    for (policy, name), found in records.items():
+        cells[policy][name] = findings(rates(found), limits)
+        undecided[policy][name] = [sum(one.correct is None for one in found), len(found)]
 
     def refusals(name: str) -> list[str]:
         stopping = [("grpo", finding) for finding in cells["grpo"][name]]
@@ -192,23 +196,13 @@ def _hygiene(records: Records, formats: Sequence[str], limits: Limits) -> dict:
         return [f"{_cell((policy, name))} has {finding['text']}" for policy, finding in stopping]
 
     of_gain = {name: refusals(name) for name in formats}
-    pairs = [name for name in formats if name != "bf16"] if "bf16" in formats else []
-    of_survival = {name: of_gain[name] + of_gain["bf16"] for name in pairs}
+    of_survival = {name: of_gain[name] + of_gain["bf16"] for name in _beside_bf16(formats)}
+    refused = {"gain": of_gain, "gain_survival": of_survival}
     return {
         "limits": asdict(limits),
         "cells": cells,
-        "undecided": {
-            policy: {
-                name: [sum(one.correct is None for one in found), len(found)]
-                for (of, name), found in records.items()
-                if of == policy
-            }
-            for policy in cells
-        },
-        "refused": {
-            "gain": {name: texts for name, texts in of_gain.items() if texts},
-            "gain_survival": {name: texts for name, texts in of_survival.items() if texts},
-        },
+        "undecided": undecided,
+        "refused": {of: {name: texts for name, texts in found.items() if texts} for of, found in refused.items()},
     }
 
 
@@ -219,13 +213,11 @@ def _judge(result: dict, limits: Limits) -> None:
         gain["verdict"] = REFUSED if name in refused["gain"] else {1: GAIN, -1: LOSS, 0: NOT_SHOWN}[direction(gain)]
     for name, survival in result["gain_survival"].items():
         gains = result["gain"]["bf16"], result["gain"][name]
-        survival["margin"] = limits.margin
+        survival["margin"], survival["needed_problems"] = limits.margin, None
         survival["verdict"] = REFUSED if name in refused["gain_survival"] else _survival(survival, *gains)
-        room = survival["difference"] + limits.margin
-        half = survival["difference"] - survival["interval"][0]
-        survival["needed_problems"] = None
-        if survival["verdict"] == NOT_SHOWN and 0 < room < half:  # width shrinks as 1/sqrt(problems)
-            survival["needed_problems"] = int(np.ceil(survival["n"] * (half / room) ** 2))
+        if survival["verdict"] == NOT_SHOWN:
+            room, half = survival["difference"] + limits.margin, survival["difference"] - survival["interval"][0]
+            survival["needed_problems"] = power.problems_to_decide(survival["n"], room, half)
 
 
 def direction(found: dict) -> int:
@@ -261,41 +253,40 @@ def conclude(comparison: dict, formats: Sequence[str], trained: str = GRPO) -> s
     A difference whose interval contains 0 is never called "no change", and a gain "survives" only above the margin.
     `trained` is the display name of the trained policy.
     """
-    hygiene, survival = comparison["hygiene"], comparison["gain_survival"]
-    refused, who = hygiene["refused"]["gain"], in_sentence(trained)
-    lines = [_gain_sentence(name, comparison["gain"][name], refused.get(name), who) for name in formats]
-    cautions = [_base_sentence(name, comparison["gain"][name], hygiene["cells"]["base"].get(name)) for name in formats]
-    if any(cautions):
-        lines += [caution for caution in cautions if caution]
+    hygiene, survival, gains = (comparison[key] for key in ("hygiene", "gain_survival", "gain"))
+    refused = hygiene["refused"]["gain"]
+    lines = [_gain_sentence(name, gains[name], refused.get(name), in_sentence(trained)) for name in formats]
+    noted = [(name, form_note(hygiene["cells"]["base"].get(name, ()), gains[name])) for name in formats]
+    if cautions := [f"Caution: the {name} base {note}" for name, note in noted if note]:
+        lines += cautions
         lines.append(
-            "Where the base gave no readable answer or did not end by itself, a gain in stopping and in form cannot "
-            "be told from one in solving."
+            "Where the base gave no readable answer or did not stop, a gain in form cannot be told from one in "
+            "solving."
         )
     if not survival:
-        lines.append("Whether the gain survives a format was not measured: that needs bf16 beside another format.")
-    elif comparison["gain"]["bf16"]["verdict"] == REFUSED:
-        lines.append("No conclusion on the survival of the gain: bf16, which it is measured against, is refused.")
-    elif comparison["gain"]["bf16"]["verdict"] != GAIN:
-        lines.append("No gain is shown in bf16, so there is no gain whose survival could be judged.")
+        lines.append("Survival of the gain was not measured: that needs bf16 and another format.")
+    elif gains["bf16"]["verdict"] == REFUSED:
+        lines.append("No conclusion on the survival of the gain: the gain in bf16, its reference, is refused.")
+    elif gains["bf16"]["verdict"] != GAIN:
+        lines.append("No gain is shown in bf16, so its survival in other formats cannot be judged.")
     else:
-        gains = comparison["gain"]
         lines += [_survival_sentence(name, found, gains[name], gains["bf16"]) for name, found in survival.items()]
     lines += [
-        f"{undecided} of {of} answers of {policy_name(policy, trained)} in {name} could not be compared and are left "
-        "out."
+        f"{count} of {total} answers of {policy_name(policy, trained)} in {name} could not be compared and are "
+        "excluded."
         for policy, row in hygiene["undecided"].items()
-        for name, (undecided, of) in row.items()
-        if undecided
+        for name, (count, total) in row.items()
+        if count
     ]
     completions = comparison["samples_per_problem"]
     if completions > 1:
         reference = comparison["reference"]
-        lines.append(_pass_sentence(reference, comparison["gain"][reference], completions, trained))
+        lines.append(_pass_sentence(reference, gains[reference], completions, trained))
     if len(formats) > 1:
         lines.append(
-            f"{len(formats)} formats are compared: a difference counts as shown when its interval excludes 0 and its "
-            f"p-value, adjusted for all of them (Holm), is at most {stats.ALPHA:g}. The intervals are 95 % each, not "
-            "adjusted."
+            f"{len(formats)} formats are compared: a difference counts as shown if its interval excludes 0 and its "
+            f"p-value, adjusted for all of them (Holm), is at most {stats.ALPHA:g}. Each interval covers 95 % by "
+            "itself."
         )
     return "\n".join(lines)
 
@@ -303,75 +294,62 @@ def conclude(comparison: dict, formats: Sequence[str], trained: str = GRPO) -> s
 def _gain_sentence(name: str, gain: dict, refused: list[str] | None, who: str) -> str:
     if gain["verdict"] == REFUSED:
         return f"No conclusion on the gain in {name}: {'; '.join(refused)}."
-    change, problems = points(gain["difference"], sign=True), f"n = {gain['n']:,} problems"
     if gain["verdict"] in (GAIN, LOSS):
-        more, ends = ("more", gain["interval"]) if gain["verdict"] == GAIN else ("fewer", _negative(gain["interval"]))
+        more, found = ("more", gain) if gain["verdict"] == GAIN else ("fewer", stats.negated(gain))
         return (
-            f"In {name}, {who} answers {points(abs(gain['difference']))} points {more} of the {gain['n']:,} held-out "
-            f"problems than the base ({_interval(*ends)}, {_test(gain)})."
+            f"In {name}, {who} answers {points(found['difference'])} points {more} of the {gain['n']:,} held-out "
+            f"problems than the base ({_interval(found)}, {_test(gain)})."
         )
     neither = "a gain" if gain["difference"] >= 0 else "a gain or a loss"
-    needed, effect = gain["needed_problems"], gain["minimum_detectable_effect"]
-    sentence = (
-        f"No evidence of {neither} in {name} at {problems}: {change} points ({_interval(*gain['interval'])}, "
-        f"{_test(gain)}). "
-    )
-    return sentence + (
-        f"About {_count(needed['problems'])} problems would detect {points(needed['effect'])} points; {gain['n']:,} "
-        f"detect {points(effect)}."
-    )
-
-
-def _base_sentence(name: str, gain: dict, found: list[dict] | None) -> str | None:
-    """A caution on how much of a gain is where the base was truncated or unparseable; None if that is not the case."""
-    shaped = [finding["text"] for finding in found or () if finding["key"] != UNDECIDED]
-    if not shaped or gain["verdict"] == REFUSED:
-        return None
-    form, elsewhere = gain["base_form"], gain["base_form"]["elsewhere"]
-    low, high = elsewhere["interval"]
-    unshown = "; no gain beyond stopping and form is shown" if gain["verdict"] == GAIN and low <= 0 else ""
+    needed = gain["needed_problems"]
     return (
-        f"Caution: the {name} base has {'; '.join(shaped)}. Problems where it gave no readable answer or did not stop "
-        f"contribute {points(form['gain_there'], sign=True)} points to the difference, the others "
-        f"{points(elsewhere['difference'], sign=True)} ({_interval(low, high)}){unshown}."
+        f"No evidence of {neither} in {name} at n = {gain['n']:,} problems: {_change(gain)} points "
+        f"({_interval(gain)}, {_test(gain)}). About {_count(needed['problems'])} problems would detect "
+        f"{points(needed['effect'])} points; {gain['n']:,} detect {points(gain['minimum_detectable_effect'])}."
+    )
+
+
+def form_note(base: Sequence[dict], gain: dict) -> str | None:
+    """How much of a gain is where the base was truncated or unparseable; None if `base`, its findings, has no such."""
+    shaped, form = [finding["text"] for finding in base if finding["key"] != UNDECIDED], gain.get("base_form")
+    if not shaped or not form or gain.get("verdict") == REFUSED:
+        return None
+    elsewhere = form["elsewhere"]
+    unshown = gain.get("verdict") == GAIN and elsewhere["interval"][0] <= 0
+    return (
+        f"has {'; '.join(shaped)}. Problems where it gave no readable answer or did not stop contribute "
+        f"{points(form['gain_there'], sign=True)} points to the difference, the others {_change(elsewhere)} "
+        f"({_interval(elsewhere)}){'; no gain beyond form is shown' if unshown else ''}."
     )
 
 
 def _survival_sentence(name: str, survival: dict, gain: dict, bf16: dict) -> str:
-    (low, high), change = survival["interval"], points(survival["difference"], sign=True)
-    margin, evidence = f"{100 * survival['margin']:g} points", f"{_interval(low, high)}, {_test(survival)}"
+    low, margin = survival["interval"][0], survival["margin"]
+    allowed, evidence = f"{100 * margin:g} points", f"{_interval(survival)}, {_test(survival)}"
+    differs = f"it differs from bf16's by {_change(survival)} points ({evidence})"
     match survival["verdict"]:
         case "refused":
             return f"No conclusion on the survival of the gain in {name}: its gain is refused."
         case "partly lost":
-            left = (
-                f"; no gain over the base is shown in {name}."
-                if gain["verdict"] != GAIN
-                else f"; no more than {margin} are lost."
-                if low > -survival["margin"]
-                else "."
-            )
-            return f"Part of the gain is lost in {name}: it differs from bf16's by {change} points ({evidence}){left}"
+            rest = f"; no more than {allowed} are lost" if low > -margin else ""
+            rest = rest if gain["verdict"] == GAIN else f"; no gain over the base is shown in {name}"
+            return f"Part of the gain is lost in {name}: {differs}{rest}."
         case "larger":
-            return f"The gain is larger in {name} than in bf16: by {change} points ({evidence})."
+            return f"The gain is larger in {name} than in bf16: by {_change(survival)} points ({evidence})."
         case "survives":
-            return (
-                f"The gain survives {name} to within {margin}: it differs from bf16's by {change} points ({evidence})."
-            )
-    if low <= -survival["margin"]:
-        why = f"the loss can be more than {margin}"
-    elif survival["margin"] >= bf16["difference"]:
+            return f"The gain survives {name} to within {allowed}: {differs}."
+    if low <= -margin:
+        why = f"the loss can be more than {allowed}"
+    elif margin >= bf16["difference"]:
         why = (
-            f"no more than {points(max(-low, 0.0))} are lost, but the margin of {margin} is no smaller than the gain "
+            f"no more than {points(max(-low, 0.0))} are lost, but the margin of {allowed} is no smaller than the gain "
             f"in bf16, {points(bf16['difference'])}"
         )
     else:
         why = "no gain over the base is shown there"
     needed = survival["needed_problems"]
-    return (
-        f"Whether the gain survives {name} is not shown either way: it differs from bf16's by {change} points "
-        f"({evidence}); {why}." + (f" About {_count(needed)} problems would decide." if needed else "")
-    )
+    decide = f" About {_count(needed)} problems would decide." if needed else ""
+    return f"Whether the gain survives {name} is not shown either way: {differs}; {why}.{decide}"
 
 
 def _pass_sentence(name: str, gain: dict, completions: int, trained: str) -> str:
@@ -380,7 +358,7 @@ def _pass_sentence(name: str, gain: dict, completions: int, trained: str) -> str
         return f"pass@{completions} in {name} was not measured: no problem has {completions} decided completions."
     return (
         f"pass@{completions} in {name}: {points(found['base'])} % base, {points(found['grpo'])} % {trained}, "
-        f"{points(found['difference'], sign=True)} points ({_interval(*found['interval'])})."
+        f"{_change(found)} points ({_interval(found)})."
     )
 
 
@@ -391,18 +369,18 @@ def _test(found: dict) -> str:
     return f"{name}p = {p_value(found['p'])}{adjusted}"
 
 
-def _negative(interval: Sequence[float]) -> tuple[float, float]:
-    return 0.0 - interval[1], 0.0 - interval[0]
+def _change(found: dict) -> str:
+    return points(found["difference"], sign=True)
 
 
-def _interval(low: float, high: float) -> str:
+def _interval(found: dict) -> str:
+    low, high = found["interval"]
     return f"95 % interval {points(low)} to {points(high)}"
 
 
 def _count(problems: int) -> str:
     """A number of problems rounded to three digits, since it is based on an estimated spread."""
-    rounded = round(problems, 2 - int(np.floor(np.log10(problems))))
-    return f"{max(rounded, 1):,}"
+    return f"{max(round(problems, 3 - len(str(problems))), 1):,}"
 
 
 def p_value(p: float | None) -> str:

@@ -9,24 +9,25 @@ Exits 1 if the endpoint is shown to be worse than that cell, or if its completio
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from eval import report, stats
 from eval.artifacts import check_formats
-from eval.backends import Answers, Asking, check_backend
-from eval.cells import Cell, meta_file, read_records, records_file, write_cell
+from eval.backends import check_backend
+from eval.cells import meta_file, read_records, records_file, write_cell
 from eval.compare import decided_scores, points
 from eval.hygiene import findings, limits_of, rates
+from eval.options import add_configuration, add_problem_options, command_parser
 from eval.problems import held_out, problems_hash
 from eval.record import Record
 from eval.result import measurement
-from eval.run import add_problem_options, answer_pool, ask_settings, evaluation_config, versions
-from eval.score import score, summarize
+from eval.run import answer_pool, ask_settings, evaluation_config, scored_cell, versions
+from eval.score import summarize
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from eval.tasks import scoring_of
 from kit.core.config.schema import Config, DataConfig
@@ -54,7 +55,8 @@ def main(argv: list[str]) -> int:
         f"endpoint {arguments.url}: {len(problems)} problems, tokenizer and chat template of {tokenizer}", flush=True
     )
     folder = (arguments.out or place) / "eval"
-    cell = measure(config, problems, asking, scoring, lambda: ask_server(endpoint, tokenizer, asking))
+    with contextlib.closing(answer_pool(config)) as pool:
+        cell = scored_cell(lambda: ask_server(endpoint, tokenizer, asking), problems, asking, pool, scoring)
     folder.mkdir(parents=True, exist_ok=True)
     identity = {"problems": problems_hash(problems), "eval": ways(config), "endpoint": cell.versions}
     identity["reward"] = {"options": config.reward.options}
@@ -92,22 +94,15 @@ def main(argv: list[str]) -> int:
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval endpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Keys of the run's configuration can be given as --group.key value. The server's key is taken from "
-        "VLLM_API_KEY or OPENAI_API_KEY.",
-        allow_abbrev=False,
-    )
+    epilog = "Keys of the run's configuration can be given as --group.key value. The API key of the server is taken "
+    epilog += "from VLLM_API_KEY or OPENAI_API_KEY."
+    parser = command_parser("endpoint", __doc__, "where endpoint.json goes", epilog=epilog)
     parser.add_argument("--url", required=True, help="of the server, with or without /v1")
     parser.add_argument("--model", help="its name for the model; default the only one that it lists")
-    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument("--cell", help="what is deployed, as policy/format; default grpo/<eval.gate.format>")
     parser.add_argument("--tokenizer", type=Path, help="directory with the tokenizer; default that of --cell")
     add_problem_options(parser)
-    parser.add_argument("--out", type=Path, help="where endpoint.json goes; default: the run directory")
-    parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+    add_configuration(parser)
     return parser.parse_known_args(argv)
 
 
@@ -131,18 +126,6 @@ def tokenizer_place(run: RunDir, policy: str, name: str, given: Path | None) -> 
     return base_directory(run, weights=False)
 
 
-def measure(config: Config, problems: list[Any], asking: Asking, scoring: Any, ask: Any) -> Cell:
-    """Score the completions of `ask()`, which returns `Answers`."""
-    started, pool = time.perf_counter(), answer_pool(config)
-    try:
-        answers: Answers = ask()
-        records = score(problems, answers.generations, asking.conversations, pool, scoring)
-    finally:
-        pool.close()
-    seconds = round(time.perf_counter() - started, 2)
-    return Cell(records, answers.engine, answers.dtype, answers.versions, seconds)
-
-
 def ways(config: Config) -> dict:
     """Settings that must match for two measurements of the same problems to be comparable, whatever generated them."""
     names = ("max_new_tokens", "temperature", "samples", "reward", "reward_threshold")
@@ -151,20 +134,22 @@ def ways(config: Config) -> dict:
 
 def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tuple[list[Record], str]:
     """Return the records of the run's own evaluation of the deployed cell, or [] and why they cannot be compared."""
-    header, file = meta_file(folder, policy, name), records_file(folder, policy, name)
+    header, file, cell = meta_file(folder, policy, name), records_file(folder, policy, name), f"{policy}/{name}"
     if not header.is_file() or not file.is_file():
-        return [], f"{policy}/{name} has not been evaluated (python -m eval)"
+        return [], f"{cell} has not been evaluated (python -m eval)"
     known = read_json(header).get("identity", {})
     own = {key: known.get("eval", {}).get(key) for key in identity["eval"]}
-    if known.get("problems") != identity["problems"]:
-        return [], f"{policy}/{name} was evaluated on other problems"
-    if own != json.loads(json.dumps(identity["eval"])):
-        return [], f"{policy}/{name} was evaluated in another way: {own}"
-    if (options := known.get("reward", {}).get("options", {})) != identity["reward"]["options"]:
-        return [], f"{policy}/{name} was evaluated with other options of rewards: {options}"
+    options = known.get("reward", {}).get("options", {})
     plain = dataclasses.asdict(DataConfig()) | known.get("data", {})
-    if other := [key for key, value in identity["data"].items() if plain[key] != value]:
-        return [], f"{policy}/{name} was evaluated on other prompts: data.{other[0]} was {plain[other[0]]!r}"
+    other = [f"data.{key} was {plain[key]!r}" for key, value in identity["data"].items() if plain[key] != value]
+    different = {
+        "on other problems": known.get("problems") != identity["problems"],
+        f"with other settings: {own}": own != json.loads(json.dumps(identity["eval"])),
+        f"with other options of rewards: {options}": options != identity["reward"]["options"],
+        f"on other prompts: {', '.join(other)}": other,
+    }
+    if why := next((why for why, differs in different.items() if differs), None):
+        return [], f"{cell} was evaluated {why}"
     return read_records(file), ""
 
 
@@ -173,12 +158,10 @@ def compare(now: list[Record], before: list[Record], samples: int) -> dict:
 
     `same` is the share of completions that are identical, both being greedy or the same sample.
     """
-    scores = decided_scores(
-        {("grpo", "after"): now, ("grpo", "before"): before}, [("grpo", "after"), ("grpo", "before")]
-    )
-    found = stats.paired_difference(scores[0], scores[1], samples, 0)
+    cells = {("grpo", "after"): now, ("grpo", "before"): before}
+    after, earlier = decided_scores(cells, [*cells])
     same = sum(a.completion == b.completion for a, b in zip(now, before, strict=True)) / len(now)
-    return {**found, "n": len(scores[0]), "same": same}
+    return {**stats.paired_difference(after, earlier, samples, 0), "n": len(after), "same": same}
 
 
 def conclusion(result: dict) -> list[str]:
@@ -188,12 +171,12 @@ def conclusion(result: dict) -> list[str]:
         lines.append(f"Not compared with the run's evaluation: {result['not_compared']}.")
     else:
         low, high = found["interval"]
-        shown = f"{points(found['difference'], sign=True)} points, 95 % interval {points(low)} to {points(high)}"
         verdict = "worse than" if high < 0 else "better than" if low > 0 else "not shown to differ from"
         lines.append(
-            f"The endpoint is {verdict} {deployed} as evaluated: {shown}, on {found['n']} problems; "
-            f"{points(found['same'])} % of the completions are the same."
+            f"The endpoint is {verdict} {deployed} as evaluated: {points(found['difference'], sign=True)} points, 95 "
+            f"% interval {points(low)} to {points(high)}, on {found['n']} problems; {points(found['same'])} % of the "
+            "completions are the same."
         )
     if result["out_of_limits"]:
-        lines.append(f"Out of the gate's limits: {'; '.join(result['out_of_limits'])}.")
+        lines.append(f"Outside the gate's limits: {'; '.join(result['out_of_limits'])}.")
     return lines

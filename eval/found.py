@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from eval import plots
 from eval.artifacts import artifact_hash
@@ -13,6 +12,7 @@ from kit.core.metrics_log import MetricsLog
 from kit.core.run_directory import MANIFEST, RunDir, read_json
 
 NONE = "–"
+OPTIONAL = ("diagnostics", "serving", "endpoint", "lm_eval")  # <name>.json
 
 
 @dataclass
@@ -31,27 +31,36 @@ class Found:
     tasks: dict[str, dict] = field(default_factory=dict)  # eval.json of other tasks, by task
     folder: Path = Path()
 
+    def group(self, name: str) -> dict:
+        """A group of the run's configuration; {} if it is missing."""
+        return (self.config.get("config") or {}).get(name) or {}
+
+    @property
+    def gate_format(self) -> str | None:
+        """The format that the configuration names for the gate."""
+        return (self.group("eval").get("gate") or {}).get("format")
+
     @property
     def trained(self) -> str:
         """Display name of the run's trained policy."""
         return trained_name(self.config.get("config") or {})
 
     @property
-    def remade(self) -> list[tuple[str, str]]:
-        """(policy, format) of the checkpoints that differ from those measured in eval.json."""
-        matrix = (self.result or {}).get("matrix") or {}
-        cells = {(policy, name): cell for policy, row in matrix.items() for name, cell in row.items()}
-        now = {key: self.manifests.get(("dequantized", *key)) for key in cells}
-        measured = {key: cell.get("artifact_hash") for key, cell in cells.items()}
-        return [key for key, old in measured.items() if old and now[key] and artifact_hash(now[key]) != old]
+    def cells(self) -> dict[tuple[str, str], dict]:
+        """The measured cells by (policy, format)."""
+        return cells_of(self.result or {})
 
     @property
-    def formats(self) -> list[str]:
-        """The formats that were measured, merged or served, in the order of every table."""
-        names = {name for _, _, name in self.manifests} | set(
-            ((self.result or {}).get("matrix") or {}).get("base", {})
-        )
-        return plots.order(list(names | set((self.serving or {}).get("formats", {}))))
+    def remade(self) -> list[tuple[str, str]]:
+        """(policy, format) of the checkpoints that differ from those measured in eval.json."""
+        measured = {key: cell.get("artifact_hash") for key, cell in self.cells.items()}
+        now = {key: self.manifests.get(("dequantized", *key)) for key in measured}
+        return [key for key, old in measured.items() if old and now[key] and artifact_hash(now[key]) != old]
+
+
+def cells_of(result: dict) -> dict[tuple[str, str], dict]:
+    """The cells of an eval.json by (policy, format)."""
+    return {(policy, name): cell for policy, row in result.get("matrix", {}).items() for name, cell in row.items()}
 
 
 def find(run: RunDir, folder: Path, result: dict | None) -> Found:
@@ -63,35 +72,39 @@ def find(run: RunDir, folder: Path, result: dict | None) -> Found:
         for file in sorted(top.glob(f"*/*/{MANIFEST}")):
             manifests[into, file.parent.parent.name, file.parent.name] = read_json(file)
     optional = {}
-    for name in ("diagnostics", "serving", "endpoint", "lm_eval"):
+    for name in OPTIONAL:
         files = [place / f"{name}.json" for place in (folder, run.path)]
-        file = next((file for file in files if file.is_file()), None)
-        optional[name] = read_json(file) if file else None
-    tasks = {file.parent.name.removeprefix("eval-"): read_json(file) for file in run.path.glob("eval-*/eval.json")}
-    tasks = dict(sorted(tasks.items()))
+        optional[name] = next((read_json(file) for file in files if file.is_file()), None)
+    files = sorted(run.path.glob("eval-*/eval.json"))
+    tasks = {file.parent.name.removeprefix("eval-"): read_json(file) for file in files}
     return Found(
         run, read_json(run.config_file), log.rows, result, **optional, manifests=manifests, tasks=tasks, folder=folder
     )
 
 
-def number(value: Any, digits: str = ".4g") -> str:
+def number(value: object, digits: str = ".4g") -> str:
     return format(value, digits) if isinstance(value, int | float) and not isinstance(value, bool) else NONE
 
 
-def share(value: float | None, sign: bool = False) -> str:
-    return NONE if value is None else points(value, sign=sign)
+def share(value: float | None) -> str:
+    return NONE if value is None else points(value)
 
 
 def pair(interval: Sequence[float] | None) -> str:
     return NONE if not interval else f"{points(interval[0])} to {points(interval[1])}"
 
 
-def rank(key: tuple[str, str, str]) -> tuple:
-    into, policy, name = key
-    return (into, policy, plots.order([*plots.FORMATS, name]).index(name))
+def change(found: dict | None) -> list[str]:
+    """[difference, interval] in points, dashes for a missing one."""
+    return [points(found["difference"], sign=True), pair(found["interval"])] if found else [NONE, NONE]
 
 
 def p_values(difference: dict) -> list[str]:
     """[p, p adjusted for all formats] of a difference, with a dash for what was not computed."""
     own = difference.get("mcnemar_p") if difference.get("p") is None else difference["p"]
     return [NONE if value is None else p_value(value) for value in (own, difference.get("holm_p"))]
+
+
+def rank(key: tuple[str, str, str]) -> tuple:
+    into, policy, name = key
+    return (into, policy, plots.order([*plots.FORMATS, name]).index(name))

@@ -13,13 +13,11 @@ configuration names nor with those that its ledger lists; one that does revokes 
 Only the gate writes `promoted` into a manifest: true on a pass, false again if a later gate does not pass.
 """
 
-import argparse
 import dataclasses
 import json
 import shlex
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from eval.artifacts import (
     POLICIES,
@@ -30,8 +28,9 @@ from eval.artifacts import (
     merge_missing,
     set_promotion,
 )
-from eval.compare import points
-from eval.hygiene import UNDECIDED, findings, limits_of
+from eval.compare import form_note
+from eval.hygiene import findings, limits_of
+from eval.options import add_configuration, command_parser
 from eval.problems import check_disjoint, held_out, problems_hash
 from eval.result import measurement, read_result, run_config
 from eval.rules import PASS, Rule, judge
@@ -45,16 +44,9 @@ NOT_COMPARED = ("formats", "batch_size")
 
 def main(argv: list[str]) -> int:
     """Promote the artifact and return 0 if every rule passes, else return 1; `BadInput` if eval.json is stale."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval gate",
-        description=__doc__,
-        epilog="Thresholds of the run's configuration can be given as --eval.gate.key value.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
-    parser.add_argument("--out", type=Path, help="folder that holds eval.json; default: the run directory")
-    parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+    epilog = "Limits of the run's configuration can be given as --eval.gate.key value."
+    parser = command_parser("gate", __doc__, "folder that holds eval.json", epilog=epilog)
+    add_configuration(parser)
     parser.add_argument("--dry_run", action="store_true", help="judge and print, leave the manifest as it is")
     arguments, overrides = parser.parse_known_args(argv)
     run = RunDir.open(arguments.run)
@@ -213,17 +205,10 @@ def _again(run: RunDir, result: dict, formats: Iterable[str] = ()) -> str:
 def base_note(config: Config, result: dict) -> str | None:
     """A note on how much of a gain is where the base was truncated or unparseable; None if the base is in range."""
     name = config.eval.gate.format
-    cell, form = result["matrix"]["base"][name], result["gain"][name].get("base_form")
-    found = [one for one in findings(cell, limits_of(config)) if one["key"] != UNDECIDED] if form else []
-    if not found:
+    if (form := result["gain"][name].get("base_form")) is None:
         return None
-    there, elsewhere = points(form["gain_there"], sign=True), form["elsewhere"]
-    low, high = (points(end, sign=True) for end in elsewhere["interval"])
-    return (
-        f"note: the {name} base has {'; '.join(one['text'] for one in found)}. Problems where it gave no readable "
-        f"answer or did not stop contribute {there} points to the gain, the others "
-        f"{points(elsewhere['difference'], sign=True)} [{low}, {high}]."
-    )
+    note = form_note(findings(result["matrix"]["base"][name], limits_of(config)), {"base_form": form})
+    return note and f"note: the {name} base {note}"
 
 
 def print_rules(rules: list[Rule], checkpoint: Artifact) -> None:

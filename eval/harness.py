@@ -19,18 +19,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eval import samples, stats
 from eval.artifacts import POLICIES, artifact
 from eval.cells import read_records, records_file
 from eval.compare import points
+from eval.options import add_configuration, command_parser
 from eval.problems import held_out, problems_hash
 from eval.result import read_result, run_config
 from kit.core.config.schema import DataConfig
 from kit.core.errors import DONE, BadInput, CheckFailed
 from kit.core.run_directory import MANIFEST, RunDir, file_hash, read_json, write_json
-from kit.data.problems import SUFFIXES, TEXT_FORMATS, chat_messages
+from kit.data.problems import SUFFIXES, TEXT_FORMATS, Problem, chat_messages
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("kit_gsm8k", "kit_problems")
@@ -62,9 +62,6 @@ class Results:
     scores: list[Score]
     raw: dict
 
-    def config(self, task: str) -> dict:
-        return (self.raw.get("configs") or {}).get(task) or {}
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -76,7 +73,7 @@ class Measured:
     format: str
     result: dict
     checkpoint: Path
-    problems: list[Any]
+    problems: list[Problem]
     data: DataConfig
 
     @property
@@ -112,17 +109,10 @@ def main(argv: list[str]) -> int:
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval lm_eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
+    parser = command_parser("lm_eval", __doc__, "folder that holds eval.json, e.g. of a task")
     parser.add_argument("--policy", choices=POLICIES, default="grpo", help="row of the matrix; default grpo")
     parser.add_argument("--format", help="column of the matrix; default eval.gate.format")
-    parser.add_argument("--out", type=Path, help="folder that holds eval.json, e.g. of a task; default the run's")
-    parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+    add_configuration(parser)
     parser.add_argument(
         "--results", type=Path, help="results_*.json of the harness, or a folder with one: do not run it"
     )
@@ -167,20 +157,14 @@ def find_measured(arguments: argparse.Namespace, overrides: list[str]) -> Measur
     return Measured(run, folder, arguments.policy, name, result, checkpoint.path, problems, data)
 
 
-# ------------------------------------------------------------------------------------------------- running it
-
-
 def harness_command(measured: Measured, arguments: argparse.Namespace) -> list[str]:
     """The harness's command line for the cell; `BadInput` if it cannot be started."""
     if not arguments.lm_eval.is_file():
         raise BadInput(f"{arguments.lm_eval} does not exist. Make it with: make lm_eval, or name one with --lm_eval.")
-    where: dict[str, Any] = {
-        "pretrained": str(measured.checkpoint.resolve()),
-        "dtype": _dtype(measured.cell, measured.result),
-    }
-    kind = "hf"
+    kind, batch, dtype = "hf", arguments.batch_size, _dtype(measured.cell, measured.result)
+    where: dict[str, object] = {"pretrained": str(measured.checkpoint.resolve()), "dtype": dtype}
     if arguments.url:
-        kind = "local-chat-completions"
+        kind, batch = "local-chat-completions", 1
         where = {
             "model": arguments.model or str(measured.checkpoint),  # as vllm serve names it by default
             "base_url": arguments.url.rstrip("/") + "/v1/chat/completions",
@@ -189,14 +173,13 @@ def harness_command(measured: Measured, arguments: argparse.Namespace) -> list[s
             "max_retries": 3,
         }
     metadata = {"problems": str(measured.work / "problems.jsonl")}
-    shots = _shots(measured, arguments)
-    if shots:
+    if shots := _shots(measured, arguments):
         metadata["fewshot"] = str(shots)
     command = [str(arguments.lm_eval), "run", "--model", kind]
     command += ["--model_args", ",".join(f"{key}={value}" for key, value in where.items())]
     command += ["--tasks", ",".join(arguments.tasks), "--num_fewshot", str(arguments.num_fewshot)]
     command += ["--include_path", str(Path(__file__).parent / "lm_eval"), "--metadata", json.dumps(metadata)]
-    command += ["--apply_chat_template", "--batch_size", "1" if arguments.url else str(arguments.batch_size)]
+    command += ["--apply_chat_template", "--batch_size", str(batch)]
     command += ["--gen_kwargs", f"max_gen_toks={measured.result['max_new_tokens']}"]
     command += ["--log_samples", "--output_path", str(measured.work)]
     if measured.data.system_prompt:
@@ -264,9 +247,6 @@ def newest_results(folder: Path) -> Path:
     return found[-1]
 
 
-# ------------------------------------------------------------------------------------------------- reading it
-
-
 def read_results(file: Path) -> Results:
     """Read the exact-match scores of a results file, with the answers by problem if its samples file is beside it."""
     raw = read_json(file) if file.is_file() else None
@@ -309,9 +289,6 @@ def read_samples(file: Path) -> dict[str, dict[str, float]]:
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{file}:{number} is not a sample of lm_eval: {type(error).__name__}: {error}") from None
     return found
-
-
-# ------------------------------------------------------------------------------------------------- comparing
 
 
 def compare(measured: Measured, results: Results) -> dict:
@@ -357,57 +334,54 @@ def _difference(measured: Measured, score: Score) -> dict | None:
     if score.right is None:
         return None
     records = read_records(records_file(measured.folder / "eval", measured.policy, measured.format))
-    groups = samples.by_problem(records)
     means = samples.problem_means(samples.score_table(records))
-    ours = {group[0].problem_id: value for group, value in zip(groups, means, strict=True)}
+    ours = {group[0].problem_id: value for group, value in zip(samples.by_problem(records), means, strict=True)}
     both = [(score.right[key], value) for key, value in ours.items() if key in score.right and value == value]
     if not both:
         return None
     theirs, own = map(list, zip(*both, strict=True))
-    settings = measured.result["eval"]
-    found = stats.paired_difference(theirs, own, settings["bootstrap_samples"], 0)
+    found = stats.paired_difference(theirs, own, measured.result["eval"]["bootstrap_samples"], 0)
     only_theirs, only_ours = stats.discordant(theirs, own)
     return {**found, "n": len(both), "only_harness_right": only_theirs, "only_ours_right": only_ours}
 
 
 def differences(measured: Measured, results: Results, task: str) -> list[str]:
     """Describe where the harness's protocol for a task differs from ours, one sentence each."""
-    raw, config = results.raw, results.config(task)
-    made, ours = config.get("generation_kwargs") or {}, measured.result
+    raw, ours, data = results.raw, measured.result, measured.data
+    config = (raw.get("configs") or {}).get(task) or {}
+    made = config.get("generation_kwargs") or {}
     said = []
     if shots := (raw.get("n-shot") or {}).get(task):
         turns = " as earlier turns" if raw.get("fewshot_as_multiturn") else ""
         said.append(f"examples: {shots} worked ones before each question{turns}; ours none")
-    words = config.get("doc_to_text")
+    words, suffix = config.get("doc_to_text"), data.prompt_suffix.strip()
     if words != "{{prompt}}":
-        suffix = f" and {measured.data.prompt_suffix.strip()!r}" if measured.data.prompt_suffix.strip() else ""
-        said.append(f"words: {words!r}; ours the question{suffix}")
+        said.append(f"words: {words!r}; ours the question{f' and {suffix!r}' if suffix else ''}")
     for found in config.get("filter_list") or []:
-        rule = f"{_rule(found)}, compared as text"
         said.append(
-            f"answer ({found.get('name')}): {rule}; ours the last \\boxed{{}}, else #### n, compared as values"
+            f"answer ({found.get('name')}): {_rule(found)}, compared as text; ours the last \\boxed{{}}, else #### n, "
+            "compared as values"
         )
     temperature = made.get("temperature") or 0.0 if made.get("do_sample") else 0.0
-    if temperature != (ours.get("temperature") or 0):
-        said.append(f"decoding: {_decoding(temperature)}; ours {_decoding(ours.get('temperature') or 0)}")
-    limit = made.get("max_gen_toks")
-    if limit != ours["max_new_tokens"]:
+    if temperature != (own := ours.get("temperature") or 0):
+        said.append(f"decoding: {_decoding(temperature)}; ours {_decoding(own)}")
+    if (limit := made.get("max_gen_toks")) != ours["max_new_tokens"]:
         said.append(f"length: at most {limit or 'its default of'} new tokens; ours {ours['max_new_tokens']}")
     if stops := [stop for stop in made.get("until") or [] if stop not in ("</s>", "<|im_end|>")]:
         said.append(f"stops: also at {', '.join(map(repr, stops))}; ours the model's stop tokens alone")
-    if own := _own_settings(measured.checkpoint):
-        said.append(f"settings: the checkpoint's {own} act there; ours take nothing from generation_config.json")
-    template = raw.get("chat_template")
-    if raw.get("model_source") == "hf":
-        said += [] if template == _template(measured.checkpoint) else ["chat template: not the checkpoint's; ours is"]
-    manifest = measured.checkpoint / MANIFEST
-    defaults = read_json(manifest).get("chat_template_kwargs", {}) if manifest.is_file() else {}
-    if (asked := measured.data.chat_template_kwargs) != defaults:
+    own_settings = _read_optional(measured.checkpoint / "generation_config.json")
+    acting = [f"{key} {own_settings[key]}" for key in _ACTS if own_settings.get(key) not in (None, _ACTS[key])]
+    if acting:
+        said.append(f"settings: the checkpoint's {', '.join(acting)} apply there; ours ignore generation_config.json")
+    if raw.get("model_source") == "hf" and raw.get("chat_template") != _template(measured.checkpoint):
+        said.append("chat template: not the checkpoint's; ours is")
+    defaults = _read_optional(measured.checkpoint / MANIFEST).get("chat_template_kwargs", {})
+    if data.chat_template_kwargs != defaults:
+        asked = data.chat_template_kwargs
         said.append(f"chat template's arguments: the checkpoint's defaults {defaults}; ours {asked}")
-    if (raw.get("system_instruction") or None) != (measured.data.system_prompt or None):
+    if (raw.get("system_instruction") or None) != (data.system_prompt or None):
         said.append("system message: not the same")
-    used = str((raw.get("config") or {}).get("model_dtype") or "").removeprefix("torch.")
-    used = used or "what the server chose"
+    used = str((raw.get("config") or {}).get("model_dtype") or "what the server chose").removeprefix("torch.")
     if used != (mine := _dtype(measured.cell, ours)) and mine != "auto":
         said.append(f"computed in {used}; ours in {mine}")
     count = next(score.n for score in results.scores if score.task == task)
@@ -427,11 +401,8 @@ def _rule(found: dict) -> str:
 _ACTS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_length": 0, "num_beams": 1}
 
 
-def _own_settings(checkpoint: Path) -> str:
-    file = checkpoint / "generation_config.json"
-    found = read_json(file) if file.is_file() else {}
-    acting = {key: found[key] for key, neutral in _ACTS.items() if found.get(key) not in (None, neutral)}
-    return ", ".join(f"{key} {value}" for key, value in acting.items())
+def _read_optional(file: Path) -> dict:
+    return read_json(file) if file.is_file() else {}
 
 
 def _decoding(temperature: float) -> str:
@@ -472,10 +443,6 @@ def publish(measured: Measured, comparison: dict, command: list[str]) -> None:
     """Write the comparison into lm_eval.json beside eval.json, keeping comparisons of other cells."""
     file = measured.folder / "lm_eval.json"
     cells = (read_json(file).get("cells") or {}) if file.is_file() else {}
-    cells[f"{measured.policy}/{measured.format}"] = {
-        **comparison,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": command,
-    }
-    write_json(file, {"cells": cells})
+    made = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
+    write_json(file, {"cells": {**cells, f"{measured.policy}/{measured.format}": comparison | made}})
     print(f"written: {file}", flush=True)

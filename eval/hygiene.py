@@ -4,9 +4,8 @@ The limits are those of the gate (`eval.gate`) and, for undecided answers, `rewa
 configuration that sets none gets their defaults.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from eval.record import Record
 from kit.core.config.schema import Config, GateConfig, RewardConfig
@@ -24,50 +23,86 @@ class Limits:
     margin: float = GateConfig.max_quantization_loss
 
 
-# Key of a cell, its limit, whether the limit is a floor, what the rate is a share of.
-RATES = (
-    ("parse_rate", "min_parse_rate", True, "completions with a readable answer"),
-    ("prompt_leak_rate", "max_prompt_leak", False, "completions that repeat the prompt"),
-    ("end_of_turn_rate", "min_end_of_turn_rate", True, "completions ended by the stop token"),
-    ("max_token_hit_rate", "max_token_hit_rate", False, "completions cut at the token limit"),
-    ("undecided_rate", "max_undecided", False, "answers that could not be compared"),
-)
+@dataclass(frozen=True)
+class Rate:
+    """One rule on the completions of a cell: the share of those for which `counts` holds, and its limit."""
+
+    key: str  # in a cell of eval.json
+    name: str  # in the gate's table
+    what: str  # in a sentence, after the percentage
+    limit: str  # field of `Limits`; a minimum or a maximum by its name
+    counts: Callable[[Record], bool]
+
+    @property
+    def is_floor(self) -> bool:
+        return self.limit.startswith("min_")
+
+    def holds(self, value: float, limit: float) -> bool:
+        """Whether a rate is within its limit, inclusive."""
+        return value >= limit if self.is_floor else value <= limit
+
+
 UNDECIDED = "undecided_rate"
+RATES = (
+    Rate("parse_rate", "parse rate", "completions with a readable answer", "min_parse_rate", lambda one: one.parsed),
+    Rate(
+        "prompt_leak_rate",
+        "prompt leak",
+        "completions that repeat the prompt",
+        "max_prompt_leak",
+        lambda one: one.prompt_leak,
+    ),
+    Rate(
+        "end_of_turn_rate",
+        "ended by the stop token",
+        "completions ended by the stop token",
+        "min_end_of_turn_rate",
+        lambda one: one.ended,
+    ),
+    Rate(
+        "max_token_hit_rate",
+        "truncated at the token limit",
+        "completions truncated at the token limit",
+        "max_token_hit_rate",
+        lambda one: one.hit_max_tokens,
+    ),
+    Rate(
+        UNDECIDED,
+        "answers undecided",
+        "answers that could not be compared",
+        "max_undecided",
+        lambda one: one.correct is None,
+    ),
+)
 
 
 def limits_of(config: Config) -> Limits:
     """The limits that a run's configuration sets."""
-    gate = asdict(config.eval.gate)
-    names = ("min_parse_rate", "max_prompt_leak", "min_end_of_turn_rate", "max_token_hit_rate")
-    margin, undecided = gate["max_quantization_loss"], config.reward.max_unknown_fraction
-    return Limits(**{name: gate[name] for name in names}, max_undecided=undecided, margin=margin)
+    gate = config.eval.gate
+    return Limits(
+        gate.min_parse_rate,
+        gate.max_prompt_leak,
+        gate.min_end_of_turn_rate,
+        gate.max_token_hit_rate,
+        max_undecided=config.reward.max_unknown_fraction,
+        margin=gate.max_quantization_loss,
+    )
 
 
 def rates(records: Sequence[Record]) -> dict[str, float]:
     """The rates of one cell over all its completions, fractions in 0..1."""
-    n = len(records)
-    return {
-        "parse_rate": sum(record.parsed for record in records) / n,
-        "prompt_leak_rate": sum(record.prompt_leak for record in records) / n,
-        "end_of_turn_rate": sum(record.ended for record in records) / n,
-        "max_token_hit_rate": sum(record.hit_max_tokens for record in records) / n,
-        "undecided_rate": sum(record.correct is None for record in records) / n,
-    }
+    return {rate.key: sum(map(rate.counts, records)) / len(records) for rate in RATES}
 
 
-def holds(value: float, limit: float, floor: bool) -> bool:
-    """Whether a rate is within its limit, inclusive."""
-    return value >= limit if floor else value <= limit
-
-
-def findings(cell: dict[str, float], limits: Limits) -> list[dict[str, Any]]:
+def findings(cell: dict[str, float], limits: Limits) -> list[dict]:
     """The rates of a cell that are out of range: [{"key", "value", "limit", "text"}]."""
     found = []
-    for key, name, floor, what in RATES:
-        value, limit = cell[key], getattr(limits, name)
-        if not holds(value, limit, floor):
-            bound = f"{'at least' if floor else 'at most'} {100 * limit:g} %"
-            found.append({"key": key, "value": value, "limit": limit, "text": f"{100 * value:.1f} % {what} ({bound})"})
+    for rate in RATES:
+        value, limit = cell[rate.key], getattr(limits, rate.limit)
+        if not rate.holds(value, limit):
+            bound = f"{'at least' if rate.is_floor else 'at most'} {100 * limit:g} %"
+            text = f"{100 * value:.1f} % {rate.what} ({bound})"
+            found.append({"key": rate.key, "value": value, "limit": limit, "text": text})
     return found
 
 

@@ -3,10 +3,10 @@
 Writes report.html and report.md, and redraws eval.md and eval.png.
 """
 
-import argparse
 from pathlib import Path
 
 from eval.naming import GRPO
+from eval.options import command_parser
 from eval.report import write_report, write_whole
 from eval.result import read_result
 from kit.core.errors import DONE, BadInput
@@ -17,10 +17,7 @@ PICTURES = "report-pictures"  # of report.md, replaced as a whole
 
 def main(argv: list[str]) -> int:
     """Write report.html and report.md from the files that exist, and eval.md and eval.png if there is an eval.json."""
-    parser = argparse.ArgumentParser(prog="python -m eval report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
-    parser.add_argument("--out", type=Path, help="folder that holds eval.json; default: the run directory")
-    arguments = parser.parse_args(argv)
+    arguments = command_parser("report", __doc__, "folder that holds eval.json").parse_args(argv)
     run = RunDir.open(arguments.run)
     folder = arguments.out or run.path
     if not folder.is_dir():
@@ -43,14 +40,14 @@ def write_page(run: RunDir, folder: Path, result: dict | None) -> list[tuple[str
 
     found = find(run, folder, result)
     made = sections(found)
-    name = ((found.config.get("config") or {}).get("run") or {}).get("name") or run.path.resolve().name
+    name = found.group("run").get("name") or run.path.resolve().name
     what = "GRPO run" if found.trained == GRPO else "Distillation"
     document = Document(f"{what} {name}: did the gain survive?", f"From the files in {run.path}", made)
     pictures = document.pictures()
     with publish(folder / PICTURES, overwrite=True) as partial:
         for picture in pictures:
-            (partial / f"{picture.name}.svg").write_bytes(picture.svg)
-    write_whole(folder / "report.md", to_markdown(document, PICTURES))
+            (partial / picture.file).write_bytes(picture.svg)
+    write_whole(folder / "report.md", to_markdown(document, f"{PICTURES}/"))
     write_whole(folder / "report.html", to_html(document))
     blocks = [block for section in made for block in section.blocks]
     return [(block.what, block.command) for block in blocks if isinstance(block, Missing)]

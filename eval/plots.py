@@ -8,9 +8,9 @@ import io
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eval.compare import points
 from eval.document import printable
@@ -20,6 +20,8 @@ from kit.core.metrics_log import SMOOTH, smooth, smoothing
 from kit.core.run_directory import naming
 
 if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 POLICY_COLORS = {"base": "#7f7f7f", "grpo": "#1f77b4"}
@@ -66,6 +68,22 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def _panels(count: int, columns: int, width: float, height: float, **shared: bool) -> tuple["Figure", "np.ndarray"]:
+    """A figure and its axes in rows of `columns`; those after the first `count` are hidden."""
+    rows = math.ceil(count / columns)
+    figure = _figure(width, height)
+    grid = figure.subplots(rows, columns, squeeze=False, **shared)
+    for axes in grid.flat[count:]:
+        axes.set_axis_off()
+    return figure, grid
+
+
+def _list_formats(axes: "Axes", names: Sequence[str]) -> None:
+    """Label the vertical axis with formats, the first one on top."""
+    axes.set_yticks(range(len(names)), list(map(_label, names)))
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
 def svg(figure: "Figure") -> bytes:
     """The figure as SVG with its text as outlines; the same bytes for the same data."""
     content = io.BytesIO()
@@ -105,14 +123,13 @@ def matrix(result: dict) -> "Figure":
     right.set_xlabel("gain minus gain in bf16, points (95 % paired bootstrap)")
     right.set_title("Does the gain survive the format?")
     for axes in (left, right):
-        axes.set_yticks(range(len(formats)), list(map(_label, formats)))
-        axes.set_ylim(len(formats) - 0.5, -0.5)
+        _list_formats(axes, formats)
         axes.grid(axis="x")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure
 
 
-def _forest(axes: Any, rows: list[tuple[float, float, list]], color: str, label: str | None, sign: bool) -> None:
+def _forest(axes: "Axes", rows: list[tuple[float, float, list]], color: str, label: str | None, sign: bool) -> None:
     """Plot estimates with their intervals; `rows` are (place, estimate, interval) in fractions."""
     places, middles, intervals = zip(*rows, strict=True)
     # The bootstrap adds two pseudo-problems, so on few problems an estimate can lie outside its own interval.
@@ -132,22 +149,17 @@ def training(steps: Sequence[int], curves: dict[str, tuple[str, str, Sequence[fl
     `curves` is {title: (key, unit, one value per step, NaN if unknown)}.
     """
     columns = min(3, len(curves))
-    rows = math.ceil(len(curves) / columns)
-    figure = _figure(3.7 * columns, 2.7 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
+    figure, grid = _panels(len(curves), columns, 3.7 * columns, 2.7 * math.ceil(len(curves) / columns), sharex=True)
     for axes, (title, (key, unit, values)) in zip(grid.flat, curves.items(), strict=False):
         kind = smoothing(key)
-        axes.plot(
-            steps, values, color="#b9cbe3", linewidth=1, marker="." if len(steps) < 3 else None, label="each step"
-        )
+        marker = "." if len(steps) < 3 else None
+        axes.plot(steps, values, color="#b9cbe3", linewidth=1, marker=marker, label="each step")
         axes.plot(steps, smooth(values, kind), color="#0072b2", linewidth=1.8, label=f"{kind} of {SMOOTH} steps")
         axes.set(title=title, ylabel=unit)
         axes.legend(fontsize=8)
         axes.grid()
         if not any(map(math.isfinite, values)):
             axes.text(0.5, 0.5, "not logged", ha="center", color="gray", transform=axes.transAxes)
-    for axes in grid.flat[len(curves) :]:
-        axes.set_axis_off()
     for axes in grid[-1]:
         axes.set_xlabel("step")
     return figure
@@ -185,9 +197,8 @@ def layer_maps(layers: Sequence[dict], formats: Sequence[str], key: str, label: 
 
     kinds, blocks, places = _grid(layers)
     columns = min(2 if len(blocks) > 12 else 3, len(formats))
-    rows = math.ceil(len(formats) / columns)
-    figure = _figure(11, 1.1 + rows * (0.75 + 0.24 * len(kinds)))
-    grid = figure.subplots(rows, columns, squeeze=False)
+    height = 1.1 + math.ceil(len(formats) / columns) * (0.75 + 0.24 * len(kinds))
+    figure, grid = _panels(len(formats), columns, 11, height)
     scale = math.log10 if key == "snr" else float
     tables = {name: _table(layers, places, len(kinds), len(blocks), name, key, scale) for name in formats}
     known = [value for table in tables.values() for row in table for value in row if math.isfinite(value)]
@@ -203,13 +214,11 @@ def layer_maps(layers: Sequence[dict], formats: Sequence[str], key: str, label: 
         every = max(1, math.ceil(len(blocks) / 12))
         axes.set_xticks(range(0, len(blocks), every), [str(block) for block in blocks[::every]])
         axes.set_xlabel("block")
-    for axes in grid.flat[len(formats) :]:
-        axes.set_axis_off()
     figure.colorbar(shown, ax=list(grid.flat), label=label, shrink=0.9)
     return figure
 
 
-def _grid(layers: Sequence[dict]) -> tuple[list[str], list[Any], dict[str, tuple[int, int]]]:
+def _grid(layers: Sequence[dict]) -> tuple[list[str], list[int | str], dict[str, tuple[int, int]]]:
     """(kinds, blocks, {layer name: (row, column)}) from names such as model.layers.3.self_attn.q_proj."""
     split = {}
     for layer in layers:
@@ -223,15 +232,21 @@ def _grid(layers: Sequence[dict]) -> tuple[list[str], list[Any], dict[str, tuple
 
 
 def _table(
-    layers: Sequence[dict], places: dict, height: int, width: int, name: str, key: str, scale: Any
+    layers: Sequence[dict], places: dict, height: int, width: int, name: str, key: str, scale: Callable[[float], float]
 ) -> list[list[float]]:
     table = [[math.nan] * width for _ in range(height)]
     for layer in layers:
-        value = layer.get("formats", {}).get(name, {}).get(key)
-        if isinstance(value, int | float) and math.isfinite(value) and (key != "snr" or value > 0):
+        if (value := figure_of(layer, name, key)) is not None:
             row, column = places[layer["name"]]
             table[row][column] = scale(value)
     return table
+
+
+def figure_of(layer: dict, name: str, key: str) -> float | None:
+    """A figure of a layer in a format; None if it is unknown, or an snr of 0, which has no logarithm."""
+    value = ((layer.get("formats") or {}).get(name) or {}).get(key)
+    known = isinstance(value, int | float) and math.isfinite(value) and (key != "snr" or value > 0)
+    return value if known else None
 
 
 def layer_profile(layers: Sequence[dict], trained: str) -> "Figure":
@@ -289,8 +304,7 @@ def distances(rows: dict[str, tuple[float | None, float | None]]) -> "Figure":
     left.minorticks_off()
     left.set(xlabel="KL(policy ‖ checkpoint), nats a token", title="Distance to the policy")
     right.set(xlabel="same likeliest token, %", title="Top-1 agreement")
-    left.set_yticks(range(len(names)), list(map(_label, names)))
-    left.set_ylim(len(names) - 0.5, -0.5)
+    _list_formats(left, names)
     for axes in (left, right):
         axes.grid(axis="x")
     return figure
@@ -326,7 +340,7 @@ def serving(formats: dict[str, dict]) -> "Figure":
     return figure
 
 
-def _plain_ticks(axes: Any) -> None:
+def _plain_ticks(axes: "Axes") -> None:
     """Label 1, 2 and 5 of every decade on a logarithmic axis, written out."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -351,8 +365,7 @@ def memory(formats: dict[str, dict]) -> "Figure":
             "–" if found.get(key) is None else f"{found[key]:.2f}" for key in ("weights_gib", "kv_cache_gib")
         )
         axes.annotate(f" {label}", (weights + cache, place - 0.17), va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), list(map(_label, names)))
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    _list_formats(axes, names)
     axes.margins(x=0.12)
     axes.set_xlabel("GiB (full: weights, pale: KV cache, hatched: files on disk; – is not logged by vLLM)")
     axes.grid(axis="x")
@@ -363,9 +376,8 @@ def several_samples(curves: dict[str, dict[str, dict[int, float]]], trained: str
     """pass@k against k, one panel per format, base and trained policy: {format: {policy: {k: share}}}."""
     names = order(list(curves))
     columns = min(4, len(names))
-    rows = math.ceil(len(names) / columns)
-    figure = _figure(2.75 * columns, 2.6 * rows + 0.3)
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    height = 2.6 * math.ceil(len(names) / columns) + 0.3
+    figure, grid = _panels(len(names), columns, 2.75 * columns, height, sharey=True)
     for axes, name in zip(grid.flat, names, strict=False):
         for policy, found in curves[name].items():
             ks = sorted(found)
@@ -376,7 +388,5 @@ def several_samples(curves: dict[str, dict[str, dict[int, float]]], trained: str
         axes.grid()
     for axes in grid[:, 0]:
         axes.set_ylabel("pass@k, %")
-    for axes in grid.flat[len(names) :]:
-        axes.set_axis_off()
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure

@@ -4,15 +4,18 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from typing import Any
 
+from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.data.leaks import find_leaks
+from kit.data.problems import Problem, load_problems
 
 _SHOWN = 3
 
 
-def held_out(data: Any, max_problems: int, training: Any = None, reward: str | None = None) -> list[Any]:
+def held_out(
+    data: DataConfig, max_problems: int, training: DataConfig | None = None, reward: str | None = None
+) -> list[Problem]:
     """Return at most `max_problems` held-out problems of a data configuration, in file order.
 
     The selection depends only on the problem set, not on the run's seed, so two runs are measured on the same
@@ -20,7 +23,6 @@ def held_out(data: Any, max_problems: int, training: Any = None, reward: str | N
     what judges them (`eval.reward`): a reward of the kit must be able to compare with every reference. `CheckFailed`
     if any held-out problem, selected or not, is among the training problems.
     """
-    from kit.data.problems import load_problems
     from reward import REWARDS, gold_checks
 
     if max_problems < 1:
@@ -34,7 +36,7 @@ def held_out(data: Any, max_problems: int, training: Any = None, reward: str | N
     return [problems[index] for index in chosen]
 
 
-def check_disjoint(held_out: Sequence[Any], training: Sequence[Any]) -> None:
+def check_disjoint(held_out: Sequence[Problem], training: Sequence[Problem]) -> None:
     """Raise `CheckFailed` with examples if a held-out question is a training question or appears in one verbatim."""
     leaked = find_leaks(held_out, training)
     if leaked:
@@ -44,11 +46,11 @@ def check_disjoint(held_out: Sequence[Any], training: Sequence[Any]) -> None:
         )
         raise CheckFailed(
             f"{len(leaked)} of {len(held_out)} held-out problems are training problems, so their accuracy measures "
-            f"memory:\n{shown}\nRemove them from one side, or point data.eval_path at other problems."
+            f"memorization:\n{shown}\nRemove them from one side, or point data.eval_path at other problems."
         )
 
 
-def problems_hash(problems: Sequence[Any]) -> str:
+def problems_hash(problems: Sequence[Problem]) -> str:
     """BLAKE2b-128 of the problems' ids, questions and answers in order."""
     rows = [[problem.id, problem.question, problem.gold] for problem in problems]
     return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()

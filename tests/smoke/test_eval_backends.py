@@ -158,12 +158,12 @@ def test_what_a_backend_cannot_do_is_refused_before_anything_starts(made, argume
 
 
 def test_4_bit_weights_are_refused_where_vllm_has_no_kernel_for_them(made, monkeypatch):
+    from eval import machine
     from eval import run as eval_run
-    from eval import vllm_backend
-    from eval.vllm_backend import missing_kernel
+    from eval.machine import missing_kernel
 
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(vllm_backend, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: True)
 
     def ask(flags: str, *formats: str) -> None:
         monkeypatch.setattr(eval_run, "missing_kernel", lambda place: missing_kernel(place, flags))
@@ -173,7 +173,7 @@ def test_4_bit_weights_are_refused_where_vllm_has_no_kernel_for_them(made, monke
         ask("flags : sse4_2 avx2", "bf16", "w4a16", "nf4")
     ask("flags : sse4_2 avx2", "bf16", "nf4")
     ask("flags : avx2 avx512f", "bf16", "w4a16", "nf4")
-    monkeypatch.setattr(vllm_backend, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
     ask("flags : sse4_2 avx2", "bf16", "w4a16", "nf4")
 
 
@@ -201,7 +201,7 @@ def test_an_endpoint_that_serves_another_policy_is_shown_to_be_worse(run, stubs,
     assert (result["cell"]["correct"], result["cell"]["engine"]) == (SEVENS, "server")
     assert read_json(run.eval_file)["engine"] == "transformers"  # the run's own evaluation stays
     assert main([*arguments, stubs["base"].url, "--eval.max_new_tokens", "12"]) == 0
-    assert "was evaluated in another way" in capsys.readouterr().out
+    assert "was evaluated with other settings" in capsys.readouterr().out
     assert main([*arguments, stubs["base"].url, "--data.prompt_suffix", " Box it."]) == 0
     assert "was evaluated on other prompts: data.prompt_suffix was" in capsys.readouterr().out
     assert main([*arguments, stubs["base"].url, '--reward.options={"math": {"tolerance": 0.5}}']) == 0
@@ -307,7 +307,7 @@ def test_a_real_server_is_told_from_one_with_another_template_and_gives_the_same
     template = CHAT_TEMPLATE.replace("assistant\n", "assistant:")
     assert template != CHAT_TEMPLATE and (other / "chat_template.jinja").is_file()
     (other / "chat_template.jinja").write_text(template)
-    with pytest.raises(BadInput, match=r"assistant\\n' where '.*assistant:' belongs"):
+    with pytest.raises(BadInput, match=r"assistant\\n' where '.*assistant:' is expected"):
         main([*arguments, "--tokenizer", str(other)])
     settings = ["--eval.temperature", "2", "--samples", "2", "--max_problems", "4", "--out", str(run.path / "again")]
     drawn = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from eval.vllm_backend import missing_kernel
+from eval.machine import missing_kernel
 from kit.core.run_directory import read_manifest
 from merge.calibrated import calibration_set, write_awq
 from merge.command import AWQ_PYTHON

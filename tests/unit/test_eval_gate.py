@@ -130,11 +130,11 @@ def test_a_run_that_passes_every_rule_is_promoted_with_the_evidence(run, capsys)
         (("matrix", "grpo", "fp8", "parse_rate"), 0.89, "parse rate", "FAIL"),
         (("matrix", "grpo", "fp8", "prompt_leak_rate"), 0.02, "prompt leak", "FAIL"),
         (("matrix", "grpo", "fp8", "end_of_turn_rate"), 0.5, "ended by", "FAIL"),
-        (("matrix", "grpo", "fp8", "max_token_hit_rate"), 0.11, "cut at the token limit", "FAIL"),
+        (("matrix", "grpo", "fp8", "max_token_hit_rate"), 0.11, "truncated at the token limit", "FAIL"),
         (("matrix", "grpo", "fp8", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
-        (("matrix", "grpo", "fp8", "max_token_hit_rate"), None, "cut at the token limit", "FAIL"),
+        (("matrix", "grpo", "fp8", "max_token_hit_rate"), None, "truncated at the token limit", "FAIL"),
         # What fp8 is measured against has to be sound, too.
-        (("matrix", "grpo", "bf16", "max_token_hit_rate"), 0.5, "cut at the token limit", "FAIL"),
+        (("matrix", "grpo", "bf16", "max_token_hit_rate"), 0.5, "truncated at the token limit", "FAIL"),
         (("matrix", "grpo", "bf16", "parse_rate"), 0.5, "parse rate", "FAIL"),
         (("matrix", "base", "fp8", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
         (("matrix", "base", "bf16", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
@@ -189,7 +189,7 @@ def test_a_base_out_of_range_is_noted_and_keeps_nothing_from_promotion(run, caps
     note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: the fp8 base"))
     assert "70.0 % completions with a readable answer (at least 90 %)" in note
     assert "no readable answer or did not stop contribute +5.0 points" in note
-    assert "the others +14.0 [+9.0, +19.0]" in note
+    assert "the others +14.0 (95 % interval 9.0 to 19.0)" in note
 
 
 def test_the_cell_that_misses_a_limit_is_named(run, capsys):
@@ -253,7 +253,7 @@ def test_a_promotion_is_taken_back_by_a_gate_that_does_not_pass(run):
 def test_the_number_of_problems_that_would_decide_is_given(run, capsys):
     edit(run, "gain", "fp8", value=estimate(0.03, -0.03, 0.09))
     assert decide(run) == 1
-    assert "about 1200 problems instead of 300 decide" in capsys.readouterr().out
+    assert "about 1200 problems instead of 300 would decide" in capsys.readouterr().out
 
 
 def _tamper(run):

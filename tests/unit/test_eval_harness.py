@@ -108,7 +108,7 @@ def test_what_differs_between_the_protocols_is_named_and_what_does_not_is_not(tm
     settings = {"repetition_penalty": 1.1, "min_length": 0, "temperature": 0.7, "eos_token_id": 2}
     (tmp_path / "checkpoint" / "generation_config.json").write_text(json.dumps(settings))
     said = differences(own, results, "kit_problems")
-    assert any(text.startswith("settings: the checkpoint's repetition_penalty 1.1 act there") for text in said)
+    assert any(text.startswith("settings: the checkpoint's repetition_penalty 1.1 apply") for text in said)
     (tmp_path / "checkpoint" / "chat_template.jinja").write_text("{{ messages }}")
     assert any(text.startswith("chat template:") for text in differences(own, results, "kit_problems"))
     (tmp_path / "checkpoint" / MANIFEST).write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}))

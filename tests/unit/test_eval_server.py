@@ -256,7 +256,7 @@ def test_another_chat_template_of_the_same_length_is_told_by_the_tokens(stub, pl
         return 200, completion(request, choice("4"), prompt_token_ids=ids)
 
     stub.answer = other
-    with pytest.raises(BadInput, match=r"at token 1 stands .*User.* where .*user.* belongs"):
+    with pytest.raises(BadInput, match=r"token 1 is in .*User.* where .*user.* is expected"):
         measure(stub, place)
     assert not stub.measured()
 
@@ -282,7 +282,7 @@ def test_a_server_that_counts_no_tokens_cannot_be_checked(stub, place):
 
 def test_the_model_must_be_one_that_the_server_lists(stub, place):
     stub.models = ["base", "grpo"]
-    with pytest.raises(BadInput, match=r"serves base, grpo\. Say which is meant with --model"):
+    with pytest.raises(BadInput, match=r"serves base, grpo\. Choose one with --model"):
         measure(stub, place)
     with pytest.raises(BadInput, match="does not serve grqo; it serves base, grpo"):
         ask_server(Endpoint(stub.url, "grqo"), place, Asking(ask(), 12))

