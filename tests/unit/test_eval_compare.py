@@ -44,74 +44,78 @@ def spoilt(records: list[Record], share: float, **fields: object) -> list[Record
     return [replace(one, **fields) for one in records[:count]] + records[count:]
 
 
-def judged(formats: dict[str, tuple[list[Record], list[Record]]], **options: object) -> tuple[dict, str]:
+def changed(records: list[Record], lost: int, won: int = 0) -> list[Record]:
+    """Wrong in the first `lost` problems that were right, right in the first `won` that were wrong."""
+    found = list(records)
+    for count, before in ((lost, True), (won, False)):
+        for place in [place for place, one in enumerate(records) if one.correct is before][:count]:
+            found[place] = replace(found[place], correct=not before)
+    return found
+
+
+def repeated(records: list[Record], times: int) -> list[Record]:
+    return [replace(one, problem_id=f"{one.problem_id}-{turn}") for turn in range(times) for one in records]
+
+
+def judged(formats: dict, trained: str = "GRPO", samples: int = 2000, **options: object) -> tuple[dict, str]:
     """The comparison of {format: (base, GRPO)} and its conclusion."""
     names = list(formats)
     records = {(policy, name): formats[name][side] for name in names for side, policy in enumerate(("base", "grpo"))}
-    found = compare.compare(records, names, names[0], 2000, **options)
-    return found, compare.conclude(found, names)
+    found = compare.compare(records, names, names[0], samples, **options)
+    return found, compare.conclude(found, names, trained)
+
+
+def verdicts(cells: dict, **options: object) -> tuple[str, str | None]:
+    """(verdict on the gain in fp8, on its survival there)."""
+    found = judged(cells, **options)[0]
+    return found["gain"]["fp8"]["verdict"], found["gain_survival"].get("fp8", {}).get("verdict")
 
 
 SHOWN = paired(100, 80, 5, 115)  # +25 points on 300 problems
 UNCLEAR = paired(50, 13, 9, 28)  # +4 points on 100
-EQUAL_20_4 = (several(10, 10, 4), several(10, 10, 4))
-
-
-def test_a_distilled_policy_is_named_in_the_conclusion():
-    records = {("base", "bf16"): SHOWN[0], ("grpo", "bf16"): SHOWN[1]}
-    found = compare.compare(records, ["bf16"], "bf16", 200)
-    text = compare.conclude(found, ["bf16"], "distilled")
-    assert "In bf16, the distilled policy answers" in text and "GRPO" not in text
+CLAIMS = ("points more", "points fewer", "The gain survives")
 
 
 @pytest.mark.parametrize(
-    ("cells", "verdict", "says", "never"),
+    ("cells", "verdict", "says"),
     [
-        (SHOWN, GAIN, ["In bf16, GRPO answers 25.0 points more of the 300 held-out problems"], ["No evidence"]),
-        (SHOWN[::-1], LOSS, ["25.0 points fewer of the 300", "McNemar p = "], ["more of", "No evidence"]),
-        (
-            UNCLEAR,
-            NOT_SHOWN,
-            ["No evidence of a gain in bf16 at n = 100 problems: +4.0 points", "problems would detect 4.0 points"],
-            ["more of", "fewer of"],
-        ),
-        (
-            UNCLEAR[::-1],
-            NOT_SHOWN,
-            ["No evidence of a gain or a loss in bf16 at n = 100 problems: -4.0 points"],
-            ["more of", "fewer of"],
-        ),
-        (EQUAL_20_4, NOT_SHOWN, ["No evidence of a gain in bf16 at n = 20 problems: +0.0", "p = 1)"], ["more of"]),
-        ((several(0, 20, 4), several(0, 20, 4)), NOT_SHOWN, ["No evidence of a gain"], ["more of"]),
-        ((several(20, 0, 4), several(20, 0, 4)), NOT_SHOWN, ["No evidence of a gain"], ["more of"]),
+        (SHOWN, GAIN, ["In bf16, GRPO answers 25.0 points more of the 300 held-out problems"]),
+        (SHOWN[::-1], LOSS, ["25.0 points fewer of the 300", "McNemar p = "]),
+        (UNCLEAR, NOT_SHOWN, ["No evidence of a gain in bf16", "n = 100", "+4.0 points", "would detect 4.0 points"]),
+        (UNCLEAR[::-1], NOT_SHOWN, ["No evidence of a gain or a loss in bf16 at n = 100 problems: -4.0 points"]),
+        ((several(10, 10, 4), several(10, 10, 4)), NOT_SHOWN, ["n = 20", "+0.0", "p = 1)"]),
+        ((several(0, 20, 4), several(0, 20, 4)), NOT_SHOWN, ["No evidence of a gain"]),
+        ((several(20, 0, 4), several(20, 0, 4)), NOT_SHOWN, ["No evidence of a gain"]),
         (
             (cell(*[[True, False, False, False]] * 20), several(20, 0, 4)),
             GAIN,
-            [
-                "GRPO answers 75.0 points more of the 20 held-out problems",
-                "pass@4 in bf16: 100.0 % base, 100.0 % GRPO",
-            ],
-            ["No evidence", "McNemar"],
+            ["75.0 points more of the 20", "pass@4 in bf16: 100.0 % base, 100.0 % GRPO"],
         ),
         # Six problems of one completion each that all changed one way: p = 0.031.
-        (paired(7, 6, 0, 7), GAIN, ["p = 0.0312"], ["No evidence"]),
-        (paired(7, 5, 0, 8), NOT_SHOWN, ["p = 0.0625"], ["more of"]),
+        (paired(7, 6, 0, 7), GAIN, ["p = 0.0312"]),
+        (paired(7, 5, 0, 8), NOT_SHOWN, ["p = 0.0625"]),
     ],
 )
-def test_a_gain_is_said_where_interval_and_test_show_it_and_nowhere_else(cells, verdict, says, never):
+def test_a_gain_is_said_where_interval_and_test_show_it_and_nowhere_else(cells, verdict, says):
     found, text = judged({"bf16": cells})
     assert found["gain"]["bf16"]["verdict"] == verdict, text
     assert all(part in text for part in says), text
-    assert not any(part in text for part in [*never, "The gain survives"]), text
+    claim = {GAIN: CLAIMS[0], LOSS: CLAIMS[1], NOT_SHOWN: "No evidence"}[verdict]
+    assert [part for part in (*CLAIMS, "No evidence") if part in text] == [claim], text
+
+
+def test_a_distilled_policy_is_named_in_the_conclusion():
+    text = judged({"bf16": SHOWN}, "distilled")[1]
+    assert "In bf16, the distilled policy answers" in text and "GRPO" not in text
 
 
 def test_the_problems_said_to_be_needed_would_detect_the_effect_four_times_in_five():
     found, text = judged({"bf16": UNCLEAR})
-    needed = found["gain"]["bf16"]["needed_problems"]
+    gain = found["gain"]["bf16"]
+    needed, q = gain["needed_problems"], gain["disagreement"]
     said = int(re.search(r"About ([\d,]+) problems", text)[1].replace(",", ""))
     assert said == pytest.approx(needed["problems"], rel=0.01) and needed["effect"] == pytest.approx(0.04)
-    q = found["gain"]["bf16"]["disagreement"]
-    assert f"; 100 detect {100 * found['gain']['bf16']['minimum_detectable_effect']:.1f}." in text
+    assert f"; 100 detect {100 * gain['minimum_detectable_effect']:.1f}." in text
     rng = np.random.default_rng(0)
     draws = rng.multinomial(needed["problems"], [(q + 0.04) / 2, (q - 0.04) / 2, 1 - q], size=4000)
     z = (draws[:, 0] - draws[:, 1]) / np.sqrt(draws[:, 0] + draws[:, 1])
@@ -119,39 +123,35 @@ def test_the_problems_said_to_be_needed_would_detect_the_effect_four_times_in_fi
 
 
 @pytest.mark.parametrize(
-    ("side", "fields", "share", "figure"),
+    ("side", "fields", "share", "figures"),
     [
-        ("grpo", {"parsed": False}, 0.2, "grpo in fp8 has 80.0 % completions with a readable answer (at least 90 %)"),
-        (
-            "grpo",
-            {"prompt_leak": True},
-            0.02,
-            "grpo in fp8 has 2.0 % completions that repeat the prompt (at most 1 %)",
-        ),
-        ("grpo", {"ended": False}, 0.5, "grpo in fp8 has 50.0 % completions ended by the stop token (at least 90 %)"),
-        ("grpo", {"hit_max_tokens": True}, 0.2, "20.0 % completions cut at the token limit (at most 10 %)"),
-        ("grpo", {"correct": None}, 0.1, "grpo in fp8 has 10.0 % answers that could not be compared (at most 2 %)"),
-        ("base", {"correct": None}, 0.1, "base in fp8 has 10.0 % answers that could not be compared (at most 2 %)"),
+        ("grpo", {"parsed": False}, 0.2, ["80.0 %", "at least 90 %"]),
+        ("grpo", {"prompt_leak": True}, 0.02, ["2.0 %", "at most 1 %"]),
+        ("grpo", {"ended": False}, 0.5, ["50.0 %", "at least 90 %"]),
+        ("grpo", {"hit_max_tokens": True}, 0.2, ["20.0 %", "at most 10 %"]),
+        ("grpo", {"correct": None}, 0.1, ["10.0 %", "at most 2 %"]),
+        ("base", {"correct": None}, 0.1, ["10.0 %", "at most 2 %"]),
     ],
 )
-def test_a_cell_out_of_range_refuses_what_would_be_concluded_from_it_and_nothing_else(side, fields, share, figure):
+def test_a_cell_out_of_range_refuses_what_would_be_concluded_from_it_and_nothing_else(side, fields, share, figures):
     base, grpo = SHOWN
     spoil = {"base": (spoilt(base, share, **fields), grpo), "grpo": (base, spoilt(grpo, share, **fields))}[side]
-    found, text = judged({"bf16": SHOWN, "fp8": spoil, "w4a16": SHOWN})
-    assert found["gain"]["fp8"]["verdict"] == found["gain_survival"]["fp8"]["verdict"] == REFUSED
-    assert f"No conclusion on the gain in fp8: {side} in fp8" in text and figure in text, text
-    assert "No conclusion on the survival of the gain in fp8" in text
+    cells = {"bf16": SHOWN, "fp8": spoil, "w4a16": SHOWN}
+    found, text = judged(cells)
+    assert verdicts(cells) == (REFUSED, REFUSED)
+    refusal = next(line for line in text.splitlines() if f"No conclusion on the gain in fp8: {side} in fp8" in line)
+    assert all(figure in refusal for figure in figures), refusal
     assert "The gain survives w4a16" in text and "In fp8, GRPO" not in text and "survives fp8" not in text
-    found, text = judged({"bf16": spoil, "fp8": SHOWN})
-    assert found["gain_survival"]["fp8"]["verdict"] == REFUSED and "survives" not in text
-    assert "bf16, which it is measured against, is refused" in text
+    assert found["hygiene"]["refused"]["gain"].keys() == {"fp8"}
+    cells = {"bf16": spoil, "fp8": SHOWN}
+    assert verdicts(cells) == (GAIN, REFUSED) and "survives" not in judged(cells)[1]
 
 
 def test_limits_of_hygiene_come_from_the_configuration():
     base, grpo = SHOWN
-    cut = {"bf16": (base, spoilt(grpo, 0.2, hit_max_tokens=True))}
-    assert judged(cut, limits=Limits(max_token_hit_rate=0.2))[0]["gain"]["bf16"]["verdict"] == GAIN
-    assert judged(cut, limits=Limits(max_token_hit_rate=0.19))[0]["gain"]["bf16"]["verdict"] == REFUSED
+    cut = {"fp8": (base, spoilt(grpo, 0.2, hit_max_tokens=True))}
+    assert verdicts(cut, limits=Limits(max_token_hit_rate=0.2))[0] == GAIN
+    assert verdicts(cut, limits=Limits(max_token_hit_rate=0.19))[0] == REFUSED
 
 
 def test_a_gain_over_a_base_that_was_cut_off_is_said_to_be_one_in_stopping():
@@ -162,15 +162,13 @@ def test_a_gain_over_a_base_that_was_cut_off_is_said_to_be_one_in_stopping():
         for place, one in enumerate(grpo)
     ]
     found, text = judged({"bf16": (cut, grpo)})
-    form = found["gain"]["bf16"]["base_form"]
-    assert found["gain"]["bf16"]["verdict"] == GAIN
-    assert (form["share"], form["elsewhere"]["difference"]) == (0.5, 0.0)
-    assert form["gain_there"] == pytest.approx(100 / 300) == pytest.approx(found["gain"]["bf16"]["difference"])
-    assert "Caution: the bf16 base has 50.0 % completions with a readable answer (at least 90 %)" in text
-    assert "50.0 % completions cut at the token limit (at most 10 %)" in text
-    assert "it gave no readable answer or did not stop contribute +33.3 points to the difference" in text
-    assert "a gain in stopping and in form cannot be told from one in solving" in text
-    assert "the others +0.0" in text and "no gain beyond stopping and form is shown" in text
+    gain = found["gain"]["bf16"]
+    form = gain["base_form"]
+    assert gain["verdict"] == GAIN and (form["share"], form["elsewhere"]["difference"]) == (0.5, 0.0)
+    assert form["gain_there"] == pytest.approx(100 / 300) == pytest.approx(gain["difference"])
+    caution = next(line for line in text.splitlines() if line.startswith("Caution: the bf16 base"))
+    for part in ("at least 90 %", "at most 10 %", "+33.3 points", "the others +0.0", "no gain beyond form is shown"):
+        assert part in caution, caution
 
 
 def test_the_parts_of_a_gain_add_up_and_a_gain_elsewhere_is_not_denied():
@@ -183,102 +181,82 @@ def test_the_parts_of_a_gain_add_up_and_a_gain_elsewhere_is_not_denied():
     assert form["gain_there"] == pytest.approx((0.25 + 0.1875) / 2)
     assert form["elsewhere"]["difference"] == pytest.approx((0.5 / 3 + 0.5625) / 2)
     assert form["gain_there"] + form["elsewhere"]["difference"] == pytest.approx(gain["difference"])
-    assert form["share"] == 0.25
-    assert "no gain beyond stopping" not in text and "Caution: the bf16 base" in text
-
-
-def changed(records: list[Record], lost: int, won: int = 0) -> list[Record]:
-    """Wrong in the first `lost` problems that were right, right in the first `won` that were wrong."""
-    found = list(records)
-    for count, before in ((lost, True), (won, False)):
-        places = [place for place, one in enumerate(records) if one.correct is before][:count]
-        for place in places:
-            found[place] = replace(found[place], correct=not before)
-    return found
+    assert form["share"] == 0.25 and "no gain beyond" not in text and "Caution: the bf16 base" in text
 
 
 @pytest.mark.parametrize(
-    ("bf16", "lost", "won", "verdict", "says", "never"),
+    ("bf16", "lost", "won", "verdict", "says"),
     [
-        (SHOWN, 0, 0, SURVIVES, ["The gain survives fp8 to within 5 points", "+0.0 points"], ["lost", "either way"]),
-        (SHOWN, 6, 5, SURVIVES, ["The gain survives fp8 to within 5 points", "-0.3 points"], ["lost"]),
-        (SHOWN, 30, 28, NOT_SHOWN, ["Whether the gain survives fp8 is not shown either way"], ["The gain survives"]),
-        (SHOWN, 30, 0, PARTLY_LOST, ["Part of the gain is lost in fp8", "-10.0 points"], ["The gain survives"]),
-        (SHOWN, 7, 0, PARTLY_LOST, ["Part of the gain is lost", "no more than 5 points are lost"], ["The gain surv"]),
-        (SHOWN, 75, 0, PARTLY_LOST, ["Part of the gain is lost", "no gain over the base is shown in fp8"], ["surviv"]),
-        (SHOWN, 0, 40, LARGER, ["The gain is larger in fp8 than in bf16: by +13.3 points"], ["lost", "survives"]),
-        (UNCLEAR, 0, 0, NO_GAIN, ["No gain is shown in bf16, so there is no gain whose"], ["The gain", "lost in"]),
-        (SHOWN[::-1], 0, 0, NO_GAIN, ["No gain is shown in bf16, so there is no gain whose"], ["The gain survives"]),
-        (
-            paired(4, 12, 0, 4),
-            0,
-            0,
-            NOT_SHOWN,
-            ["not shown either way", "can be more than 5 points"],
-            ["The gain sur"],
-        ),
+        (SHOWN, 0, 0, SURVIVES, ["survives fp8 to within 5 points", "+0.0 points"]),
+        (SHOWN, 6, 5, SURVIVES, ["survives fp8 to within 5 points", "-0.3 points"]),
+        (SHOWN, 30, 28, NOT_SHOWN, ["survives fp8 is not shown either way"]),
+        (SHOWN, 30, 0, PARTLY_LOST, ["Part of the gain is lost in fp8", "-10.0 points"]),
+        (SHOWN, 7, 0, PARTLY_LOST, ["Part of the gain is lost in fp8", "no more than 5 points are lost"]),
+        (SHOWN, 75, 0, PARTLY_LOST, ["Part of the gain is lost in fp8", "no gain over the base is shown in fp8"]),
+        (SHOWN, 0, 40, LARGER, ["larger in fp8 than in bf16: by +13.3 points"]),
+        (UNCLEAR, 0, 0, NO_GAIN, ["No gain is shown in bf16"]),
+        (SHOWN[::-1], 0, 0, NO_GAIN, ["No gain is shown in bf16"]),
+        (paired(4, 12, 0, 4), 0, 0, NOT_SHOWN, ["not shown either way", "can be more than 5 points"]),
     ],
 )
-def test_a_gain_survives_only_above_the_margin(bf16, lost, won, verdict, says, never):
+def test_a_gain_survives_only_above_the_margin(bf16, lost, won, verdict, says):
     found, text = judged({"bf16": bf16, "fp8": (bf16[0], changed(bf16[1], lost, won))})
-    assert found["gain_survival"]["fp8"]["verdict"] == verdict, text
-    assert all(part in text for part in says), text
-    assert not any(part in text for part in never), text
+    survival = found["gain_survival"]["fp8"]
+    assert survival["verdict"] == verdict and all(part in text for part in says), text
+    assert survival["difference"] == pytest.approx((won - lost) / len(bf16[0]))
     assert found["quantization_loss"]["fp8"]["difference"] == pytest.approx((lost - won) / len(bf16[0]))
-    low = found["gain_survival"]["fp8"]["interval"][0]
-    assert ("The gain survives" in text) <= (low > -0.05)
+    for said, kinds in {
+        "The gain survives": (SURVIVES,),
+        "is lost in": (PARTLY_LOST,),
+        "either way": (NOT_SHOWN,),
+    }.items():
+        assert (said in text) == (verdict in kinds), text
+    assert ("The gain survives" in text) <= (survival["interval"][0] > -0.05)
 
 
 def test_a_gain_that_the_margin_could_swallow_is_not_called_surviving():
     bf16 = paired(1000, 70, 20, 910)  # +2.5 points on 2,000 problems
     cells = {"bf16": bf16, "fp8": (bf16[0], changed(bf16[1], 60, 50))}
     found, text = judged(cells)
-    assert found["gain"]["fp8"]["verdict"] == GAIN and found["gain_survival"]["fp8"]["interval"][0] > -0.02
-    assert found["gain_survival"]["fp8"]["verdict"] == NOT_SHOWN
-    assert re.search(
-        r"no more than 1\.\d are lost, but the margin of 5 points is no smaller than the gain in bf16, 2\.5", text
-    )
-    assert judged(cells, limits=Limits(margin=0.02))[0]["gain_survival"]["fp8"]["verdict"] == SURVIVES
+    assert verdicts(cells) == (GAIN, NOT_SHOWN) and found["gain_survival"]["fp8"]["interval"][0] > -0.02
+    assert re.search(r"no more than 1\.\d are lost, but the margin of 5 points is no smaller .* 2\.5", text)
+    assert verdicts(cells, limits=Limits(margin=0.02)) == (GAIN, SURVIVES)
 
 
 def test_a_gain_that_is_not_shown_in_the_format_is_not_called_surviving():
     bf16 = paired(40, 16, 4, 40)  # +12 points, p = 0.012
-    cells = {"bf16": bf16, "fp8": (bf16[0], cell(*[[True]] * 40, *[[True]] * 12, *[[False]] * 48))}
+    cells = {"bf16": bf16, "fp8": (bf16[0], cell(*[[True]] * 52, *[[False]] * 48))}
     found, text = judged(cells, limits=Limits(margin=0.1))
-    assert found["gain"]["bf16"]["verdict"] == GAIN and found["gain"]["fp8"]["verdict"] == NOT_SHOWN
-    assert found["gain_survival"]["fp8"]["interval"][0] > -0.1
-    assert found["gain_survival"]["fp8"]["verdict"] == NOT_SHOWN and "no gain over the base is shown there" in text
+    assert found["gain"]["bf16"]["verdict"] == GAIN and found["gain_survival"]["fp8"]["interval"][0] > -0.1
+    assert verdicts(cells, limits=Limits(margin=0.1)) == (NOT_SHOWN, NOT_SHOWN) and "is shown there" in text
 
 
 def test_the_margin_is_the_gates_and_more_problems_are_named():
     cells = {"bf16": SHOWN, "fp8": (SHOWN[0], changed(SHOWN[1], 60, 58))}
+
+    def survives_with(times: int) -> bool:
+        more = {name: tuple(repeated(side, times) for side in pair) for name, pair in cells.items()}
+        return verdicts(more)[1] == SURVIVES
+
     found, text = judged(cells)
     needed = found["gain_survival"]["fp8"]["needed_problems"]
-    assert "problems would decide" in text and needed == pytest.approx(_till_it_survives(cells), rel=0.25)
-    more = {name: tuple(_repeated(side, -(-needed // 300)) for side in pair) for name, pair in cells.items()}
-    assert judged(more)[0]["gain_survival"]["fp8"]["verdict"] == SURVIVES
-    found, text = judged(cells, limits=Limits(margin=0.15))
-    assert found["gain_survival"]["fp8"]["verdict"] == SURVIVES and "survives fp8 to within 15 points" in text
+    least = next(times for times in range(1, 40) if survives_with(times))
+    assert "problems would decide" in text and needed == pytest.approx(300 * least, rel=0.25)
+    assert survives_with(-(-needed // 300))
+    assert verdicts(cells, limits=Limits(margin=0.15))[1] == SURVIVES
 
 
-def _till_it_survives(cells: dict) -> int:
-    """The least multiple of the problems at which the gain survives."""
-    for times in range(1, 40):
-        more = {name: tuple(_repeated(side, times) for side in pair) for name, pair in cells.items()}
-        if judged(more)[0]["gain_survival"]["fp8"]["verdict"] == SURVIVES:
-            return times * len(cells["bf16"][0])
-    return 0
-
-
-def _repeated(records: list[Record], times: int) -> list[Record]:
-    return [replace(one, problem_id=f"{one.problem_id}-{turn}") for turn in range(times) for one in records]
+def test_an_estimate_at_the_margin_names_no_number_of_problems():
+    cells = {"bf16": SHOWN, "fp8": (SHOWN[0], changed(SHOWN[1], 60, 58))}
+    found = judged(cells, limits=Limits(margin=2 / 300))[0]["gain_survival"]["fp8"]
+    assert (found["verdict"], found["needed_problems"]) == (NOT_SHOWN, None)
 
 
 def test_what_one_comparison_shows_four_may_not():
     barely = paired(40, 14, 4, 42)  # p = 0.031
     found, text = judged({"bf16": barely})
-    assert found["gain"]["bf16"]["verdict"] == GAIN and "adjusted" not in text
     alone = found["gain"]["bf16"]
+    assert alone["verdict"] == GAIN and "adjusted" not in text
     null = paired(40, 9, 9, 42)
     found, text = judged({"bf16": barely, "fp8": null, "awq": null, "nvfp4": null})
     gain = found["gain"]["bf16"]
@@ -286,8 +264,7 @@ def test_what_one_comparison_shows_four_may_not():
     assert gain["holm_p"] == pytest.approx(4 * gain["p"])
     assert gain["minimum_detectable_effect"] > 1.1 * alone["minimum_detectable_effect"]
     assert gain["needed_problems"]["problems"] > 1.3 * alone["needed_problems"]["problems"]
-    assert "No evidence of a gain in bf16" in text and "0.124 adjusted for 4" in text
-    assert "4 formats are compared" in text and "(Holm)" in text and "more of" not in text
+    assert "0.124 adjusted for 4" in text and "4 formats are compared" in text and "points more" not in text
 
 
 @pytest.mark.parametrize(
@@ -305,14 +282,14 @@ def test_a_difference_is_shown_by_interval_and_test_together(interval, holm_p, w
 
 
 def test_without_an_effect_no_difference_is_said_in_95_of_100_studies():
-    rng, claims, studies = np.random.default_rng(1), 0, 150
+    rng, claims, studies = np.random.default_rng(1), 0, 100
     for _ in range(studies):
         chance = rng.beta(1, 1, 30)
-        draw = lambda chance=chance: cell(*(rng.random((30, 4)) < chance[:, None]).tolist())  # noqa: E731
-        records = {(policy, name): draw() for policy in ("base", "grpo") for name in ("bf16", "fp8", "awq")}
-        found = compare.compare(records, ["bf16", "fp8", "awq"], "bf16", 300)
-        text = compare.conclude(found, ["bf16", "fp8", "awq"])
-        claims += "more of" in text or "fewer of" in text
+        draws = [cell(*(rng.random((30, 4)) < chance[:, None]).tolist()) for _ in range(6)]
+        text = judged(
+            dict(zip(("bf16", "fp8", "awq"), zip(draws[::2], draws[1::2], strict=True), strict=True)), samples=300
+        )[1]
+        claims += any(claim in text for claim in CLAIMS[:2])
     assert claims / studies < 0.05 + 2 * np.sqrt(0.05 * 0.95 / studies)
 
 
@@ -326,11 +303,11 @@ def test_the_tests_of_one_completion_are_mcnemars_and_of_several_sign_flips():
     gain = found["gain"]["bf16"]
     assert found["samples_per_problem"] == 4 and gain["test"] == "sign-flip" and gain["mcnemar_p"] is None
     assert gain["n"] == 20 and gain["difference"] == pytest.approx((0.5 + 0.25) / 2)
-    assert list(gain["pass_at_k"]) == ["1", "2", "4"]
-    assert gain["pass_at_k"]["1"]["difference"] == pytest.approx(gain["difference"])
-    assert gain["pass_at_k"]["4"]["grpo"] == 1.0 and gain["pass_at_k"]["4"]["base"] == 0.5
-    assert gain["pass_at_k"]["2"]["base"] == pytest.approx(0.5 / 2)  # one right of four: 1 - C(3,2)/C(4,2) = 1/2
-    assert gain["maj_at_k"]["k"] == 4 and gain["maj_at_k"]["grpo"] == 0.5 and gain["maj_at_k"]["base"] == 0.0
+    passed = gain["pass_at_k"]
+    assert list(passed) == ["1", "2", "4"] and passed["1"]["difference"] == pytest.approx(gain["difference"])
+    assert (passed["4"]["grpo"], passed["4"]["base"]) == (1.0, 0.5)
+    assert passed["2"]["base"] == pytest.approx(0.5 / 2)  # one right of four: 1 - C(3,2)/C(4,2) = 1/2
+    assert [gain["maj_at_k"][key] for key in ("k", "grpo", "base")] == [4, 0.5, 0.0]
     assert set(gain["variance"]) == {"between_problems", "within_problems"}
 
 
@@ -342,23 +319,14 @@ def test_a_problem_undecided_in_one_cell_leaves_every_comparison_with_it():
     found, text = judged(cells, limits=Limits(max_undecided=0.5))
     assert (found["gain"]["bf16"]["n"], found["gain"]["bf16"]["difference"]) == (3, pytest.approx(2 / 3))
     assert (found["gain"]["fp8"]["n"], found["gain"]["fp8"]["discordant"]) == (3, [2, 1])
-    assert found["gain_survival"]["fp8"]["n"] == 2
+    assert found["gain_survival"]["fp8"]["n"] == 2 and found["quantization_loss"]["fp8"]["n"] == 3
     assert found["gain_survival"]["fp8"]["difference"] == pytest.approx((1 + -1) / 2 - (1 + 0) / 2)
-    assert found["quantization_loss"]["fp8"]["n"] == 3
-    assert "1 of 4 answers of GRPO in bf16 could not be compared and are left out." in text
-
-
-def test_an_undecided_completion_leaves_the_other_ones_of_its_problem():
+    assert "1 of 4 answers of GRPO in bf16 could not be compared" in text
     base, grpo = cell([True, False], [None, False]), cell([True, True], [True, True])
-    found, _ = judged({"bf16": (base, grpo)}, limits=Limits(max_undecided=0.5))
-    assert found["gain"]["bf16"]["n"] == 2 and found["gain"]["bf16"]["difference"] == pytest.approx((0.5 + 1) / 2)
-    assert found["gain"]["bf16"]["pass_at_k"]["2"]["n"] == 1
-
-
-def test_cells_without_a_common_decided_problem_are_refused_by_name():
-    undecided = cell([None] * 4, [None] * 4)
+    gain = judged({"bf16": (base, grpo)}, limits=Limits(max_undecided=0.5))[0]["gain"]["bf16"]
+    assert gain["n"] == 2 and gain["difference"] == pytest.approx((0.5 + 1) / 2) and gain["pass_at_k"]["2"]["n"] == 1
     with pytest.raises(CheckFailed, match="decided answer in all of base in bf16, grpo in bf16"):
-        judged({"bf16": (several(1, 1, 4), undecided)})
+        judged({"bf16": (several(1, 1, 4), cell([None] * 4, [None] * 4))})
 
 
 @pytest.mark.parametrize(
@@ -375,35 +343,28 @@ def test_cells_of_other_problems_are_not_compared(other):
         judged({"bf16": (cell([True], [True]), other)})
 
 
-def test_without_bf16_or_beside_nothing_survival_is_said_to_be_unmeasured():
-    for names in (["bf16"], ["fp8", "nvfp4"]):
-        found, text = judged(dict.fromkeys(names, SHOWN))
-        assert found["gain_survival"] == found["quantization_loss"] == {}
-        assert "was not measured: that needs bf16 beside another format" in text and "The gain survives" not in text
-
-
 def test_every_format_is_compared_with_bf16_and_keeps_its_keys():
     names = ["nf4", "bf16", "fp8", "fp8_block", "w4a16", "awq", "nvfp4a16", "nvfp4"]
     found, text = judged(dict.fromkeys(names, SHOWN))
     others = [name for name in names if name != "bf16"]
     assert list(found["gain"]) == names and list(found["gain_survival"]) == others == list(found["quantization_loss"])
-    assert all(name in found["gain_survival"] and f"The gain survives {name} to" in text for name in others)
+    assert all(f"The gain survives {name} to" in text for name in others)
     keys = {"difference", "interval", "n", "mcnemar_p", "discordant", "minimum_detectable_effect", "p", "holm_p"}
     assert keys | {"needed_problems", "verdict"} <= set(found["gain"]["awq"])
     assert found["minimum_detectable_effect"] == found["gain"]["nf4"]["minimum_detectable_effect"]
-    assert found["hygiene"]["cells"]["grpo"]["awq"] == [] and found["hygiene"]["refused"] == {
-        "gain": {},
-        "gain_survival": {},
-    }
+    hygiene = found["hygiene"]
+    assert hygiene["cells"]["grpo"]["awq"] == [] and hygiene["refused"] == {"gain": {}, "gain_survival": {}}
+    for names in (["bf16"], ["fp8", "nvfp4"]):
+        found, text = judged(dict.fromkeys(names, SHOWN))
+        assert found["gain_survival"] == found["quantization_loss"] == {}
+        assert "not measured: that needs bf16" in text and "The gain survives" not in text
 
 
 def test_each_family_of_comparisons_is_adjusted_as_one():
-    formats = {
-        "bf16": SHOWN,
-        "fp8": (SHOWN[0], spoilt(SHOWN[1], 0.05, correct=False)),
-        "w4a16": (SHOWN[0], spoilt(SHOWN[1], 0.03, correct=False)),
+    lossy = {
+        name: (SHOWN[0], spoilt(SHOWN[1], share, correct=False)) for name, share in (("fp8", 0.05), ("awq", 0.03))
     }
-    found, _ = judged(formats)
+    found, _ = judged({"bf16": SHOWN, **lossy})
     for family, count in (("gain", 3), ("gain_survival", 2), ("quantization_loss", 2)):
         made = list(found[family].values())
         assert [one["comparisons"] for one in made] == [count] * count

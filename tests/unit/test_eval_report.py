@@ -20,8 +20,9 @@ from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, read_json, write_json, write_manifest
 
 HOSTILE = (
-    "</td><script>alert('x')</script><img src=x onerror=alert(1)> a|b ![p](http://evil.example/x) `c` \x00\x1b[31m $x$"
+    "</td><script>alert('x')</script><img src=x onerror=alert(1)> a|b ![p](http://evil.example/x) `c` \x00\x1b[31m"
 )
+HOSTILE += " $x$"
 EMPTY_TAGS = {"meta", "img", "br", "hr", "link", "input"}
 PARTS = ["Verdict", "Conclusion", "Gate", "Accuracy", "Several completions a problem", "Problems that changed, in fp8"]
 PARTS += ["Other tasks", "Training", "Weights, layer by layer", "Checkpoints against the policy", "Serving"]
@@ -143,6 +144,14 @@ def begin(folder: Path) -> RunDir:
     return found
 
 
+def gated(run: RunDir, result: dict, **limits: object) -> None:
+    """Give a run an evaluation and a checkpoint that its gate can judge."""
+    groups = {"run": {"name": "tiny"}, "model": {"id": "m"}, "data": {"path": "nowhere"}, "train": {"max_steps": 1}}
+    write_json(run.config_file, {"config": {**groups, "eval": {"gate": {"format": "fp8", **limits}}}})
+    write_json(run.eval_file, result)
+    write_checkpoint(run, "grpo", "fp8")
+
+
 @pytest.fixture
 def run(tmp_path) -> RunDir:
     return begin(tmp_path)
@@ -171,17 +180,8 @@ def full(tmp_path_factory) -> RunDir:
     write_checkpoint(run, "grpo", "fp8", promoted=True, promotion={"date": "2026-11-21", "rules": [rule]})
     (run.path / "eval").mkdir()
     for policy, correct in (("base", False), ("grpo", True)):
-        rows = [
-            {
-                "problem_id": f"p{n}",
-                "sample": k,
-                "completion": f"{policy} says {HOSTILE}",
-                "gold": "8",
-                "correct": correct,
-            }
-            for n in range(5)
-            for k in range(2)
-        ]
+        row = {"completion": f"{policy} says {HOSTILE}", "gold": "8", "correct": correct}
+        rows = [{"problem_id": f"p{n}", "sample": k, **row} for n in range(5) for k in range(2)]
         (run.path / "eval" / f"{policy}-fp8.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert report_page.main(["--run", str(run.path)]) == 0
     return run
@@ -194,7 +194,11 @@ def page(run: RunDir) -> Page:
 
 
 def test_a_run_with_nothing_but_metrics_renders_and_names_every_command_that_is_missing(run, capsys):
+    assert report_page.main(["--run", str(run.path)]) == 0
+    assert "No step was logged" in page(run).text
+    (run.path / "report.html").unlink()
     write_metrics(run)
+    capsys.readouterr()
     found = page(run)
     assert sorted(file.name for file in run.path.iterdir()) == [
         "config.json", "metrics.jsonl", "report-pictures", "report.html", "report.md",
@@ -205,16 +209,11 @@ def test_a_run_with_nothing_but_metrics_renders_and_names_every_command_that_is_
     assert capsys.readouterr().out.count("Make it with: ") == 5
 
 
-def test_a_run_that_has_only_begun_renders(run):
-    assert "No step was logged" in page(run).text
-
-
 def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
     found = page(full)
     titles = re.findall(r"<h2>(.*?)</h2>", (full.path / "report.html").read_text())
     assert titles == PARTS
-    assert "No loss is shown in fp8: -1.0 points." in found.text
-    for value in (
+    values = [
         "0.0123",
         "0.0369",
         "1 x H200",
@@ -226,16 +225,20 @@ def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
         "9.12",
         "71.0",
         "98.7",
-        "svamp: On svamp nothing.",
         "87.5",
-        "43.2",
-        "-7.0",
-    ):
-        assert value in found.text, value
+    ]
+    values += ["43.2", "-7.0", "svamp: On svamp nothing.", "No loss is shown in fp8: -1.0 points."]
+    assert [value for value in values if value not in found.text] == []
     assert "0.7, seed 3" in found.text and "4 completions of each" in found.text
     markdown = (full.path / "report.md").read_text()
     assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == PARTS
     assert "- No loss is shown in fp8: -1.0 points." in markdown
+    assert "promoted, 2026-11-21, on another evaluation than the one shown here" in found.text
+    html = (full.path / "report.html").read_text()
+    assert html.count("<table>") == html.count('<div class="scroll" tabindex="0"><table>') > 10
+    text = (full.path / "eval.md").read_text()
+    assert "| fp8 | pass@4 | 40.0 | 60.0 | +20.0 | 10.0 to 30.0 |" in text
+    assert "| fp8 | +20.0 | 10.0 to 30.0 | 0.0123 | 0.0369 | 10 | 2 | 15.0 | 40 |" in text
 
 
 def test_the_verdict_comes_first_in_one_line(run, full):
@@ -249,38 +252,23 @@ def test_the_verdict_comes_first_in_one_line(run, full):
     kept = "Gain +20.0 [10.0 to 30.0] points on 40 problems, -1.0 [-5.0 to 3.0] against the gain in bf16."
     assert line(full) == f"Promoted: GRPO in fp8. {kept}"
     assert line(run) == "Not promoted: nothing was evaluated."
-    groups = {"run": {"name": "tiny"}, "model": {"id": "m"}, "data": {"path": "nowhere"}, "train": {"max_steps": 1}}
-    limits = {"format": "fp8", "max_quantization_loss": 0.04}
-    write_json(run.config_file, {"config": {**groups, "eval": {"gate": limits}}})
-    write_json(run.eval_file, make_result("Nothing.", ("bf16", "fp8")))
-    write_checkpoint(run, "grpo", "fp8")
+    gated(run, make_result("Nothing.", ("bf16", "fp8")), max_quantization_loss=0.04)
     missed = "Not promoted: GRPO in fp8 misses 3 of 9 rules of the gate: gain lost against bf16 (NOT SHOWN), "
-    assert line(run) == f"{missed}cut at the token limit (FAIL), answers undecided (FAIL). {kept}"
-
-
-def test_rules_are_shown_before_a_gate_and_a_promotion_on_another_evaluation_is_told(run, full):
-    assert "promoted, 2026-11-21, on another evaluation than the one shown here" in page(full).text
-    groups = {"run": {"name": "tiny"}, "model": {"id": "m"}, "data": {"path": "nowhere"}, "train": {"max_steps": 1}}
-    write_json(run.config_file, {"config": {**groups, "eval": {"gate": {"format": "fp8"}}}})
-    write_json(run.eval_file, make_result("Nothing.", ("bf16", "fp8")))
-    write_checkpoint(run, "grpo", "fp8")
-    found = page(run)
-    assert "The rules as this evaluation meets them" in found.text and "KL(policy || artifact)" in found.text
+    assert line(run) == f"{missed}truncated at the token limit (FAIL), answers undecided (FAIL). {kept}"
 
 
 def test_checkpoints_that_were_merged_again_are_told_from_those_that_were_measured(run, capsys):
-    groups = {"run": {"name": "tiny"}, "model": {"id": "m"}, "data": {"path": "nowhere"}, "train": {"max_steps": 1}}
-    write_json(run.config_file, {"config": {**groups, "eval": {"gate": {"format": "fp8"}}}})
     result = make_result("Nothing.", ("bf16", "fp8"))
-    write_checkpoint(run, "grpo", "fp8")
+    gated(run, result)
     measured = artifact_hash(read_json(run.merged / "grpo/fp8/manifest.json"))
     for digest, remade in ((measured, False), ("of the one before", True)):
         result["matrix"]["grpo"]["fp8"]["artifact_hash"] = digest
         write_json(run.eval_file, result)
         assert report_page.main(["--run", str(run.path)]) == 0
-        told = "measured on other checkpoints than lie here: grpo/fp8 came later."
-        assert (told in page(run).text) == (told in capsys.readouterr().out) == remade
-        assert ("KL(policy || artifact)" in page(run).text) != remade, "a rule of one on a figure of the other"
+        told, found = "measured on other checkpoints than lie here: grpo/fp8 came later.", page(run).text
+        assert (told in found) == (told in capsys.readouterr().out) == remade
+        # Before a gate the rules are shown, but none of one checkpoint on a figure of another.
+        assert ("The rules for this evaluation" in found) == ("KL(policy || artifact)" in found) != remade
 
 
 def test_text_from_data_runs_nothing_and_loads_nothing(full):
@@ -325,13 +313,6 @@ def test_pictures_are_whole_svg_with_a_description_and_the_same_for_the_same_dat
     assert {file.name: file.read_bytes() for file in (full.path / report_page.PICTURES).iterdir()} == before
 
 
-def test_wide_tables_scroll_by_themselves(full):
-    page(full)
-    text = (full.path / "report.html").read_text()
-    assert text.count("<table>") == text.count('<div class="scroll" tabindex="0"><table>') > 10
-    assert ".scroll { overflow-x: auto" in text and 'name="viewport"' in text
-
-
 def test_evaluations_of_another_folder_are_drawn_there(full, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -339,8 +320,14 @@ def test_evaluations_of_another_folder_are_drawn_there(full, tmp_path):
     assert report_page.main(["--run", str(full.path), "--out", str(other)]) == 0
     assert "Nothing is shown." in (other / "report.html").read_text()
     assert (other / "eval.md").is_file() and "Nothing is shown." not in (full.path / "report.html").read_text()
-    with pytest.raises(BadInput, match="does not exist"):
-        report_page.main(["--run", str(full.path), "--out", str(tmp_path / "nowhere")])
+    write_json(other / "eval.json", {"matrix": {}})
+    for arguments, said in (
+        (["--run", str(full.path), "--out", str(tmp_path / "nowhere")], "does not exist"),
+        (["--run", str(full.path), "--out", str(other)], "is not the result of an evaluation"),
+        (["--run", str(tmp_path / "x")], "no run directory"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            report_page.main(arguments)
 
 
 def test_a_distilled_policy_is_never_called_grpo(full, tmp_path):
@@ -354,19 +341,6 @@ def test_a_distilled_policy_is_never_called_grpo(full, tmp_path):
         assert "GRPO" not in text and "GRPO" in before, name
         assert "distilled" in text and "distilled" not in before, name
     assert "Distillation tiny" in (copied.path / "report.html").read_text()
-
-
-def test_a_damaged_eval_json_is_bad_input_and_not_left_out_in_silence(run):
-    write_json(run.eval_file, {"matrix": {}})
-    with pytest.raises(BadInput, match="is not the result of an evaluation"):
-        report_page.main(["--run", str(run.path)])
-
-
-def test_an_evaluation_of_several_completions_is_in_eval_md(full):
-    page(full)
-    text = (full.path / "eval.md").read_text()
-    assert "| fp8 | pass@4 | 40.0 | 60.0 | +20.0 | 10.0 to 30.0 |" in text
-    assert "| fp8 | +20.0 | 10.0 to 30.0 | 0.0123 | 0.0369 | 10 | 2 | 15.0 | 40 |" in text
 
 
 def test_a_format_has_one_look_everywhere_and_no_two_share_it():
@@ -386,8 +360,3 @@ def test_blocks_are_written_in_both_forms():
     markdown = to_markdown(document, "p")
     assert "1\\. a # b" in markdown and "- - x" not in markdown
     assert "| 1 | a\\|b |" in markdown and "````\na ``` b\n````" in markdown
-
-
-def test_a_report_says_where_it_was_asked_for_a_run_that_is_none(tmp_path: Path):
-    with pytest.raises(BadInput, match="no run directory"):
-        report_page.main(["--run", str(tmp_path / "x")])

@@ -28,29 +28,29 @@ def test_the_interval_over_runs_is_students_t():
         (81, 263, 0.2553, 0.3662),  # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3
         (15, 148, 0.0624, 0.1605),
         (0, 20, 0.0000, 0.1611),
+        (20, 20, 0.8389, 1.0000),
         (1, 29, 0.0061, 0.1718),
     ],
 )
 def test_wilson_gives_the_values_newcombe_printed(successes, total, low, high):
-    assert stats.wilson(successes, total) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    assert stats.wilson(successes, total) == pytest.approx((low, high), abs=5e-5)
+    scipys = scipy.stats.binomtest(successes, total).proportion_ci(method="wilson")
+    assert stats.wilson(successes, total) == pytest.approx(tuple(scipys), abs=1e-9)
+    shares = np.repeat([1.0, 0.0], [successes, total - successes])
+    assert stats.cluster_interval(shares, total) == stats.wilson(successes, total)
 
 
-def test_wilson_is_scipys_at_every_confidence():
-    for successes, total, confidence in [(0, 7, 0.95), (7, 7, 0.95), (3, 40, 0.9), (39, 40, 0.99), (500, 1319, 0.95)]:
-        expected = scipy.stats.binomtest(successes, total).proportion_ci(confidence, method="wilson")
-        assert stats.wilson(successes, total, confidence) == pytest.approx(tuple(expected), abs=1e-9)
-
-
-def test_wilson_of_no_problems_is_bad_input():
-    with pytest.raises(BadInput, match="at least one"):
-        stats.wilson(0, 0)
-    with pytest.raises(BadInput, match="at least one"):
-        stats.cluster_interval([], 0)
-
-
-def test_a_cluster_interval_of_one_completion_is_wilsons():
-    for right, n in [(0, 20), (7, 20), (20, 20)]:
-        assert stats.cluster_interval(np.repeat([1.0, 0.0], [right, n - right]), n) == stats.wilson(right, n)
+def test_what_has_no_problems_or_others_is_refused():
+    for call in (lambda: stats.wilson(0, 0), lambda: stats.cluster_interval([], 0)):
+        with pytest.raises(BadInput, match="at least one"):
+            call()
+    with pytest.raises(BadInput, match="3 and 2"):
+        stats.paired_difference([1, 0, 1], [1, 0], 100, 0)
+    with pytest.raises(BadInput, match="n >= 1"):
+        power.minimum_detectable_effect(0, 0.2)
+    for effect in (0.0, -0.1, 1.1):
+        with pytest.raises(BadInput, match="an effect above 0"):
+            power.problems_needed(effect, 0.2)
 
 
 def test_completions_that_agree_within_their_problem_count_once():
@@ -134,11 +134,9 @@ def test_sign_flip_draws_signs_where_differences_have_no_common_step():
     exact = rng.integers(-4, 6, 60) / 8
     uneven = exact * np.pi / 4
     assert stats._on_grid(exact) is not None and stats._on_grid(uneven) is None
-    assert stats.sign_flip(uneven, seed=1) == pytest.approx(
-        stats.sign_flip(exact), abs=0.012
-    )  # a scale changes nothing
+    assert stats.sign_flip(uneven, seed=1) == pytest.approx(stats.sign_flip(exact), abs=0.012)  # scale-free
     assert stats.sign_flip(uneven, seed=1) == stats.sign_flip(uneven, seed=1) != stats.sign_flip(uneven, seed=2)
-    assert stats.sign_flip(uneven + 3, flips=500) == 1 / 501  # never zero
+    assert stats.sign_flip(uneven + 3) == 1 / 20_001  # never zero
 
 
 @pytest.mark.parametrize(("n", "k"), [(20, 4), (100, 4), (300, 1)])
@@ -186,14 +184,6 @@ def test_bootstrap_interval_over_several_completions_covers_the_truth(n, k):
     assert 0.92 <= hits / trials <= 0.98
 
 
-def test_completions_of_one_problem_are_resampled_together():
-    rng = np.random.default_rng(0)
-    problems = rng.choice([-1.0, 0.0, 1.0], 60)
-    low, high = stats.bootstrap_mean(problems, 4000, 0)
-    of_completions = stats.bootstrap_mean(np.repeat(problems, 8), 4000, 0)
-    assert high - low > 2.5 * (of_completions[1] - of_completions[0])
-
-
 def test_the_pseudo_problems_are_as_large_as_the_changes_seen():
     assert stats.pseudo_change(np.array([1.0, -1.0, 0.0, 1.0])) == stats.pseudo_change(np.zeros(9)) == 1.0
     assert stats.pseudo_change(np.full(100, 0.25)) == pytest.approx((100 / 16 + 1) / 26)
@@ -227,54 +217,19 @@ def test_no_disagreement_is_not_an_interval_of_width_zero():
     assert 0.005 < high < 0.015  # the rule of three says 3/300
 
 
-def test_bootstrap_repeats_with_its_seed_and_moves_with_another():
+def test_bootstrap_repeats_with_its_seed_and_a_difference_is_after_minus_before():
+    assert stats.paired_difference([1, 1, 0, 1], [0, 0, 0, 1], 500, 0)["difference"] == 0.5
     values = np.repeat([1.0, -1.0, 0.0], [30, 11, 60])
     first, again, other = (stats.bootstrap_mean(values, 500, seed) for seed in (0, 0, 1))
     assert first == again != other
 
 
-def test_paired_difference_refuses_lists_of_different_problems():
-    with pytest.raises(BadInput, match="3 and 2"):
-        stats.paired_difference([1, 0, 1], [1, 0], 100, 0)
-
-
-def test_pairing_narrows_the_interval_when_the_two_agree_on_most_problems():
-    before = np.repeat([1, 0], [150, 150])
-    after = np.repeat([1, 0], [160, 140])
-    low, high = stats.paired_difference(after, before, 5_000, 0)["interval"]
-    unpaired = 2 * 1.96 * np.sqrt(0.25 * 2 / 300)
-    assert high - low < 0.4 * unpaired
-
-
-def test_gain_survival_is_the_difference_of_the_two_gains():
-    base, grpo = np.array([0, 0, 1, 0]), np.array([1, 0, 1, 0])
-    base_bf16, grpo_bf16 = np.array([0, 0, 0, 0]), np.array([1, 1, 1, 0])
-    changes = stats.survival_changes(base, grpo, base_bf16, grpo_bf16)
-    result = stats.paired_difference(*changes, 1_000, 0)
-    assert result["difference"] == pytest.approx(0.25 - 0.75)
-    assert result["interval"][0] < -0.5 < result["interval"][1]
-
-
-def test_a_policy_with_the_minimum_detectable_effect_is_detected_four_times_in_five():
-    n, rate = 400, 0.2
-    effect = power.minimum_detectable_effect(n, rate)
-    rng = np.random.default_rng(3)
-    gained, lost = (rate + effect) / 2, (rate - effect) / 2
-    draws = rng.multinomial(n, [gained, lost, 1 - rate], size=4_000)
-    z = (draws[:, 0] - draws[:, 1]) / np.sqrt(np.maximum(draws[:, 0] + draws[:, 1], 1))  # McNemar's test statistic
-    assert (np.abs(z) > 1.96).mean() == pytest.approx(0.8, abs=0.02)
-
-
-def test_minimum_detectable_effect_needs_that_much_disagreement():
-    assert power.minimum_detectable_effect(300, 0.0) == pytest.approx(7.85 / 300, rel=0.02)
+def test_minimum_detectable_effect_is_connors_formula():
+    assert power.problems_needed(0.04, 0.21) == pytest.approx(1030, abs=20)
     assert power.minimum_detectable_effect(300, 0.0) == power.minimum_detectable_effect(300, 0.01)
+    assert power.minimum_detectable_effect(300, 0.0) == pytest.approx(7.85 / 300, rel=0.02)
     assert power.minimum_detectable_effect(300, 0.0, samples=4) < power.minimum_detectable_effect(300, 0.0) / 3
     assert power.minimum_detectable_effect(1, 0.5) == 1.0
-    with pytest.raises(BadInput, match="n >= 1"):
-        power.minimum_detectable_effect(0, 0.2)
-
-
-def test_minimum_detectable_effect_is_connors_formula():
     za, zb, q, n = 1.959964, 0.841621, 0.2, 400
     effect = power.minimum_detectable_effect(n, q)
     assert n == pytest.approx((za * q**0.5 + zb * (q - effect**2) ** 0.5) ** 2 / effect**2, rel=1e-5)
@@ -288,15 +243,7 @@ def test_problems_needed_inverts_the_minimum_detectable_effect(effect, q, k):
     n = power.problems_needed(effect, q, samples=k)
     assert power.minimum_detectable_effect(n, q, samples=k) <= effect * (1 + 1e-9)
     assert power.minimum_detectable_effect(n - 1, q, samples=k) > effect
-    assert power.problems_needed(effect, q, power=0.9, samples=k) > n
     assert power.problems_needed(effect, q, alpha=0.01, samples=k) > n
-
-
-def test_four_points_at_a_fifth_of_disagreement_need_about_a_thousand_problems():
-    assert power.problems_needed(0.04, 0.21) == pytest.approx(1030, abs=20)
-    for effect in (0.0, -0.1, 1.1):
-        with pytest.raises(BadInput, match="an effect above 0"):
-            power.problems_needed(effect, 0.2)
 
 
 def test_the_disagreement_seen_counts_the_pseudo_problems_of_the_interval():
@@ -319,7 +266,7 @@ def test_the_disagreement_of_more_completions_is_foreseen_from_few():
     assert within == pytest.approx((after * (1 - after) + before * (1 - before)).mean(), abs=0.012)
     for k in (1, 16):
         seen = np.square(draw(after, k).mean(axis=1) - draw(before, k).mean(axis=1)).mean()
-        assert power.disagreement_at(between, within, k) == pytest.approx(seen, abs=0.015)
+        assert between + within / k == pytest.approx(seen, abs=0.015)
     half = draw(after, 2)
     half[:, 1] = np.nan
     assert power.split_disagreement(half, draw(before, 2)) is None
@@ -329,14 +276,6 @@ def test_the_disagreement_of_more_completions_is_foreseen_from_few():
 def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_one(total, right, k):
     draws = list(itertools.combinations([True] * right + [False] * (total - right), k))
     assert samples.pass_at_k(right, total, k) == pytest.approx(sum(map(any, draws)) / comb(total, k))
-
-
-def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not():
-    rng, chance, k = np.random.default_rng(0), 0.15, 4
-    right = rng.binomial(8, chance, 40_000)
-    truth = 1 - (1 - chance) ** k
-    assert np.mean([samples.pass_at_k(int(c), 8, k) for c in right]) == pytest.approx(truth, abs=0.006)
-    assert abs(np.mean(1 - (1 - right / 8) ** k) - truth) > 0.01
 
 
 def test_pass_at_k_needs_k_completions():
