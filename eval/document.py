@@ -118,13 +118,17 @@ def _render(template: str, **values: object) -> str:
     )
     environment.filters |= {
         "kind": lambda block: type(block).__name__,
-        "anchor": lambda title: re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section",
+        "anchor": _anchor,
         "base64": lambda content: base64.b64encode(content).decode(),
         "inline": _inline,
         "plain": _plain,
         "fenced": _fenced,
     }
     return environment.get_template(template).render(values)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"
 
 
 def printable(text: object) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import serving
+from eval import serving, vllm_log
 from eval.serving_client import Timing, closed_loop, make_prompts, summarize, vocabulary
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import read_json, write_json, write_manifest
@@ -208,21 +208,20 @@ def test_options_are_vllms_with_values_as_yaml_reads_them():
     assert serving.vllm_options(words) == expected
 
 
-def test_the_last_error_that_says_why_is_taken_from_a_log(tmp_path):
-    log = tmp_path / "log"
-    log.write_text(
-        "==== 2026-11-21 12:00:00 python …\nImportError: an optional module\n"
-        "(EngineCore pid=5) ERROR [core.py:9] RuntimeError: CUDA out of memory.\n"
-        "(APIServer pid=4) RuntimeError: Engine core initialization failed. See root cause above.\n"
-        "(APIServer pid=4) Exception: WorkerProc initialization failed due to an exception in a background process.\n"
-    )
-    assert serving.last_error(log) == "RuntimeError: CUDA out of memory."
-    log.write_text(
-        "(APIServer pid=4) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
-        "(APIServer pid=4)   Value error, Unknown quantization method: int3.\n(APIServer pid=4)  For further …\n"
-    )
-    assert "for ModelConfig Value error, Unknown quantization method: int3." in serving.last_error(log)
-    assert serving.last_error(tmp_path / "none") is None
+def test_the_last_error_that_says_why_is_taken_from_a_log():
+    log = [
+        "ImportError: an optional module",
+        "(EngineCore pid=5) ERROR [core.py:9] torch.OutOfMemoryError: CUDA out of memory.",
+        "(APIServer pid=4) RuntimeError: Engine core initialization failed. See root cause above.",
+        "(APIServer pid=4) Exception: WorkerProc initialization failed due to an exception in a background process.",
+    ]
+    assert vllm_log.last_error(log) == "torch.OutOfMemoryError: CUDA out of memory."
+    log = [
+        "(APIServer pid=4) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "(APIServer pid=4)   Value error, Unknown quantization method: int3.",
+    ]
+    assert "for ModelConfig Value error, Unknown quantization method: int3." in vllm_log.last_error(log)
+    assert vllm_log.last_error(["INFO fine"]) is None
 
 
 def settings(batches: list[int]) -> serving.Settings:
