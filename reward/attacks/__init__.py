@@ -25,3 +25,9 @@ class Case:
     tasks: tuple[str, ...] = MATH
     prompt: str | None = None
     forms: tuple[str, ...] = ("boxed", "stated", "lenient")  # of reward "math" to which the case applies
+
+
+def answer_table(text: str) -> list[tuple[str, str]]:
+    """(answer, reference) for every answer of a table with lines `reference :: answer :: answer …`."""
+    rows = [line.split(" :: ") for line in text.strip().splitlines()]
+    return [(answer, gold) for gold, *answers in rows for answer in answers]

@@ -2,169 +2,120 @@ r"""Attacks on the comparison: answers that look like the reference but differ i
 cost: answers that would take forever. Each is boxed. The controls are other spellings of the same value.
 """
 
-from reward.attacks import ANSWERS, MATH, OUTSIDE_BOX, Case
+from reward.attacks import ANSWERS, MATH, OUTSIDE_BOX, Case, answer_table
 
-DIFFERENT = [
-    # answer, reference
-    ("-7", "7"),
-    ("7.0001", "7"),
-    ("6.9999999999", "7"),
-    ("70", "7"),
-    ("7e1", "7"),
-    ("0.333", r"\frac{1}{3}"),
-    ("0.33333", r"\frac{1}{3}"),
-    ("0.3333333343", r"\frac{1}{3}"),
-    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
-    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
-    ("e^{-100}", "e^{-101}"),
-    (r"\frac{1}{60!}", "0"),
-    ("3.14", r"\pi"),
-    ("22/7", r"\pi"),
-    ("1.41", r"\sqrt{2}"),
-    ("2", r"\frac{1}{2}"),
-    (r"-\frac{1}{2}", r"\frac{1}{2}"),
-    (r"\sqrt{3}", r"\sqrt{2}"),
-    ("10^{-9}", "0"),
-    (r"\frac{1}{10^9}", "0"),
-    ("e^{-30}", "0"),
-    ("7+10^{-10}", "7"),
-    (r"\sqrt{49}+10^{-8}", "7"),
-    ("x+1", "x+2"),
-    ("x^2-1", "(x-1)^2"),
-    ("2x", "x"),
-    ("y", "x"),
-    ("7:32", "7:23"),
-    ("12:00", "1:00"),
-    ("1,5", "1,6"),
-    ("2,750", "2.75"),
-    ("1 00", "100"),
-    ("1 000 00", "100000"),
-    ("32, 349", "32349"),
-    ("2**(1/4)", "2^{1/3}"),
-    ("8**2", "16"),
-    (r"28\text{ percent}", "2.8"),
-    ("p=5,q=2;p=7,q=2", "(5,7),(2,2)"),
-    ("(1,2),(1,2)", "(1,2),(3,4)"),
-    ("5x", "5"),
-    ("0x+8", "7"),
-    ("x^2+10^{-9}", "x^2"),
-    ("(2, 1)", "(1, 2)"),
-    ("(1, 2)", "(1, 2, 3)"),
-    ("(1, 2, 3)", "(1, 2)"),
-    (r"\{1, 2\}", r"\{1, 2, 3\}"),
-    (r"\{1, 2, 3, 4\}", r"\{1, 2, 3\}"),
-    ("1, 2", "1, 2, 3"),
-    ("1, 2, 3, 4", "1, 2, 3"),
-    ("[1, 2]", "(1, 2)"),
-    ("(1, 2]", "[1, 2)"),
-    (r"(-\infty, 3)", r"(-\infty, 2)"),
-    (r"(-\infty, \infty)", r"(-\infty, 2)"),
-    (r"(-\infty, 2)", r"(-\infty, 2) \cup (3, \infty)"),
-    (r"\emptyset", r"\{0\}"),
-    ("0", r"\emptyset"),
-    (r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"),
-    (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    (r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    (r"-\infty", r"\infty"),
-    ("10^{100}", r"\infty"),
-    ("-i", "i"),
-    ("1", "i"),
-    ("2+3i", "3+2i"),
-    (r"\text{Tuesday}", r"\text{Monday}"),
-    ("A", "B"),
-    ("ABCD", "B"),
-    ("A, B", "B"),
-    ("(A) or (B)", "B"),
-    ("no", "yes"),
-    ("yes and no", "yes"),
-    ("not yes", "yes"),
-    (r"5\text{ cm}", r"5\text{ m}"),
-    (r"5\%", "0.5"),
-    (r"50\%", "5"),
-    (r"\$5", "€5"),
-    ("5 million", "5"),
-    ("5 dozen", "5"),
-    ("12_8", "12"),
-    ("1{,}000", "1"),
-    ("1.000", "1000"),
-    ("1 2", "12"),
-    ("1 2", "3"),
-    ("12", "1,2"),
-    ("5!", "5"),
-    (r"\binom{5}{2}", r"\frac{5}{2}"),
-    (r"\frac{7}{0}", "7"),
-    ("0/0", "1"),
-    (r"\text{NaN}", "0"),
-    (r"\text{undefined}", "0"),
-    ("x = 2", "x = 1"),
-    ("x = 1, x = 3", "x = 1, x = 2"),
-    ("x < 2", "x > 2"),
-    (r"x \ge 2", "x > 2"),
-    (r"x \le 2", r"x \ge 2"),
-    ("y = 2x + 1", "y = 2x"),
-    ("f(x) = 2x", "f(x) = x"),
-    ("4:3", "3:4"),
-    ("a_2", "a_1"),
-    (r"\vec{w}", r"\vec{v}"),
-    (r"\frac{\pi}{3}", r"90^\circ"),
-    (r"2\sqrt{2}", r"\sqrt{2}"),
-    ("2^{11}", "1024"),
-    (r"\sin x", r"\cos x"),
-    (r"\ln 2", r"\ln 3"),
-    (r"x^2 + C", "x^3"),
-]
+DIFFERENT = answer_table(r"""
+7 :: -7 :: 7.0001 :: 6.9999999999 :: 70 :: 7e1 :: 7+10^{-10} :: \sqrt{49}+10^{-8} :: 0x+8 :: \frac{7}{0}
+\frac{1}{3} :: 0.333 :: 0.33333 :: 0.3333333343
+\frac{1}{2006!} :: \frac{1}{2004!}
+\frac{1}{2^{98}} :: \frac{1}{2^{99}}
+e^{-101} :: e^{-100}
+0 :: \frac{1}{60!} :: 10^{-9} :: \frac{1}{10^9} :: e^{-30} :: \text{NaN} :: \text{undefined}
+\pi :: 3.14 :: 22/7
+\sqrt{2} :: 1.41 :: \sqrt{3} :: 2\sqrt{2}
+\frac{1}{2} :: 2 :: -\frac{1}{2}
+x+2 :: x+1
+(x-1)^2 :: x^2-1
+x :: 2x :: y
+7:23 :: 7:32
+1:00 :: 12:00
+1,6 :: 1,5
+2.75 :: 2,750
+100 :: 1 00
+100000 :: 1 000 00
+32349 :: 32, 349
+2^{1/3} :: 2**(1/4)
+16 :: 8**2
+2.8 :: 28\text{ percent}
+(5,7),(2,2) :: p=5,q=2;p=7,q=2
+(1,2),(3,4) :: (1,2),(1,2)
+5 :: 5x :: 50\% :: 5 million :: 5 dozen :: 5!
+x^2 :: x^2+10^{-9}
+(1, 2) :: (2, 1) :: (1, 2, 3) :: [1, 2]
+(1, 2, 3) :: (1, 2)
+\{1, 2, 3\} :: \{1, 2\} :: \{1, 2, 3, 4\}
+1, 2, 3 :: 1, 2 :: 1, 2, 3, 4
+[1, 2) :: (1, 2]
+(-\infty, 2) :: (-\infty, 3) :: (-\infty, \infty)
+(-\infty, 2) \cup (3, \infty) :: (-\infty, 2)
+\{0\} :: \emptyset
+\emptyset :: 0
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} :: \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} :: \begin{pmatrix} 1 & 2 \end{pmatrix} :: \begin{pmatrix} 1 \\ 3 \end{pmatrix}
+\infty :: -\infty :: 10^{100}
+i :: -i :: 1
+3+2i :: 2+3i
+\text{Monday} :: \text{Tuesday}
+B :: A :: ABCD :: A, B :: (A) or (B)
+yes :: no :: yes and no :: not yes
+5\text{ m} :: 5\text{ cm}
+0.5 :: 5\%
+€5 :: \$5
+12 :: 12_8 :: 1 2
+1 :: 1{,}000 :: 0/0
+1000 :: 1.000
+3 :: 1 2
+1,2 :: 12
+\frac{5}{2} :: \binom{5}{2}
+x = 1 :: x = 2
+x = 1, x = 2 :: x = 1, x = 3
+x > 2 :: x < 2 :: x \ge 2
+x \ge 2 :: x \le 2
+y = 2x :: y = 2x + 1
+f(x) = x :: f(x) = 2x
+3:4 :: 4:3
+a_1 :: a_2
+\vec{v} :: \vec{w}
+90^\circ :: \frac{\pi}{3}
+1024 :: 2^{11}
+\cos x :: \sin x
+\ln 3 :: \ln 2
+x^3 :: x^2 + C
+""")
 
-SAME = [
-    ("7.0", "7"),
-    ("+7", "7"),
-    ("-7", "-7"),
-    ("1,000", "1000"),
-    ("1{,}000", "1000"),
-    ("1000", "1,000"),
-    (r"\frac12", "0.5"),
-    (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-    ("1/2", r"\frac{1}{2}"),
-    (r"1\frac{1}{2}", r"\frac{3}{2}"),
-    (r"50\%", "0.5"),
-    (r"\$5", "5"),
-    (r"5\text{ cm}", "5"),
-    (r"3.0 \times 10^2", "300"),
-    (r"\sqrt{8}", r"2\sqrt{2}"),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
-    ("(x+1)^2", "x^2+2x+1"),
-    (r"2\pi", r"\pi \cdot 2"),
-    ("(1,2)", "(1, 2)"),
-    (r"\left(1, 2\right)", "(1, 2)"),
-    (r"\{2, 1\}", r"\{1, 2\}"),
-    (r"(-\infty,2]", r"(-\infty, 2]"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-    (r"\text{Monday}", "Monday"),
-    ("(B)", "B"),
-    (r"\text{B}", "B"),
-    ("x=5", "5"),
-    ("5", "x=5"),
-    (r"\frac{-1}{2}", r"-\frac{1}{2}"),
-    ("2^{10}", "1024"),
-    ("3-2i", "-2i+3"),
-    (r"90^\circ", "90"),
-    ("Yes", "yes"),
-    (r"\frac{10}{4}", "2.5"),
-    (r"32,\! 349", "32349"),
-    ("x >= 5", r"x \geq 5"),
-    ("7:32", "S_1:S=7:32"),
-    ("2**(1/4)", r"\sqrt[4]{2}"),
-    ("1,000.99€", "1000.99"),
-    ("28 percentage", r"28\%"),
-    ("p=5,q=2;p=7,q=2", "(5,2),(7,2)"),
-]
+SAME = answer_table(r"""
+7 :: 7.0 :: +7
+-7 :: -7
+1000 :: 1,000 :: 1{,}000
+1,000 :: 1000
+0.5 :: \frac12 :: 50\%
+\frac{1}{2} :: \dfrac{1}{2} :: 1/2
+\frac{3}{2} :: 1\frac{1}{2}
+5 :: \$5 :: 5\text{ cm} :: x=5
+300 :: 3.0 \times 10^2
+2\sqrt{2} :: \sqrt{8}
+\frac{1}{\sqrt{2}} :: \frac{\sqrt{2}}{2}
+x^2+2x+1 :: (x+1)^2
+\pi \cdot 2 :: 2\pi
+(1, 2) :: (1,2) :: \left(1, 2\right)
+\{1, 2\} :: \{2, 1\}
+(-\infty, 2] :: (-\infty,2]
+\begin{pmatrix}1\\2\end{pmatrix} :: \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+Monday :: \text{Monday}
+B :: (B) :: \text{B}
+x=5 :: 5
+-\frac{1}{2} :: \frac{-1}{2}
+1024 :: 2^{10}
+-2i+3 :: 3-2i
+90 :: 90^\circ
+yes :: Yes
+2.5 :: \frac{10}{4}
+32349 :: 32,\! 349
+x \geq 5 :: x >= 5
+S_1:S=7:32 :: 7:32
+\sqrt[4]{2} :: 2**(1/4)
+1000.99 :: 1,000.99€
+28\% :: 28 percentage
+(5,2),(7,2) :: p=5,q=2;p=7,q=2
+""")
 
 # Equal only under form "stated" or "lenient".
-LOOSELY_SAME = [
-    ("0.0833333333", r"\frac{1}{12}"),
-    ("2,75", "2.75"),
-    ("1 000", "1000"),
-    (r"\frac{10}{9} \approx 1.2", r"\frac{10}{9}"),
-]
+LOOSELY_SAME = answer_table(r"""
+\frac{1}{12} :: 0.0833333333
+2.75 :: 2,75
+1000 :: 1 000
+\frac{10}{9} :: \frac{10}{9} \approx 1.2
+""")
 
 SCRIPTS = [
     # name, answer, reference, pays
