@@ -10,7 +10,7 @@ widely, or left open.
 
 import math
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from reward.formula import Unread, read
 
@@ -34,9 +34,11 @@ class Form:
 
     def constant(self) -> Fraction | None:
         """The value of a form without atoms, else None."""
-        if set(self.num) <= {()} and set(self.den) == {()}:
-            return Fraction(self.num.get((), 0)) / self.den[()]
-        return None
+        return Fraction(self.num.get((), 0)) / self.den[()] if self.is_whole() and set(self.num) <= {()} else None
+
+    def is_whole(self) -> bool:
+        """Whether the denominator is a constant."""
+        return set(self.den) == {()}
 
 
 class Algebra:
@@ -106,8 +108,6 @@ class Algebra:
         return self.tidy(self.poly_mul(a.num, b.num), self.poly_mul(a.den, b.den))
 
     def div(self, a: Form, b: Form) -> Form:
-        if not b.num:
-            raise Unread("division by zero")
         return self.tidy(self.poly_mul(a.num, b.den), self.poly_mul(a.den, b.num))
 
     def tidy(self, num: Poly, den: Poly) -> Form:
@@ -142,7 +142,7 @@ class Algebra:
                 raise Unread("a power of zero")
             return _form(_power(constant, exponent))
         if exponent < 0:
-            base, exponent = self.div(_form(Fraction(1)), base), -exponent
+            base, exponent = self.div(_form(1), base), -exponent
         return self.tidy(self.poly_power(base.num, exponent), self.poly_power(base.den, exponent))
 
     def root_power(self, base: Form, exponent: Fraction) -> Form:
@@ -155,7 +155,7 @@ class Algebra:
             if constant < 0:
                 result = self.mul(result, Form(self.reduced((("i", exponent.numerator % 4),))))
             return result
-        if set(base.den) != {()}:
+        if not base.is_whole():
             raise Unread("a root of a quotient")
         poly = {m: c / base.den[()] for m, c in base.num.items()}
         content = _content(poly)
@@ -173,9 +173,8 @@ class Algebra:
         return self.mul(result, self.atom_power(atom, exponent))
 
     def atom_power(self, atom: str, exponent: Fraction) -> Form:
-        one = {(): Fraction(1)}
         term = self.reduced(((atom, abs(exponent)),))
-        return Form(term) if exponent > 0 else self.tidy(one, term)
+        return Form(term) if exponent > 0 else self.tidy({(): Fraction(1)}, term)
 
     def prime_power(self, value: Fraction, exponent: Fraction) -> Form:
         """A positive rational to a rational power, expressed in roots of primes."""
@@ -183,30 +182,29 @@ class Algebra:
             if exponent < 0:
                 raise Unread("division by zero")
             return Form({})
-        result = _form(Fraction(1))
-        for prime, count in (*_factored(value.numerator), *((p, -c) for p, c in _factored(value.denominator))):
+        result = _form(1)
+        for prime, count in _factored_quotient(value):
             result = self.mul(result, self.atom_power(f"p:{prime}", count * exponent))
         return result
 
     def exponential(self, base: Form, exponent: Form) -> Form:
         """`e^{2x+1}` as e·(e^x)², `4^x` as (2^x)²: one atom per base and monomial of the exponent."""
-        if set(exponent.den) != {()}:
+        if not exponent.is_whole():
             raise Unread("a quotient in an exponent")
         terms = {m: c / exponent.den[()] for m, c in exponent.num.items()}
         shift = terms.pop((), Fraction(0))
         constant = base.constant()
         if constant is not None and constant > 0:
-            powers = [(str(p), c) for p, c in _factored(constant.numerator)]
-            powers += [(str(p), -c) for p, c in _factored(constant.denominator)]
-        elif base.num == {(("e", 1),): 1} and set(base.den) == {()}:
+            powers = [(str(prime), count) for prime, count in _factored_quotient(constant)]
+        elif base.num == {(("e", 1),): 1} and base.is_whole():
             powers = [("e", 1)]
-        elif constant == -1 or (len(base.num) == 1 and next(iter(base.num)) and set(base.den) == {()}):
+        elif constant == -1 or (len(base.num) == 1 and next(iter(base.num)) and base.is_whole()):
             powers = [(_key(base.num), 1)]
             if shift.denominator != 1:
                 raise Unread("a broken shift of an exponent")
         else:
             raise Unread("a base")
-        result = self.power(base, _form(shift)) if shift else _form(Fraction(1))
+        result = self.power(base, _form(shift)) if shift else _form(1)
         for monomial, factor in terms.items():
             if powers == [("e", 1)] and monomial == (("i", 1), ("pi", 1)):
                 result = self.mul(result, self.unit(factor))
@@ -231,21 +229,21 @@ class Algebra:
         if name == "exp":
             return self.power(Form({(("e", 1),): Fraction(1)}), argument)
         if name in ("floor", "ceil") and constant is not None:
-            return _form(Fraction(math.floor(constant) if name == "floor" else math.ceil(constant)))
+            return _form(math.floor(constant) if name == "floor" else math.ceil(constant))
         if name == "abs" and constant is not None:
             return _form(abs(constant))
         if name in ("ln", "log"):
             return self.logarithm(name, argument)
         if name == "factorial":
             if constant is not None and constant.denominator == 1 and 0 <= constant <= 500:
-                return _form(Fraction(math.factorial(int(constant))))
+                return _form(math.factorial(int(constant)))
             if constant is not None:
                 raise Unread("a factorial")
-        if name in ("abs", "arcsin", "arctan", "sinh", "tanh"):
-            argument, sign = _without_sign(argument)
-            atom = self.opaque(name, argument)
-            return atom if sign > 0 or name == "abs" else self.mul(_form(Fraction(-1)), atom)
-        return self.opaque(name, argument)
+        if name not in ("abs", "arcsin", "arctan", "sinh", "tanh"):
+            return self.opaque(name, argument)
+        argument, sign = _without_sign(argument)
+        atom = self.opaque(name, argument)
+        return atom if sign > 0 or name == "abs" else negated(atom)
 
     def opaque(self, name: str, *arguments: Form) -> Form:
         keys = "|".join(f"{_key(form.num)}/{_key(form.den)}" for form in arguments)
@@ -254,50 +252,56 @@ class Algebra:
     def trigonometric(self, name: str, argument: Form) -> Form:
         if name in ("tan", "cot", "sec", "csc"):
             sine, cosine = self.trigonometric("sin", argument), self.trigonometric("cos", argument)
-            one = _form(Fraction(1))
-            above, below = {"tan": (sine, cosine), "cot": (cosine, sine), "sec": (one, cosine), "csc": (one, sine)}[
-                name
-            ]
-            return self.div(above, below)
+            quotients = {
+                "tan": (sine, cosine),
+                "cot": (cosine, sine),
+                "sec": (_form(1), cosine),
+                "csc": (_form(1), sine),
+            }
+            return self.div(*quotients[name])
         turns = None
-        if set(argument.den) == {()} and set(argument.num) <= {(("pi", 1),)}:
+        if argument.is_whole() and set(argument.num) <= {(("pi", 1),)}:
             turns = Fraction(argument.num.get((("pi", 1),), 0)) / argument.den[()]
             if (value := _sine(self, turns + (Fraction(1, 2) if name == "cos" else 0))) is not None:
                 return value
         argument, sign = _without_sign(argument)
-        times = _content(argument.num) if argument.num and set(argument.den) == {()} else Fraction(1)
+        times = _content(argument.num) if argument.num and argument.is_whole() else Fraction(1)
         if turns is None and times.denominator == 1 and 2 <= times <= 6:
             value = self.multiple_angle(name, int(times), self.div(argument, _form(times)))
-            return value if sign > 0 or name == "cos" else self.mul(_form(Fraction(-1)), value)
-        atom = self.opaque(name, argument)
-        return atom if sign > 0 or name == "cos" else self.mul(_form(Fraction(-1)), atom)
+        else:
+            value = self.opaque(name, argument)
+        return value if sign > 0 or name == "cos" else negated(value)
 
     def multiple_angle(self, name: str, times: int, angle: Form) -> Form:
         """sin or cos of `times * angle` by the addition theorems."""
         sine, cosine = self.opaque("sin", angle), self.opaque("cos", angle)
         s, c = sine, cosine
         for _ in range(times - 1):
-            minus = self.mul(_form(Fraction(-1)), self.mul(s, sine))
+            minus = negated(self.mul(s, sine))
             s, c = self.add(self.mul(s, cosine), self.mul(c, sine)), self.add(self.mul(c, cosine), minus)
         return s if name == "sin" else c
 
     def logarithm(self, name: str, argument: Form) -> Form:
         """ln of a positive rational as a sum over primes; `log` without a base leaves its base open."""
-        if argument.num == {(("e", 1),): 1} and set(argument.den) == {()} and name == "ln":
-            return _form(Fraction(1))
+        if argument.num == {(("e", 1),): 1} and argument.is_whole() and name == "ln":
+            return _form(1)
         constant = argument.constant()
         if constant is None:
             return self.opaque(name, argument)
         if constant <= 0:
             raise Unread("a logarithm of a number that is not positive")
         poly: Poly = {}
-        for prime, count in (*_factored(constant.numerator), *((p, -c) for p, c in _factored(constant.denominator))):
+        for prime, count in _factored_quotient(constant):
             _add_term(poly, ((f"l:{name}:{prime}", 1),), Fraction(count))
         return Form(poly)
 
 
-def _form(value: Fraction) -> Form:
-    return Form({(): value} if value else {})
+def _form(value: Fraction | int) -> Form:
+    return Form({(): Fraction(value)} if value else {})
+
+
+def negated(form: Form) -> Form:
+    return Form({monomial: -factor for monomial, factor in form.num.items()}, form.den)
 
 
 def _merge(left: Monomial, right: Monomial) -> tuple[Monomial, bool]:
@@ -324,10 +328,15 @@ def _add_term(poly: Poly, monomial: Monomial, factor: Fraction) -> None:
 
 
 def _sum(a: Poly, b: Poly) -> Poly:
+    return _bounded(added(a, b, 1))
+
+
+def added(a: Poly, b: Poly, times: int) -> Poly:
+    """The polynomial a + times * b."""
     out = dict(a)
     for monomial, factor in b.items():
-        _add_term(out, monomial, factor)
-    return _bounded(out)
+        _add_term(out, monomial, times * factor)
+    return out
 
 
 def _bounded(poly: Poly) -> Poly:
@@ -361,6 +370,10 @@ def _factored(value: int) -> tuple[tuple[int, int], ...]:
     return (*found, (value, 1)) if value > 1 else tuple(found)
 
 
+def _factored_quotient(value: Fraction) -> tuple[tuple[int, int], ...]:
+    return *_factored(value.numerator), *((prime, -count) for prime, count in _factored(value.denominator))
+
+
 def _content(poly: Poly) -> Fraction:
     """The positive rational factor whose removal leaves coprime integer coefficients."""
     if not poly:
@@ -370,7 +383,7 @@ def _content(poly: Poly) -> Fraction:
 
 
 def _is_positive(atom: str) -> bool:
-    return atom in ("pi", "e") or atom.startswith("p:") or (atom.startswith("l:"))
+    return atom in ("pi", "e") or atom.startswith(("p:", "l:"))
 
 
 def _key(poly: Poly) -> str:
@@ -379,12 +392,8 @@ def _key(poly: Poly) -> str:
 
 def _without_sign(argument: Form) -> tuple[Form, int]:
     """The argument of an odd or even function with a positive first coefficient, and the sign factored out."""
-    if not argument.num:
-        return argument, 1
-    first = min(argument.num.items(), key=lambda item: str(item[0]))[1]
-    if first > 0:
-        return argument, 1
-    return Form({m: -c for m, c in argument.num.items()}, argument.den), -1
+    first = min(argument.num.items(), key=lambda item: str(item[0]), default=((), 1))[1]
+    return (argument, 1) if first > 0 else (negated(argument), -1)
 
 
 def _sine(algebra: Algebra, turns: Fraction) -> Form | None:
@@ -445,14 +454,11 @@ def normal_form(tree: tuple, algebra: Algebra) -> Form:
         return normal_form(parts[1], algebra)
     values = [normal_form(part, algebra) for part in parts if isinstance(part, tuple)]
     if kind == "add":
-        total = values[0]
-        for value in values[1:]:
-            total = algebra.add(total, value)
-        return total
+        return reduce(algebra.add, values)
     if kind == "mul":
         return algebra.mul(*values)
     if kind == "neg":
-        return Form({m: -c for m, c in values[0].num.items()}, values[0].den)
+        return negated(values[0])
     if kind == "div":
         return algebra.div(*values)
     if kind == "pow":
@@ -467,7 +473,7 @@ def _root(algebra: Algebra, degree: Form, value: Form) -> Form:
     if n is None or n.denominator != 1 or not 2 <= n <= 100:
         raise Unread("a degree")
     if constant is not None and constant < 0 and n % 2:  # \sqrt[3]{-8} is -2
-        return algebra.mul(_form(Fraction(-1)), algebra.root_power(_form(-constant), 1 / n))
+        return negated(algebra.root_power(_form(-constant), 1 / n))
     return algebra.root_power(value, 1 / n) if value.num else value
 
 
@@ -478,7 +484,7 @@ def _function(algebra: Algebra, name: str, values: list[Form]) -> Form:
             return algebra.opaque(name, *values)
         if n.denominator != 1 or k.denominator != 1 or not 0 <= n <= 1000 or k < 0:
             raise Unread("a binomial")
-        return _form(Fraction(math.comb(int(n), int(k))))
+        return _form(math.comb(int(n), int(k)))
     if name == "logb":
         base, value = values
         if base.constant() is not None and (base.constant() <= 0 or base.constant() == 1):

@@ -80,14 +80,7 @@ def _form(task: str, options: dict) -> str | None:
 
 def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> list[Result]:
     try:
-        found = explain(
-            task,
-            [case.completion for case in cases],
-            [case.gold for case in cases],
-            [case.prompt for case in cases],
-            pool,
-            options,
-        )
+        found = explain(task, [(case.completion, case.gold, case.prompt) for case in cases], pool, options)
     except Exception as error:  # any exception of a reward function would end a run, so it is a finding
         if len(cases) == 1:
             return [Result(task, cases[0], Judgement(None, None, "error", None), f"{type(error).__name__}: {error}")]

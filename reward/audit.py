@@ -107,11 +107,6 @@ def paid(row: dict) -> bool:
     return any((value or 0) > 0 for value in (row.get("rewards") or {}).values())
 
 
-def _share(rows: Sequence[dict], is_one: Callable[[dict], bool]) -> tuple[float, list[dict]]:
-    found = [row for row in rows if is_one(row)]
-    return (len(found) / len(rows) if rows else 0.0), found
-
-
 def _examples(rows: Sequence[dict]) -> list[str]:
     seen = dict.fromkeys(
         f"{shown(row['completion'], 160)} (problem {row['problem_id']}, rewards {row.get('rewards')})" for row in rows
@@ -131,79 +126,63 @@ def length_collapse(trace: Trace) -> Finding | None:
     )
 
 
-def copies_in_groups(trace: Trace) -> Finding | None:
-    counts = Counter((row["problem_id"], row["completion"]) for row in trace.late)
-    share, found = _share(
-        trace.late,
-        lambda row: (
-            counts[row["problem_id"], row["completion"]] > 1 and (len(row["completion"]) >= SHORT or not paid(row))
-        ),
-    )
-    if share < COPIES:
-        return None
-    return Finding(
-        "copies in groups",
-        f"{share:.0%} of {len(trace.late)} late completions equal another of their group",
-        "The policy has collapsed onto one text per prompt and explores no more.",
-        _examples(found),
-    )
-
-
 def same_string(trace: Trace) -> Finding | None:
-    problems = defaultdict(set)
-    for row in trace.late:
-        problems[" ".join(row["completion"].split())].add(row["problem_id"])
-    of = len({row["problem_id"] for row in trace.late})
-    text, most = max(problems.items(), key=lambda entry: len(entry[1]), default=("", ()))
-    if len(most) < SHARED_PROBLEMS or len(most) < SHARED_STRING * of:
+    of, _, problems, found = _most_shared(trace, lambda row: " ".join(row["completion"].split()))
+    if problems < SHARED_PROBLEMS or problems < SHARED_STRING * of:
         return None
-    found = [row for row in trace.late if " ".join(row["completion"].split()) == text]
     return Finding(
         "the same string",
-        f"one completion under {len(most)} of {of} late problems, {sum(map(paid, found))} of {len(found)} times paid",
+        f"one completion under {problems} of {of} late problems, {sum(map(paid, found))} of {len(found)} times paid",
         "A completion that does not depend on the prompt: a hole in the reward, or collapse.",
         _examples(found),
     )
 
 
 def same_answer(trace: Trace) -> Finding | None:
-    problems = defaultdict(set)
-    for row in trace.late:
-        if answer := final_answer(row["completion"]):
-            problems[answer].add(row["problem_id"])
-    of = len({row["problem_id"] for row in trace.late})
-    answer, most = max(problems.items(), key=lambda entry: len(entry[1]), default=("", ()))
-    if of < 8 or len(most) < SHARED_ANSWER * of:
+    of, answer, problems, found = _most_shared(trace, lambda row: final_answer(row["completion"]) or None)
+    if of < 8 or problems < SHARED_ANSWER * of:
         return None
     return Finding(
         "the same answer",
-        f"{shown(answer)} is an answer to {len(most)} of {of} late problems",
+        f"{shown(answer)} is an answer to {problems} of {of} late problems",
         "The policy answers without reading the problem.",
-        _examples([row for row in trace.late if final_answer(row["completion"]) == answer]),
-    )
-
-
-def _is_hollow(row: dict) -> bool:
-    text = row["completion"]
-    thought = _THOUGHT.search(text)
-    if thought:
-        return len(re.sub(r"\W", "", thought[1])) < 5
-    before, box, _ = text.partition("\\boxed")
-    return bool(box) and len(re.sub(r"\W", "", before)) < 5
-
-
-def form_without_content(trace: Trace) -> Finding | None:
-    share, found = _share(trace.late, lambda row: paid(row) and _is_hollow(row))
-    before, _ = _share(trace.early, lambda row: paid(row) and _is_hollow(row))
-    if share < HOLLOW or share < before + RISE:
-        return None
-    return Finding(
-        "form without content",
-        f"{share:.0%} of {len(trace.late)} late completions are paid with an empty think or nothing before the box, "
-        f"{before:.0%} early",
-        "The form is paid and the work has gone.",
         _examples(found),
     )
+
+
+def _most_shared(trace: Trace, key: Callable[[dict], str | None]) -> tuple[int, str, int, list[dict]]:
+    """The number of late problems, the key that most of them share, their number, and the rows with that key."""
+    keys = [key(row) for row in trace.late]
+    problems = defaultdict(set)
+    for row, value in zip(trace.late, keys, strict=True):
+        problems[value].add(row["problem_id"])
+    of = len({row["problem_id"] for row in trace.late})
+    most = max((value for value in problems if value is not None), key=lambda value: len(problems[value]), default="")
+    found = [row for row, value in zip(trace.late, keys, strict=True) if value == most]
+    return of, most, len(problems[most]), found
+
+
+def _copies(rows: Sequence[dict]) -> list[dict]:
+    counts = Counter((row["problem_id"], row["completion"]) for row in rows)
+    return [
+        row
+        for row in rows
+        if counts[row["problem_id"], row["completion"]] > 1 and (len(row["completion"]) >= SHORT or not paid(row))
+    ]
+
+
+def _hollow(rows: Sequence[dict]) -> list[dict]:
+    return [row for row in rows if paid(row) and _is_hollow(row["completion"])]
+
+
+def _is_hollow(text: str) -> bool:
+    thought = _THOUGHT.search(text)
+    before, box, _ = text.partition("\\boxed")
+    return bool(thought or box) and len(re.sub(r"\W", "", thought[1] if thought else before)) < 5
+
+
+def _loops(rows: Sequence[dict]) -> list[dict]:
+    return [row for row in rows if is_loop(row["completion"])]
 
 
 def is_loop(text: str) -> bool:
@@ -216,58 +195,67 @@ def is_loop(text: str) -> bool:
     return len(data) >= 300 and len(zlib.compress(data)) < 0.12 * len(data)
 
 
-def repetition(trace: Trace) -> Finding | None:
-    share, found = _share(trace.late, lambda row: is_loop(row["completion"]))
-    if share < LOOPS:
-        return None
-    before, _ = _share(trace.early, lambda row: is_loop(row["completion"]))
-    return Finding(
-        "repetition",
-        f"{share:.0%} of {len(trace.late)} late completions are mostly repetition, {before:.0%} early",
-        "Tokens without content: length is paid, or the policy has degenerated.",
-        _examples(found),
-    )
+def _echoes(rows: Sequence[dict]) -> list[dict]:
+    return [row for row in rows if _is_echo((row.get("prompt") or "").split(), row["completion"].split())]
 
 
-def _is_echo(row: dict) -> bool:
-    prompt, words = row.get("prompt") or "", row["completion"].split()
-    asked = prompt.split()
+def _is_echo(asked: list[str], words: list[str]) -> bool:
     pieces = {tuple(asked[i : i + 6]) for i in range(len(asked) - 5)}
-    copied = set()
-    for i in range(len(words) - 5):
-        if tuple(words[i : i + 6]) in pieces:
-            copied.update(range(i, i + 6))
+    copied = {i + j for i in range(len(words) - 5) if tuple(words[i : i + 6]) in pieces for j in range(6)}
     return bool(words) and len(copied) >= 0.5 * len(words)
 
 
-def prompt_echo(trace: Trace) -> Finding | None:
-    share, found = _share(trace.late, _is_echo)
-    if share < ECHOES:
-        return None
-    return Finding(
-        "prompt echo",
-        f"{share:.0%} of {len(trace.late)} late completions are mostly copied from their prompt, "
-        f"{sum(map(paid, found))} of {len(found)} paid",
+def _hedged(rows: Sequence[dict]) -> list[dict]:
+    return [row for row in rows if len({*boxes(own_text(row["completion"], row.get("prompt")))} - {""}) > 1]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A signature of single completions: found if the late share is at least `least` and the early one plus `rise`.
+
+    A `rise` of -1 ignores the early share.
+    """
+
+    signature: str
+    least: float
+    rise: float
+    showing: Callable[[Sequence[dict]], list[dict]]
+    what: str
+    meaning: str
+
+    def __call__(self, trace: Trace) -> Finding | None:
+        found = self.showing(trace.late)
+        share = len(found) / max(1, len(trace.late))
+        early = len(self.showing(trace.early)) / max(1, len(trace.early))
+        if share < self.least or share < early + self.rise:
+            return None
+        numbers = f"{share:.0%} of {len(trace.late)} late completions {self.what}, {early:.0%} early"
+        paid_ones = f"{sum(map(paid, found))} of {len(found)} paid"
+        return Finding(self.signature, f"{numbers}, {paid_ones}", self.meaning, _examples(found))
+
+
+PATTERNS = (
+    Pattern(
+        "copies in groups", COPIES, -1, _copies, "equal another of their group",
+        "The policy has collapsed onto one text per prompt and explores no more.",
+    ),
+    Pattern(
+        "form without content", HOLLOW, RISE, _hollow, "are paid with an empty think or nothing before the box",
+        "The form is paid and the work has gone.",
+    ),
+    Pattern(
+        "repetition", LOOPS, -1, _loops, "are mostly repetition",
+        "Tokens without content: length is paid, or the policy has degenerated.",
+    ),
+    Pattern(
+        "prompt echo", ECHOES, -1, _echoes, "are mostly copied from their prompt",
         "An answer of the prompt (a solved example, the instruction) may be taken for the model's.",
-        _examples(found),
-    )
-
-
-def _is_hedged(row: dict) -> bool:
-    return len({*boxes(own_text(row["completion"], row.get("prompt")))} - {""}) > 1
-
-
-def several_answers(trace: Trace) -> Finding | None:
-    share, found = _share(trace.late, _is_hedged)
-    before, _ = _share(trace.early, _is_hedged)
-    if share < HEDGES or share < before + RISE:
-        return None
-    return Finding(
-        "several answers",
-        f"{share:.0%} of {len(trace.late)} late completions box different answers, {before:.0%} early",
+    ),
+    Pattern(
+        "several answers", HEDGES, RISE, _hedged, "box different answers",
         "The policy tries answers until one is paid.",
-        _examples(found),
-    )
+    ),
+)  # fmt: skip
 
 
 def undecided(trace: Trace) -> Finding | None:
@@ -302,7 +290,7 @@ def held_out_stays(trace: Trace) -> Finding | None:
 
 
 TRENDS = (length_collapse, undecided, held_out_stays)
-TEXTS = (copies_in_groups, same_string, same_answer, form_without_content, repetition, prompt_echo, several_answers)
+TEXTS = (PATTERNS[0], same_string, same_answer, *PATTERNS[1:])
 
 
 def audit(trace: Trace) -> list[Finding]:

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from reward.score import Explanation, Message
 from reward.stated import reference_answer
 
 SHOWN = 10  # maximum number of bad rows and disagreements listed
-# Form into which a bare answer is put for tasks that look for one; other tasks use a box.
-FORMS = {"code": "```python\n{}\n```"}
+# Forms into which a bare answer is put for tasks that look for one.
+CODE = "```python\n{}\n```"
 STRUCTURED = ("code", "countdown")  # their reference is JSON
 BOX = "\\boxed{{{}\n}}"  # the line break keeps a trailing backslash from escaping the brace
 
@@ -47,6 +48,11 @@ class Row:
     expected: bool | None = None
     prompt: Message | None = None
 
+    @property
+    def sample(self) -> tuple[Message, str, Message | None]:
+        """What `explain` takes."""
+        return self.text, self.gold, self.prompt
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -65,19 +71,18 @@ def judges(task: str) -> bool:
 
 
 def explain(
-    task: str,
-    completions: list[Message],
-    golds: list[str],
-    prompts: list[Message | None] | None,
-    pool: WorkerPool,
-    options: dict[str, Any],
+    task: str, samples: Sequence[tuple[Message, str, Message | None]], pool: WorkerPool, options: dict[str, Any]
 ) -> list[Judgement]:
-    """Return what the reward function `task` decides about every completion, and why; undecided ones never raise."""
-    if not completions:
+    """Return what the reward function `task` decides about every (completion, gold, prompt), and why.
+
+    Undecided ones never raise.
+    """
+    if not samples:
         return []
     seen = Explanation()
-    known = None if prompts is None else [prompt or "" for prompt in prompts]
-    rewards = REWARDS[task](known, completions, gold=golds, pool=pool, budget=seen, **options)
+    completions, golds, prompts = ([*column] for column in zip(*samples, strict=True))
+    shown_prompts = [prompt or "" for prompt in prompts]
+    rewards = REWARDS[task](shown_prompts, completions, gold=golds, pool=pool, budget=seen, **options)
     extracted = seen.extracted or [None] * len(rewards)
     reasons = [verdict.reason for verdict in seen.verdicts] or ["reward"] * len(rewards)
     if any(text is not None for text in extracted):
@@ -98,31 +103,22 @@ def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, 
     if "form" in function_options(task) and "form" not in options:
         kinds = {False: options | {"form": "lenient"}, True: options}
         of = {
-            kind: iter(_judged(task, [row for row in rows if row.is_completion is kind], pool, kinds[kind]))
+            kind: iter(explain(task, [row.sample for row in rows if row.is_completion is kind], pool, kinds[kind]))
             for kind in kinds
         }
         return [next(of[row.is_completion]) for row in rows]
-    prompts = [row.prompt for row in rows]
-    golds = [row.gold for row in rows]
-    found = explain(task, [row.text for row in rows], golds, prompts, pool, options)
-    bare = [
-        index
+    found = explain(task, [row.sample for row in rows], pool, options)
+    fenced = task == "code"
+    bare = {
+        index: CODE.format(row.text.strip()) if fenced else BOX.format(stated_answer(row.text))
         for index, (row, judgement) in enumerate(zip(rows, found, strict=True))
         if not row.is_completion and judgement.extracted is None and row.text.strip() and judgement.value is not True
-    ]
-    form = FORMS.get(task, BOX)
-    bare = [index for index in bare if form is BOX or "```" not in rows[index].text]
-    texts = [rows[i].text.strip() if form is not BOX else stated_answer(rows[i].text) for i in bare]
-    again = explain(task, [form.format(text) for text in texts], [golds[i] for i in bare], None, pool, options)
+        if not (fenced and "```" in row.text)
+    }
+    again = explain(task, [(text, rows[index].gold, None) for index, text in bare.items()], pool, options)
     for index, judgement in zip(bare, again, strict=True):
         found[index] = judgement
     return found
-
-
-def _judged(task: str, rows: list[Row], pool: WorkerPool, options: dict[str, Any]) -> list[Judgement]:
-    return explain(
-        task, [row.text for row in rows], [row.gold for row in rows], [row.prompt for row in rows], pool, options
-    )
 
 
 def stated_answer(prediction: str) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 from reward.answer import message_text
 from reward.code_gold import read_gold
 from reward.gold import checked_by
-from reward.pool import UnknownBudget, Verdict, WorkerPool
+from reward.pool import Verdict
 from reward.sandbox import MEMORY_MIB, Job, Outcome, shared_sandbox
-from reward.score import Explanation, Message, record
+from reward.score import Budget, Message, Messages, Pool, Prompts, Rewards
 
 MAX_CODE_CHARS = 100_000
 _FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE)
@@ -25,47 +25,48 @@ _MARKS = ("python", "py", "python3")
 
 
 def code(
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     gold: list[str],
     *,
-    pool: WorkerPool | None = None,
-    budget: UnknownBudget | Explanation | None = None,
+    pool: Pool = None,
+    budget: Budget = None,
     partial: bool = False,
     timeout_s: float = 5.0,
     memory_mib: int = MEMORY_MIB,
     **_: Any,
-) -> list[float | None]:
+) -> Rewards:
     """1.0 if the completion's code passes all tests, else 0.0; None if the sandbox or the tests failed.
 
     `partial` instead pays the share of tests that pass (a HumanEval `check` is one test). Each completion gets
     `timeout_s` seconds of CPU time for all of its tests (rounded up), four times that in wall-clock time, and
     `memory_mib` of memory; exceeding a limit scores 0.0. `pool` sets the number of workers.
     """
-    blocks = [extract_code(completion, prompt) for completion, prompt in _with_prompts(completions, prompts)]
-    jobs: list[Job | None] = []
-    outcomes: list[Outcome | None] = []
-    for block, reference in zip(blocks, gold, strict=True):
-        early, job = None, None
-        try:
-            tests = read_gold(reference)
-            job = replace(tests, code=block) if block and len(block) <= MAX_CODE_CHARS else None
-            if job is None:
-                early = Outcome(0, len(tests.tests), "too long" if block else "no code")
-        except ValueError as error:
-            early = Outcome(0, 1, "gold", str(error))
-        jobs.append(job)
-        outcomes.append(early)
-    wanted = [job for job in jobs if job is not None]
-    results = iter(shared_sandbox(pool.workers if pool else 2, timeout_s, memory_mib).run(wanted) if wanted else ())
-    decided = [early or next(results) for early in outcomes]
+    shown = [None] * len(completions) if prompts is None else prompts
+    blocks = [extract_code(completion, prompt) for completion, prompt in zip(completions, shown, strict=True)]
+    asked = [_job(block, reference) for block, reference in zip(blocks, gold, strict=True)]
+    jobs = [one for one in asked if isinstance(one, Job)]
+    results = iter(shared_sandbox(pool.workers if pool else 2, timeout_s, memory_mib).run(jobs) if jobs else ())
+    decided = [next(results) if isinstance(one, Job) else one for one in asked]
     rewards = [_pay(outcome, partial) for outcome in decided]
     verdicts = [
         Verdict(None if reward is None else reward == 1.0, outcome.reason)
         for reward, outcome in zip(rewards, decided, strict=True)
     ]
-    record(budget, verdicts, [f"{outcome.error or 'no message'}" for outcome in decided], blocks)
+    if budget is not None:
+        budget.record(verdicts, [outcome.error or "no message" for outcome in decided], blocks)
     return rewards
+
+
+def _job(block: str | None, gold: str) -> Job | Outcome:
+    """The job for the sandbox, or the outcome of a completion that needs none."""
+    try:
+        tests = read_gold(gold)
+    except ValueError as error:
+        return Outcome(0, 1, "gold", str(error))
+    if not block or len(block) > MAX_CODE_CHARS:
+        return Outcome(0, len(tests.tests), "too long" if block else "no code")
+    return replace(tests, code=block)
 
 
 def _check_options(partial: bool, timeout_s: float, memory_mib: int) -> None:
@@ -84,10 +85,6 @@ def _pay(outcome: Outcome, partial: bool) -> float | None:
     if not outcome.decided:
         return None
     return outcome.passed / outcome.total if partial else float(outcome.passed == outcome.total)
-
-
-def _with_prompts(completions: list[Message], prompts: list[Message] | None) -> list[tuple[Message, Message | None]]:
-    return list(zip(completions, prompts or [None] * len(completions), strict=True))
 
 
 def extract_code(completion: Message, prompt: Message | None = None) -> str | None:

@@ -5,27 +5,28 @@ r"""Rewards "countdown" (reach a target with an expression of given numbers) and
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from reward.answer import boxed_answer, tag_answer
 from reward.arithmetic import evaluate
 from reward.exact import MAX_ANSWER_CHARS, normalized, numbers_equal, plain_number
 from reward.gold import checked_by, number_golds
-from reward.pool import UnknownBudget, Verdict, WorkerPool
-from reward.score import Explanation, Message, own_texts, record
+from reward.pool import Verdict
+from reward.score import Budget, Messages, Pool, Prompts, Rewards, score_pairs
 
 
 def countdown(
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     gold: list[str],
     *,
-    pool: WorkerPool | None = None,
-    budget: UnknownBudget | Explanation | None = None,
+    pool: Pool = None,
+    budget: Budget = None,
     use_all: bool = True,
     answer_tag: str = "<answer>",
     **_: Any,
-) -> list[float | None]:
+) -> Rewards:
     r"""1.0 if the expression has the value `target` and uses `numbers`, each exactly once; 0.0 otherwise.
 
     `gold` is JSON: {"numbers": [3, 5, 7], "target": 22}. The expression is what the last `<answer>` contains, else
@@ -33,18 +34,19 @@ def countdown(
     with reason "gold", for an invalid reference.
     """
     del pool  # exact fractions need no worker
-    answers = [_answer(text, answer_tag) for text in own_texts(prompts, completions)]
-    verdicts = [_verdict(answer, reference, use_all) for answer, reference in zip(answers, gold, strict=True)]
-    examples = [
-        f"answer {answer!r:.80} against {reference:.80}" for answer, reference in zip(answers, gold, strict=True)
-    ]
-    record(budget, verdicts, examples, answers)
-    return [None if verdict.value is None else float(verdict.value) for verdict in verdicts]
+
+    def decide(pairs: list[tuple[str | None, str]]) -> list[Verdict]:
+        return [_verdict(answer, reference, use_all) for answer, reference in pairs]
+
+    return score_pairs(_reader(answer_tag), prompts, completions, gold, budget, decide)
 
 
-def _answer(text: str, tag: str) -> str | None:
-    tagged = tag_answer(text, tag)
-    return boxed_answer(text) if tagged is None else tagged
+def _reader(tag: str) -> Callable[[str], str | None]:
+    def read(text: str) -> str | None:
+        tagged = tag_answer(text, tag)
+        return boxed_answer(text) if tagged is None else tagged
+
+    return read
 
 
 def _verdict(answer: str | None, gold: str, use_all: bool) -> Verdict:
@@ -82,34 +84,30 @@ def read_gold(gold: str) -> tuple[list[int], int]:
 
 
 def arithmetic(
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     gold: list[str],
     *,
-    pool: WorkerPool | None = None,
-    budget: UnknownBudget | Explanation | None = None,
+    pool: Pool = None,
+    budget: Budget = None,
     answer_tag: str = "<answer>",
     **_: Any,
-) -> list[float | None]:
+) -> Rewards:
     r"""1.0 if the answer is a literal number equal to `gold`; an expression does not count, since the question is one.
 
     The answer is the content of the last `<answer>`, else of the last `\boxed{}`.
     """
     del pool
-    answers = [_answer(text, answer_tag) for text in own_texts(prompts, completions)]
-    verdicts = [_number_verdict(answer, reference) for answer, reference in zip(answers, gold, strict=True)]
-    examples = [
-        f"answer {answer!r:.80} against {reference:.80}" for answer, reference in zip(answers, gold, strict=True)
-    ]
-    record(budget, verdicts, examples, answers)
-    return [None if verdict.value is None else float(verdict.value) for verdict in verdicts]
+    return score_pairs(_reader(answer_tag), prompts, completions, gold, budget, _number_verdicts)
 
 
-def _number_verdict(answer: str | None, gold: str) -> Verdict:
-    reference, number = (plain_number(normalized(text)) for text in (gold, (answer or "")[:MAX_ANSWER_CHARS]))
-    if reference is None:
-        return Verdict(None, "gold")
-    return Verdict(number is not None and numbers_equal(number, reference), "exact")
+def _number_verdicts(pairs: list[tuple[str | None, str]]) -> list[Verdict]:
+    verdicts = []
+    for answer, gold in pairs:
+        reference, number = (plain_number(normalized(text)) for text in (gold, (answer or "")[:MAX_ANSWER_CHARS]))
+        equal = number is not None and reference is not None and numbers_equal(number, reference)
+        verdicts.append(Verdict(None, "gold") if reference is None else Verdict(equal, "exact"))
+    return verdicts
 
 
 countdown.check_golds = checked_by(read_gold)  # type: ignore[attr-defined]

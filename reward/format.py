@@ -3,24 +3,24 @@ r"""Rewards for the form of a completion, regardless of its answer: "boxed_forma
 from typing import Any
 
 from reward.answer import boxes, message_text
-from reward.score import Message, own_texts
+from reward.score import Messages, Prompts, Rewards, own_texts
 
 
-def boxed_format(prompts: list[Message] | None, completions: list[Message], **_: Any) -> list[float | None]:
+def boxed_format(prompts: Prompts, completions: Messages, **_: Any) -> Rewards:
     r"""1.0 for exactly one nonempty `\boxed{}` of the model's own; 0.0 otherwise. Never None."""
     found = [boxes(text) for text in own_texts(prompts, completions)]
     return [float(len(answers) == 1 and answers[0] != "") for answers in found]
 
 
 def think_format(
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     *,
     think_tag: str = "<think>",
     answer_tag: str = "<answer>",
     opened: bool = False,
     **_: Any,
-) -> list[float | None]:
+) -> Rewards:
     """1.0 for `<think>…</think><answer>…</answer>` and nothing else; 0.0 otherwise. Never None.
 
     Each tag occurs exactly once, in this order. Both parts contain a letter or a digit, only white space surrounds

@@ -29,48 +29,15 @@ _TOKEN = re.compile(
 )
 _SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_UNICODE = {
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∉": r"\notin ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "⩽": r"\le ",
-    "⩾": r"\ge ",
-    "≠": r"\neq ",
-    "±": r"\pm ",
-    "∓": r"\mp ",
-    "÷": "/",
-    "⁄": "/",
-    "∕": "/",
-    "∗": "*",
-    "⋅": r"\cdot ",
-    "∅": r"\emptyset ",
-    "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}",
-    "ℕ": r"\mathbb{N}",
-    "ℚ": r"\mathbb{Q}",
-    "ℂ": r"\mathbb{C}",
-    "≈": r"\approx ",
-    "∖": r"\setminus ",
-    "⟨": r"\langle ",
-    "⟩": r"\rangle ",
-    "θ": r"\theta ",
-    "α": r"\alpha ",
-    "β": r"\beta ",
-    "γ": r"\gamma ",
-    "λ": r"\lambda ",
-    "μ": r"\mu ",
-    "φ": r"\phi ",
-    "ω": r"\omega ",
-    "σ": r"\sigma ",
-    "Δ": r"\Delta ",
-}
-_VULGAR = {"½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅛": (1, 8), "⅜": (3, 8)}
-_UNICODE |= {sign: rf"\frac{{{a}}}{{{b}}}" for sign, (a, b) in _VULGAR.items()}
+_COMMANDS = (
+    "π pi ∞ infty ∪ cup ∩ cap ∈ in ∉ notin ≤ le ≥ ge ⩽ le ⩾ ge ≠ neq ± pm ∓ mp ⋅ cdot ∅ emptyset ≈ approx ∖ setminus "
+    "⟨ langle ⟩ rangle θ theta α alpha β beta γ gamma λ lambda μ mu φ phi ω omega σ sigma Δ Delta"
+).split()
+_UNICODE = {sign: rf"\{name} " for sign, name in zip(_COMMANDS[::2], _COMMANDS[1::2], strict=True)}
+_UNICODE |= {sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)}
+_UNICODE |= {"÷": "/", "⁄": "/", "∕": "/", "∗": "*"}
+_VULGAR = zip("½⅓⅔¼¾⅕⅛⅜", ("12", "13", "23", "14", "34", "15", "18", "38"), strict=True)
+_UNICODE |= {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in _VULGAR}
 _UNICODE_TABLE = str.maketrans(_UNICODE)
 
 

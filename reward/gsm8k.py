@@ -7,32 +7,19 @@ from typing import Any
 
 from reward.answer import final_answer, last_number
 from reward.gold import math_golds
-from reward.pool import UnknownBudget, WorkerPool
-from reward.score import Message, score_answers
+from reward.score import Budget, Messages, Pool, Prompts, Rewards, score_answers
 
 
 def gsm8k_strict(
-    prompts: list[Message] | None,
-    completions: list[Message],
-    gold: list[str],
-    *,
-    pool: WorkerPool | None = None,
-    budget: UnknownBudget | None = None,
-    **_: Any,
-) -> list[float | None]:
+    prompts: Prompts, completions: Messages, gold: list[str], *, pool: Pool = None, budget: Budget = None, **_: Any
+) -> Rewards:
     r"""1.0 if the last `\boxed{}`, or without one the last `#### n`, equals `gold`; 0.0 otherwise."""
     return score_answers(final_answer, prompts, completions, gold, pool, budget)
 
 
 def gsm8k_lenient(
-    prompts: list[Message] | None,
-    completions: list[Message],
-    gold: list[str],
-    *,
-    pool: WorkerPool | None = None,
-    budget: UnknownBudget | None = None,
-    **_: Any,
-) -> list[float | None]:
+    prompts: Prompts, completions: Messages, gold: list[str], *, pool: Pool = None, budget: Budget = None, **_: Any
+) -> Rewards:
     """Like `gsm8k_strict`, but a completion with neither form is judged by its last number."""
     return score_answers(_answer_or_last_number, prompts, completions, gold, pool, budget)
 

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from reward.score import Message
+from reward.score import Messages, Prompts, Rewards
 
 
 def length(
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     *,
     completion_ids: list[list[int]] | None = None,
     max_length: int = 0,
     soft_zone: int = 0,
     **_: Any,
-) -> list[float | None]:
+) -> Rewards:
     """0.0 up to `max_length - soft_zone` tokens, then linearly down to -1.0 at `max_length`, and -1.0 beyond.
 
     Lengths are counted in `completion_ids`, the tokens that TRL passes. `max_length` must be set (use

@@ -11,18 +11,17 @@ from typing import Any, Literal
 from reward.answer import boxed_answer, final_answer, tag_answer
 from reward.exact import Policy
 from reward.gold import math_golds
-from reward.pool import UnknownBudget, WorkerPool
-from reward.score import Explanation, Message, score_answers
+from reward.score import Budget, Messages, Pool, Prompts, Rewards, score_answers
 from reward.stated import lenient_answer, reference_answer, stated_answer
 
 
 def math(
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     gold: list[str],
     *,
-    pool: WorkerPool | None = None,
-    budget: UnknownBudget | Explanation | None = None,
+    pool: Pool = None,
+    budget: Budget = None,
     form: Literal["boxed", "stated", "lenient"] = "stated",
     tolerance: float = 0.0,
     ordered: bool = False,
@@ -32,7 +31,7 @@ def math(
     answer_tag: str | None = None,
     hash_answers: bool = False,
     **_: Any,
-) -> list[float | None]:
+) -> Rewards:
     r"""1.0 if the final answer equals `gold`, else 0.0 (also if its place holds no answer); None if undecided.
 
     `form` selects where in the model's own text the answer is looked for, and how strictly it is compared:

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,8 +298,11 @@ class UnknownBudget:
         self._window: deque[str | None] = deque(maxlen=window)
         self._examples: deque[str] = deque(maxlen=EXAMPLES)
 
-    def record(self, verdicts: list[Verdict], examples: list[str]) -> None:
-        """Count a batch; raise `CheckFailed` with reasons and examples if the budget is exceeded."""
+    def record(self, verdicts: list[Verdict], examples: list[str], extracted: Sequence[str | None] = ()) -> None:
+        """Count a batch; raise `CheckFailed` with reasons and examples if the budget is exceeded.
+
+        `extracted` are the answers that were judged, for a `reward.score.Explanation` in place of a budget.
+        """
         for verdict, example in zip(verdicts, examples, strict=True):
             reason = verdict.reason if verdict.value is None else None
             self._window.append(reason)

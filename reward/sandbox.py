@@ -37,7 +37,6 @@ import atexit
 import contextlib
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -45,14 +44,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kit.core.errors import BadInput
+from reward.sandbox_pipe import failed, read_frame, write_frame
 
 WALL_PER_CPU = 4.0  # waiting counts too, so it matters only if code sleeps or the machine is loaded
 CHILD = Path(__file__).with_name("sandbox_child.py")
 START_TIMEOUT_S = 120.0
+MAX_VERDICT_BYTES = 1 << 20
 BACKSTOP_S = 120.0  # beyond the limits inside: only a broken fork server takes this long
 MEMORY_MIB = 512
 NAMESPACES = frozenset({"mount", "net", "ipc", "pid"})
@@ -72,11 +73,6 @@ class Job:
     names: tuple[str, ...]
     setup: str = ""
     prompt: str = ""
-
-    def frame(self) -> bytes:
-        fields = {"prompt": self.prompt, "code": self.code, "setup": self.setup}
-        data = json.dumps(fields | {"tests": self.tests, "names": self.names}).encode()
-        return len(data).to_bytes(4, "big") + data
 
 
 @dataclass(frozen=True)
@@ -126,13 +122,8 @@ class _Server:
 
     def __init__(self, timeout_s: float, memory_mib: int, refused: Sequence[str]):
         self.scratch = Path(tempfile.gettempdir()) / f"code-sandbox-{os.getpid()}-{id(self):x}"
-        how = {
-            "timeout_s": timeout_s,
-            "wall_s": WALL_PER_CPU * timeout_s,
-            "memory_bytes": memory_mib << 20,
-            "refused": list(refused),
-        }
-        how["scratch"] = str(self.scratch)
+        how = {"timeout_s": timeout_s, "wall_s": WALL_PER_CPU * timeout_s, "memory_bytes": memory_mib << 20}
+        how |= {"refused": list(refused), "scratch": str(self.scratch)}
         environment = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}
         environment |= {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         self.process = subprocess.Popen(
@@ -143,8 +134,7 @@ class _Server:
             env=environment,
             start_new_session=True,
         )
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            os.set_blocking(pipe.fileno(), False)
+        os.set_blocking(self.process.stderr.fileno(), False)
         try:
             hello = self._read(time.monotonic() + START_TIMEOUT_S)
         except (EOFError, TimeoutError, ValueError) as error:
@@ -156,31 +146,11 @@ class _Server:
     def judge(self, job: Job, backstop_s: float) -> dict:
         """Return the judge's verdict as written; `EOFError`, `TimeoutError` or `OSError` if the server is broken."""
         deadline = time.monotonic() + backstop_s
-        data = memoryview(job.frame())
-        while data:
-            self._wait(self.process.stdin.fileno(), select.POLLOUT, deadline)
-            with contextlib.suppress(BlockingIOError):
-                data = data[os.write(self.process.stdin.fileno(), data[:4096]) :]
+        write_frame(self.process.stdin.fileno(), json.dumps(asdict(job)).encode(), deadline)
         return self._read(deadline)
 
     def _read(self, deadline: float) -> dict:
-        size = int.from_bytes(self._read_bytes(4, deadline), "big")
-        return json.loads(self._read_bytes(size, deadline))
-
-    def _read_bytes(self, size: int, deadline: float) -> bytes:
-        data = b""
-        while len(data) < size:
-            self._wait(self.process.stdout.fileno(), select.POLLIN, deadline)
-            if not (part := os.read(self.process.stdout.fileno(), size - len(data))):
-                raise EOFError
-            data += part
-        return data
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
+        return json.loads(read_frame(self.process.stdout.fileno(), MAX_VERDICT_BYTES, deadline))
 
     def _tail(self) -> str:
         with contextlib.suppress(BlockingIOError):
@@ -266,13 +236,7 @@ class Sandbox:
             try:
                 verdict = server.judge(job, WALL_PER_CPU * self.timeout_s + BACKSTOP_S)
             except (EOFError, TimeoutError, OSError, ValueError) as error:
-                verdict = {
-                    "passed": 0,
-                    "total": 1,
-                    "reason": "sandbox",
-                    "error": type(error).__name__,
-                    "leaving": True,
-                }
+                verdict = failed("sandbox", error=type(error).__name__, leaving=True)
             if verdict.pop("leaving", False):
                 self._discard(server)
             else:

@@ -8,7 +8,7 @@ The fork server holds neither: it forks a judge, the judge forks the candidate, 
 job from the pipe that all three inherited (the candidate closes its end first). So there are no tests in the
 candidate's memory to find. `reward.sandbox` runs this file as a script; standard library only.
 
-Frames are four bytes of length and JSON. Job: {"prompt", "code", "setup", "tests", "names", "check"}. Verdict:
+Frames are four bytes of length and JSON. Job: {"prompt", "code", "setup", "tests", "names"}. Verdict:
 {"passed", "total", "reason"}.
 """
 
@@ -48,7 +48,7 @@ kernel = importlib.import_module("sandbox_parts.sandbox_kernel")
 values = importlib.import_module("sandbox_parts.sandbox_values")
 Line, run_tests = (getattr(importlib.import_module("sandbox_parts.sandbox_judge"), n) for n in ("Line", "run_tests"))
 pipe = importlib.import_module("sandbox_parts.sandbox_pipe")
-read_frame, write_frame, wait = pipe.read_frame, pipe.write_frame, pipe.wait
+failed, read_frame, write_frame, wait = pipe.failed, pipe.read_frame, pipe.write_frame, pipe.wait
 _NULL = os.open(os.devnull, os.O_RDWR)  # opened before the root that has no /dev
 
 
@@ -127,12 +127,16 @@ def _described(error: BaseException) -> list[str]:
 
 
 def _close_all_but(*kept: int) -> None:
-    for standard in (0, 1, 2):
-        os.dup2(_NULL, standard)
+    _close_standard_streams()
     low = 3
     for descriptor in (*sorted(kept), 1 << 16):
         os.closerange(low, descriptor)
         low = descriptor + 1
+
+
+def _close_standard_streams() -> None:
+    for standard in (0, 1, 2):
+        os.dup2(_NULL, standard)
 
 
 # ----------------------------------------------------------------------------------------------------------- judge
@@ -140,19 +144,9 @@ def _close_all_but(*kept: int) -> None:
 
 def judge(report: int, how: dict) -> None:
     """The process that runs the tests. Does not return."""
-    verdict = {"passed": 0, "total": 1, "reason": "judge"}
     child = 0
     try:
-        request_end, requests = os.pipe()
-        replies, reply_end = os.pipe()
-        flags = (kernel.NEW_PID if "pid" in how["parts"] else 0) | (kernel.NEW_MOUNT if "mount" in how["parts"] else 0)
-        if flags:
-            kernel.unshare(flags)
-        child = os.fork()
-        if child == 0:
-            candidate(request_end, reply_end, how)
-        os.close(request_end)
-        os.close(reply_end)
+        child, requests, replies = _fork_candidate(how)
         os.write(report, child.to_bytes(4, "big"))
         line = Line(requests, replies)
         deadline = time.monotonic() + 30.0  # for the isolation; the sample's own time starts once it is up
@@ -160,13 +154,13 @@ def judge(report: int, how: dict) -> None:
         job = json.loads(read_frame(0, MAX_JOB_BYTES, deadline))
         os.write(report, b"r")
         if ready != ["ready"]:
-            verdict = {"passed": 0, "total": 1, "reason": "sandbox", "error": str(ready[1:])}
+            verdict = failed("sandbox", error=str(ready[1:]))
         else:
             _restrict_judge(how)
             line.deadline = time.monotonic() + how["wall_s"]
             verdict = run_tests(job, line)
     except BaseException as error:
-        verdict = {"passed": 0, "total": 1, "reason": "sandbox", "error": f"{type(error).__name__}: {error}"}
+        verdict = failed("sandbox", error=f"{type(error).__name__}: {error}")
     if child:
         os.kill(child, signal.SIGKILL)
         _, _, used = os.wait4(child, 0)
@@ -176,9 +170,22 @@ def judge(report: int, how: dict) -> None:
     os._exit(0)
 
 
+def _fork_candidate(how: dict) -> tuple[int, int, int]:
+    """Fork a candidate, in namespaces of its own if possible; return its pid, its requests and its replies."""
+    (request_end, requests), (replies, reply_end) = os.pipe(), os.pipe()
+    flags = (kernel.NEW_PID if "pid" in how["parts"] else 0) | (kernel.NEW_MOUNT if "mount" in how["parts"] else 0)
+    if flags:
+        kernel.unshare(flags)
+    child = os.fork()
+    if child == 0:
+        candidate(request_end, reply_end, how)
+    os.close(request_end)
+    os.close(reply_end)
+    return child, requests, replies
+
+
 def _restrict_judge(how: dict) -> None:
-    for standard in (0, 1, 2):
-        os.dup2(_NULL, standard)
+    _close_standard_streams()
     kernel.limit(math.ceil(how["timeout_s"]) + 2, 2 * how["memory_bytes"], 0, OPEN_FILES, 1)
     kernel.drop_privileges()
     kernel.die_with_parent()
@@ -234,9 +241,9 @@ def _one_sample(how: dict, parent: int) -> bytes | None:
         size = int.from_bytes(_patient_read(here, 4, parent, limit_s), "big")
         data = _patient_read(here, size, parent, limit_s)
     except TimeoutError:  # the tests themselves hang on the candidate's values
-        data = b'{"passed": 0, "total": 1, "reason": "timeout"}'
+        data = json.dumps(failed("timeout")).encode()
     except EOFError:
-        data = b'{"passed": 0, "total": 1, "reason": "judge"}'
+        data = json.dumps(failed("judge")).encode()
     except ConnectionAbortedError:
         data = None
     os.close(here)
@@ -244,7 +251,7 @@ def _one_sample(how: dict, parent: int) -> bytes | None:
     if "mount" not in how["parts"]:
         shutil.rmtree(scratch, ignore_errors=True)
     if data is not None and not consumed:  # half a job may be left in the pipe
-        return json.dumps({"passed": 0, "total": 1, "reason": "sandbox", "leaving": True}).encode()
+        return json.dumps(failed("sandbox", leaving=True)).encode()
     return data
 
 
@@ -319,20 +326,11 @@ def _rehearse(parts: tuple[str, ...], how: dict) -> str | None:
     here, there = os.pipe()
     pid = os.fork()
     if pid == 0:
-        trial, error = how | {"parts": parts}, ""
+        error = ""
         try:
             _enter(parts)
-            flags = (kernel.NEW_PID if "pid" in parts else 0) | (kernel.NEW_MOUNT if "mount" in parts else 0)
-            if flags:
-                kernel.unshare(flags)
-            requests, replies = os.pipe()
-            child = os.fork()
-            if child == 0:
-                trial["scratch"] = "/"
-                os.close(requests)
-                candidate(os.dup(_NULL), replies, trial)
-            os.close(replies)
-            answer = read_frame(requests, 1 << 16, time.monotonic() + 20.0)
+            child, _, replies = _fork_candidate(how | {"parts": parts, "scratch": "/"})
+            answer = read_frame(replies, 1 << 16, time.monotonic() + 20.0)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             error = "" if answer == b'["ready"]' else answer.decode()

@@ -36,6 +36,11 @@ def write_frame(descriptor: int, data: bytes, deadline: float = float("inf")) ->
             part = part[os.write(descriptor, part) :]
 
 
+def failed(reason: str, **more: object) -> dict:
+    """The verdict on a job of which no test was run."""
+    return {"passed": 0, "total": 1, "reason": reason} | more
+
+
 def wait(descriptor: int, event: int, deadline: float) -> None:
     """Return when the descriptor is ready or closed; `TimeoutError` at the deadline."""
     poll = select.poll()

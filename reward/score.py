@@ -1,6 +1,6 @@
 """Steps shared by all reward functions: completion to answer, answer to verdict, verdict to number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from reward.answer import judge, message_text, own_text
 from reward.exact import DEFAULT, Policy
@@ -16,13 +16,21 @@ class Explanation:
         self.verdicts: list[Verdict] = []
         self.extracted: list[str | None] = []  # the judged answers, if the function reports them
 
-    def record(self, verdicts: list[Verdict], examples: list[str], extracted: list[str | None] | None = None) -> None:
-        """Record a batch; arguments as in `UnknownBudget.record`, plus the extracted answers."""
+    def record(self, verdicts: list[Verdict], examples: list[str], extracted: Sequence[str | None] = ()) -> None:
+        """Record a batch; arguments as in `UnknownBudget.record`."""
         self.verdicts += verdicts
         self.extracted += extracted or [None] * len(verdicts)
 
 
-def own_texts(prompts: list[Message] | None, completions: list[Message]) -> list[str]:
+# Arguments and result of a reward function.
+Messages = list[Message]
+Prompts = Messages | None
+Pool = WorkerPool | None
+Budget = UnknownBudget | Explanation | None
+Rewards = list[float | None]
+
+
+def own_texts(prompts: Prompts, completions: Messages) -> list[str]:
     """The text of every completion without what it repeats from its prompt; `prompts` may be None."""
     if prompts is None:
         return [message_text(completion) for completion in completions]
@@ -31,39 +39,35 @@ def own_texts(prompts: list[Message] | None, completions: list[Message]) -> list
 
 def score_answers(
     extract: Callable[[str], str | None],
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     gold: list[str],
-    pool: WorkerPool | None,
-    budget: UnknownBudget | Explanation | None,
+    pool: Pool,
+    budget: Budget,
     policy: Policy = DEFAULT,
-) -> list[float | None]:
-    """1.0 for every completion whose extracted answer equals its gold, 0.0 otherwise, None if undecided.
+) -> Rewards:
+    """1.0 for every completion whose extracted answer equals its gold, 0.0 otherwise, None if undecided."""
+    return score_pairs(extract, prompts, completions, gold, budget, lambda pairs: judge(pairs, pool, policy))
+
+
+def score_pairs(
+    extract: Callable[[str], str | None],
+    prompts: Prompts,
+    completions: Messages,
+    gold: list[str],
+    budget: Budget,
+    decide: Callable[[list[tuple[str | None, str]]], list[Verdict]],
+) -> Rewards:
+    """1.0, 0.0 or None (undecided) for every completion, by the verdicts of `decide` on (extracted answer, gold).
 
     Undecided samples are counted in `budget`, which raises `CheckFailed` once it is spent.
     """
     predicted = [extract(text) for text in own_texts(prompts, completions)]
     pairs = list(zip(predicted, gold, strict=True))
-    verdicts = judge(pairs, pool, policy)
-    record(budget, verdicts, [f"answer {_short(a)} against {_short(g)}" for a, g in pairs], predicted)
-    return [_reward(verdict) for verdict in verdicts]
-
-
-def record(
-    budget: UnknownBudget | Explanation | None,
-    verdicts: list[Verdict],
-    examples: list[str],
-    extracted: list[str | None],
-) -> None:
-    """Report the verdicts to the budget, and to an `Explanation` also the answer extracted from each completion."""
-    if isinstance(budget, Explanation):
-        budget.record(verdicts, examples, extracted)
-    elif budget is not None:
-        budget.record(verdicts, examples)
-
-
-def _reward(verdict: Verdict) -> float | None:
-    return None if verdict.value is None else float(verdict.value)
+    verdicts = decide(pairs)
+    if budget is not None:
+        budget.record(verdicts, [f"answer {_short(a)} against {_short(g)}" for a, g in pairs], predicted)
+    return [None if verdict.value is None else float(verdict.value) for verdict in verdicts]
 
 
 def _short(text: str | None, limit: int = 80) -> str:

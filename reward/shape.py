@@ -12,9 +12,9 @@ answers 5.
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from reward.algebra import Algebra, Form, formula
+from reward.algebra import Algebra, formula, negated
 from reward.formula import Unread
 from reward.values import approximate, is_settled
 
@@ -80,7 +80,7 @@ class Shape:
     spans: tuple[tuple[str, str, bool, bool], ...] = ()
     name: str = ""
     certain: bool = True  # False for spans that may be a point: (1, 2)
-    unordered: bool = field(default=False)  # a list that came from \pm or a word: never ordered
+    unordered: bool = False  # a list that came from \pm or a word: never ordered
 
 
 def compare(predicted: str, gold: str, leaf: Leaf, ordered: bool = False, several: str = "all") -> bool | None:
@@ -175,12 +175,15 @@ def _list(parts: list[str], text: str) -> Shape:
             if len(split(text, ("or",))) == 1:  # x > -3 and x < 2
                 return _both(items) or Shape("list", text, items)
             return Shape("spans", text, spans=tuple(s for item in items for s in item.spans), name=items[0].name)
-    flat = tuple(inner for item in items for inner in (item.items if item.kind == "list" else (item,)))
+    flat, name = _flat(items), ""
     names = {item.name for item in flat if item.name}
     if len(names) == 1 and flat[0].name and not flat[0].kind == "equation":  # x = 1, 2 and x = 1, x = 2
-        flat = tuple(Shape(**{**vars(item), "name": ""}) for item in flat)
-        return Shape("list", text, flat, name=names.pop(), unordered=any(item.unordered for item in items))
-    return Shape("list", text, flat, unordered=any(item.unordered for item in items))
+        flat, name = tuple(replace(item, name="") for item in flat), names.pop()
+    return Shape("list", text, flat, name=name, unordered=any(item.unordered for item in items))
+
+
+def _flat(items: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    return tuple(inner for item in items for inner in (item.items if item.kind == "list" else (item,)))
 
 
 def _both(items: tuple[Shape, ...]) -> Shape | None:
@@ -213,16 +216,11 @@ def _bracketed(text: str) -> Shape | None:
             return None
         lines = tuple(Shape("row", items=tuple(Shape("value", cell) for cell in row)) for row in cells)
         return Shape("matrix", text, lines)
-    for left, right, kind in (
-        ("\\{", "\\}", "set"),
-        ("\\langle", "\\rangle", "tuple"),
-        ("(", ")", ""),
-        ("[", "]", ""),
-    ):
-        if text.startswith(left) and kind and text.endswith(right) and _is_one(text):
+    for left, right, kind in (("\\{", "\\}", "set"), ("\\langle", "\\rangle", "tuple")):
+        if text.startswith(left) and text.endswith(right) and _is_one(text):
             inner = text[len(left) : -len(right)]
             items = tuple(shape_of(part) for part in split(inner, (",", ";"), inside=True) if part)
-            items = tuple(i for item in items for i in (item.items if item.kind == "list" else (item,)))
+            items = _flat(items)
             return Shape(kind, text, items) if items and len(items) <= MAX_PARTS else None
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one(text):
         parts = split(text[1:-1], (",", ";"), inside=True)
@@ -270,23 +268,16 @@ def _relation(text: str) -> Shape | None:
         return None
     if set(operators) == {"="}:
         if NAME.fullmatch(sides[0]) and len(sides) == 2:
-            value = shape_of(sides[1])
-            return Shape(**{**vars(value), "name": squeezed_name(sides[0])})
+            return replace(shape_of(sides[1]), name=squeezed_name(sides[0]))
         if len(sides) == 2 and _NAMES.fullmatch(sides[0]):  # (x, y) = (1, 2)
             return shape_of(sides[1])
         return Shape("equation", text)
     if operators == ["in"] and NAME.fullmatch(sides[0]):
         value = shape_of(sides[1])
-        spans = value.kind == "spans" or bool(value.spans)
-        if spans:
+        if value.kind == "spans" or value.spans:
             return Shape("spans", spans=value.spans, name=squeezed_name(sides[0]), certain=value.certain)
-        return (
-            Shape(**{**vars(value), "name": squeezed_name(sides[0])})
-            if value.kind == "set"
-            else Shape("relation", text)
-        )
-    span = _solved(sides, operators)
-    return span or Shape("relation", text)
+        return replace(value, name=squeezed_name(sides[0])) if value.kind == "set" else Shape("relation", text)
+    return _solved(sides, operators) or Shape("relation", text)
 
 
 def _solved(sides: list[str], operators: list[str]) -> Shape | None:
@@ -361,11 +352,7 @@ def _equal(p: Shape, g: Shape, leaf: Leaf, ordered: bool) -> bool | None:
     if "value" in (p.kind, g.kind):
         return _value_against_many(p, g)
     kinds = {p.kind, g.kind}
-    if (
-        kinds == {"set"}
-        or kinds == {"list", "set"}
-        or (kinds == {"list"} and (not ordered or g.unordered or p.unordered))
-    ):
+    if kinds in ({"set"}, {"list", "set"}) or (kinds == {"list"} and (not ordered or g.unordered or p.unordered)):
         points = all(item.kind == "tuple" for item in (*p.items, *g.items))  # a solution given twice counts once
         return _as_sets(p, g, leaf, ordered, distinct=points or kinds != {"list"})
     if kinds <= {"tuple", "list"} or kinds <= {"brackets", "list"}:
@@ -501,6 +488,6 @@ def _difference(shape: Shape) -> dict | None:
         return None
     a, b = (form.form for form in forms)
     try:
-        return Algebra().add(a, Form({m: -c for m, c in b.num.items()}, b.den)).num
+        return Algebra().add(a, negated(b)).num
     except Unread:
         return None

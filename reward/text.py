@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from reward.answer import message_text
-from reward.score import Message
+from reward.score import Messages, Prompts, Rewards
 
 # Long runs without spaces are cut into pieces, scripts without spaces into characters: neither hides a repetition.
 _PIECE = re.compile(
@@ -14,14 +14,7 @@ _PIECE = re.compile(
 )
 
 
-def repetition(
-    prompts: list[Message] | None,
-    completions: list[Message],
-    *,
-    ngram: int = 8,
-    allowed: float = 0.1,
-    **_: Any,
-) -> list[float | None]:
+def repetition(prompts: Prompts, completions: Messages, *, ngram: int = 8, allowed: float = 0.1, **_: Any) -> Rewards:
     """Minus the share of repeated n-grams above `allowed`, scaled so that pure repetition is -1.0.
 
     An n-gram is `ngram` consecutive words or signs, case-folded; it is repeated if it has occurred before in the same
@@ -43,13 +36,13 @@ def _above(share: float, allowed: float) -> float:
 
 
 def language(
-    prompts: list[Message] | None,
-    completions: list[Message],
+    prompts: Prompts,
+    completions: Messages,
     *,
     scripts: list[str] = ["latin", "greek"],  # noqa: B006  (never mutated; the type and default are the option's)
     allowed: float = 0.02,
     **_: Any,
-) -> list[float | None]:
+) -> Rewards:
     """Minus the share of letters outside `scripts` above `allowed`, scaled so that text with none inside is -1.0.
 
     A script is the first word of the letters' Unicode names: latin, greek, cyrillic, arabic, hebrew, devanagari, thai,

@@ -26,40 +26,13 @@ NOT_UNITS = frozenset(
     "wrong incorrect false error invalid unknown undefined impossible".split()
 )
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SAME_UNIT = {
-    "$": "dollar",
-    "\\$": "dollar",
-    "usd": "dollar",
-    "€": "euro",
-    "eur": "euro",
-    "£": "pound",
-    "gbp": "pound",
-    "lb": "pound",
-    "¥": "yen",
-    "₹": "rupee",
-    "rs": "rupee",
-    "cm": "centimeter",
-    "centimetre": "centimeter",
-    "mm": "millimeter",
-    "km": "kilometer",
-    "kilometre": "kilometer",
-    "m": "meter",
-    "metre": "meter",
-    "kg": "kilogram",
-    "g": "gram",
-    "oz": "ounce",
-    "ft": "foot",
-    "feet": "foot",
-    "mi": "mile",
-    "h": "hour",
-    "hr": "hour",
-    "min": "minute",
-    "s": "second",
-    "sec": "second",
-    "l": "liter",
-    "litre": "liter",
-    "mph": "mile per hour",
-}
+_SPELLINGS = r"""
+dollar $ \$ usd, euro € eur, pound £ gbp lb, yen ¥, rupee ₹ rs, centimeter cm centimetre, millimeter mm,
+kilometer km kilometre, meter m metre, kilogram kg, gram g, ounce oz, foot ft feet, mile mi, hour h hr, minute min,
+second s sec, liter l litre
+"""
+_SAME_UNIT = {other: name for name, *others in map(str.split, _SPELLINGS.split(",")) for other in others}
+_SAME_UNIT["mph"] = "mile per hour"
 
 
 def unit_of(rest: str, spaced: bool) -> str | None:

@@ -6,17 +6,18 @@ values agree may still differ (that is left open).
 
 import cmath
 import math
+import operator
 import zlib
 from fractions import Fraction
 
-from reward.algebra import Algebra, Formula
+from reward.algebra import Algebra, Formula, added
 from reward.formula import Unread
 
 POINTS = 3
 NEAR = 1e-6  # relative to the largest intermediate value; anything closer is left open
-_COMPLEX = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "exp": cmath.exp, "ln": cmath.log}
-_COMPLEX |= {"arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan}
-_COMPLEX |= {"sinh": cmath.sinh, "cosh": cmath.cosh, "tanh": cmath.tanh}
+_OPERATORS = {"mul": operator.mul, "neg": operator.neg, "div": operator.truediv, "pow": operator.pow}
+_COMPLEX = {name: getattr(cmath, name) for name in ("sin", "cos", "tan", "exp", "sinh", "cosh", "tanh")}
+_COMPLEX |= {"ln": cmath.log, "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan}
 _RECIPROCAL = {"sec": cmath.cos, "csc": cmath.sin, "cot": cmath.tan}
 
 
@@ -39,9 +40,9 @@ def _by_form(a: Formula, b: Formula) -> bool | None:
     left, right = a.form, b.form
     try:
         if left.den == right.den:
-            difference = difference_of(left.num, right.num)
+            difference = added(left.num, right.num, -1)
         else:
-            difference = difference_of(algebra.poly_mul(left.num, right.den), algebra.poly_mul(right.num, left.den))
+            difference = added(algebra.poly_mul(left.num, right.den), algebra.poly_mul(right.num, left.den), -1)
     except Unread:
         return None
     if not difference:
@@ -52,18 +53,6 @@ def _by_form(a: Formula, b: Formula) -> bool | None:
         return None
     rational = left.constant() is not None and right.constant() is not None
     return None if (a.has_decimal or b.has_decimal) and not rational else False
-
-
-def difference_of(a: dict, b: dict) -> dict:
-    """The polynomial a - b."""
-    out = dict(a)
-    for monomial, factor in b.items():
-        total = out.get(monomial, 0) - factor
-        if total:
-            out[monomial] = total
-        else:
-            out.pop(monomial, None)
-    return out
 
 
 def is_settled(poly: dict) -> bool:
@@ -126,14 +115,8 @@ class _Numbers:
         values = [self.value(part) for part in parts]
         if kind == "add":
             return sum(values)
-        if kind == "mul":
-            return values[0] * values[1]
-        if kind == "neg":
-            return -values[0]
-        if kind == "div":
-            return values[0] / values[1]
-        if kind == "pow":
-            return values[0] ** values[1]
+        if kind in _OPERATORS:
+            return _OPERATORS[kind](*values)
         degree, radicand = values  # "root"
         if radicand.imag == 0 and radicand.real < 0 and degree.real % 2 == 1:
             return -((-radicand) ** (1 / degree))
