@@ -37,10 +37,6 @@ def box_spans(text: str) -> list[tuple[int, int, str]]:
     One pass over the text: 100,000 unclosed boxes cost no more than their length. A box whose whole content is another
     box yields the inner content once.
     """
-    return [(start, stop, text[content:end].strip()) for start, stop, content, end in _boxes(text)]
-
-
-def _boxes(text: str) -> list[tuple[int, int, int, int]]:
     found: list[tuple[int, int, int, int]] = []  # box start and end, content start and end
     braces: list[tuple[int | None, int]] = []  # per open brace: start of its \boxed (or None), start of its content
     for token in _BOX_TOKENS.finditer(text):
@@ -63,7 +59,7 @@ def _boxes(text: str) -> list[tuple[int, int, int, int]]:
             elif word := _BARE_WORD.match(text, token.end()):
                 end = word.start() + len(word[0].rstrip(".,;:!?"))
                 found.append((token.start(), word.end(), word.start(), end))
-    return found
+    return [(start, stop, text[content:end].strip()) for start, stop, content, end in found]
 
 
 def _blank(text: str, start: int, end: int) -> bool:
@@ -78,10 +74,8 @@ def boxed_answer(text: str) -> str | None:
 
 def hash_answer(text: str) -> str | None:
     """The text after the last `####` that is followed by a number, up to the end of the line (GSM8K's form)."""
-    answer = None
-    for match in _HASH.finditer(text):
-        answer = match[1].strip()
-    return answer
+    match = last_match(_HASH, text)
+    return match and match[1].strip()
 
 
 def final_answer(text: str) -> str | None:
@@ -106,10 +100,16 @@ def tag_content(text: str, tag: str = "<answer>") -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number written in the text, with its sign, commas and currency sign."""
-    answer = None
-    for match in _NUMBER.finditer(text):
-        answer = match[0]
-    return answer
+    match = last_match(_NUMBER, text)
+    return match and match[0]
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last match of `pattern`, searched from the left."""
+    match = None
+    for match in pattern.finditer(text):  # noqa: B007
+        pass
+    return match
 
 
 def message_text(message: str | list[dict] | None) -> str:
@@ -191,15 +191,15 @@ def judge(
 
 
 def check_golds(golds: list[str], pool: WorkerPool | None = None) -> list[tuple[int, str]]:
-    """(index, problem) for every reference answer that no prediction could be compared with.
+    """(index, fault) for every reference answer that no prediction could be compared with.
 
     Plain numbers, words and formulas of `reward.formula` are read here; the rest is parsed by math-verify in the
     workers, each distinct text once. Starts no process if nothing is left to parse.
     """
     found, left = [], {}
     for index, gold in enumerate(golds):
-        if problem := exact.gold_problem(gold):
-            found.append((index, problem))
+        if fault := exact.gold_fault(gold):
+            found.append((index, fault))
         elif not exact.is_readable(gold):
             left.setdefault(exact.prepared(gold), []).append(index)
     if left:

@@ -4,8 +4,9 @@ No `eval`, no powers, no unary minus, no decimals. Length, depth and digits are 
 many digits as the text.
 """
 
+import ast
+import operator
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 
 MAX_CHARS = 400
@@ -17,7 +18,7 @@ _SIGNS = str.maketrans(
 )
 _COMMANDS = ((r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), (r"\left", ""), (r"\right", ""), (r"\,", " "))
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_TOKEN = re.compile(r"\s*(\d+|[-+*/()=])")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
@@ -43,52 +44,25 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _value(text: str) -> tuple[Fraction, list[int]] | None:
-    tokens, at, end = [], 0, len(text.rstrip())
-    while at < end:
-        match = _TOKEN.match(text, at)
-        if not match or match[1] == "=" or len(match[1]) > MAX_DIGITS or not match[1].isascii():
-            return None
-        tokens.append(match[1])
-        at = match.end()
-    numbers = [int(token) for token in tokens if token.isdigit()]
-    parser = _Parser(tokens)
-    try:
-        value = parser.sum(0)
-    except (ValueError, ZeroDivisionError):
+    tokens = re.findall(r"[0-9]+|\S", text)
+    digits = [token for token in tokens if token[0] in "0123456789"]
+    if {*tokens} - {*digits, *"+-*/()"} or any(len(number) > MAX_DIGITS for number in digits):
         return None
-    return (value, numbers) if parser.at == len(tokens) else None
-
-
-class _Parser:
-    def __init__(self, tokens: Sequence[str]):
-        self.tokens, self.at = [*tokens, "end"], 0
-
-    def next(self) -> str:
-        self.at += 1
-        return self.tokens[self.at - 1]
-
-    def sum(self, depth: int) -> Fraction:
+    depth = 0
+    for token in tokens:
+        depth += (token == "(") - (token == ")")
         if depth > MAX_DEPTH:
-            raise ValueError("too deep")
-        value = self.product(depth)
-        while self.tokens[self.at] in ("+", "-"):
-            sign = 1 if self.next() == "+" else -1
-            value += sign * self.product(depth)
-        return value
+            return None
+    try:  # each token apart: 2 ** 3 and 7 // 2 are no Python
+        expression = ast.parse(" ".join(str(int(t)) if t[0] in "0123456789" else t for t in tokens), mode="eval")
+        return _evaluated(expression.body), [int(number) for number in digits]
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
 
-    def product(self, depth: int) -> Fraction:
-        value = self.atom(depth)
-        while self.tokens[self.at] in ("*", "/"):
-            value = value * self.atom(depth) if self.next() == "*" else value / self.atom(depth)
-        return value
 
-    def atom(self, depth: int) -> Fraction:
-        token = self.next()
-        if token.isdigit():
-            return Fraction(int(token))
-        if token != "(":
-            raise ValueError("no number")
-        value = self.sum(depth + 1)
-        if self.next() != ")":
-            raise ValueError("an open parenthesis")
-        return value
+def _evaluated(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+    raise ValueError("no expression of numbers")

@@ -86,8 +86,6 @@ _BASES = dict(two="2", three="3", four="4", five="5", six="6", seven="7", eight=
 _NAMED_OPTION = re.compile(r"([B-H])\s+[A-Z][a-z]+")  # "C Cecile"; "A" may be an article
 _CHOICE = re.compile(r"(?:\\text(?:bf|rm)?\s*\{)?\(?([A-H])(?:\)|[.:](?=\s|\}|$))\}?[.:]?\s*(\S.*)")
 _LABEL = re.compile(r"^(?:[Oo]ption|[Cc]hoice|[Aa]nswer:?)\s+(?=\(?[A-H]\)?$)")
-_SAID_EMPTY = re.compile(r"(?:the )?empty set")
-_SAID_REALS = re.compile(r"(?:the set of )?(?:all )?reals?(?: numbers?)?")
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
 _SCIENTIFIC = re.compile(
@@ -286,7 +284,7 @@ def prepared(text: str, policy: Policy = DEFAULT) -> str:
 
 def compare(predicted: str, gold: str, policy: Policy = DEFAULT, symbolic: "shape.Leaf | None" = None) -> bool | None:
     """`decide` on `prepared` texts; `symbolic` is called for single values that stay open here."""
-    if predicted and _squeezed(TEXT.sub(r" \1 ", predicted)) == _squeezed(TEXT.sub(r" \1 ", gold)):
+    if predicted and _squeezed(predicted) == _squeezed(gold):
         return True
     if not predicted or not gold:
         return False
@@ -348,9 +346,9 @@ def _verbal(predicted: str, gold: str) -> bool | None:
         answer = _CHOICE.fullmatch(predicted)
         if answer and not re.search(r"(?<![A-Za-z\\])\(?[A-H]\)|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])", answer[2]):
             return answer[1] == gold_words
-    if _SAID_EMPTY.fullmatch(gold_words) and shape.shape_of(predicted).kind == "empty":
+    if shape.EMPTY.fullmatch(gold_words) and shape.shape_of(predicted).kind == "empty":
         return True
-    if _SAID_REALS.fullmatch(gold_words) and shape.shape_of(predicted).spans == shape.REALS:
+    if shape.ALL_REALS.fullmatch(gold_words) and shape.shape_of(predicted).spans == shape.REALS:
         return True
     return _words(predicted) == gold_words
 
@@ -361,7 +359,7 @@ def _digits_and_base(match: re.Match) -> tuple[str, str]:
 
 def _values_equal(predicted: str, gold: str, policy: Policy) -> bool | None:
     """Compare two single values: as words, as written numbers, then as formulas by their normal forms."""
-    if _squeezed(TEXT.sub(r" \1 ", predicted)) == _squeezed(TEXT.sub(r" \1 ", gold)):
+    if _squeezed(predicted) == _squeezed(gold):
         return True
     gold_words, words = _words(gold), _words(predicted)
     if gold_words is not None:
@@ -472,8 +470,8 @@ def _exact_side(predicted: str, gold: str, form: str) -> str | None:
 
 
 def _squeezed(text: str) -> str:
-    """`text` without meaningless spaces; those between digits and letters stay (1 1 is not 11)."""
-    return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", re.sub(r"\s+", " ", text))
+    """`text` without text commands and meaningless spaces; those between digits and letters stay (1 1 is not 11)."""
+    return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", re.sub(r"\s+", " ", TEXT.sub(r" \1 ", text)))
 
 
 def _words(text: str) -> str | None:
@@ -554,7 +552,7 @@ def _shape_is_readable(of: "shape.Shape") -> bool:
     return all(_shape_is_readable(item) for item in of.items)
 
 
-def gold_problem(gold: str) -> str | None:
+def gold_fault(gold: str) -> str | None:
     """Why `gold` cannot serve as a reference answer; None if it can. Checks only the text, not its algebra."""
     if not gold.strip() or not normalized(gold):
         return "the answer is empty"

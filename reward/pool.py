@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kit.core.errors import BadInput, CheckFailed
 
@@ -36,6 +37,7 @@ ADVICE = {
     "none": "see why the function itself returned None or NaN for these",
 }
 
+Closable = TypeVar("Closable")
 Task = tuple[str | None, str, str]  # predicted (None: only check the gold), gold, policy as JSON
 
 
@@ -269,18 +271,23 @@ class WorkerPool:
             self._server = None
 
 
-_shared: dict[tuple[int, float], WorkerPool] = {}
+_shared: dict[tuple, Any] = {}
 _shared_lock = threading.Lock()
 
 
-def shared_pool(workers: int = 2, timeout_s: float = 2.0) -> WorkerPool:
-    """The process-wide pool with these settings, closed at exit; reward functions share its workers."""
+def process_wide(kind: type[Closable], *settings: float) -> Closable:
+    """The one instance of `kind` with these settings in this process, closed at exit."""
     with _shared_lock:
-        key = (workers, timeout_s)
+        key = (kind, *settings)
         if key not in _shared:
-            _shared[key] = WorkerPool(workers, timeout_s)
+            _shared[key] = kind(*settings)
             atexit.register(_shared[key].close)
         return _shared[key]
+
+
+def shared_pool(workers: int = 2, timeout_s: float = 2.0) -> WorkerPool:
+    """The process-wide pool with these settings; reward functions share its workers."""
+    return process_wide(WorkerPool, workers, timeout_s)
 
 
 class UnknownBudget:

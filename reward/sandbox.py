@@ -33,7 +33,6 @@ Landlock, the candidate can read what its user can read. Kernel bugs are not def
 for that.
 """
 
-import atexit
 import contextlib
 import json
 import os
@@ -48,6 +47,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kit.core.errors import BadInput
+from reward.pool import process_wide
 from reward.sandbox_pipe import failed, read_frame, write_frame
 
 WALL_PER_CPU = 4.0  # waiting counts too, so it matters only if code sleeps or the machine is loaded
@@ -288,20 +288,14 @@ class Sandbox:
             self._all.pop().kill()
 
 
-_shared: dict[tuple[int, float, int], Sandbox] = {}
-_shared_lock = threading.Lock()
 _announced = False
 
 
 def shared_sandbox(workers: int = 2, timeout_s: float = 5.0, memory_mib: int = MEMORY_MIB) -> Sandbox:
-    """The process-wide sandbox with these settings, closed at exit. The first call prints the isolation in force."""
-    with _shared_lock:
-        key = (workers, timeout_s, memory_mib)
-        if key not in _shared:
-            _shared[key] = Sandbox(*key)
-            atexit.register(_shared[key].close)
-        _announce(_shared[key])
-        return _shared[key]
+    """The process-wide sandbox with these settings. The first call prints the isolation in force."""
+    sandbox = process_wide(Sandbox, workers, timeout_s, memory_mib)
+    _announce(sandbox)
+    return sandbox
 
 
 def isolation_level() -> dict[str, object]:

@@ -334,8 +334,8 @@ def _rehearse(parts: tuple[str, ...], how: dict) -> str | None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             error = "" if answer == b'["ready"]' else answer.decode()
-        except BaseException as problem:
-            error = f"{type(problem).__name__}: {problem}"
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
         os.write(there, error.encode()[:4000])
         os._exit(0)
     os.close(there)

@@ -18,11 +18,8 @@ MAX_ITEMS = 200_000  # of one value, over all levels
 MAX_DEPTH = 60
 _JSON_INT = 1 << 53
 
-_DATES: dict[str, Any] = {
-    "date": datetime.date,
-    "datetime": datetime.datetime,
-    "time": datetime.time,
-}
+_COLLECTIONS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "fs": frozenset, "q": collections.deque}
+_DATES: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
 _EMPTY = (iter([]), iter(()), iter(set()), iter({}), iter(""), iter(range(0)), reversed([]), (_ for _ in ()))
 _ITERATORS = (
     *map(type, _EMPTY), map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.takewhile,
@@ -76,7 +73,7 @@ def _pack(value: Any, depth: int, count: list[int]) -> Any:
         return number if -_JSON_INT < number < _JSON_INT else ["i", hex(number)]
     if isinstance(value, float):
         return float.__float__(value)
-    for base, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "fs"), (collections.deque, "q")):
+    for tag, base in _COLLECTIONS.items():
         if isinstance(value, base):
             return [tag, *(_pack(item, depth + 1, count) for item in base.__iter__(value))]
     if isinstance(value, dict):
@@ -98,8 +95,8 @@ def _pack_rare(value: Any, depth: int, count: list[int]) -> Any:
         return ["dec" if isinstance(value, decimal.Decimal) else "frac", str(value)]
     if isinstance(value, datetime.timedelta):
         return ["delta", value.days, value.seconds, value.microseconds]
-    for tag in ("datetime", "date", "time"):
-        if type(value) is _DATES[tag]:
+    for tag, kind in _DATES.items():
+        if type(value) is kind:
             return [tag, value.isoformat()]
     if value is Ellipsis:
         return ["..."]
@@ -133,12 +130,7 @@ def _unpack(data: Any, depth: int) -> Any:
     return _unpack_text(tag, parts[0])
 
 
-_CONTAINERS: dict[str, Any] = {
-    "l": list,
-    "t": tuple,
-    "s": set,
-    "fs": frozenset,
-    "q": collections.deque,
+_CONTAINERS: dict[str, Any] = _COLLECTIONS | {
     "it": lambda parts: iter(list(parts)),
     "k": lambda parts: dict.fromkeys(parts).keys(),
 }

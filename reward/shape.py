@@ -52,12 +52,12 @@ _PIECE = re.compile(
 _THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _INFINITE = re.compile(r"([+-]?)\s*(?:\\infty|\\infin|infinity|infty|oo|inf)")
 _MATRIX = re.compile(r"\\begin\{([pbB]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
-_REALS = re.compile(
+ALL_REALS = re.compile(
     r"\\(?:mathbb|mathbf|Bbb)\s*\{?\s*R\s*\}?|\\R|\(-\\infty,\s*\+?\\infty\)"
     r"|(?:the set of )?(?:all )?reals?(?: numbers?)?"
 )
 REALS = (("-\\infty", "\\infty", True, True),)
-_EMPTY = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|(?:the )?empty set")
+EMPTY = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|(?:the )?empty set")
 _SAID = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([^{}]*?)\s*\}")
 _SET_BUILDER = re.compile(r"\\\{\s*([a-z])(?:\s*\\in\s*\\mathbb\s*\{?\s*R\s*\}?)?\s*(?:\\mid|:|\|)(.*)\\\}", re.DOTALL)
 _WITHOUT = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?\s*(?:\\setminus|\\backslash|-)\s*\\\{(.*)\\\}", re.DOTALL)
@@ -128,9 +128,9 @@ def shape_of(text: str) -> Shape:
         if (left, right) != ("[", "]"):  # ]0, 1[ is (0, 1)
             return _span(low, high, left == "]", right == "[", True)
     said = _SAID.sub(r"\1", text)
-    if _EMPTY.fullmatch(said):
+    if EMPTY.fullmatch(said):
         return Shape("empty")
-    if _REALS.fullmatch(said):
+    if ALL_REALS.fullmatch(said):
         return Shape("spans", text, spans=REALS)
     if built := _SET_BUILDER.fullmatch(text):
         condition = shape_of(built[2])

@@ -9,7 +9,7 @@ Everything but the boxes is looked for in the last 8,000 characters, in time lin
 import re
 from dataclasses import dataclass
 
-from reward.answer import box_spans, tag_content
+from reward.answer import box_spans, last_match, tag_content
 from reward.shape import split
 from reward.units import NOT_UNITS, SCALES, TEXT, unit_of
 
@@ -91,6 +91,9 @@ _FOREIGN = re.compile(r"[\u0590-\u1fff\u3040-\u9fff\uac00-\ud7af]")
 _LABEL = re.compile(r"\s*[A-Za-z][A-Za-z ]{2,40}:\s|\s*[Aa]nswer\s")
 
 
+Span = tuple[int, int, str | None]  # start, end and content of a formula
+
+
 @dataclass(frozen=True)
 class Statement:
     """The answer that a text states (None if the text retracts it), and its position."""
@@ -113,10 +116,10 @@ def lenient_answer(text: str) -> str | None:
     if found is not None or "\\boxed" in text:  # a box that never closes
         return found.answer if found else None
     tail = text[-TAIL:].strip()
-    anchor = _last_anchor(tail)
+    anchor = last_match(_ANCHOR, tail)
     if anchor is not None:
         sentence = tail[anchor.end() :].lstrip(" \t\n*_:\"'")
-        end = _sentence_end(_masked(sentence))
+        end = _sentence_end(_masked(sentence, _formulas(sentence)))
         if _RETRACTS.match(sentence, end):
             return None
         answer = _last_value(sentence[:end])
@@ -136,7 +139,7 @@ def reference_answer(gold: str) -> str:
             return boxes.answer or gold
         start = text.rfind("\\boxed{")
         return text[start + 7 :].strip() or gold if start >= 0 else gold
-    anchor = _last_anchor(text[-TAIL:])
+    anchor = last_match(_ANCHOR, text[-TAIL:])
     if anchor is not None or _HASH.search(text):
         answer = stated_answer(text)
         # "The solution is acidic." is compared as is.
@@ -181,9 +184,7 @@ def _stated(text: str) -> Statement | None:
 
 
 def _hashed(text: str) -> Statement | None:
-    last = None
-    for match in _HASH.finditer(text):
-        last = match
+    last = last_match(_HASH, text)
     if last is None:
         return None
     answer = text[last.end() :].strip(" \t").partition("\n")[0].strip()
@@ -226,13 +227,6 @@ def _are_joined(gap: str) -> bool:
     )
 
 
-def _last_anchor(text: str) -> re.Match | None:
-    last = None
-    for match in _ANCHOR.finditer(text):
-        last = match
-    return last
-
-
 def _sentence(text: str) -> Statement | None:
     """The statement of the last sentence of the form "the answer is …"."""
     anchors, denied = [*_ANCHOR.finditer(text)], ""
@@ -243,7 +237,7 @@ def _sentence(text: str) -> Statement | None:
             said = _UP_TO_THE_NEXT.sub("", said)
         following = anchor.start()
         said = said[re.match(r"[\s*_:\"'“]*(?:####)?\s*", said).end() :]
-        end = _sentence_end(_masked(said))
+        end = _sentence_end(_masked(said, _formulas(said)))
         if anchor["denied"]:
             denied += f" {said[:end]}"
             continue
@@ -262,9 +256,9 @@ def _sentence_end(masked: str) -> int:
     return end.start() if end else len(masked)
 
 
-def _masked(text: str) -> str:
-    """`text` with its formulas blanked out, preserving its length."""
-    for start, end, _ in _formulas(text):
+def _masked(text: str, spans: list[Span]) -> str:
+    """`text` with its formulas at `spans` blanked out, preserving its length."""
+    for start, end, _ in spans:
         text = text[:start] + "\x01" * (end - start) + text[end:]
     return text
 
@@ -279,8 +273,8 @@ def _content(said: str) -> str | None:
     nouns = _NOUNS.match(said)
     start = nouns.end() if nouns else 0
     if said[start : spans[0][0]].strip(" *_\"'") == "" or re.fullmatch(r"\W*\w+\s*=\s*", said[: spans[0][0]]):
-        return _cluster(said, spans, 0)
-    return _after_copula(said, _masked(said))
+        return _cluster(said, spans)
+    return _after_copula(said, _masked(said, spans))
 
 
 def _plain_content(said: str) -> str | None:
@@ -317,10 +311,10 @@ def _after_copula(said: str, masked: str) -> str | None:
     return _content(rest) if rest and rest != said else None
 
 
-def _cluster(text: str, spans: list[tuple[int, int, str]], index: int) -> str:
-    """The formulas enumerated from `index` on, with the unit or other words that belong to them."""
-    answer, end = spans[index][2], spans[index][1]
-    for start, stop, content in spans[index + 1 :]:
+def _cluster(text: str, spans: list[Span]) -> str:
+    """The first of the formulas and those enumerated with it, with the unit or other words that belong to them."""
+    _, end, answer = spans[0]
+    for start, stop, content in spans[1:]:
         gap = text[end:start]
         if not _JOINED.fullmatch(gap):
             break
@@ -364,10 +358,10 @@ def _formula_answer(text: str) -> str | None:
         return None
     if _SPEAKS.search(rest):
         return None
-    return _cluster(text, spans, 0)
+    return _cluster(text, spans)
 
 
-def _formulas(text: str) -> list[tuple[int, int, str]]:
+def _formulas(text: str) -> list[Span]:
     r"""(start, end, content) of every `$…$`, `$$…$$`, `\(…\)` and `\[…\]`; inline ones do not span lines.
 
     A dollar sign for money opens nothing: what it would enclose is prose or is followed by a digit.
@@ -375,7 +369,7 @@ def _formulas(text: str) -> list[tuple[int, int, str]]:
     return [span for span in _delimited(text) if span[2] is not None]
 
 
-def _delimited(text: str) -> list[tuple[int, int, str | None]]:
+def _delimited(text: str) -> list[Span]:
     """The spans of `_formulas`, plus inline formulas broken over lines, which have None as content."""
     found, opened, broken = [], None, None
     for token in _DELIMITER.finditer(text):
@@ -421,10 +415,11 @@ def _is_bare(text: str) -> bool:
     """Whether the whole text is an answer: one short line that is not a sentence."""
     if "\n" in text.strip() or len(text) > 2 * SENTENCE or _LABEL.match(text):
         return False
-    masked = _masked(TEXT.sub(" ", text))
+    plain = TEXT.sub(" ", text)
+    masked = _masked(plain, _formulas(plain))
     if _FOREIGN.search(masked) and re.search(r"\d|^[A-H](?![A-Za-z])", masked):
         return False
-    spans = [span for span in _formulas(text)]
+    spans = _formulas(text)
     if spans and _formula_answer(text) is None:
         return False
     words = re.findall(r"(?<!\\)\b[^\W\d_]{2,}", masked)
@@ -436,12 +431,9 @@ def _is_bare(text: str) -> bool:
 def _last_value(text: str) -> str | None:
     """The last formula or number of `text`, with values enumerated with it; None if the context rules it out."""
     spans = _delimited(text)
-    masked = text
-    for start, end, _ in spans:
-        masked = masked[:start] + "\x01" * (end - start) + masked[end:]
-    values = [(start, end, content) for start, end, content in spans]
-    for pattern in (_NUMBER, _CJK_NUMBER):
-        values += [(m.start(), m.end(), m[0]) for m in pattern.finditer(masked)]
+    masked = _masked(text, spans)
+    numbers = [match for pattern in (_NUMBER, _CJK_NUMBER) for match in pattern.finditer(masked)]
+    values = [*spans, *((number.start(), number.end(), number[0]) for number in numbers)]
     values = sorted({value[1]: value for value in sorted(values, key=lambda v: (v[1], -v[0]))}.values())
     while values and values[-1][2] is not None and _SYMBOL.fullmatch(values[-1][2]) and len(values) > 1:
         values.pop()
@@ -450,7 +442,6 @@ def _last_value(text: str) -> str | None:
     start, end, content = values[-1]
     if content is None:
         return None
-    is_formula = any(span[0] == start for span in spans)
     first = len(values) - 1
     while (
         first and values[first - 1][2] is not None and (gap := masked[values[first - 1][1] : values[first][0]]).strip()
@@ -464,12 +455,9 @@ def _last_value(text: str) -> str | None:
     sentence = after[: _sentence_end(after)]
     if _HEDGED.search(before) or _REFUTED.search(sentence) or _RETRACTS.match(after, len(sentence)):
         return None
-    if is_formula:
-        indices = [
-            index for index, span in enumerate(s for s in spans if s[2] is not None) if span[0] == values[first][0]
-        ]
-        joined = [span for span in spans if span[2] is not None]
-        return _cluster(text, joined, indices[0]) if indices else None
+    if any(span[0] == start for span in spans):
+        formulas = [span for span in spans if span[2] is not None and span[0] >= values[first][0]]
+        return _cluster(text, formulas) if formulas[0][0] == values[first][0] else None
     if not _stands_alone(masked, start, end):
         return None
     if first < len(values) - 1:
@@ -508,7 +496,7 @@ def _last_choice(text: str) -> str | None:
     """The option letter that a text without formulas and numbers settles on."""
     if start := re.match(r"\(?([A-H])\)?(?:[.:,。，、]\s*\S|(?=[^\x00-\x7f]))", text):
         return start[1]
-    anchor = _last_anchor(text)
+    anchor = last_match(_ANCHOR, text)
     if anchor is not None and (first := _CHOICE.search(text, anchor.end())):
         if not _NEGATED.search(text[anchor.end() : first.start()]):
             return first[1]

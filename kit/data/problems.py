@@ -23,7 +23,7 @@ from reward.answer import boxed_answer, hash_answer
 from reward.code_gold import FORMATS as CODE_FORMATS
 from reward.code_gold import gold_from_row, shown_test
 from reward.countdown import read_gold as read_countdown
-from reward.exact import gold_problem
+from reward.exact import gold_fault
 from reward.gold import GoldCheck, math_golds
 
 if TYPE_CHECKING:
@@ -283,8 +283,8 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
         gold, form = answer.strip(), "text"
     if gold is None:
         return None, f"the answer has no {form}"
-    problem = gold_problem(gold)
-    return (None, problem) if problem else (gold, "")
+    fault = gold_fault(gold)
+    return (None, fault) if fault else (gold, "")
 
 
 def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:

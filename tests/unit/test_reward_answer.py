@@ -5,7 +5,7 @@ import time
 import pytest
 
 from reward.answer import answers_equal, boxed_answer, boxes, final_answer, hash_answer, last_number, own_text
-from reward.exact import MAX_ANSWER_CHARS, decide, gold_problem
+from reward.exact import MAX_ANSWER_CHARS, decide, gold_fault
 
 EXTRACTED = [
     (r"so \boxed{42}.", "42"),
@@ -321,13 +321,13 @@ def test_numbers_are_exact_far_beyond_floats():
     ],
 )
 def test_a_reference_that_cannot_be_one_is_named(gold, why):
-    problem = gold_problem(gold)
+    problem = gold_fault(gold)
     assert why in problem
 
 
 @pytest.mark.parametrize("gold", ["42", "-1,000", r"\frac{1}{2}", r"\{1, 2\}", r"[0, 1)", "x^2", "(B)"])
 def test_sound_references_pass(gold):
-    assert gold_problem(gold) is None
+    assert gold_fault(gold) is None
 
 
 PROMPT = [

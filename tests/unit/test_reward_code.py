@@ -94,7 +94,9 @@ def test_no_attempt_is_paid_and_every_honest_completion_is(strongest, tmp_path):
 
 
 def test_no_attempt_is_paid_at_any_isolation(sandbox):
-    table = cases_as_jobs([case for case in attacks.CASES if case.name not in attacks._DAMAGE])  # those take time
+    table = cases_as_jobs(
+        [case for case in attacks.CASES if case.name not in attacks.PROGRAMS["damage"]]
+    )  # those take time
     outcomes = sandbox.run([job for _, job in table])
     wrong = [
         (case.name, outcome)
@@ -107,7 +109,7 @@ def test_no_attempt_is_paid_at_any_isolation(sandbox):
 
 @pytest.mark.slow
 def test_no_damage_is_done_or_paid_at_any_isolation(sandbox):
-    table = cases_as_jobs([case for case in attacks.CASES if case.name in attacks._DAMAGE])
+    table = cases_as_jobs([case for case in attacks.CASES if case.name in attacks.PROGRAMS["damage"]])
     outcomes = sandbox.run([job for _, job in table])
     assert [(case.name, o) for (case, _), o in zip(table, outcomes, strict=True) if o.passed or not o.decided] == []
     assert leftovers(sandbox) == []
