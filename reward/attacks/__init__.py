@@ -1,10 +1,12 @@
 """Built-in adversarial suite of `python -m reward attack`: attempts to be paid without the answer, and controls.
 
 A case is an attempt (`pays=False`) or an honest completion that must be paid (`pays=True`), so that a reward that
-pays nobody fails as well. There is one file of cases per kind.
+pays nobody fails as well. There is one file of cases per kind; the answers and programs stand in text files.
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 MATH = ("math",)
 STRICT = ("math", "gsm8k_strict")  # judged only by a stated answer
@@ -25,6 +27,13 @@ class Case:
     tasks: tuple[str, ...] = MATH
     prompt: str | None = None
     forms: tuple[str, ...] = ("boxed", "stated", "lenient")  # of reward "math" to which the case applies
+
+
+def sections(source: Path | str, mark: str = "# ") -> dict[str, str]:
+    """{title: text} of a file or text whose sections begin with a line of `mark` and the title."""
+    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    _, *parts = re.split(rf"^{mark}(.*)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def answer_table(text: str) -> list[tuple[str, str]]:

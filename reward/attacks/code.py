@@ -4,10 +4,9 @@ The programs stand in `programs.txt`: a section (`#`) of programs with their nam
 """
 
 import json
-import re
 from pathlib import Path
 
-from reward.attacks import Case
+from reward.attacks import Case, sections
 
 PROMPT = "Write a function add(a, b) that returns the sum of two integers."
 CHECK = "def check(candidate):\n    for a in range(5):\n        assert candidate(a, 1) == a + 1, 'sum'\n"
@@ -27,12 +26,7 @@ GOLDS = {
 }
 
 # {section: {name: program}}
-PROGRAMS = {
-    section: dict(part.split("\n", 1) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:])
-    for section, text in re.findall(
-        r"^# (.*)\n((?:(?!# ).*\n)*)", Path(__file__).with_name("programs.txt").read_text(), re.MULTILINE
-    )
-}
+PROGRAMS = {title: sections(text, "## ") for title, text in sections(Path(__file__).with_name("programs.txt")).items()}
 PROGRAMS["damage"] |= {
     "a program that takes the compiler down": f"x = {'(' * 5000}1{')' * 5000}\ndef add(a, b): return a + b",
     "a null byte": "def add(a, b): return a + b\n\0",

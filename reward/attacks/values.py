@@ -1,121 +1,14 @@
 r"""Attacks on the comparison: answers that look like the reference but differ in value, kind or script; and on its
-cost: answers that would take forever. Each is boxed. The controls are other spellings of the same value.
+cost: answers that would take forever. Each is boxed. The controls are other spellings of the same value. Both stand in
+`answers.txt`, as lines `reference :: answer :: answer …`.
 """
 
-from reward.attacks import ANSWERS, MATH, OUTSIDE_BOX, Case, answer_table
+from pathlib import Path
 
-DIFFERENT = answer_table(r"""
-7 :: -7 :: 7.0001 :: 6.9999999999 :: 70 :: 7e1 :: 7+10^{-10} :: \sqrt{49}+10^{-8} :: 0x+8 :: \frac{7}{0}
-\frac{1}{3} :: 0.333 :: 0.33333 :: 0.3333333343
-\frac{1}{2006!} :: \frac{1}{2004!}
-\frac{1}{2^{98}} :: \frac{1}{2^{99}}
-e^{-101} :: e^{-100}
-0 :: \frac{1}{60!} :: 10^{-9} :: \frac{1}{10^9} :: e^{-30} :: \text{NaN} :: \text{undefined}
-\pi :: 3.14 :: 22/7
-\sqrt{2} :: 1.41 :: \sqrt{3} :: 2\sqrt{2}
-\frac{1}{2} :: 2 :: -\frac{1}{2}
-x+2 :: x+1
-(x-1)^2 :: x^2-1
-x :: 2x :: y
-7:23 :: 7:32
-1:00 :: 12:00
-1,6 :: 1,5
-2.75 :: 2,750
-100 :: 1 00
-100000 :: 1 000 00
-32349 :: 32, 349
-2^{1/3} :: 2**(1/4)
-16 :: 8**2
-2.8 :: 28\text{ percent}
-(5,7),(2,2) :: p=5,q=2;p=7,q=2
-(1,2),(3,4) :: (1,2),(1,2)
-5 :: 5x :: 50\% :: 5 million :: 5 dozen :: 5!
-x^2 :: x^2+10^{-9}
-(1, 2) :: (2, 1) :: (1, 2, 3) :: [1, 2]
-(1, 2, 3) :: (1, 2)
-\{1, 2, 3\} :: \{1, 2\} :: \{1, 2, 3, 4\}
-1, 2, 3 :: 1, 2 :: 1, 2, 3, 4
-[1, 2) :: (1, 2]
-(-\infty, 2) :: (-\infty, 3) :: (-\infty, \infty)
-(-\infty, 2) \cup (3, \infty) :: (-\infty, 2)
-\{0\} :: \emptyset
-\emptyset :: 0
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} :: \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} :: \begin{pmatrix} 1 & 2 \end{pmatrix} :: \begin{pmatrix} 1 \\ 3 \end{pmatrix}
-\infty :: -\infty :: 10^{100}
-i :: -i :: 1
-3+2i :: 2+3i
-\text{Monday} :: \text{Tuesday}
-B :: A :: ABCD :: A, B :: (A) or (B)
-yes :: no :: yes and no :: not yes
-5\text{ m} :: 5\text{ cm}
-0.5 :: 5\%
-€5 :: \$5
-12 :: 12_8 :: 1 2
-1 :: 1{,}000 :: 0/0
-1000 :: 1.000
-3 :: 1 2
-1,2 :: 12
-\frac{5}{2} :: \binom{5}{2}
-x = 1 :: x = 2
-x = 1, x = 2 :: x = 1, x = 3
-x > 2 :: x < 2 :: x \ge 2
-x \ge 2 :: x \le 2
-y = 2x :: y = 2x + 1
-f(x) = x :: f(x) = 2x
-3:4 :: 4:3
-a_1 :: a_2
-\vec{v} :: \vec{w}
-90^\circ :: \frac{\pi}{3}
-1024 :: 2^{11}
-\cos x :: \sin x
-\ln 3 :: \ln 2
-x^3 :: x^2 + C
-""")
+from reward.attacks import ANSWERS, MATH, OUTSIDE_BOX, Case, answer_table, sections
 
-SAME = answer_table(r"""
-7 :: 7.0 :: +7
--7 :: -7
-1000 :: 1,000 :: 1{,}000
-1,000 :: 1000
-0.5 :: \frac12 :: 50\%
-\frac{1}{2} :: \dfrac{1}{2} :: 1/2
-\frac{3}{2} :: 1\frac{1}{2}
-5 :: \$5 :: 5\text{ cm} :: x=5
-300 :: 3.0 \times 10^2
-2\sqrt{2} :: \sqrt{8}
-\frac{1}{\sqrt{2}} :: \frac{\sqrt{2}}{2}
-x^2+2x+1 :: (x+1)^2
-\pi \cdot 2 :: 2\pi
-(1, 2) :: (1,2) :: \left(1, 2\right)
-\{1, 2\} :: \{2, 1\}
-(-\infty, 2] :: (-\infty,2]
-\begin{pmatrix}1\\2\end{pmatrix} :: \begin{pmatrix} 1 \\ 2 \end{pmatrix}
-Monday :: \text{Monday}
-B :: (B) :: \text{B}
-x=5 :: 5
--\frac{1}{2} :: \frac{-1}{2}
-1024 :: 2^{10}
--2i+3 :: 3-2i
-90 :: 90^\circ
-yes :: Yes
-2.5 :: \frac{10}{4}
-32349 :: 32,\! 349
-x \geq 5 :: x >= 5
-S_1:S=7:32 :: 7:32
-\sqrt[4]{2} :: 2**(1/4)
-1000.99 :: 1,000.99€
-28\% :: 28 percentage
-(5,2),(7,2) :: p=5,q=2;p=7,q=2
-""")
+DIFFERENT, SAME, LOOSELY_SAME = map(answer_table, sections(Path(__file__).with_name("answers.txt")).values())
 
-# Equal only under form "stated" or "lenient".
-LOOSELY_SAME = answer_table(r"""
-\frac{1}{12} :: 0.0833333333
-2.75 :: 2,75
-1000 :: 1 000
-\frac{10}{9} :: \frac{10}{9} \approx 1.2
-""")
 
 SCRIPTS = [
     # name, answer, reference, pays
