@@ -86,6 +86,9 @@ def test_a_worked_solution_is_refused_in_a_plain_column_too(tmp_path):
         load_problems(data, "train")
     data.answer_format = "boxed"
     assert [problem.gold for problem in load_problems(data, "train")] == ["3"]
+    data.answer_format = "countdown"
+    with pytest.raises(BadInput, match=r"train.jsonl:1: the answer .* is not JSON"):
+        load_problems(data, "train")
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])

@@ -72,47 +72,40 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def wrong_verdicts(sandbox: Sandbox, cases) -> list[tuple[str, Outcome]]:
+    """The cases whose verdict is not theirs, or that left something behind."""
+    table = cases_as_jobs(cases)
+    outcomes = sandbox.run([job for _, job in table])
+    assert leftovers(sandbox) == []
+    return [
+        (case.name, outcome)
+        for (case, _), outcome in zip(table, outcomes, strict=True)
+        if not outcome.decided or (outcome.passed == outcome.total) != case.pays
+    ]
+
+
 def leftovers(sandbox: Sandbox) -> list[str]:
     """Processes under the fork servers and their directories."""
     left = [f"process {pid} of {server}" for server in sandbox.pids() for pid in descendants(server)]
     return left + [str(server.scratch) for server in sandbox._all if server.scratch.exists()]
 
 
-def test_no_attempt_is_paid_and_every_honest_completion_is(strongest, tmp_path):
+def test_no_attempt_is_paid_and_every_honest_completion_is(strongest):
     started = time.perf_counter()
-    table = cases_as_jobs(attacks.CASES)
-    outcomes = strongest.run([job for _, job in table])
-    wrong = [
-        (case.name, outcome)
-        for (case, _), outcome in zip(table, outcomes, strict=True)
-        if not outcome.decided or (outcome.passed == outcome.total) != case.pays
-    ]
-    assert wrong == []
     assert sum(not case.pays for case in attacks.CASES) >= 100
-    assert leftovers(strongest) == []
+    assert wrong_verdicts(strongest, attacks.CASES) == []
     assert time.perf_counter() - started < 600
 
 
-def test_no_attempt_is_paid_at_any_isolation(sandbox):
-    table = cases_as_jobs(
-        [case for case in attacks.CASES if case.name not in attacks.PROGRAMS["damage"]]
-    )  # those take time
-    outcomes = sandbox.run([job for _, job in table])
-    wrong = [
-        (case.name, outcome)
-        for (case, _), outcome in zip(table, outcomes, strict=True)
-        if not outcome.decided or (outcome.passed == outcome.total) != case.pays
-    ]
-    assert wrong == []
-    assert leftovers(sandbox) == []
+def test_no_attempt_is_paid_at_any_isolation(sandbox):  # without damage, which takes time
+    assert (
+        wrong_verdicts(sandbox, [case for case in attacks.CASES if case.name not in attacks.PROGRAMS["damage"]]) == []
+    )
 
 
 @pytest.mark.slow
 def test_no_damage_is_done_or_paid_at_any_isolation(sandbox):
-    table = cases_as_jobs([case for case in attacks.CASES if case.name in attacks.PROGRAMS["damage"]])
-    outcomes = sandbox.run([job for _, job in table])
-    assert [(case.name, o) for (case, _), o in zip(table, outcomes, strict=True) if o.passed or not o.decided] == []
-    assert leftovers(sandbox) == []
+    assert wrong_verdicts(sandbox, [case for case in attacks.CASES if case.name in attacks.PROGRAMS["damage"]]) == []
 
 
 def test_files_of_this_machine_stay_as_they_are_and_unread(sandbox, tmp_path):
@@ -373,31 +366,33 @@ def test_mbpp_and_humaneval_rows_become_problems(tmp_path):
         )  # fmt: skip
 
 
+def code_reward(options: dict | None = None, allow: bool = True, **fields):
+    config = RewardConfig(functions=["code"], allow_code_execution=allow, options={"code": options or {}}, **fields)
+    return reward_functions(config)[0][0]
+
+
 def test_code_is_not_run_unless_the_configuration_says_so():
-    with pytest.raises(BadInput, match="allow_code_execution"):
-        reward_functions(RewardConfig(functions=["code"]))
-    reward_functions(RewardConfig(functions=["code"], allow_code_execution=True))
-    with pytest.raises(BadInput, match="Did you mean 'partial'"):
-        reward_functions(RewardConfig(functions=["code"], allow_code_execution=True, options={"code": {"partal": 1}}))
-    with pytest.raises(BadInput, match="timeout_s is 0"):
-        reward_functions(
-            RewardConfig(functions=["code"], allow_code_execution=True, options={"code": {"timeout_s": 0.0}})
-        )
+    for options, allow, message in (
+        ({}, False, "allow_code_execution"),
+        ({"partal": 1}, True, "Did you mean 'partial'"),
+        ({"timeout_s": 0.0}, True, "timeout_s is 0"),
+        ({"memory_mib": 63}, True, "memory_mib is 63"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            code_reward(options, allow)
 
 
 def test_all_or_nothing_unless_partial():
     gold = json.dumps({"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(0, 0) == 1"]})
     for options, expected in (({}, 0.0), ({"partial": True}, 2 / 3)):
-        config = RewardConfig(functions=["code"], allow_code_execution=True, options={"code": options})
-        (function,), _ = reward_functions(config)
+        function = code_reward(options)
         assert function(prompts=None, completions=[f"```python\n{ADD}\n```"], gold=[gold]) == [pytest.approx(expected)]
 
 
 def test_what_could_not_be_judged_is_none_and_counted():
     broken = json.dumps({"tests": ["assert add(1, 2) == 3"], "setup": "raise OSError('no such file')"})
     right = json.dumps({"tests": ["assert add(1, 2) == 3"]})
-    config = RewardConfig(functions=["code"], allow_code_execution=True, max_unknown_fraction=0.01)
-    (function,), _ = reward_functions(config)
+    function = code_reward(max_unknown_fraction=0.01)
     completion = f"```python\n{ADD}\n```"
     assert function(prompts=None, completions=[completion] * 2, gold=[broken, right]) == [None, 1.0]
     assert function.unknown_counts == {"gold": 1}

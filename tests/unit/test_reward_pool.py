@@ -261,77 +261,65 @@ def test_it_works_off_the_main_thread_and_from_several_threads(pool):
     assert pool.compare([("7+1", "8")])[0].value is True
 
 
-def test_workers_that_cannot_start_are_bad_input_with_their_output():
-    pool = WorkerPool(1, 1.0, [sys.executable, "-c", "raise SystemExit('no module math_verify')"])
-    with pytest.raises(BadInput, match="Install math-verify") as error:
-        pool.compare([("1+1", "2")])
-    assert "no module math_verify" in str(error.value)
-    assert pool.pids() == []
-
-
-def test_a_command_that_cannot_be_run_is_bad_input(tmp_path):
-    pool = WorkerPool(1, 1.0, [str(tmp_path / "no-python")])
-    with pytest.raises(BadInput, match=r"do not start \(3 attempts\).* Last output: .*No such file or directory"):
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([sys.executable, "-c", "raise SystemExit('no module math_verify')"], "no module math_verify"),
+        (["/nowhere/no-python"], "No such file or directory"),
+    ],
+)
+def test_workers_that_cannot_start_are_bad_input_with_their_output(command, message):
+    pool = WorkerPool(1, 1.0, command)
+    with pytest.raises(BadInput, match=rf"do not start \(3 attempts\).*Install math-verify(.|\n)*{message}"):
         pool.compare([("x+1", "1+x")])
     assert pool.pids() == []
 
 
-@pytest.mark.parametrize(("workers", "timeout_s"), [(0, 1.0), (1, 0.0), (-1, 1.0)])
-def test_impossible_settings_are_bad_input(workers, timeout_s):
-    with pytest.raises(BadInput, match=r"reward\.workers"):
-        WorkerPool(workers, timeout_s)
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: WorkerPool(0, 1.0), "workers"),
+        (lambda: WorkerPool(-1, 1.0), "workers"),
+        (lambda: WorkerPool(1, 0.0), "timeout_s"),
+        (lambda: UnknownBudget("math", -0.1), "max_unknown_fraction"),
+        (lambda: UnknownBudget("math", 1.1), "max_unknown_fraction"),
+    ],
+)
+def test_impossible_settings_are_bad_input(make, key):
+    with pytest.raises(BadInput, match=rf"reward\.{key}"):
+        make()
 
 
-def run_python(code: str, **kwargs) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, **kwargs)
+# A parent prints the pids of its workers and server, then is busy with a power that holds the interpreter lock (one
+# worker idle), with a worker asleep, or exits.
+TWO_WORKERS = "pool = WorkerPool(2, 1.5)\nwhile len(pool.pids()) < 2: pool.compare([('1+1', '2'), ('1+2', '3')])"
+ONE_HOSTILE = "pool = WorkerPool(1, 600.0, [sys.executable, '-P', 'hostile.py'])\npool.compare([('1+1', '2')])"
+SHARED = "answers_equal('\\\\sqrt{3+2\\\\sqrt{2}}', '1+\\\\sqrt{2}')\npool = shared_pool()"
 
 
-def test_workers_end_when_their_parent_is_killed():
-    # One worker idle, one inside a power that holds the interpreter lock.
-    code = (
-        "from reward.pool import WorkerPool\n"
-        "pool = WorkerPool(2, 1.5)\n"
-        "while len(pool.pids()) < 2: pool.compare([('1+1', '2'), ('1+2', '3')])\n"
-        "print(*pool.pids(), pool._server.process.pid, flush=True)\n"
-        f"pool.compare([{TOWER!r}])\n"
-    )
-    parent = run_python(code)
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    time.sleep(0.5)
-    assert len(pids) == 3 and all(alive(pid) for pid in pids)
-    parent.kill()
-    parent.wait()
-    assert wait_gone(pids)
-
-
-def test_sleeping_workers_end_when_their_parent_is_killed(tmp_path):
+@pytest.mark.parametrize(
+    ("start", "then", "pids"),
+    [
+        (TWO_WORKERS, f"pool.compare([{TOWER!r}])", 3),
+        (ONE_HOSTILE, "pool.compare([('sleep', '5')])", 2),
+        (SHARED, "", 2),
+    ],
+    ids=["power", "asleep", "exit"],
+)
+def test_workers_and_their_server_end_with_their_parent(tmp_path, start, then, pids):
     (tmp_path / "hostile.py").write_text(HOSTILE)
-    code = (
-        "import sys, threading, time\n"
-        "from reward.pool import WorkerPool\n"
-        f"pool = WorkerPool(1, 600.0, [sys.executable, '-P', {str(tmp_path / 'hostile.py')!r}])\n"
-        "pool.compare([('1+1', '2')])\n"
-        "print(*pool.pids(), pool._server.process.pid, flush=True)\n"
-        "pool.compare([('sleep', '5')])\n"
-    )
-    parent = run_python(code)
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    time.sleep(0.3)
-    parent.kill()
-    parent.wait()
-    assert len(pids) == 2 and wait_gone(pids)
-
-
-def test_workers_end_with_a_parent_that_exits():
-    code = (
-        "from reward.answer import answers_equal\n"
-        "from reward.pool import shared_pool\n"
-        "assert answers_equal('\\\\sqrt{3+2\\\\sqrt{2}}', '1+\\\\sqrt{2}')\n"
-        "print(*shared_pool().pids(), flush=True)\n"
-    )
-    parent = run_python(code)
-    pids = [int(pid) for pid in processes.finish(parent)[0].split()]
-    assert parent.returncode == 0 and pids and wait_gone(pids)
+    imports = "import sys\nfrom reward.answer import answers_equal\nfrom reward.pool import WorkerPool, shared_pool"
+    code = f"{imports}\n{start}\nprint(*pool.pids(), pool._server.process.pid, flush=True)\n{then}"
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    found = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(found) == pids
+    if then:
+        time.sleep(0.5)
+        assert all(alive(pid) for pid in found)
+        parent.kill()
+    assert parent.wait(60) == (-signal.SIGKILL if then else 0)
+    assert wait_gone(found)
 
 
 def test_a_forked_child_starts_workers_of_its_own(pool):
@@ -399,21 +387,12 @@ def test_a_budget_forgets_what_left_its_window():
     assert budget.counts == {"timeout": 25}
 
 
-def test_wrong_answers_are_known_ones():
+def test_wrong_answers_are_known_ones_and_a_budget_of_zero_stops_at_the_first_unknown():
     budget = UnknownBudget("math", 0.0)
     budget.record([Verdict(False, "exact")] * 1000, ["answer 'A'"] * 1000)
     assert not budget.counts
-
-
-def test_a_budget_of_zero_stops_at_the_first_unknown():
     with pytest.raises(CheckFailed):
-        record(UnknownBudget("math", 0.0), 1, 1000)
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.1])
-def test_an_impossible_budget_is_bad_input(fraction):
-    with pytest.raises(BadInput, match="max_unknown_fraction"):
-        UnknownBudget("math", fraction)
+        record(budget, 1, 1000)
 
 
 def test_a_budget_can_be_pickled_with_its_counts():
