@@ -28,7 +28,7 @@ from reward.gsm8k import gsm8k_lenient, gsm8k_strict
 from reward.length import length
 from reward.math import math as math_reward
 from reward.own import COLUMNS, FROM_TRL, called, check_arguments, checked_rewards, imported, taken
-from reward.pool import UnknownBudget, Verdict, shared_pool
+from reward.pool import UnknownBudget, Verdict, WorkerPool, shared_pool
 from reward.text import language, repetition
 
 if TYPE_CHECKING:
@@ -146,12 +146,14 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
             f"reward.weights has {len(weights)} values for {len(reward.functions)} reward.functions "
             f"({', '.join(reward.functions)}). Give one weight per function."
         )
-    if reward.workers < 1 or reward.timeout_s <= 0:
-        raise BadInput(
-            f"reward.workers ({reward.workers}) must be at least 1 and reward.timeout_s ({reward.timeout_s}) above 0."
-        )
-    _check_code_execution(reward)
-    options = checked_options(getattr(reward, "options", {}), reward.functions)
+    WorkerPool(reward.workers, reward.timeout_s)  # refuses impossible limits
+    for name in reward.functions:
+        if getattr(function_of(name), "executes_code", False) and not reward.allow_code_execution:
+            raise BadInput(
+                f"reward {name!r} runs code that the model wrote. Set reward.allow_code_execution to true to let it, "
+                "after reading in reward/README.md what the sandbox does and does not keep out."
+            )
+    options = checked_options(reward.options, reward.functions)
     functions = [
         BoundReward(name, reward.workers, reward.timeout_s, reward.max_unknown_fraction, options[name])
         for name in reward.functions
@@ -195,26 +197,16 @@ def _options_of(name: str, given: Any) -> dict[str, Any]:
         matched, checked[key] = match_type(value, known[key][0])
         if not matched:
             raise BadInput(f"{where} must be {spell_type(known[key][0])}, it is {value!r:.60}.")
-    if missing := [
-        key for key, (_, default) in known.items() if default is inspect.Parameter.empty and key not in checked
-    ]:
+    values = {key: default for key, (_, default) in known.items()} | checked
+    if missing := [key for key, value in values.items() if value is inspect.Parameter.empty]:
         raise BadInput(f"reward.options.{name}.{missing[0]} must be set: it has no default.")
     check = getattr(function_of(name), "check_options", None)
     if check:
         try:
-            check(**{key: default for key, (_, default) in known.items()} | checked)
+            check(**values)
         except ValueError as error:
             raise BadInput(f"reward.options.{name}: {error}") from None
     return checked
-
-
-def _check_code_execution(reward: "RewardConfig") -> None:
-    for name in reward.functions:
-        if getattr(function_of(name), "executes_code", False) and not getattr(reward, "allow_code_execution", False):
-            raise BadInput(
-                f"reward {name!r} runs code that the model wrote. Set reward.allow_code_execution to true to let it, "
-                "after reading in reward/README.md what the sandbox does and does not keep out."
-            )
 
 
 def _nearest(name: Any, known: Iterable[str]) -> str:

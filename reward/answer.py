@@ -75,7 +75,7 @@ def boxed_answer(text: str) -> str | None:
 def hash_answer(text: str) -> str | None:
     """The text after the last `####` that is followed by a number, up to the end of the line (GSM8K's form)."""
     match = last_match(_HASH, text)
-    return match and match[1].strip()
+    return match[1].strip() if match else None
 
 
 def final_answer(text: str) -> str | None:
@@ -101,7 +101,7 @@ def tag_content(text: str, tag: str = "<answer>") -> str | None:
 def last_number(text: str) -> str | None:
     """The last number written in the text, with its sign, commas and currency sign."""
     match = last_match(_NUMBER, text)
-    return match and match[0]
+    return match[0] if match else None
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -8,8 +8,8 @@ each costs its full time limit, spread over the workers.
 import argparse
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
+from kit.core.config.schema import RewardConfig
 from reward import reward_functions
 from reward.pool import shared_pool
 
@@ -43,9 +43,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--towers", action="store_true", help="add answers that cannot be computed (a minute)")
     arguments = parser.parse_args()
-    config = SimpleNamespace(
-        functions=["math"], weights=None, workers=arguments.workers, timeout_s=TIMEOUT_S, max_unknown_fraction=1.0
-    )
+    config = RewardConfig(workers=arguments.workers, timeout_s=TIMEOUT_S, max_unknown_fraction=1.0)
     (reward,), _ = reward_functions(config)
     started = time.perf_counter()
     shared_pool(arguments.workers, TIMEOUT_S).compare([(r"\sqrt{3+2\sqrt{2}}", r"1+\sqrt{2}")])

@@ -20,6 +20,7 @@ _GREEK = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar".split()
 )
+_CLOSING = {"(": ")", "{": "}", "[": "]"}
 _TIMES = frozenset(("cdot", "times", "ast"))
 _NAMED_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mathit|operatorname|rm|boldsymbol)\s*\{\s*([A-Za-z]+)\s*\}")
 _BARE_FRACTION = re.compile(r"\\([dtc]?frac|[dt]?binom)\s*(\d)\s*(\d)(?!\d)")  # TeX takes one digit each
@@ -37,7 +38,7 @@ _UNICODE = {sign: rf"\{name} " for sign, name in zip(_COMMANDS[::2], _COMMANDS[1
 _UNICODE |= {sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)}
 _UNICODE |= {"÷": "/", "⁄": "/", "∕": "/", "∗": "*"}
 _VULGAR = zip("½⅓⅔¼¾⅕⅛⅜", ("12", "13", "23", "14", "34", "15", "18", "38"), strict=True)
-_UNICODE |= {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in _VULGAR}
+_UNICODE |= {sign: rf"\frac{{{digits[0]}}}{{{digits[1]}}}" for sign, digits in _VULGAR}
 _UNICODE_TABLE = str.maketrans(_UNICODE)
 
 
@@ -189,13 +190,11 @@ class _Parser:
         return self.powers(self.atom())
 
     def powers(self, base: tuple) -> tuple:
-        while self.peek() == ("op", "!"):
-            self.at += 1
+        while self.take("!"):
             if self.peek() == ("op", "!"):
                 raise Unread("double factorial")
             base = ("fn", "factorial", base)
-        if self.peek() == ("op", "^"):
-            self.at += 1
+        if self.take("^"):
             if self.is_degree():
                 return ("fn", "degree", base)
             exponent = self.argument(signed=True)
@@ -238,30 +237,26 @@ class _Parser:
 
     def atom(self) -> tuple:
         kind, value = self.peek()
+        if kind == "op" and value in "({[":
+            return self.group(value, _CLOSING[value])
+        self.at += 1
         if kind == "num":
-            self.at += 1
             return ("num", Fraction(value.replace(",", "")), "." in value)
         if kind == "sym":
-            self.at += 1
             return ("sym", value + self.subscript())
-        if kind == "op" and value in "({[":
-            return self.group(value, {"(": ")", "{": "}", "[": "]"}[value])
         if kind == "op" and value == "|":
-            self.at += 1
             bars, self.depth_of_bars = self.depth_of_bars, 1
             tree = self.sum()
             self.depth_of_bars = bars
             self.need("|")
             return ("fn", "abs", tree)
         if kind == "cmd":
-            self.at += 1
             return self.command(value)
         raise Unread("an incomplete formula")
 
     def subscript(self) -> str:
-        if self.peek() != ("op", "_"):
+        if not self.take("_"):
             return ""
-        self.at += 1
         start = self.at
         if self.peek() == ("op", "{"):
             while self.peek() != ("op", "}"):
@@ -288,9 +283,9 @@ class _Parser:
             return self.root()
         if name in ("lfloor", "lceil", "lvert"):
             tree = self.sum()
-            if not self.take({"lfloor": "rfloor", "lceil": "rceil", "lvert": "rvert"}[name]):
+            if not self.take("r" + name[1:]):
                 raise Unread("an open bracket")
-            return ("fn", {"lfloor": "floor", "lceil": "ceil", "lvert": "abs"}[name], tree)
+            return ("fn", name[1:].replace("vert", "abs"), tree)
         if name in FUNCTIONS and name not in ("gcd", "lcm", "max", "min", "det", "arg", "Re", "Im"):
             return self.function(name)
         raise Unread(f"\\{name}")
@@ -305,18 +300,16 @@ class _Parser:
         base = exponent = None
         if name == "lg":
             name, base = "log", ("num", Fraction(10), False)
-        elif name == "log" and self.peek() == ("op", "_"):
-            self.at += 1
+        elif name == "log" and self.take("_"):
             base = self.argument()
-        if self.peek() == ("op", "^"):
-            self.at += 1
+        if self.take("^"):
             exponent = self.argument(signed=True)
             if exponent == ("neg", ("num", Fraction(1), False)):
                 name, exponent = _ARC.get(name), None
                 if name is None:
                     raise Unread("an inverse")
         if self.peek() in (("op", "("), ("op", "{"), ("op", "[")):
-            tree = self.group(self.peek()[1], {"(": ")", "{": "}", "[": "]"}[self.peek()[1]])
+            tree = self.group(self.peek()[1], _CLOSING[self.peek()[1]])
             if self.peek() in (("op", "^"), ("op", "!")):
                 raise Unread("a power after a function")  # sin(x)^2 or sin((x)^2)
         else:

@@ -79,15 +79,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if min(arguments.numbers) < 2 or max(arguments.numbers) > 8 or arguments.largest < 2:
         parser.error("--numbers takes 2 to 8, --largest at least 2")
-    write(
-        arguments.task,
-        arguments.out,
-        arguments.train,
-        arguments.test,
-        arguments.numbers,
-        arguments.largest,
-        arguments.seed,
-    )
+    one = arguments
+    write(one.task, one.out, one.train, one.test, one.numbers, one.largest, one.seed)
     print(f"{arguments.out}: {arguments.train:,} training and {arguments.test:,} held-out problems")
 
 

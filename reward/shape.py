@@ -42,6 +42,8 @@ _OPERATORS = {
     "=": r"=",
 }
 _OPERATOR = re.compile("|".join(f"(?P<o{i}>{p})" for i, p in sorted(enumerate(_OPERATORS.values()), reverse=True)))
+_VARIABLE = re.compile(r"\\?[A-Za-z](?:_\{?\w+\}?)?|[a-zA-Z]\([a-z]\)")
+_FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _OPEN, _CLOSE = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}, {")", "]", "}", "\\}", "\\rangle"}
 _CLOSE |= {"\\rfloor", "\\rceil"}
 _PIECE = re.compile(
@@ -282,13 +284,12 @@ def _relation(text: str) -> Shape | None:
 
 def _solved(sides: list[str], operators: list[str]) -> Shape | None:
     """Solve `x > a`, `a < x <= b` or `x != a` for a bare variable."""
-    bare = re.compile(r"\\?[A-Za-z](?:_\{?\w+\}?)?|[a-zA-Z]\([a-z]\)")
     if len(sides) == 2 and operators[0] in ("<", "<=", ">", ">=", "!="):
         left, right, operator = sides[0], sides[1], operators[0]
-        if not bare.fullmatch(left):
+        if not _VARIABLE.fullmatch(left):
             left, right = right, left
-            operator = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}.get(operator, operator)
-        if not bare.fullmatch(left) or bare.fullmatch(right):
+            operator = _FLIPPED.get(operator, operator)
+        if not _VARIABLE.fullmatch(left) or _VARIABLE.fullmatch(right):
             return None
         name, is_open = squeezed_name(left), operator in ("<", ">")
         if operator == "!=":
@@ -297,12 +298,12 @@ def _solved(sides: list[str], operators: list[str]) -> Shape | None:
         if operator[0] == ">":
             return _span(right, "\\infty", is_open, True, True, name)
         return _span("-\\infty", right, True, is_open, True, name)
-    if len(sides) == 3 and bare.fullmatch(sides[1]):
-        low, high = sides[0], sides[2]
-        if all(operator in ("<", "<=") for operator in operators):
-            return _span(low, high, operators[0] == "<", operators[1] == "<", True, squeezed_name(sides[1]))
-        if all(operator in (">", ">=") for operator in operators):
-            return _span(high, low, operators[1] == ">", operators[0] == ">", True, squeezed_name(sides[1]))
+    if len(sides) == 3 and _VARIABLE.fullmatch(sides[1]):
+        if {*operators} <= {">", ">="}:  # b >= x > a is a < x <= b
+            sides, operators = sides[::-1], [_FLIPPED[operator] for operator in reversed(operators)]
+        if {*operators} <= {"<", "<="}:
+            low_open, high_open = (operator == "<" for operator in operators)
+            return _span(sides[0], sides[2], low_open, high_open, True, squeezed_name(sides[1]))
     return None
 
 

@@ -8,6 +8,7 @@ import cmath
 import math
 import operator
 import zlib
+from collections.abc import Callable
 from fractions import Fraction
 
 from reward.algebra import Algebra, Formula, added
@@ -15,7 +16,12 @@ from reward.formula import Unread
 
 POINTS = 3
 NEAR = 1e-6  # relative to the largest intermediate value; anything closer is left open
-_OPERATORS = {"mul": operator.mul, "neg": operator.neg, "div": operator.truediv, "pow": operator.pow}
+_OPERATORS: dict[str, Callable[..., complex]] = {
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
 _COMPLEX = {name: getattr(cmath, name) for name in ("sin", "cos", "tan", "exp", "sinh", "cosh", "tanh")}
 _COMPLEX |= {"ln": cmath.log, "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan}
 _RECIPROCAL = {"sec": cmath.cos, "csc": cmath.sin, "cot": cmath.tan}

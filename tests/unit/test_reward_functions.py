@@ -199,11 +199,11 @@ def test_a_hang_is_none_and_a_spent_budget_stops_with_the_answer_that_hung():
 def test_plain_numbers_need_no_worker_and_no_sympy():
     code = (
         "import sys, time\n"
-        "from types import SimpleNamespace as Config\n"
+        "from kit.core.config.schema import RewardConfig\n"
         "from reward import reward_functions\n"
         "from reward.pool import shared_pool\n"
         "names = ['math', 'gsm8k_lenient', 'boxed_format']\n"
-        "config = Config(functions=names, weights=None, workers=2, timeout_s=2.0, max_unknown_fraction=0.0)\n"
+        "config = RewardConfig(functions=names, max_unknown_fraction=0.0)\n"
         "completions = ['\\\\boxed{1,234}', 'no answer', '\\\\boxed{1234.5}']\n"
         "for function in reward_functions(config)[0]:\n"
         "    function(prompts=None, completions=completions, gold=['1234'] * 3)\n"
