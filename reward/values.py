@@ -16,7 +16,7 @@ from reward.formula import Unread
 
 POINTS = 3
 NEAR = 1e-6  # relative to the largest intermediate value; anything closer is left open
-_OPERATORS: dict[str, Callable[..., complex]] = {
+_OPERATORS: dict[str, Callable] = {
     "mul": operator.mul,
     "neg": operator.neg,
     "div": operator.truediv,
