@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput
 from kit.data.problems import chat_messages, drop_long, load_problems, read_problems, to_dataset
-from tests import processes
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}, {"question": "3+3?", "answer": "6"}]
@@ -119,11 +117,6 @@ def test_the_reference_is_taken_from_its_form(tmp_path, answer_format, answer, g
     assert load_problems(data, "train")[0].gold == gold
 
 
-def test_deepmath_columns_are_named_in_the_configuration(tmp_path):
-    file = jsonl(tmp_path / "train.jsonl", [{"question": "q", "final_answer": "\\pi", "difficulty": 5.0}])
-    assert load_problems(config(file, answer_column="final_answer"), "train")[0].gold == "\\pi"
-
-
 BAD_ROWS = [
     ("plain", '{"question": "q", "answer": "5"', "invalid JSON"),
     ("plain", "[" * 100_000, "invalid JSON"),
@@ -221,18 +214,19 @@ def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path):
 
 def test_wrong_sources_are_bad_input_with_the_fix(tmp_path):
     jsonl(tmp_path / "training.jsonl", ROWS)
+    for name, text in (("a.csv", "x"), ("a.json", "{}"), ("b.json", "{"), ("a.parquet", "x")):
+        (tmp_path / name).write_text(text)
     message = bad_input(config(tmp_path))
-    assert "has no train.jsonl" in message and "it has training.jsonl" in message and "to 'training'" in message
-    assert f"does not exist (seen from {Path.cwd()})" in bad_input(config(tmp_path / "none"))
-    (tmp_path / "a.csv").write_text("x")
-    assert "unknown file type '.csv'" in bad_input(config(tmp_path / "a.csv"))
-    assert "set data.id" in bad_input(config())
-    (tmp_path / "a.json").write_text("{}")
-    assert "expected a list" in bad_input(config(tmp_path / "a.json"))
-    (tmp_path / "b.json").write_text("{")
-    assert "is not JSON" in bad_input(config(tmp_path / "b.json"))
-    (tmp_path / "a.parquet").write_text("x")
-    assert "not a readable parquet file" in bad_input(config(tmp_path / "a.parquet"))
+    assert "has no train.jsonl" in message and "training.jsonl" in message and "to 'training'" in message
+    for path, why in (
+        (tmp_path / "none", f"does not exist (seen from {Path.cwd()})"),
+        (tmp_path / "a.csv", "unknown file type '.csv'"),
+        (None, "set data.id"),
+        (tmp_path / "a.json", "expected a list"),
+        (tmp_path / "b.json", "is not JSON"),
+        (tmp_path / "a.parquet", "not a readable parquet file"),
+    ):
+        assert why in bad_input(config(path))
     assert "unknown split" in bad_input(config(tmp_path / "training.jsonl"), "test")
 
 
@@ -252,6 +246,9 @@ def test_a_hub_id_goes_through_load_dataset_with_its_config_and_split(tmp_path, 
     load_problems(config(id="openai/gsm8k", config="main"), "train")
     load_problems(config(id="openai/gsm8k", eval_split="validation"), "eval")
     assert asked == [(("openai/gsm8k", "main"), {"split": "train"}), (("openai/gsm8k",), {"split": "validation"})]
+    # a local path overrides the id
+    assert len(load_problems(config(jsonl(tmp_path / "a.jsonl", ROWS), id="openai/gsm8k"), "train")) == 3
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("error", [ConnectionError("Couldn't reach the hub"), ValueError("Unknown split"), OSError()])
@@ -265,13 +262,6 @@ def test_a_hub_id_that_cannot_be_loaded_is_bad_input_with_the_ways_out(monkeypat
     message = bad_input(config(id="openai/gsm8k", config="main"))
     assert "data.id 'openai/gsm8k' (config 'main', split 'train')" in message
     assert type(error).__name__ in message and str(error) in message and "data.path" in message
-
-
-def test_a_local_path_overrides_the_hub_id(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", None)
-    assert len(load_problems(config(jsonl(tmp_path / "a.jsonl", ROWS), id="openai/gsm8k"), "train")) == 3
 
 
 def test_prompts_are_chat_messages_without_a_template(tmp_path):
@@ -309,12 +299,6 @@ def test_prompts_that_are_too_long_are_an_error_with_the_longest_or_dropped_unde
     assert drop_long(problems, WordTokenizer(), config(file, max_bad_fraction=0.2), 11) == (problems[:8], 2)
     with pytest.raises(BadInput, match="10 of 10"):
         drop_long(problems, WordTokenizer(), config(file, max_bad_fraction=1.0), 1)
-
-
-def test_importing_the_module_needs_no_torch_and_no_datasets():
-    code = "import sys, kit.data.problems; assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
-    done = processes.run([sys.executable, "-c", code])
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_gzipped_jsonl_is_read_alone_and_as_a_split_and_a_torn_one_is_refused(tmp_path):

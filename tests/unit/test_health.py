@@ -145,20 +145,6 @@ def test_a_run_whose_reward_never_left_zero_says_so_at_its_end(tmp_path, monkeyp
     assert alert in up.summary(start).splitlines()
 
 
-def test_kl_above_its_ceiling_fires_even_when_it_is_flat():
-    assert fired(rows_of(30, kl=1.5)) == ["KL climbing"]
-
-
-def test_one_step_of_an_estimate_that_is_a_thousand_times_the_rest_is_no_climb():
-    rows = curve(30, kl=lambda s: 20.0 if s == 27 else 0.02, sampler_k3=lambda s: 0.5 if s == 25 else 0.0005)
-    assert fired(rows) == []
-
-
-def test_a_share_that_doubles_fires_below_its_ceiling_and_a_small_one_does_not():
-    assert fired(curve(40, truncated_fraction=lambda s: 0.04 if s <= 30 else 0.12)) == ["truncation"]
-    assert fired(curve(40, truncated_fraction=lambda s: 0.01 if s <= 30 else 0.04)) == []
-
-
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
@@ -172,22 +158,29 @@ def test_mismatch_shows_in_the_estimate_in_the_sample_and_in_what_is_cut(keys, t
     assert (alert.name, alert.value) == ("sampler mismatch", text)
 
 
-def test_no_spread_is_no_alarm_while_the_reward_still_moves():
-    assert fired(curve(40, zero_spread_fraction=0.97, reward=lambda s: 0.2 + 0.01 * s)) == []
+FALL = (0.6, 0.6, 0.6, 0.5, 0.4, 0.3)
+EARLY = {"total": 400, "entropy": lambda s: 0.8 if s <= 12 else 0.15}
 
 
-def test_entropy_that_is_gone_in_the_first_quarter_fires_unless_the_reward_came_up():
-    early = {"total": 400, "entropy": lambda s: 0.8 if s <= 12 else 0.15}
-    assert fired(curve(60, reward=0.4, **early)) == ["entropy collapse"]
-    assert fired(curve(60, reward=lambda s: 0.4 + 0.005 * s, **early)) == []
-
-
-def test_heldout_needs_a_climbing_reward_enough_measurements_and_a_fall_beyond_noise():
-    fall = (0.6, 0.6, 0.6, 0.5, 0.4, 0.3)
-    assert fired(measured(*fall)) == ["held-out falls"]
-    assert fired(measured(*fall, reward=lambda s: 0.9 - 0.02 * s)) == ["reward falls"], "both fall: no gaming"
-    assert fired(measured(*fall[1:])) == [], "five measurements"
-    assert fired(measured(0.6, 0.6, 0.6, *[0.61 - HELDOUT_FALL] * 3)) == []
+@pytest.mark.parametrize(
+    ("rows", "rules"),
+    [
+        (rows_of(30, kl=1.5), ["KL climbing"]),  # above its ceiling, though it is flat
+        # one step of an estimate that is a thousand times the rest is no climb
+        (curve(30, kl=lambda s: 20.0 if s == 27 else 0.02, sampler_k3=lambda s: 0.5 if s == 25 else 0.0005), []),
+        (curve(40, truncated_fraction=lambda s: 0.04 if s <= 30 else 0.12), ["truncation"]),  # it doubled
+        (curve(40, truncated_fraction=lambda s: 0.01 if s <= 30 else 0.04), []),
+        (curve(40, zero_spread_fraction=0.97, reward=lambda s: 0.2 + 0.01 * s), []),  # the reward still moves
+        (curve(60, reward=0.4, **EARLY), ["entropy collapse"]),
+        (curve(60, reward=lambda s: 0.4 + 0.005 * s, **EARLY), []),
+        (measured(*FALL), ["held-out falls"]),
+        (measured(*FALL, reward=lambda s: 0.9 - 0.02 * s), ["reward falls"]),  # both fall: no gaming
+        (measured(*FALL[1:]), []),  # five measurements
+        (measured(0.6, 0.6, 0.6, *[0.61 - HELDOUT_FALL] * 3), []),
+    ],
+)
+def test_a_rule_fires_beyond_its_limit_and_not_before(rows, rules):
+    assert fired(rows) == rules
 
 
 def test_no_rule_fires_without_data():
