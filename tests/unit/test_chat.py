@@ -131,26 +131,23 @@ def test_training_asks_in_this_process_and_its_server_the_prompt_of_the_argument
     assert sent == [thinking.ids]
 
 
-def test_lengths_and_calibration_are_of_the_prompts_with_the_arguments(thinking):
+def test_lengths_calibration_and_verification_are_of_the_prompts_with_the_arguments(thinking):
     from kit.data.calibration_prompts import calibration_prompts
+    from merge.calibrated import calibration_set
 
     assert prompt_lengths(thinking.problems[:1], thinking.tokenizer, thinking.config.data) == [len(thinking.ids)]
     thinking.config.policy.quant_calib_size = 1
     assert calibration_prompts(thinking.config, [thinking.conversation], thinking.tokenizer) == [thinking.ids]
-
-
-def test_merge_verifies_on_the_prompts_of_the_training_held_out_and_logged(thinking):
     batch = [ids[0].tolist() for ids in fixed_batch(thinking.run, thinking.tokenizer, 320)]
     completion = thinking.tokenizer("\\boxed{60}", add_special_tokens=False)["input_ids"]
-    assert batch[:2] == [thinking.ids + completion, thinking.ids]
-
-
-def test_merge_calibrates_on_the_prompts_of_the_training(thinking):
-    from merge.calibrated import calibration_set
-
+    assert batch[:2] == [thinking.ids + completion, thinking.ids]  # logged, and held out
     found = calibration_set(thinking.run, thinking.tokenizer, 3, 512).sequences
     assert found[0][: len(thinking.ids)] == thinking.ids
     assert all(thinking.tokenizer.decode(ids).endswith("</think>\n\n") for ids in found[1:])
+    # A logged prompt that went through the template is taken as it is.
+    text, values = thinking.tokenizer.decode(thinking.ids), thinking.run.config()
+    for prompt in (text, thinking.conversation):
+        assert as_prompt(values, prompt, thinking.tokenizer) == text
 
 
 class Asked:
@@ -208,27 +205,25 @@ def serve(stub: Stub, place: Path, takes_arguments: bool = True) -> list[list[in
     return seen
 
 
-def test_a_server_of_the_base_is_asked_with_the_arguments_and_said_to_have_other_defaults(thinking, stub, capsys):
+def test_a_server_renders_the_prompt_of_the_training_or_is_told_to(thinking, merged, stub, capsys):
+    # of the base: asked with the arguments, and said to have other defaults
     seen = serve(stub, thinking.model)
     answers = ask_server(Endpoint(stub.url), thinking.model, thinking.asking)
     assert thinking.ids in seen and len(seen) == len(thinking.problems)
     assert all(request["chat_template_kwargs"] == OFF for request in stub.measured())
     assert answers.versions["without_arguments"] == "another prompt"
     assert "ask another prompt than the policy was trained on" in capsys.readouterr().out
-
-
-def test_a_server_of_the_merged_checkpoint_renders_the_prompt_of_the_training_unasked(thinking, merged, stub, capsys):
-    seen = serve(stub, merged / "grpo" / "fp8", takes_arguments=False)
-    answers = ask_server(Endpoint(stub.url), merged / "grpo" / "fp8", thinking.asking)
-    assert thinking.ids in seen and len(seen) == len(thinking.problems)
-    assert answers.versions["refused"] == "chat_template_kwargs" and "without_arguments" not in answers.versions
-    assert "WARNING" not in capsys.readouterr().out
-
-
-def test_a_server_of_the_base_that_takes_no_arguments_is_refused(thinking, stub):
+    # of the base, which takes no arguments
     serve(stub, thinking.model, takes_arguments=False)
     with pytest.raises(BadInput, match=r"makes .* tokens of a prompt of which the checkpoint's tokenizer"):
         ask_server(Endpoint(stub.url), thinking.model, thinking.asking)
+    capsys.readouterr()
+    # of the merged checkpoint
+    seen = serve(stub, place := merged / "grpo" / "fp8", takes_arguments=False)
+    answers = ask_server(Endpoint(stub.url), place, thinking.asking)
+    assert thinking.ids in seen and len(seen) == len(thinking.problems)
+    assert answers.versions["refused"] == "chat_template_kwargs" and "without_arguments" not in answers.versions
+    assert "WARNING" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cell", ["base/bf16", "grpo/bf16", "grpo/fp8"])
@@ -254,12 +249,6 @@ def test_a_checkpoint_with_other_defaults_than_the_runs_is_neither_evaluated_nor
         artifact(run, "grpo", "fp8")
     with pytest.raises(BadInput, match="its chat template has other defaults"):
         main(["--run", str(run.path), "--format", "fp8_block", "--policy", "grpo", "--skip_verify"])
-
-
-def test_another_task_is_asked_with_the_runs_arguments(thinking):
-    from eval.tasks import task_config
-
-    assert task_config(thinking.config, "svamp").data.chat_template_kwargs == OFF
 
 
 @pytest.mark.parametrize(
@@ -353,21 +342,17 @@ def test_the_doctor_finds_a_template_that_the_recipe_refuses(tmp_path, monkeypat
     assert recipe_checks(json.dumps(config), 1, str(tmp_path)) == {"skipped": "", "refused": "", "kind": "qwen3"}
 
 
-def test_a_default_system_message_may_be_the_runs_own(tmp_path):
-    """As Qwen2.5's template, which puts in its own where there is none."""
+def test_a_default_system_message_and_a_stop_token_of_the_model_config_alone_are_enough(tmp_path):
+    # As Qwen2.5's template, which adds its own system message if there is none.
     default = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
     folder = with_template(tmp_path / "model", default + CHAT_TEMPLATE)
-    tokenizer = load_tokenizer(load_config(CONFIG, [f"--model.path={folder}", "--data.system_prompt=Be brief."]))
-    assert tokenizer.chat_template == default + CHAT_TEMPLATE
-
-
-def test_a_stop_token_of_the_model_config_alone_is_enough(tmp_path):
-    folder = with_template(tmp_path / "model", CHAT_TEMPLATE)
+    config = load_config(CONFIG, [f"--model.path={folder}", "--data.system_prompt=Be brief."])
+    assert load_tokenizer(config).chat_template == default + CHAT_TEMPLATE
     (folder / "generation_config.json").unlink()
-    load_tokenizer(load_config(CONFIG, [f"--model.path={folder}"]))
+    load_tokenizer(config)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(BadInput, match=r"generation_config\.json cannot be read"):
-        load_tokenizer(load_config(CONFIG, [f"--model.path={folder}"]))
+        load_tokenizer(config)
 
 
 def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_would_parse(
@@ -392,17 +377,6 @@ def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_w
     assert {completion[0]["content"] for completion in completions} == {said}
 
 
-def test_a_training_on_prompts_that_change_with_the_date_is_warned_about(capsys):
-    from kit.train.setup import note_date
-
-    problems = [Problem("", "2 + 2?", "4", "")]
-    dated = tokenizer_with("{{ date_string or strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
-    note_date(load_config(CONFIG), dated, problems)
-    assert "Pin it, e.g. data.chat_template_kwargs {date_string: 26 Jul 2024}" in capsys.readouterr().out
-    note_date(load_config(CONFIG, ["--data.chat_template_kwargs={date_string: 26 Jul 2024}"]), dated, problems)
-    assert capsys.readouterr().out == ""
-
-
 def test_eval_stops_where_training_does(tmp_path, thinking, build_trainer, recipe_arguments):
     """TRL adds the tokenizer's own stop token to the model's."""
     folder = with_template(tmp_path / "model", THINKING, eos_token="<|endoftext|>")
@@ -425,10 +399,18 @@ def test_eval_stops_where_training_does(tmp_path, thinking, build_trainer, recip
         (CHAT_TEMPLATE, None),
     ],
 )
-def test_a_prompt_that_changes_with_the_date_is_found(template, names):
-    assert chat.date_arguments(tokenizer_with(template), USER, {}) == names
+def test_a_prompt_that_changes_with_the_date_is_found_and_warned_about(template, names, capsys):
+    from kit.train.setup import note_date
+
+    tokenizer, problems = tokenizer_with(template), [Problem("", "2 + 2?", "4", "")]
+    assert chat.date_arguments(tokenizer, USER, {}) == names
+    note_date(load_config(CONFIG), tokenizer, problems)
+    said = capsys.readouterr().out
+    assert said == "" if names is None else "It cannot be pinned" in said or "{date_string: 26 Jul 2024}" in said
     if names:
-        assert chat.date_arguments(tokenizer_with(template), USER, {"date_string": "26 Jul 2024"}) is None
+        assert chat.date_arguments(tokenizer, USER, {"date_string": "26 Jul 2024"}) is None
+        note_date(load_config(CONFIG, ["--data.chat_template_kwargs={date_string: 26 Jul 2024}"]), tokenizer, problems)
+        assert capsys.readouterr().out == ""
 
 
 VALUES = [False, True, None, 0, -3, 1.5e-7, "a\"'\n%}{{ {# é 😀 \\", [1, "x", [None]], {"a'b": {"c": [False]}}]
@@ -492,20 +474,12 @@ def test_every_template_of_a_checkpoint_gets_the_defaults(tmp_path):
     assert literal({"a": [True]}) == "{'a': [true]}"
 
 
-def test_a_logged_prompt_that_went_through_the_template_is_taken_as_it_is(thinking):
-    text = thinking.tokenizer.decode(thinking.ids)
-    values = thinking.run.config()
-    assert (
-        as_prompt(values, text, thinking.tokenizer)
-        == text
-        == as_prompt(values, thinking.conversation, thinking.tokenizer)
-    )
-
-
-def test_the_export_hands_the_arguments_to_verl():
+def test_another_task_and_the_export_to_verl_have_the_arguments():
+    from eval.tasks import task_config
     from launch.export.files import words
     from launch.export.translate import Cluster, translate
 
     config = load_config(CONFIG, ["--data.chat_template_kwargs={enable_thinking: false}"])
+    assert task_config(config, "svamp").data.chat_template_kwargs == OFF
     found = translate(config, Cluster(1, 1), 1, False, Path("out"))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in words(found)

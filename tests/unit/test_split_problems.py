@@ -6,14 +6,11 @@ import os
 import random
 import re
 import string
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kit.data.near_copies import groups, nearest, shingles
-from tests import processes
 from tests.conftest import ROOT
 
 NAMES = ["Ann", "Bob", "Cleo", "Dora", "Emil", "Faye"]
@@ -44,17 +41,19 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def command(*words: object) -> subprocess.CompletedProcess:
-    return processes.run([sys.executable, "-m", "recipes.split_problems", *map(str, words)])
+@pytest.fixture
+def command(recipe):
+    """`command(*words)`: split_problems in this process."""
+    return lambda *words: recipe([str(word) for word in words], "recipes/split_problems.py")
 
 
 @pytest.mark.parametrize(("seed", "heldout"), [(0, 25), (1, 25), (2, 40), (3, 7)])
-def test_variants_of_a_story_are_on_one_side(tmp_path, read_jsonl, seed, heldout):
+def test_variants_of_a_story_are_on_one_side(command, tmp_path, read_jsonl, seed, heldout):
     rows = variants(seed=seed)
     done = command(
         write(tmp_path / "all.jsonl", rows), "--out", tmp_path / "out", "--heldout", heldout, "--seed", seed
     )
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     of_story = {row["question"]: row["story"] for row in rows}
     sides = {name: read_jsonl(tmp_path / "out" / f"{name}.jsonl") for name in ("train", "heldout")}
     stories = {name: {of_story[row["question"]] for row in side} for name, side in sides.items()}
@@ -64,8 +63,8 @@ def test_variants_of_a_story_are_on_one_side(tmp_path, read_jsonl, seed, heldout
     assert heldout - 5 < len(sides["heldout"]) <= heldout, "whole groups of at most five, and no more than asked for"
     answers = {row["question"]: str(row["answer"]) for row in rows}
     assert all(row["answer"] == answers[row["question"]] for side in sides.values() for row in side)
-    assert f"{len(rows)} problems in 20 groups, the largest of 5" in done.stdout
-    left = re.search(r"nearest training problem: .* largest (0\.\d\d)", done.stdout)
+    assert f"{len(rows)} problems in 20 groups, the largest of 5" in done.out
+    left = re.search(r"nearest training problem: .* largest (0\.\d\d)", done.out)
     assert float(left[1]) < 0.4
 
 
@@ -100,35 +99,35 @@ def test_numbers_and_names_make_no_difference_and_other_words_do():
     assert first == second and similarity(first, third) < 0.5
 
 
-def test_the_same_split_comes_out_again_and_another_seed_draws_others(tmp_path):
+def test_the_same_split_comes_out_again_and_another_seed_draws_others(command, tmp_path):
     file = write(tmp_path / "all.jsonl", variants())
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert command(file, "--out", tmp_path / name, "--heldout", 30, "--seed", seed).returncode == 0
+        assert command(file, "--out", tmp_path / name, "--heldout", 30, "--seed", seed).code == 0
     content = {name: {f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in "abc"}
     assert content["a"] == content["b"]
     assert content["a"]["heldout.jsonl"] != content["c"]["heldout.jsonl"]
 
 
-def test_the_columns_of_svamp_are_found(tmp_path, read_jsonl):
+def test_the_columns_of_svamp_are_found(command, tmp_path, read_jsonl):
     rows = [
         {"Body": row["question"].partition(". ")[0], "Question": row["question"].partition(". ")[2], "Answer": 3.0}
         for row in variants()
     ]
     done = command(write(tmp_path / "svamp.jsonl", rows), "--out", tmp_path / "out", "--heldout", 30)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     first = read_jsonl(tmp_path / "out" / "train.jsonl")[0]
     assert first["answer"] == "3.0" and ". " in first["question"] and first["question"].endswith("?")
 
 
-def test_an_overlap_with_given_training_problems_is_counted_and_nothing_is_written(tmp_path):
+def test_an_overlap_with_given_training_problems_is_counted_and_nothing_is_written(command, tmp_path):
     rows = [{**row, "answer": f"so\n#### {row['answer']}"} for row in variants(stories=10, each=2)]
     test, train = [rows[0], *rows[10:]], [{**rows[0], "answer": "#### 1"}]
     files = write(tmp_path / "test.jsonl", test), write(tmp_path / "train.jsonl", train)
     done = command(files[0], "--against", files[1], "--answer_format", "gsm8k")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     twins = sum(row["story"] == rows[0]["story"] for row in test)
-    assert f"0.4 or more: {twins} (" in done.stdout and "1.0 or more: 1 (" in done.stdout
-    assert f"1.00  {files[0]}:1  {files[1]}:1" in done.stdout
+    assert f"0.4 or more: {twins} (" in done.out and "1.0 or more: 1 (" in done.out
+    assert f"1.00  {files[0]}:1  {files[1]}:1" in done.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test.jsonl", "train.jsonl"]
 
 
@@ -145,22 +144,22 @@ def test_an_overlap_with_given_training_problems_is_counted_and_nothing_is_writt
         (["--id", "ChilleD/SVAMP", "--out", "OUT"], "cannot load data.id 'ChilleD/SVAMP'"),
     ],
 )
-def test_what_cannot_work_is_refused_and_nothing_is_written(tmp_path, words, message):
+def test_what_cannot_work_is_refused_and_nothing_is_written(command, tmp_path, words, message):
     file = write(tmp_path / "all.jsonl", variants(stories=4))
     named = {"FILE": file, "OUT": tmp_path / "out", "NONE": tmp_path / "none.jsonl"}
     done = command(*(named.get(word, word) for word in words))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert message in done.stderr
+    assert done.code == 2
+    assert message in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["all.jsonl"]
 
 
-def test_the_bodies_of_svamp_are_on_one_side_each(tmp_path, read_jsonl):
+def test_the_bodies_of_svamp_are_on_one_side_each(command, tmp_path, read_jsonl):
     source = Path(os.environ.get("GRPO_KIT_DATA", ROOT.parent / "shared" / "data")) / "svamp" / "test.jsonl"
     if not source.is_file():
         pytest.skip(f"needs {source}")
     done = command(source, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert "1,000 problems in " in done.stdout and "heldout  300 problems" in done.stdout
+    assert done.code == 0, done.err
+    assert "1,000 problems in " in done.out and "heldout  300 problems" in done.out
 
     def bodies(name: str) -> set[str]:
         rows = read_jsonl(tmp_path / "out" / f"{name}.jsonl")

@@ -72,13 +72,16 @@ def test_the_model_loads_with_its_template_its_stop_token_and_tied_embeddings(le
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_more_problems_than_there_are_is_refused_instead_of_searched_for_without_end():
-    with pytest.raises(BadInput, match=r"--limit 4 allows \d+ training problems, 20,000 were asked for"):
-        make_problems(20_000, False, 4, random.Random(0))
-    with pytest.raises(
-        BadInput, match=r"--limit 2 allows \d+ held-out problems, 500 were asked for\. Lower --heldout"
-    ):
-        make_problems(500, True, 2, random.Random(0))
+@pytest.mark.parametrize(
+    ("count", "heldout", "limit", "message"),
+    [
+        (20_000, False, 4, r"--limit 4 allows \d+ training problems, 20,000 were asked for"),
+        (500, True, 2, r"--limit 2 allows \d+ held-out problems, 500 were asked for\. Lower --heldout"),
+    ],
+)
+def test_more_problems_than_there_are_is_refused_instead_of_searched_for_without_end(count, heldout, limit, message):
+    with pytest.raises(BadInput, match=message):
+        make_problems(count, heldout, limit, random.Random(0))
 
 
 def test_every_possible_problem_can_be_asked_for():
@@ -100,13 +103,9 @@ def test_every_possible_problem_can_be_asked_for():
         (["--st", "3"], "unrecognized arguments: --st 3"),
     ],
 )
-def test_options_that_cannot_work_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch, options, message):
-    from kit.core.errors import run_command
-
-    monkeypatch.setattr(sys, "argv", ["tiny_base.py", "--out", str(tmp_path / "out"), *options])
-    with pytest.raises(SystemExit) as ended:
-        run_command(main)
-    assert ended.value.code == 2 and message in capsys.readouterr().err
+def test_options_that_cannot_work_are_refused_and_nothing_is_written(tmp_path, recipe, options, message):
+    done = recipe(["--out", str(tmp_path / "out"), *options], "recipes/tiny_base.py")
+    assert done.code == 2 and message in done.err
     assert list(tmp_path.iterdir()) == []
 
 
