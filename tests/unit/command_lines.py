@@ -248,7 +248,7 @@ def _module(module: str, arguments: list[str]) -> str | None:
 
 def _arguments(file: Path, arguments: list[str], run) -> str | None:
     """What the program's own parser says to the arguments, and the strict configuration to its overrides."""
-    if not re.search(r"argparse|sys\.argv|parse_command|read_command", file.read_text()):
+    if not re.search(r"argparse|command_parser|sys\.argv|parse_command|read_command", file.read_text()):
         return f"{_name(file)} takes no arguments" if arguments else None
     parsed = _parse(file, arguments, run)
     if isinstance(parsed, str):
