@@ -8,6 +8,7 @@ in `STILL_S`. What spins forever is ended by pytest's own `timeout`.
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -44,6 +45,12 @@ class Progress:
         if (now := self._look()) - self.counted >= LEAST_CPU_S:
             self.counted, self.since = now, time.monotonic()
         return time.monotonic() - self.since > self.still_s
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def kill_group(process: subprocess.Popen) -> None:

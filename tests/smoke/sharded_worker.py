@@ -1,13 +1,15 @@
-"""Runs of the recipe, one after the other in the processes of one launch: imports cost more than a tiny run.
+"""Runs of recipes, one after the other in the processes of one launch: imports cost more than a tiny run.
 
     python -m torch.distributed.run --nproc_per_node 2 tests/smoke/sharded_worker.py PLAN
 
-PLAN is JSON, a list of {"environment", "arguments"} and optionally {"copy": [from, to], "remove": path} before it. At
-the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base says when
-a bit of the second process's part has changed, and how many micro-batches by tokens its updates so far had.
+PLAN is JSON, a list of {"recipe", "environment", "arguments"}; with "copy" [from, to] and "remove" a path, these are done
+before the run. At the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of
+the base says when a bit of the second process's part has changed, and how many micro-batches by tokens its updates so
+far had.
 accelerate 1.15 splits a model on GPUs only. Here it takes two gloo processes on a CPU for GPUs; the rest is its own.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -83,7 +85,6 @@ def main() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     import kit.policy.load
-    import recipes.grpo_qlora
     from kit.core.errors import CheckFailed
 
     # A helper for CPUs that DeepSpeed compiles as it starts; GPUs have none.
@@ -115,8 +116,8 @@ def main() -> None:
             shutil.rmtree(run["remove"])
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        sys.argv = ["recipes/grpo_qlora.py", *run["arguments"]]
-        recipes.grpo_qlora.main()
+        sys.argv = [run["recipe"], *run["arguments"]]
+        importlib.import_module(run["recipe"]).main()
 
 
 if __name__ == "__main__":

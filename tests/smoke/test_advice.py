@@ -1,9 +1,7 @@
 """Commands that messages print are run as they are printed, on a copy of the small run."""
 
-import runpy
 import shlex
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from kit.core.config.load import config_from_dict
 from kit.core.run_directory import RunDir, read_json, write_json
 from launch import up
+from tests.conftest import run_here
 from tests.unit.advice import commands
 
 FEW = {"formats": ["bf16", "fp8"], "max_problems": 6, "max_new_tokens": 4, "bootstrap_samples": 100}
@@ -27,24 +26,15 @@ def run(tiny_run, tmp_path) -> RunDir:
     return copy
 
 
-@pytest.fixture
-def execute(monkeypatch, capsys):
-    """`execute("python -m …")`: its exit code and what it printed, in this process."""
-
-    def run_line(line: str) -> tuple[int, str]:
-        capsys.readouterr()
-        words = shlex.split(line)
-        assert words[:2] == ["python", "-m"], line
-        monkeypatch.setattr(sys, "argv", [words[2], *words[3:]])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
-        said = capsys.readouterr()
-        return ended.value.code, said.out + said.err
-
-    return run_line
+def execute(line: str) -> tuple[int, str]:
+    """The exit code of a `python -m …`, and what it printed."""
+    python, option, *words = shlex.split(line)
+    assert (python, option) == ("python", "-m"), line
+    done = run_here(*words)
+    return done.code, done.out + done.err
 
 
-def test_what_launch_up_prints_at_its_end_merges_evaluates_and_gates(run, execute):
+def test_what_launch_up_prints_at_its_end_merges_evaluates_and_gates(run):
     start = SimpleNamespace(run=run, config=config_from_dict(run.config()), log=lambda name: run.logs / f"{name}.log")
     printed = commands(up.summary(start))
     assert [line.split()[2:4] for line in printed] == [["merge", "--run"], ["eval", "--run"], ["eval", "gate"]]

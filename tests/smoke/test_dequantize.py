@@ -1,9 +1,6 @@
 """From a checkpoint that is stored quantized to a run, by the command lines that a user types."""
 
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from kit.core.run_directory import RunDir, read_json, read_manifest
 from kit.weights.hashing import hash_tensor
 from merge.__main__ import main
-from tests.conftest import ROOT
+from tests.conftest import run_here
 from tests.unit.test_merge_dequantize import LAYOUTS, e4m3, loaded, rounded, spread, store_quantized
 from tests.unit.test_merge_fixture import make_model, make_run
 
@@ -66,9 +63,8 @@ def test_a_recipe_names_the_command_whose_output_trains_and_merges(
     command = shlex.split(refused.err.partition("what this writes: ")[2])
     assert command[:4] == ["python", "-m", "merge", "dequantize"] and command[-1] == "models/Tiny-FP8-bf16"
     monkeypatch.chdir(tmp_path)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command[1:]], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "wrote models/Tiny-FP8-bf16. It is a base like any other" in done.stdout, done
+    done = run_here(*command[2:])
+    assert done.code == 0 and "wrote models/Tiny-FP8-bf16. It is a base like any other" in done.out, done
     plain = Path("models/Tiny-FP8-bf16").resolve()
     dry = recipe(recipe_arguments(plain, tmp_path / "run", steps, ("--dry_run",)))
     assert dry.code == 0, dry.err

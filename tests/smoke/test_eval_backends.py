@@ -8,7 +8,6 @@ to the last character: agreement is asked for on all of them.
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,8 @@ from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json
 from merge.chat_template import with_defaults
 from tests import processes
-from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run, command
+from tests.conftest import run_here
+from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run
 from tests.unit.test_eval_server import Stub, choice, completion
 from tests.unit.test_merge_fixture import CHAT_TEMPLATE
 
@@ -211,8 +211,8 @@ def test_an_endpoint_that_serves_another_policy_is_shown_to_be_worse(run, stubs,
 @pytest.mark.slow
 def test_vllm_gives_the_completions_of_transformers_and_nf4_stays_with_transformers(run, made):
     formats = ("--formats", "nf4", QUANTIZED)
-    done = command("eval", "--run", run.path, *formats, "--backend", "vllm")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_here("eval", "--run", run.path, *formats, "--backend", "vllm")
+    assert done.code == 0, done.out + done.err
     result = read_json(run.eval_file)
     for policy, right in (("base", SEVENS), ("grpo", EIGHTS)):
         nf4, ours = (result["matrix"][policy][name] for name in ("nf4", QUANTIZED))
@@ -229,10 +229,10 @@ def test_a_cell_that_vllm_cannot_measure_ends_with_its_words_and_leaves_the_last
     before = {file.name: file.read_bytes() for file in (run.path / "eval").iterdir()} | {
         "eval.json": run.eval_file.read_bytes()
     }
-    done = command("eval", "--run", run.path, "--formats", "bf16", "--backend", "vllm", "--server.max_num_seqs", "0")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "vLLM did not answer for" in done.stderr and "max_num_seqs" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run_here("eval", "--run", run.path, "--formats", "bf16", "--backend", "vllm", "--server.max_num_seqs", "0")
+    assert done.code == 1, done.out + done.err
+    assert "vLLM did not answer for" in done.err and "max_num_seqs" in done.err
+    assert "Traceback" not in done.err
     after = {file.name: file.read_bytes() for file in (run.path / "eval").iterdir()}
     assert "max_num_seqs" in after.pop("base-bf16.vllm.log").decode()
     assert {**after, "eval.json": run.eval_file.read_bytes()} == before
@@ -248,9 +248,7 @@ def server(made):
     (served / "chat_template.jinja").write_text(with_defaults(THINKS, {"enable_thinking": False}))
     tensors["lm_head.weight"] = tensors["lm_head.weight"] / 3
     save_file(tensors, served / "model.safetensors", metadata={"format": "pt"})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.free_port()
     arguments = ["--model", served, "--port", port, "--max-model-len", 256, "--enforce-eager"]
     log = made.path / "server.log"
     with open(log, "w") as output:

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,9 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.run_directory import RunDir
 from kit.data.problems import load_problems
-from tests import processes
-from tests.conftest import make_base
+from tests.conftest import ROOT, make_base
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml"
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +51,6 @@ def overrides(data, model) -> list[str]:
     return [part for key, value in changes.items() for part in (f"--{key}", str(value))]
 
 
-def start(output: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [*LAUNCH, "recipes/grpo_qlora.py", "--config", CONFIG, "--run.output_dir", str(output), *arguments]
-    return processes.run(command, env=ENVIRONMENT)
-
-
 def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -71,11 +60,11 @@ def check_problem_counts(out: str) -> None:
     assert re.search(r"^held-out problems: 1,319 rows, 0 bad, .*, 1,319 used$", out, re.M), out
 
 
-def test_two_steps_run_on_all_of_gsm8k(tmp_path, data, overrides):
+def test_two_steps_run_on_all_of_gsm8k(tmp_path, overrides, recipe):
     run = RunDir(tmp_path / "run")
-    done = start(run.path, *overrides)
-    assert done.returncode == 0, done.stderr[-3000:]
-    check_problem_counts(done.stdout)
+    done = recipe(["--config", CONFIG, "--run.output_dir", str(run.path), *overrides])
+    assert done.code == 0, done.err[-3000:]
+    check_problem_counts(done.out)
 
     known = {problem.id: problem for problem in load_problems(load_config(ROOT / CONFIG, overrides).data, "train")}
     steps = rows(run.metrics_file)
@@ -99,7 +88,7 @@ def test_two_steps_run_on_all_of_gsm8k(tmp_path, data, overrides):
             assert set(entry["rewards"]) == {"math"}
             assert entry["adapter_version"] == row["step"] - 1
     assert run.newest_adapter() == run.adapter_dir(2)
-    assert "base unchanged" in done.stdout
+    assert "base unchanged" in done.out
 
 
 def test_dry_run_checks_all_of_gsm8k_and_prints_the_plan(tmp_path, overrides, recipe):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -97,9 +96,7 @@ def base(tmp_path_factory, tiny_model_dir) -> Path:
 
 @pytest.fixture(scope="module", params=["adapter", "remerge"])
 def started(request, base, tiny_model_dir, tmp_path_factory):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{processes.free_port()}"
     folder = tmp_path_factory.mktemp("launch")
     keys = {
         "run.output_dir": folder / "run",

@@ -13,6 +13,7 @@ from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.__main__ import main
 from merge.merge import read_adapter
+from tests.conftest import run_here
 from tests.smoke.test_merge_command import copy_of_run, merge
 from tests.unit.test_merge_fixture import LINEARS, alter_adapter, shared_folder, shared_run
 
@@ -32,12 +33,13 @@ def diagnosed():
     """(run with merged checkpoints, the finished command)."""
     run = copy_of_run(shared_folder() / "diagnosed-run")
     assert main(["--run", str(run.path), "--format", "bf16", "fp8", "w4a16"]) == 0
-    return run, merge("diagnose", "--run", run.path, "--tokens", "--formats", "bf16", "fp8", "w4a16", "nf4")
+    formats = ("bf16", "fp8", "w4a16", "nf4")
+    return run, run_here("merge", "diagnose", "--run", run.path, "--tokens", "--formats", *formats)
 
 
 def test_the_command_writes_json_markdown_and_picture_and_prints_table_and_verdict(diagnosed):
     run, done = diagnosed
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     result = read(run.path / "diagnostics.json")
     info = read(run.base_file)
     assert (result["base_hash"], result["adapter_version"], result["into"]) == (info["hash"], 10, "dequantized")
@@ -49,8 +51,8 @@ def test_the_command_writes_json_markdown_and_picture_and_prints_table_and_verdi
     assert list(result["by_depth"]) == ["0", "1"]
     assert (run.path / "diagnostics.png").read_bytes()[:4] == b"\x89PNG"
     text = (run.path / "diagnostics.md").read_text()
-    assert all(line in text and f"- {line}" in done.stdout for line in result["verdict"])
-    assert len([line for line in done.stdout.splitlines() if line.startswith("│")]) == 4
+    assert all(line in text and f"- {line}" in done.out for line in result["verdict"])
+    assert len([line for line in done.out.splitlines() if line.startswith("│")]) == 4
     assert not list(run.path.glob(".*partial*"))
 
 

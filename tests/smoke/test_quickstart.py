@@ -1,43 +1,31 @@
 """The path of the quickstart by the commands it types, on a run of six steps of a model made in seconds."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from kit.core.run_directory import RunDir, read_json, read_manifest
 from recipes.quickstart import judging_steps, summary
-from tests import processes
-from tests.conftest import make_base
+from tests.conftest import ROOT, Finished, make_base, run_here
 
-ROOT = Path(__file__).parents[2]
 FORMATS = ("nf4", "bf16", "fp8", "w4a16")
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return processes.run([sys.executable, *words], env=environment)
-
-
 @pytest.fixture(scope="module")
-def path(tmp_path_factory, recipe, recipe_arguments) -> tuple[RunDir, dict[str, subprocess.CompletedProcess]]:
+def path(tmp_path_factory, recipe, recipe_arguments) -> tuple[RunDir, dict[str, Finished]]:
     """A run after every command, and what each of them said."""
     folder = tmp_path_factory.mktemp("path")
     run, base = RunDir(folder / "run"), folder / "base"
     # w4a16 packs groups of 128 inputs, so the width is the quickstart's; the sums are easier.
     size = ("--layers", "1", "--limit", "10", "--problems", "800", "--heldout", "24")
-    made = command("recipes/tiny_base.py", "--out", str(base), "--steps", "150", "--processes", "1", *size)
-    assert made.returncode == 0, made.stderr
+    make_base(base, "--steps", "150", "--processes", "1", *size)
     changes = {"data.eval_split": "heldout", "eval.batch_size": 24, "train.learning_rate": 3e-3}
     trained = recipe(recipe_arguments(base, run.path, changes))
     assert trained.code == 0, trained.err
     done = {}
-    for name, words, accepted in judging_steps(run.path):
-        done[name] = command(*words)
-        assert done[name].returncode in accepted, f"{name}: {done[name].stderr[-3000:]}"
+    for name, (_, *words), accepted in judging_steps(run.path):
+        done[name] = run_here(*words)
+        assert done[name].code in accepted, f"{name}: {done[name].err[-3000:]}"
     return run, done
 
 
@@ -60,11 +48,11 @@ def test_nf4_of_the_policy_is_written_exactly_when_it_keeps_half_of_the_update(p
     run, done = path
     place = run.merged / "grpo" / "nf4"
     if place.exists():
-        assert done["merge to nf4"].returncode == 0
+        assert done["merge to nf4"].code == 0
         assert read_manifest(place, "checkpoint", deep=True)["retained_update"] >= 0.5
     else:
-        assert done["merge to nf4"].returncode == 1
-        share = re.search(r"refused: grpo nf4: .* keeps (\d+\.\d)% of the update", done["merge to nf4"].stdout)
+        assert done["merge to nf4"].code == 1
+        share = re.search(r"refused: grpo nf4: .* keeps (\d+\.\d)% of the update", done["merge to nf4"].out)
         assert float(share[1]) < 50.05
 
 
@@ -82,10 +70,10 @@ def test_the_matrix_has_every_cell_and_the_gain_is_that_of_its_cells(path):
 def test_the_gate_says_no_exactly_when_the_artifact_is_not_promoted(path):
     run, done = path
     promoted = read_manifest(run.merged / "grpo" / "fp8")["promoted"]
-    assert promoted == (done["gate"].returncode == 0)
-    assert ("not promoted: " in done["gate"].stdout) == (not promoted)
+    assert promoted == (done["gate"].code == 0)
+    assert ("not promoted: " in done["gate"].out) == (not promoted)
     # Six steps on 24 problems show no gain of ten points.
-    assert done["gate"].returncode == 1
+    assert done["gate"].code == 1
 
 
 def test_the_summary_tells_what_the_files_hold(path):
@@ -106,9 +94,9 @@ def test_the_summary_tells_what_the_files_hold(path):
 
 
 def test_a_dry_run_prints_the_commands_and_runs_none():
-    done = command("-m", "recipes.quickstart", "--seed", "12345", "--dry_run")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    done = run_here("recipes.quickstart", "--seed", "12345", "--dry_run")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
     assert lines[-1].startswith("$ python -m eval gate --run runs/tiny-seed12345")
     assert len(lines) >= 6 and not (ROOT / "runs" / "tiny-seed12345").exists()
     assert not make_base(ROOT / "models" / "never-made", "--dry_run").exists()
@@ -117,7 +105,7 @@ def test_a_dry_run_prints_the_commands_and_runs_none():
 def test_a_dry_gate_judges_and_leaves_the_manifest(path):
     run, done = path
     before = (run.merged / "grpo" / "fp8" / "manifest.json").read_bytes()
-    dry = command("-m", "eval", "gate", "--run", str(run.path), "--dry_run")
-    assert dry.returncode == done["gate"].returncode
+    dry = run_here("eval", "gate", "--run", run.path, "--dry_run")
+    assert dry.code == done["gate"].code
     assert (run.merged / "grpo" / "fp8" / "manifest.json").read_bytes() == before
-    assert "promoted" not in dry.stdout
+    assert "promoted" not in dry.out

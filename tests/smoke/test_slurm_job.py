@@ -12,7 +12,6 @@ from kit.core.run_directory import read_json
 from launch.slurm.script import Job, write_script
 from tests import processes
 from tests.smoke.slurm_cluster import ROOT, Cluster, words_of
-from tests.smoke.test_server import free_port
 
 EIGHT = "recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
 TINY = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -21,7 +20,7 @@ SECOND = {"RUN": "runs/it", "BASE": "models/it"}
 
 def write(nodes: int, path: str = EIGHT, gpus: int = 8, **changes: object) -> str:
     """The script of a run on a free port."""
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(4 if gpus else 1)]
+    urls = [f"http://127.0.0.1:{processes.free_port()}" for _ in range(4 if gpus else 1)]
     keys = {"rollout.server_urls": urls, "run.output_dir": "runs/it", "server.base": "models/it", **changes}
     overrides = [f"--{key}={value}" for key, value in keys.items()]
     return write_script(Job(path, tuple(overrides), nodes=nodes, gpus=gpus), load_config(ROOT / path, overrides))

@@ -16,7 +16,6 @@ import pytest
 
 from kit.core.run_directory import RunDir, read_manifest
 from tests import processes
-from tests.smoke.test_server import free_port
 from tests.unit.test_up_processes import gone
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,7 @@ def start(recipe_arguments, learning_model_dir, base, tmp_path) -> Callable[...,
         "run.name": "up",
         "model.dtype": "bfloat16",
         "rollout.backend": "server",
-        "rollout.server_urls": f"['http://127.0.0.1:{free_port()}']",
+        "rollout.server_urls": f"['http://127.0.0.1:{processes.free_port()}']",
         "rollout.server_wait_s": 600,
         "server.base": base,
         "server.max_num_seqs": 16,
