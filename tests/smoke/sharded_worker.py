@@ -2,10 +2,9 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/smoke/sharded_worker.py PLAN
 
-PLAN is JSON, a list of {"recipe", "environment", "arguments"}; with "copy" [from, to] and "remove" a path, these are done
-before the run. At the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of
-the base says when a bit of the second process's part has changed, and how many micro-batches by tokens its updates so
-far had.
+PLAN is JSON, a list of {"recipe", "environment", "arguments"}; "copy" [from, to] and "remove" a path come before the run.
+At the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base says when
+a bit of the second process's part has changed, and how many micro-batches by tokens its updates so far had.
 accelerate 1.15 splits a model on GPUs only. Here it takes two gloo processes on a CPU for GPUs; the rest is its own.
 """
 
