@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/smoke/sharded_worker.py PLAN
 
-PLAN is JSON, a list of {"recipe", "environment", "arguments"}; "copy" [from, to] and "remove" a path come before the run.
-At the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base says when
+PLAN is JSON, a list of {"recipe", "environment", "arguments"}; "copy" [from, to] and "remove" a path come first. At
+the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base says when
 a bit of the second process's part has changed, and how many micro-batches by tokens its updates so far had.
 accelerate 1.15 splits a model on GPUs only. Here it takes two gloo processes on a CPU for GPUs; the rest is its own.
 """
