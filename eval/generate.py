@@ -170,7 +170,7 @@ def _gumbel(streams: Any, width: int) -> Any:
 
 
 def set_threads(parameters: int) -> None:
-    """Limit torch to one CPU thread for a model whose matrices are too small to split (measured in README.md).
+    """Limit torch to one CPU thread for a model whose matrices are too small to split (measured in MEASUREMENTS.md).
 
     OMP_NUM_THREADS in the environment takes precedence if it is set.
     """

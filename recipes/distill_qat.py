@@ -25,7 +25,7 @@ with rewards. Rewards are measured for the curves, but not learned from.
 Measured: the CPU recipe, 40 steps, divergence .00044 nats per token (first 10 steps; .00013 without the .0032 one) to
 .00008 (last 10), reward .950 to .950, seed 0: this model loses little in NVFP4 weights; 2 cores of an AMD EPYC,
 2026-11-22, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On an H200: three
-seeds of four formats with the small model in eval/README.md.
+seeds of four formats with the small model in eval/MEASUREMENTS.md.
 
 Every key can be given on the command line (`--distill.divergence js`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, `--overwrite` starts the run anew. Exit code: 0 done,

@@ -34,7 +34,7 @@ is split over processes.
 
 Measured: the CPU recipe, 80 steps, reward .509 (first 10 steps) to .919 (last 10), seed 0; 2 cores of an AMD EPYC,
 2026-11-21, torch 2.13.0+cpu, transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On H200s: a step of an
-8B shape in bench/STEP.md, three seeds of four formats with the small model in eval/README.md.
+8B shape in bench/STEP.md, three seeds of four formats with the small model in eval/MEASUREMENTS.md.
 
 Every key can be given on the command line (`--policy.quant_cfg fp8`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, ranges included, `--overwrite` starts the run anew.

@@ -64,7 +64,7 @@ def test_the_matrix_has_every_cell_and_the_gain_is_that_of_its_cells(path):
         base, grpo = (result["matrix"][policy][name]["accuracy"] for policy in ("base", "grpo"))
         assert result["gain"][name]["difference"] == pytest.approx(grpo - base, abs=1e-9)
     assert result["adapter_version"] == 6
-    assert "Sampled at temperature 1, seed 0; accuracies" in (run.path / "eval.md").read_text()
+    assert "sampled at temperature 1, seed 0, at most" in (run.path / "eval.md").read_text()
 
 
 def test_the_gate_says_no_exactly_when_the_artifact_is_not_promoted(path):
