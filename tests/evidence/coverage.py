@@ -3,7 +3,7 @@
     python tests/evidence/coverage.py --runs 2000
 
 Draws n problems whose chances of a right completion are Beta(a, b), k completions each, and counts; minutes on one CPU
-core. The table in eval/MEASUREMENTS.md is its output. Not covered: completions of one problem that depend on each other
+core. Its output is a table in eval/MEASUREMENTS.md. Not covered: completions of one problem that depend on each other
 beyond their common chance.
 """
 
