@@ -177,31 +177,28 @@ class Merge:
 
     def _batch(self) -> list:
         from kit.weights.frozen_base import unquantized_config
-        from merge.verify import fixed_batch
+        from merge.verify import fixed_batch, read_tokenizer
 
-        return fixed_batch(self.run, self._tokenizer(), unquantized_config(self.directory).vocab_size)
-
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.directory)
-        except (OSError, ValueError) as error:
-            raise BadInput(f"no tokenizer in {self.directory}: {str(error).splitlines()[0]}") from None
+        return fixed_batch(self.run, read_tokenizer(self.directory), unquantized_config(self.directory).vocab_size)
 
     def _check_template(self) -> None:
         """Raise `BadInput` if the chat template cannot take the run's arguments as defaults."""
         if self.template_arguments:
-            check_template(self._tokenizer(), [{"role": "user", "content": "2 + 40?"}], self.template_arguments)
+            from merge.verify import read_tokenizer
+
+            check_template(
+                read_tokenizer(self.directory), [{"role": "user", "content": "2 + 40?"}], self.template_arguments
+            )
 
     def _calibration(self) -> Any:
         """Calibration set for the formats that need data; None if none of them was requested."""
         if not any(FORMATS[name].needs_data and not self.has_ranges(name) for name in self.formats):
             return None
         from merge.calibrated import calibration_set
+        from merge.verify import read_tokenizer
 
         options = self.arguments
-        return calibration_set(self.run, self._tokenizer(), options.calib_samples, options.calib_seq_len)
+        return calibration_set(self.run, read_tokenizer(self.directory), options.calib_samples, options.calib_seq_len)
 
     def verifier(self) -> Any:
         """The verifier with the policies' scores, computed on first use."""

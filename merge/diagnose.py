@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
+from kit.core.run_directory import INTO, RunDir, read_json, read_manifest, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from merge.diagnose_layer import Reader
 
 PACKAGES = ("torch", "bitsandbytes", "compressed-tensors", "safetensors", "numpy", "scipy")
-INTO = ("dequantized", "original")
 PROGRESS_S = 20.0
 
 
@@ -67,9 +66,8 @@ class Diagnosis:
         self.adapter_hash = manifest.get("tensor_hash") or manifest["files"]["adapter_model.safetensors"]["blake2b"]
         directory = base_directory(self.run, arguments.base)
 
-        from kit.weights.frozen_base import BaseCheckpoint
+        from kit.weights.frozen_base import BaseCheckpoint, default_device
         from merge.merge import read_adapter
-        from merge.verify import default_device
 
         self.device = default_device()
         self.base = BaseCheckpoint(directory, self.info, into=arguments.into)
@@ -93,8 +91,7 @@ class Diagnosis:
 
     def place(self, policy: str, name: str) -> Path:
         """Directory of a policy's merged checkpoint in the run, for the base being diagnosed."""
-        folder = self.run.merged if self.arguments.into == INTO[0] else self.run.path / "merged-original"
-        return folder / policy / name
+        return self.run.merged_into(self.arguments.into) / policy / name
 
     def _modules(self) -> list[str]:
         """Requested quantized layers, ordered by depth in the model, then as in its files."""
@@ -189,17 +186,11 @@ class Diagnosis:
 
     def _token_batch(self) -> list | None:
         """Batch to compare the policies on; None if every merged checkpoint has been compared already."""
-        from transformers import AutoTokenizer
-
-        from merge.verify import fixed_batch
+        from merge.verify import fixed_batch, read_tokenizer
 
         if not any(manifest.get("verify") is None for manifest in self.merged().values()):
             return None
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.base.directory)
-        except (OSError, ValueError) as error:
-            raise BadInput(f"no tokenizer in {self.base.directory}: {str(error).splitlines()[0]}") from None
-        return fixed_batch(self.run, tokenizer, self.base.config.vocab_size)
+        return fixed_batch(self.run, read_tokenizer(self.base.directory), self.base.config.vocab_size)
 
     def merged(self) -> dict[str, dict]:
         """{format: manifest} of this adapter's merged checkpoints."""

@@ -29,11 +29,11 @@ from kit.core.run_directory import (
     write_manifest,
 )
 from kit.weights.checkpoint import checkpoint_shards, find_checkpoint
-from kit.weights.frozen_base import unquantized_config
+from kit.weights.frozen_base import default_device
+from kit.weights.model_files import unquantized_config
 from kit.weights.write_base import NF4_FOLDER, Original, Plan, plan_base, write_base
 from merge.merge import COMPANIONS, write_config
 from merge.options import base_parser
-from merge.verify import default_device
 
 # How a base is stored, in words, by policy.quantization.
 STORED = {"nf4": "dequantized NF4", "fp8": "dequantized FP8", "none": "it is"}
@@ -119,11 +119,7 @@ def export(source: Original, out: Path, origin: dict, commit: str | None) -> dic
 def source_facts(directory: Path, commit: str | None, files: dict[str, Future]) -> dict:
     """Manifest entry for the source checkpoint; `files` come from `recorded`. `CheckFailed` if one changed since."""
     path = None if commit else str(directory.resolve())
-    made_from = {
-        "commit": commit,
-        "path": path,
-        "files": {name: future.result() for name, future in files.items()},
-    }
+    made_from = {"commit": commit, "path": path, "files": {name: future.result() for name, future in files.items()}}
     if commit is None and (change := changed_source(made_from, directory)):
         raise CheckFailed(f"{directory} changed while it was read: {change}. Start again.")
     return made_from
@@ -200,12 +196,7 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
         "policy.quantization": quantization.get("type"),
         "policy.double_quantization": quantization.get("double_quantization"),
     }
-    wanted = {
-        "policy": "base",
-        "format": "bf16",
-        **origin,
-        **stored_as(config),
-    }
+    wanted = {"policy": "base", "format": "bf16", **origin, **stored_as(config)}
     if commit is None and made_from is not None and made_from["commit"] is None:
         del wanted["model"]
     fix = f"Remove it (rm -r {directory}) and run this command again, or choose another place (server.base or --out)."

@@ -17,12 +17,11 @@ from kit.core.run_directory import publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards, read_tensor
 from kit.weights.frozen_base import BaseCheckpoint
 from kit.weights.nf4 import quantize_weight
+from kit.weights.quantize import E2M1_MAX, E4M3_MAX, ZERO_E4M3_SCALE
 from kit.weights.shards import write_parts
 from merge.merge import Factors, Retained, write_config
 
 LEAST_RETAINED = 0.5  # least share of the update for NF4 to be written without --force
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
-ZERO_E4M3_SCALE = 0.125  # scale of a group of zeros
 # Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs must be equal.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for each
@@ -218,10 +217,7 @@ def quantization_config(fmt: QuantFormat, ignore: list[str]) -> dict:
     from compressed_tensors.quantization import QuantizationConfig
 
     config = QuantizationConfig(
-        config_groups={"group_0": _scheme(fmt)},
-        format=fmt.layout,
-        ignore=ignore,
-        quantization_status="compressed",
+        config_groups={"group_0": _scheme(fmt)}, format=fmt.layout, ignore=ignore, quantization_status="compressed"
     )
     return config.model_dump(mode="json", exclude_none=True)
 
@@ -248,18 +244,14 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
 
     None if there is no update, or if all of it is zero.
     """
-    if not updates:
-        return None
-    save = _store_by_name(format_name, merged, base) if format_name in STORED else None
-    retained = Retained()
-    for name, weight in _tensors(merged):
-        if name in updates:
-            before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
-            if save is None or name not in base.quantized:
-                retained.add(after, before, updates[name].delta(base.device))
-                continue
-            save(name, after, _project(retained, updates[name], base.device))
-            save(name, before, _project(retained, updates[name], base.device, before=True))
+    retained, save = Retained(), _store_by_name(format_name, merged, base)
+    for name, weight in _tensors(merged, set(updates)):
+        before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
+        if name not in base.quantized:
+            retained.add(after, before, updates[name].delta(base.device))
+            continue
+        save(name, after, _project(retained, updates[name], base.device))
+        save(name, before, _project(retained, updates[name], base.device, before=True))
     return retained.share()
 
 

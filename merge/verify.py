@@ -23,7 +23,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, check_adapter_file, read_json, read_manifest
 from kit.weights.checkpoint import find_checkpoint
 from kit.weights.fp8 import Fp8Linear
-from kit.weights.frozen_base import BaseCheckpoint, disable_cpu_repacking, load_base
+from kit.weights.frozen_base import BaseCheckpoint, default_device, disable_cpu_repacking, load_base
 from merge.trained import find_trained
 
 SEQUENCES = 12  # of each kind: held-out prompts, logged completions
@@ -31,24 +31,31 @@ MAX_LENGTH = 512  # tokens of one sequence
 MAX_TOKENS = 4096  # tokens of the batch
 MAX_LOGPROBS = 1 << 28  # log-probs held at once for a policy: 1 GiB in float32
 # Bounds on the mean KL (nats per token) of a correct BF16 merge. In float32, random models of 2 and 12 layers, which
-# amplify rounding, measure 3e-5 and 1.4e-4 (README.md); BF16 arithmetic adds noise and is allowed ten times more. The
-# bound is that of the dtype that the policy was trained in, whatever the comparison computes in: a pretrained model of
-# 135 M parameters trained in BF16 is 1.3e-3 to 6.3e-3 from its rounded merge, computed in float32 (bench/README.md).
+# amplify rounding, measure 3e-5 and 1.4e-4 (bench/CPU.md); BF16 arithmetic adds noise and is allowed ten times more.
+# The bound is that of the dtype that the policy was trained in, whatever the comparison computes in: a pretrained
+# model of 135 M parameters trained in BF16 is 1.3e-3 to 6.3e-3 from its rounded merge, computed in float32
+# (bench/README.md).
 KL_NOISE = {torch.float32: 5e-4, torch.bfloat16: 5e-3}
 BF16_KL_BOUND = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 # The same for a checkpoint in the format that the policy was trained for, against the policy with its quantizers. Both
-# compute with the same numbers: 0 in float32 (README.md). In BF16, readers round activations with other arithmetic.
+# compute with the same numbers: 0 in float32 (bench/CPU.md). In BF16, readers round activations with other arithmetic.
 OWN_KL_NOISE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 OWN_KL_BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a checkpoint; `BadInput` if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"no tokenizer in {directory}: {str(error).splitlines()[0]}") from None
 
 
 def scoring_dtype(device: torch.device | str) -> torch.dtype:
     """float32 on a CPU, bfloat16 on a GPU."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_for_scoring(

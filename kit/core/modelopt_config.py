@@ -45,10 +45,7 @@ _REFUSED = {
 }
 NO_LAYOUT = {f"{name}_CFG": why for why, names in _REFUSED.items() for name in names.split()}
 PACKAGE = "modelopt.torch.quantization.config"
-LINEARS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
+LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 LAYERS = 128  # layer indices that patterns are matched against
 # Quantizer attributes that are read below or do not affect the stored numbers; FIXED ones must have these values.
 FREE = ("enable", "num_bits", "axis", "block_sizes", "type", "effective_bits", "fake_quant", "pass_through_bwd")

@@ -54,7 +54,7 @@ def load_frozen(
         options = {"skip_modules": skip_modules, "device": device, "revision": revision}
         return load_nf4(path, dtype, double_quantization, quant_storage=quant_storage, **options, **kwargs)
     config = unquantized_config(path, revision)
-    device, dtype = device or _default_device(), getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    device, dtype = device or default_device(), getattr(torch, dtype) if isinstance(dtype, str) else dtype
     place = {"device_map": {"": device}} if quantization == "none" else {}
     model = _whole_model(path, config=config, revision=revision, dtype=dtype, **place, **kwargs)
     if quantization == "fp8":
@@ -67,7 +67,6 @@ def load_nf4(
     path: str | Path,
     dtype: str | torch.dtype = "bfloat16",
     double_quantization: bool = True,
-    block_size: int = BLOCK_SIZE,
     skip_modules: list[str] | None = None,
     device: str | torch.device | None = None,
     revision: str | None = None,
@@ -79,19 +78,13 @@ def load_nf4(
     `dtype` is the dtype of everything else, the compute dtype and the dtype that the NF4 weights dequantize to.
     `skip_modules` are left unquantized in addition to the output embedding. `device` defaults to CUDA if available.
     `quant_storage` is the dtype that the packed bytes are stored as; the bytes are the same in each. `BadInput`,
-    before any weight is read, for a checkpoint that is already quantized and for a block size that transformers cannot
-    load.
+    before any weight is read, for a checkpoint that is already quantized.
     """
     from transformers import BitsAndBytesConfig
 
     config = unquantized_config(path, revision)
-    if block_size != BLOCK_SIZE:
-        raise BadInput(
-            f"block_size is {block_size}, and transformers loads bitsandbytes NF4 in blocks of {BLOCK_SIZE} only. "
-            f"Leave block_size out, or pass {BLOCK_SIZE}."
-        )
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    device = device or _default_device()
+    device = device or default_device()
     with one_thread():
         model = _whole_model(
             path,
@@ -125,8 +118,9 @@ def _whole_model(path: str | Path, **options: Any) -> torch.nn.Module:
     return model
 
 
-def _default_device() -> torch.device | str:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+def default_device() -> torch.device:
+    """This process's GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def stored_linears(model: torch.nn.Module) -> list[str]:
@@ -304,11 +298,7 @@ class BaseCheckpoint:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        info: dict,
-        device: str | torch.device | None = None,
-        into: str = "dequantized",
+        self, directory: str | Path, info: dict, device: str | torch.device | None = None, into: str = "dequantized"
     ):
         self.into = into
         self.directory = Path(directory)
@@ -450,14 +440,13 @@ def load_base(base: BaseCheckpoint, device: str | torch.device | None = None, **
     """Load the base of a run as a model, in its original storage and with the bytes of its base.json; `CheckFailed` if
     they differ."""
     facts = base.info["quantization"]
-    nf4 = {key: facts[key] for key in ("double_quantization", "block_size") if key in facts}
     model = load_frozen(
         base.directory,
         base.storage,
         dtype=facts["storage_dtype"],
         skip_modules=base.unquantized_linears(),
         device=device,
-        **nf4,
+        double_quantization=facts.get("double_quantization", True),
         **kwargs,
     )
     _match(model, base)

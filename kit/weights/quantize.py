@@ -20,12 +20,13 @@ import torch
 
 from kit.core.formats import FORMATS, FP8_CAPABILITY, ActivationFormat, QuantFormat
 from kit.weights import fp8, stored_weight
+from kit.weights.fp8 import E4M3_MAX
 from kit.weights.stored_weight import Layer
 
-E4M3_MAX, E2M1_MAX, INT4_MAX = 448.0, 6.0, 7.5
+E2M1_MAX, INT4_MAX = 6.0, 7.5
 LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126
 ZERO_SCALE = torch.finfo(torch.float32).eps  # compressed-tensors' scale of a block of zeros
-ZERO_E4M3_SCALE = 0.125
+ZERO_E4M3_SCALE = 0.125  # of a group of zeros
 LEAST_GROUP_PEAK = 1e-10  # vLLM's, for groups of FP8 activations
 
 

@@ -54,10 +54,7 @@ Layer: TypeAlias = bnb.nn.Linear4bit | Fp8Linear | torch.nn.Linear
 
 
 def weight_of(
-    layer: Layer,
-    scale: torch.Tensor | None = None,
-    transposed: bool = False,
-    out: torch.Tensor | None = None,
+    layer: Layer, scale: torch.Tensor | None = None, transposed: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the dequantized weight (out, in) in its storage dtype; with `scale` (out, 1), the FP8 codes of
     weight / scale, stored as (in, out) when `transposed`. Written to `out` if given. Otherwise the result is

@@ -17,7 +17,8 @@ from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
 from merge.verify import load_for_scoring, log_probs
 from tests import sandbox
-from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, tensors_in, wide_run
+from tests.unit.test_merge_fixture import read_all
+from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, wide_run
 
 ROOT = Path(__file__).parents[2]
 # Mean |Δlogp|. Random weights amplify the FP8 rounding of the activations, which falls differently after BF16 kernels;
@@ -129,7 +130,7 @@ def test_what_lacks_a_kernel_for_4_bit_integers_is_known_before_vllm_starts(serv
 @pytest.mark.slow
 def test_awq_stores_other_weights_than_rounding_to_nearest_in_the_same_layout(served):
     answer(served, "awq")
-    awq, nearest = tensors_in(served / "awq"), tensors_in(served / "w4a16")
+    awq, nearest = read_all(served / "awq"), read_all(served / "w4a16")
     assert {n: (t.dtype, t.shape) for n, t in awq.items()} == {n: (t.dtype, t.shape) for n, t in nearest.items()}
     moved = [n for n in awq if n.endswith("input_layernorm.weight") and not torch.equal(awq[n], nearest[n])]
     assert moved, "the search may leave a layer as it is, not all of them"

@@ -37,26 +37,11 @@ from kit.weights.hashing import hash_fp8, hash_pairs, hash_tensor
 from tests.unit.test_merge_fixture import LINEARS, make_model, shared_model, shared_run
 
 # The NF4 values as published (QLoRA, appendix E), typed here so that the library's table is not its own witness.
-NF4 = np.array(
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ]
-)
+NF4 = np.array([
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+])  # fmt: skip
 
 
 def dequantize_in_numpy(weight, number: type = np.float64) -> np.ndarray:
@@ -70,22 +55,6 @@ def dequantize_in_numpy(weight, number: type = np.float64) -> np.ndarray:
         absmax = state.state2.code.numpy().astype(number)[absmax] * blocks + number(state.offset.item())
     values = NF4.astype(number)[codes] * np.repeat(absmax.astype(number), state.blocksize)[: codes.size]
     return values.reshape(tuple(state.shape))
-
-
-@pytest.mark.parametrize("double_quantization", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_streaming_equals_loading_bit_for_bit(dtype, double_quantization):
-    model = load_nf4(shared_model(), dtype, double_quantization, device="cpu")
-    info = hash_base(model)
-    assert info["quantization"]["double_quantization"] is double_quantization
-    assert info["quantization"]["storage_dtype"] == dtype
-    streamed = dict(dequantized_tensors(shared_model(), info))
-    assert set(streamed) == set(info["tensors"])
-    for name, parameter in model.named_parameters():
-        module = model.get_submodule(name.removesuffix(".weight"))
-        expected = dequantize(module) if name.removesuffix(".weight") in info["quantized"] else parameter
-        assert streamed[name].dtype == expected.dtype
-        assert torch.equal(streamed[name], expected), name
 
 
 @pytest.mark.parametrize("double_quantization", [True, False])
@@ -111,12 +80,9 @@ def test_only_linear_layers_are_quantized_and_skipped_ones_are_not():
     model = load_nf4(shared_model(tied=False), "float32", skip_modules=["o_proj"], device="cpu")
     info = hash_base(model)
     assert {name.rpartition(".")[2] for name in info["quantized"]} == set(LINEARS) - {"o_proj"}
+    assert {name.rpartition(".")[2] for name in stored_linears(model)} == set(LINEARS) - {"o_proj"}
     assert type(model.lm_head) is torch.nn.Linear
     assert "lm_head.weight" in info["tensors"]
-
-
-def test_tied_weights_count_once():
-    assert "lm_head.weight" not in hash_base(load_nf4(shared_model(), device="cpu"))["tensors"]
 
 
 def test_hash_survives_peft_an_eval_forward_and_a_cast_up():
@@ -249,20 +215,9 @@ def test_tied_checkpoint_that_stores_the_output_embedding_too_reads_the_same(tmp
     assert sorted(names) == sorted(read_json(shared_run().base_file)["tensors"])
 
 
-def test_quantized_checkpoint_is_refused_before_weights_are_read(tmp_path):
-    shutil.copy(shared_model() / "config.json", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=r"quantized already .*compressed-tensors"):  # there are no weights to read
-        load_nf4(tmp_path)
-
-
-def test_missing_checkpoint_and_other_block_sizes_are_bad_input(tmp_path):
+def test_a_missing_checkpoint_is_bad_input(tmp_path):
     with pytest.raises(BadInput, match="no model config"):
         load_nf4(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match="block_size is 128"):
-        load_nf4(shared_model(), block_size=128)
     with pytest.raises(BadInput, match="--base"):
         find_checkpoint(tmp_path / "nowhere")
 
@@ -336,11 +291,6 @@ def test_the_commit_of_a_hub_model_is_recorded():
     assert hash_base(model)["revision"] is None
     model.config._commit_hash = "c" * 40
     assert hash_base(model)["revision"] == "c" * 40
-
-
-def test_layers_beside_quantized_ones_do_not_count_as_stored():
-    model = load_nf4(shared_model(tied=False), "float32", skip_modules=["o_proj"], device="cpu")
-    assert {name.rpartition(".")[2] for name in stored_linears(model)} == set(LINEARS) - {"o_proj"}
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp8", "none"])

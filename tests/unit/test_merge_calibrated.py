@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_manifest, write_json
 from merge.calibrated import Calibration, calibration_set, check_awq, input_peaks, write_awq
-from merge.quantize import Refused, quantize_checkpoint
+from merge.quantize import Refused
 from merge.verify import load_for_scoring
-from tests.unit.test_merge_fixture import shared_model
-from tests.unit.test_merge_quantize import merged_run, no_verify, quantized, tensors_in, wide_run
+from tests.unit.test_merge_fixture import read_all, shared_model
+from tests.unit.test_merge_quantize import merged_run, no_verify, quantized, wide_run
 
 SYSTEM = "<|im_start|>system\nAnswer.<|im_end|>\n"
 
@@ -140,7 +140,7 @@ def test_awq_is_published_with_the_configuration_of_w4a16(tmp_path):
     assert (manifest["format"], manifest["policy"], manifest["retained_update"]) == ("awq", "grpo", None)
     assert manifest["calibration"] == {**calibration.facts, "llmcompressor": "9.9"}
     assert (tmp_path / "awq" / "config.json").read_text() == (source / "config.json").read_text()
-    assert all(torch.equal(t, tensors_in(source)[n]) for n, t in tensors_in(tmp_path / "awq").items())
+    assert all(torch.equal(t, read_all(source)[n]) for n, t in read_all(tmp_path / "awq").items())
     assert seen[0].parent == tmp_path  # verified before it had its name
 
 
@@ -158,19 +158,3 @@ def test_awq_that_failed_leaves_nothing(tmp_path, body, message):
         write_awq(merged, tmp_path / "awq", base, calibration, compressor(tmp_path, body), no_verify)
     assert refused.value.share is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["python"]
-
-
-def test_nvfp4_records_its_calibration_and_stores_its_peaks(tmp_path):
-    base, _, merged = merged_run()
-    calibration = wide_calibration()[1]
-    peaks = input_peaks(merged, base.quantized, calibration)
-    facts = {"calibration": calibration.facts}
-    manifest = quantize_checkpoint(
-        merged, tmp_path / "nvfp4", "nvfp4", base, {}, no_verify, input_peaks=peaks, **facts
-    )
-    assert manifest["calibration"]["hash"] == calibration.facts["hash"]
-    assert "input_peaks" not in manifest
-    tensors = tensors_in(tmp_path / "nvfp4")
-    for name, peak in peaks.items():
-        stored = tensors[f"{name.removesuffix('.weight')}.input_global_scale"]
-        assert stored.item() == pytest.approx(448 * 6 / peak)

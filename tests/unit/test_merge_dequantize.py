@@ -18,7 +18,7 @@ from kit.weights import shards
 from kit.weights.model_files import dequantize_command, unquantized_config
 from merge import dequantize
 from merge.__main__ import main
-from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
+from tests.unit.test_merge_fixture import make_model, read_all, shared_folder, shared_model
 
 QWEN = {
     "quant_method": "fp8",
@@ -185,10 +185,6 @@ def store_quantized(source: Path, folder: Path, settings: dict, store: Store) ->
     return expected
 
 
-def loaded(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: one for file in sorted(directory.glob("*.safetensors")) for name, one in load_file(file).items()}
-
-
 def cut_model() -> Path:
     """Made once: two shards, 320 values behind the MLP's first layers and 64 keys, which blocks of 128 cut."""
     folder = shared_folder() / "cut"
@@ -206,7 +202,7 @@ def quantized(tmp_path) -> Path:
 def test_every_tensor_is_code_times_scale_rounded_once_to_bf16(layout, tmp_path):
     expected = store_quantized(cut_model(), tmp_path / "from", *LAYOUTS[layout])
     assert main(["dequantize", "--model.path", str(tmp_path / "from"), "--out", str(tmp_path / "to")]) == 0
-    found = loaded(tmp_path / "to")
+    found = read_all(tmp_path / "to")
     assert found.keys() == expected.keys()
     assert sum("proj" in name for name in found) == 7 and len(list((tmp_path / "to").glob("*.safetensors"))) == 2
     wrong = [name for name, one in expected.items() if not torch.equal(found[name], one)]
@@ -228,7 +224,7 @@ def test_whole_blocks_are_what_transformers_makes_of_them(tmp_path):
 def test_scales_of_a_quantized_cache_are_left_out(quantized, tmp_path):
     change_tensors(quantized, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
     assert main(["dequantize", "--model.path", str(quantized), "--out", str(tmp_path / "out")]) == 0
-    assert loaded(tmp_path / "out").keys() == loaded(cut_model()).keys()
+    assert read_all(tmp_path / "out").keys() == read_all(cut_model()).keys()
 
 
 def test_the_checkpoint_is_plain_and_says_what_it_was_made_of(quantized, tmp_path):
@@ -371,7 +367,7 @@ def test_a_hub_id_is_read_from_its_snapshot_and_known_by_its_commit(tmp_path, mo
     manifest = read_manifest(tmp_path / "out", "checkpoint")
     assert (manifest["model"], manifest["revision"]) == ("owner/tiny-FP8", commit)
     assert manifest["source"] == {"commit": commit, "path": None, "files": {}}
-    assert all(torch.equal(loaded(tmp_path / "out")[name], one) for name, one in expected.items())
+    assert all(torch.equal(read_all(tmp_path / "out")[name], one) for name, one in expected.items())
     for file in (repository / "snapshots" / commit).glob("*.safetensors"):  # a dry run has none to look at
         file.unlink()
     assert main([*words.split(), "--out", str(tmp_path / "other"), "--dry_run"]) == 0

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 and a fake run directory around it, for the tests of merge; and the claims about the fixture."""
+"""A tiny random Qwen3 and a fake run directory around it, for the tests of merge."""
 
 import atexit
 import functools
@@ -14,6 +14,8 @@ from kit.core.run_directory import RunDir, publish, write_json, write_manifest
 from kit.weights.frozen_base import hash_base, load_nf4
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SHAPE = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -48,17 +50,7 @@ def make_model(
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     config = getattr(transformers, f"{family}Config")(
-        **{
-            "vocab_size": 320,
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 512,
-            **shape,
-        },
+        **SHAPE | shape,
         tie_word_embeddings=tied,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -162,6 +154,13 @@ def alter_adapter(run: RunDir, folder: Path, config: dict | None = None, rename=
     return folder
 
 
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, or of a folder of safetensors files."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
 @functools.cache
 def shared_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="merge-tests-"))
@@ -179,10 +178,3 @@ def shared_run(tied: bool = True, dtype: str = "float32") -> RunDir:
     """Read-only: a run on the tiny checkpoint, made once a session."""
     folder = shared_folder() / f"run-{tied}-{dtype}"
     return RunDir.open(folder) if folder.exists() else make_run(folder, shared_model(tied), dtype)
-
-
-def test_fixture_model_has_two_shards_and_a_run_names_its_base():
-    assert len(list(shared_model().glob("*.safetensors"))) == 2
-    run = shared_run()
-    assert run.newest_adapter() == run.adapter_dir(10)
-    assert len(json.loads(run.base_file.read_text())["quantized"]) == 14

@@ -20,15 +20,14 @@ from kit.core.run_directory import RunDir, read_json, read_manifest, write_manif
 from kit.weights.frozen_base import BaseCheckpoint, load_nf4
 from kit.weights.shards import TensorFile
 from merge.merge import read_adapter, write_bf16, write_config
-from merge.quantize import retained_share
 from merge.verify import base_checkpoint, check_adapter_base, load_policy
 from tests import processes
 from tests.unit.test_merge_base import dequantize_in_numpy
 from tests.unit.test_merge_fixture import (
-    LINEARS,
     alter_adapter,
     make_model,
     make_run,
+    read_all,
     shared_folder,
     shared_model,
     shared_run,
@@ -40,7 +39,7 @@ def merge_to(run, folder, adapter=None):
     base = base_checkpoint(run)
     updates = read_adapter(adapter or run.newest_adapter(), base)
     write_bf16(base, updates, folder, lambda _: {"retained_update": None, "verify": None}, policy="grpo")
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return read_all(folder)
 
 
 def expected_in_float64(run, scales) -> dict[str, np.ndarray]:
@@ -78,7 +77,7 @@ def test_merged_equals_float64_dequantize_plus_update_to_bf16_rounding(tmp_path,
     for name, exact in expected_in_float64(run, lambda _, rank: 16 / rank).items():
         assert merged[name].dtype == torch.bfloat16
         assert_rounded_once(merged[name], exact, name)
-    originals = {k: v for f in shared_model(tied).glob("*.safetensors") for k, v in load_file(f).items()}
+    originals = read_all(shared_model(tied))
     for name in set(merged) - {f"{n}.weight" for n in read_json(run.base_file)["quantized"]}:
         assert torch.equal(merged[name], originals[name]), name
     assert set(merged) == set(originals)
@@ -121,8 +120,7 @@ def test_a_base_with_biases_keeps_them_and_the_adapters_type_does_not_matter(tmp
     merged = merge_to(run, tmp_path / "out")
     for name, exact in expected_in_float64(run, lambda _, rank: 16 / rank).items():
         assert_rounded_once(merged[name], exact, name)
-    source = run.config()["model"]["path"]
-    originals = {k: v for f in Path(source).glob("*.safetensors") for k, v in load_file(f).items()}
+    originals = read_all(Path(run.config()["model"]["path"]))
     biases = [name for name in originals if name.endswith(".bias")]
     assert len(biases) == 6
     assert all(torch.equal(merged[name], originals[name]) and originals[name].any() for name in biases)
@@ -139,8 +137,7 @@ def test_merged_into_the_original_base_is_its_weights_plus_the_update_rounded_on
     updates = read_adapter(run.newest_adapter(), base)
     made = write_bf16(base, updates, tmp_path / "out", lambda _: {"verify": None})
     assert (made["into"], made["retained_update"]) == ("original", pytest.approx(1, abs=0.02))
-    merged = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
-    originals = {k: v for f in model.glob("*.safetensors") for k, v in load_file(f).items()}
+    merged, originals = read_all(tmp_path / "out"), read_all(model)
     factors = load_file(run.newest_adapter() / "adapter_model.safetensors")
     for name, original in originals.items():
         key = f"base_model.model.{name.removesuffix('.weight')}"
@@ -407,19 +404,3 @@ def test_full_disk_leaves_nothing(tmp_path):
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_retained_share_of_bf16_is_near_one_and_falls_with_what_is_missing(tmp_path):
-    run = shared_run()
-    base = base_checkpoint(run)
-    updates = read_adapter(run.newest_adapter(), base)
-    merge_to(run, tmp_path / "out")
-    assert retained_share(tmp_path / "out", "bf16", base, updates) == pytest.approx(1, abs=0.01)
-    half = {name: update for name, update in updates.items() if ".layers.0." in name}
-    write_bf16(base, half, tmp_path / "half", lambda _: {})
-    assert 0.3 < retained_share(tmp_path / "half", "bf16", base, updates) < 0.7
-
-
-def test_fixture_adapts_every_linear_layer():
-    names = read_adapter(shared_run().newest_adapter(), base_checkpoint(shared_run()))
-    assert len(names) == 2 * len(LINEARS)

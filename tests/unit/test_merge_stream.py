@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from kit.core.errors import BadInput, CheckFailed
@@ -22,7 +23,7 @@ from kit.weights.write_base import Original, TensorFile, plan_base
 from merge import export as merge_export
 from merge.export import export
 from tests import processes
-from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model
+from tests.unit.test_merge_fixture import make_model, read_all, shared_folder, shared_model
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {"model": "tiny", "revision": None}
@@ -41,10 +42,6 @@ def single_model() -> Path:
     return folder
 
 
-def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def write(source: Path, out: Path, dtype: str = "float32", double_quantization: bool = True) -> dict:
     return export(Original(source, dtype, double_quantization), out, ORIGIN, None)
 
@@ -60,33 +57,25 @@ def test_streaming_writes_what_the_loaded_model_is_bit_for_bit(tmp_path, model, 
     info = read_json(tmp_path / "out/base.json")
     assert json.dumps(info) == json.dumps(hash_base(loaded) | ORIGIN)  # the order of the keys, too
     stored, index = read_all(tmp_path / "out"), read_json(tmp_path / "out/nf4/index.json")
-    copies = read_all(tmp_path / "out/nf4")
-    assert sorted(stored) == sorted(info["tensors"])
+    copies, streamed = read_all(tmp_path / "out/nf4"), dict(dequantized_tensors(model(), info))
+    assert sorted(stored) == sorted(streamed) == sorted(info["tensors"])
     assert sorted(index) == sorted(f"{name}.weight" for name in info["quantized"])
     assert sorted(copies) == sorted(f"{name}.{part}" for name in index for part in ("packed", "absmax"))
     for name, parameter in loaded.named_parameters():
         if name not in index:
             assert torch.equal(stored[name], parameter.to(torch.bfloat16)), name
+            assert streamed[name].dtype == parameter.dtype and torch.equal(streamed[name], parameter), name
             continue
         trained = dequantize(loaded.get_submodule(name.removesuffix(".weight")))
         assert trained.dtype == getattr(torch, dtype)
         assert torch.equal(stored[name], trained.to(torch.bfloat16)), name
+        assert streamed[name].dtype == trained.dtype and torch.equal(streamed[name], trained), name
         with safe_open(tmp_path / "out/nf4" / index[name], framework="pt") as file:
             assert file.metadata() == {"block_size": "64", "dtype": dtype}
             packed, absmax = file.get_tensor(f"{name}.packed"), file.get_tensor(f"{name}.absmax")
         assert torch.equal(packed, parameter.data.reshape(-1))
         state = QuantState(absmax, shape=trained.shape, dtype=trained.dtype, blocksize=64, quant_type="nf4")
         assert torch.equal(dequantize_4bit(packed.view(-1, 1), state), trained), name
-
-
-def test_transformers_loads_what_was_written(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    write(shared_model(), tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    stored = read_all(tmp_path / "out")
-    assert {name for name, _ in model.named_parameters()} == set(stored)
-    assert all(torch.equal(parameter, stored[name]) for name, parameter in model.named_parameters())
 
 
 def test_the_manifest_covers_the_nf4_copy(tmp_path):
@@ -289,39 +278,25 @@ def test_of_a_single_file_and_an_index_the_one_that_transformers_loads_is_taken(
     assert not [name for name in recorded if name.startswith("model.safetensors.") or name.startswith("model-")]
 
 
-def make_llama(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(folder)
-
-
-def make_qwen3_5(folder: Path) -> None:
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    shape = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"]}
-    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape)).save_pretrained(folder)
-
-
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "dtype": "float32",
-}
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 4, "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("family", "text", "shape", "name"),
     [
-        (make_llama, "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        (make_qwen3_5, "mtp.fc.weight"),
+        ("Llama", "", {}, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        (
+            *("Qwen3_5", "Text"),
+            {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"]},
+            "mtp.fc.weight",
+        ),
     ],
 )
-def test_tensors_that_transformers_passes_over_are_left_out(tmp_path, make, name):
+def test_tensors_that_transformers_passes_over_are_left_out(tmp_path, family, text, shape, name):
     torch.manual_seed(0)
-    make(tmp_path / "model")
+    config = getattr(transformers, f"{family}{text}Config")(**SMALL | shape)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
     tensors = read_all(tmp_path / "model")
     save_file(tensors | {name: torch.ones(8)}, tmp_path / "model/model.safetensors", {"format": "pt"})
     info = write(tmp_path / "model", tmp_path / "out")

@@ -20,16 +20,8 @@ from merge.__main__ import main
 from merge.merge import read_adapter, write_bf16
 from merge.quantize import quantize_checkpoint
 from merge.trained import find_trained
-from merge.verify import (
-    Verifier,
-    base_checkpoint,
-    compare,
-    divided_input_scales,
-    fixed_batch,
-    load_policy,
-    log_probs,
-)
-from tests.unit.test_merge_fixture import make_model, make_run, shared_folder, shared_run
+from merge.verify import Verifier, base_checkpoint, compare, divided_input_scales, fixed_batch, load_policy, log_probs
+from tests.unit.test_merge_fixture import make_model, make_run, read_all, shared_folder, shared_run
 
 # One layer that every format can store.
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
@@ -83,7 +75,7 @@ def test_the_checkpoint_computes_what_the_policy_with_its_quantizers_does(export
     scores, without = verifier.scores["grpo"], verifier.plain["grpo"]
     off, update = compare(without, scores, verifier.batch).mean_kl, verifier.update_kl()
     read, bf16 = (verifier.compare("grpo", folder).mean_kl for folder in (place, tmp_path / "bf16"))
-    print(  # the row of merge/README.md
+    print(  # the row of bench/CPU.md
         f"{name}: KL(policy‖it) {found.mean_kl:.1e}, read in float32 {read:.1e}, of the policy without quantizers "
         f"{off:.1e}; KL(policy‖bf16) {bf16:.1e}, of the policy without quantizers {plain:.1e}; KL(policy‖base) "
         f"{update:.1e}; {found.tokens} tokens"
@@ -167,7 +159,7 @@ def test_a_merge_without_a_format_writes_that_of_the_training_with_its_ranges(co
     assert own["quantizer_hash"] == own["calibration"]["quantizers"] == adapter["quantizer_hash"]
     assert (own["verify"]["policy_with"], plain["verify"]["policy_with"]) == ("quantizers of nvfp4", "no quantizers")
     assert own["verify"]["mean_kl"] < 1e-8 < plain["verify"]["mean_kl"]
-    stored = {n: t for file in (run.merged / "grpo/nvfp4").glob("*.safetensors") for n, t in load_file(file).items()}
+    stored = read_all(run.merged / "grpo/nvfp4")
     state = load_file(run.newest_adapter() / STATE)
     for module in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"):
         assert stored[f"{module}.input_global_scale"].item() == pytest.approx(

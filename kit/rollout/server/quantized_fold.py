@@ -74,11 +74,13 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
     """
     import torch
 
+    from kit.weights.quantize import weight_peak
+
     # Merging rounds to BF16, whatever dtype the trainer computes in, and quantizes that.
     weight = weight.to(torch.bfloat16)
     value = torch.empty(weight.shape, dtype=torch.float32 if fmt.by_vllm else dtype, device=weight.device)
     shards = [slice(part.row, part.row + part.rows) for part in linear.parts]
-    peaks = [peak_of(weight[rows], fmt) for rows in shards]
+    peaks = [weight_peak(weight[rows], fmt) for rows in shards]
     if peaks[0] is not None:
         if fmt.shares_peak:
             peaks = [torch.stack(peaks).amax(0)] * len(peaks)
@@ -87,13 +89,6 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
     for rows, peak in zip(shards, peaks, strict=True):
         quantize_rows(weight[rows], fmt, peak, out=value[rows])
     return value
-
-
-def peak_of(weight: Any, fmt: QuantFormat) -> Any:
-    """`quantize.weight_peak`, imported late."""
-    from kit.weights.quantize import weight_peak
-
-    return weight_peak(weight, fmt)
 
 
 def _largest_of_workers(peak: Any, layer: Any) -> Any:
